@@ -1,0 +1,66 @@
+# make run     everything a first run needs, then that run       (make run NAME=monday ARGS="--set steps=20")
+# make test    what developers need besides, then all tests      (make test ARGS="tests/test_ledger.py")
+# make lab     JupyterLab on the notebooks, with its settings kept in this folder
+# make readme  README.md from nbs/index.ipynb
+# make clean   everything that was installed or built here; runs/ stays
+
+SHELL := /bin/bash -o pipefail
+PYTHON ?= python3
+PRESET ?= tiny
+NAME ?=
+ARGS ?=
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+# one line per package as it comes; everything, if it fails
+LOG := .venv/install.log
+BRIEF := tee $(LOG) | sed -un -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Processing .*\/\([^-]*-[^-]*\)-.*/  \1/p' -e 's/^Installing .*/  unpacking/p' || { tail -n 40 $(LOG); exit 1; }
+export PIP_REQUIRE_VIRTUALENV := 1
+export JUPYTER_CONFIG_DIR := $(CURDIR)/.jupyter/config
+export JUPYTER_DATA_DIR := $(CURDIR)/.jupyter/data
+export JUPYTER_RUNTIME_DIR := $(CURDIR)/.jupyter/runtime
+export JUPYTERLAB_SETTINGS_DIR := $(CURDIR)/.jupyter/settings
+export JUPYTERLAB_WORKSPACES_DIR := $(CURDIR)/.jupyter/workspaces
+export IPYTHONDIR := $(CURDIR)/.jupyter/ipython
+
+.PHONY: help run test lab readme clean
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+run: .venv/.run
+	@$(BIN)/rlbench run $(PRESET) $(if $(NAME),--set name=$(NAME)) $(ARGS)
+
+test: .venv/.dev
+	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
+
+lab: .venv/.dev
+	@$(BIN)/jupyter lab --notebook-dir=nbs $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+readme: .venv/.dev
+	@$(BIN)/python tests/readme.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .jupyter
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("rlbench needs Python 3.11 or newer: make ... PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+
+# a stamp each: the second call finds nothing to do; what developers need includes what a run needs
+.venv/.run: requirements-run.lock setup.py settings.ini | $(BIN)/python
+	@echo "installing $$(grep -c == $<) packages into .venv (once; most of the time is torch)"
+	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
+	@$(INSTALL) --quiet --no-build-isolation --use-pep517 -e .
+	@$(call torch,$<)
+	@touch $@
+
+.venv/.dev: requirements-dev.lock requirements-run.lock setup.py settings.ini | $(BIN)/python
+	@echo "installing $$(grep -c == $<) packages into .venv (once; most of the time is torch)"
+	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
+	@$(INSTALL) --quiet --no-build-isolation --use-pep517 -e .
+	@$(call torch,$<)
+	@touch $@ .venv/.run
+
+# a build of torch for GPUs brings libraries of its own, which the lock does not name
+torch = $(BIN)/python -c 'import torch' 2>/dev/null || { echo "completing torch"; $(BIN)/python -m pip install -c $(1) torch==2.13.0; $(BIN)/python -c 'import torch'; }

@@ -1,0 +1,1 @@
+"""Task files, presets and the tiny policy, installed as `rlbench.data`."""

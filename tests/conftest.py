@@ -1,0 +1,33 @@
+"""What all tests share: one compute thread, a place to work, and child processes that never outlive a test."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def root() -> Path:
+    "The project's folder."
+    return ROOT
+
+
+@pytest.fixture
+def script(tmp_path):
+    "Starts `python -c TEXT ARGS` in a folder of its own; whatever still runs when the test ends is killed."
+    children = []
+
+    def start(text: str, *args, prefix=(), **options) -> subprocess.Popen:
+        options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        children.append(subprocess.Popen([*prefix, sys.executable, "-c", text, *map(str, args)], **options))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.communicate()

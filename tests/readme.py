@@ -1,0 +1,30 @@
+"""README.md is nbs/index.ipynb as Markdown: `make readme`, or `python tests/readme.py`."""
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def readme(notebook: Path) -> str:
+    "The notebook as Markdown seen from the folder above: hidden cells left out, text outputs kept, links to files adjusted."
+    import nbformat
+    from nbconvert import MarkdownExporter
+    from traitlets.config import Config
+
+    config = Config()
+    config.RegexRemovePreprocessor.patterns = [r"#\|\s*(hide|default_exp)"]
+    config.MarkdownExporter.preprocessors = ["nbconvert.preprocessors.RegexRemovePreprocessor"]
+    config.NbConvertBase.display_data_priority = ["text/markdown", "text/plain"]
+    shown = nbformat.read(notebook, as_version=4)
+    shown.metadata.language_info = {"name": "python"}
+    for cell in shown.cells:  # pictures a page shows are files beside the notebook, not outputs
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
+    text, _ = MarkdownExporter(config=config).from_notebook_node(shown)
+    inside = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)]+)(\))")
+    text = inside.sub(lambda link: f"{link[1]}{link[2][3:] if link[2].startswith('../') else f'{notebook.parent.name}/{link[2]}'}{link[3]}", text)
+    return "\n".join(line.rstrip() for line in re.sub(r"\n{3,}", "\n\n", text).strip().splitlines()) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme(ROOT / "nbs" / "index.ipynb"), encoding="utf-8")
