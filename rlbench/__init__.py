@@ -1,1 +1,10 @@
+"""rlbench: a workbench, inside JupyterLab, for reinforcement-learning post-training of language models."""
+
 __version__ = "0.1.0"
+
+from rlbench.config import ConfigError, RunConfig, load_config
+from rlbench.knobs import Knob
+from rlbench.records import Fate, Outcome, Rollout, Segment, Task
+from rlbench.run import Run, attach, list_runs, run
+
+__all__ = ["ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Segment", "Task", "attach", "list_runs", "load_config", "run"]

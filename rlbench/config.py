@@ -203,9 +203,10 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError(f'eval: the names {names} must differ from each other and from "preflight"; rename one')
 
 # %% ../nbs/50_config.ipynb #config-errors
-def _line(error: Mapping, known: list[str]) -> str:
+def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        known = {"eval": EvalConfig, "virtual": VirtualCosts}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -214,11 +215,10 @@ def _line(error: Mapping, known: list[str]) -> str:
 
 def make_config(table: Mapping, extra: Mapping[str, Mapping[str, Callable]] | None = None) -> RunConfig:
     "A checked configuration. `extra` adds captured functions by field. Raises ConfigError with a line per problem."
-    known = list(RunConfig.model_fields)
     try:
         return RunConfig.model_validate(dict(table), context=dict(extra or {}))
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(_line(e, known) for e in error.errors()))) from None
+        raise ConfigError("\n".join(dict.fromkeys(_line(e) for e in error.errors()))) from None
 
 # %% ../nbs/50_config.ipynb #config-load
 def presets() -> list[str]:

@@ -7,19 +7,17 @@ __all__ = ['HEARD', 'PARTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GRA
            'rollouts_of', 'heard_written', 'heard_scored', 'heard_ready', 'heard_trained', 'heard_loaded',
            'heard_running', 'events_of', 'carry_generate', 'carry_train', 'carry_score', 'carry_configure',
            'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served',
-           'Driver', 'run', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'overdue', 'status_of', 'log',
-           'stated_cost', 'start_inline', 'start_process', 'main']
+           'Driver', 'run', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'overdue', 'being_scored',
+           'status_of', 'log', 'stated_cost', 'start_inline', 'start_process']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import distributions
@@ -31,7 +29,7 @@ from .config import RunConfig, captured_functions, read_config
 from .environment import ScoreRequest, ScoreResult
 from .ledger import Ballast, DiskFull, Ledger, Status, mark_done, read_commands, write_json, write_status
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Publish, Published, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Ticked, Train, Trained, Write, books_closed, start_state, step, synchronous)
+                          Saved, Score, Scored, Served, Start, Started, StepRow, Ticked, Train, Trained, Write, abandon, books_closed, start_state, step, synchronous)
 from .placement import Gone, InlineHandle, ProcessHandle, Refused, Spent, Turn
 from .records import Fate, Group, Meter, Rollout, StopReason, Task, prompt_segment, span, stream_key
 from .tasks import make_tasks
@@ -166,12 +164,12 @@ def events_of(driver: "Driver", name: str, message) -> Iterable:
     else:
         cause = message.message if isinstance(message, Refused) else message.cause
         driver.refused = driver.refused or (cause if isinstance(message, Refused) else "")
-        driver.scoring.clear() if name == "environment" else None
+        at_work = being_scored(driver) if name == "environment" else ()
         for actor in PARTS[name]:
-            yield Lost(actor, cause)
+            yield Lost(actor, cause, at_work=at_work if name == "environment" else ())
 
 
-PARTS = {"worker": ("generator", "trainer"), "environment": ("environment",)}
+PARTS = {"worker": ("trainer", "generator"), "environment": ("environment",)}  # the trainer first: once it is lost nothing is started again
 
 # %% ../nbs/55_driver.ipynb #driver-carry
 def carry_generate(driver: "Driver", action: Generate) -> None:
@@ -205,8 +203,10 @@ def carry_configure(driver: "Driver", action: Configure) -> None:
 
 
 def carry_start(driver: "Driver", action: Start) -> None:
-    "Start the worker that hosts a lost actor again."
-    driver.start(next(name for name, parts in PARTS.items() if action.actor in parts))
+    "Start the worker that hosts a lost actor again, with the configuration as it is now."
+    name = next(name for name, parts in PARTS.items() if action.actor in parts)
+    driver.start(name)
+    driver.submit(name, ConfigureJob(driver.state.config))
 
 
 CARRY = {
@@ -356,7 +356,8 @@ def run(driver: Driver) -> LoopState:
             driver.flush()
         return driver.state
     except BaseException as error:
-        driver.state.phase, driver.state.reason = "failed", f"run process: {error!r}"
+        for action in abandon(driver.state, f"run process: {error!r}"):
+            CARRY[type(action)](driver, action)
         raise
     finally:
         for handle in driver.handles.values():
@@ -406,7 +407,7 @@ def next_events(driver: Driver) -> list:
 def busy(driver: Driver) -> bool:
     "Whether some actor still owes an answer."
     s = driver.state
-    return len(s.actors) < 3 or bool(s.training or s.saving or driver.scoring) or any(a.load or a.sent > a.version for a in s.actors.values())
+    return sum(a.up for a in s.actors.values()) < 3 or bool(s.training or s.saving or driver.scoring) or any(a.load or a.sent > a.version for a in s.actors.values())
 
 
 class _Silent:
@@ -453,8 +454,14 @@ def overdue(driver: Driver) -> list:
     if driver.clock.now() - waiting_since < limit:
         return []
     driver.handles["environment"].close(0.0)
+    return [Lost("environment", f"no answer for {limit:g} s; a scoring hangs where it cannot be interrupted", at_work=being_scored(driver))]
+
+
+def being_scored(driver: Driver) -> tuple[tuple[int, int], ...]:
+    "What a lost environment was working on: the oldest request, since it scores in order. Forgets the rest, which is asked for again."
+    first = tuple(driver.scoring)[:1]
     driver.scoring.clear()
-    return [Lost("environment", f"no answer for {limit:g} s; a scoring hangs where it cannot be interrupted")]
+    return first
 
 # %% ../nbs/55_driver.ipynb #driver-status
 def status_of(driver: Driver) -> Status:
@@ -496,21 +503,3 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
     if name == "environment":
         return ProcessHandle(name, environment_main, (str(driver.folder),))
     return ProcessHandle(name, worker_main, (str(driver.folder), [t.prompt for tasks in driver.pools.values() for t in tasks]))
-
-# %% ../nbs/55_driver.ipynb #driver-main
-def main(folder: Path) -> int:
-    "Run what a folder describes. Exit status 0 if it finished or was stopped, 1 if it failed."
-    config = read_config(folder)
-    write_json(folder / "provenance.json", provenance())
-    driver = Driver(folder, config, make_pools(config))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(driver, "asked_to_end", "SIGTERM"))
-    try:
-        run(driver)
-    except Exception:
-        traceback.print_exc()
-    return int(driver.state.phase != "done")
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -78,6 +78,7 @@ class Generator(Protocol):
 
     version: int
     concurrency: int
+    slots: int
 
     def submit(self, requests: Iterable[Request]) -> None:
         "Queue requests. Raises ValueError for one that can never run."

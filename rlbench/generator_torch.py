@@ -25,6 +25,8 @@ from .records import Segment, StopReason, response_segment, uniforms
 # %% ../nbs/12_generator_torch.ipynb #torchgen-cpu
 def settle_cpu(threads: int = 1) -> None:
     "Set the process's compute threads and flush denormals to zero."
+    for dtype in (np.float32, np.float64):
+        str(np.finfo(dtype))  # numpy looks at its smallest numbers once, and warns if they are flushed by then
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 
@@ -119,6 +121,8 @@ def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.
 @torch.inference_mode()
 def load_weights(f: Fused, weights: Mapping[str, torch.Tensor]) -> None:
     "Copy tensors by their Hugging Face names into the fused ones."
+    if weights is None:
+        raise ValueError("weights: none given; this generator needs tensors by Hugging Face name")
     given = {name: t for name, t in weights.items() if not (name == "lm_head.weight" and f.head is f.embed)}
     if missing := sorted(f.targets.keys() - given.keys()):
         raise ValueError(f"weights: {len(missing)} missing, first {missing[0]}; give all of them")
@@ -346,16 +350,8 @@ class TorchGenerator:
     def __init__(self, model, max_length: int = 128, kv_bytes: float | None = None, slots: int | None = None, concurrency: int | None = None,
                  version: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32):
         self.weights, self.max_length, self.version = fuse(model, max_length, device, dtype), max_length, version
-        per_token = kv_bytes_per_token(self.weights.shape, dtype.itemsize)
-        fits = max_concurrency(kv_bytes, per_token, max_length) if kv_bytes is not None else slots or 16
-        self.slots = slots or fits
-        self.budget = int(kv_bytes // per_token) if kv_bytes is not None else self.slots * max_length  # tokens
+        _allocate(self, kv_bytes, slots)
         self.concurrency = self.slots if concurrency is None else concurrency
-        self.cache, self.rows = new_cache(self.weights, self.slots, max_length), _Rows(self.slots, max_length)
-        self.waiting, self.keys, self.holes, self.used = deque(), set(), [], 0  # rows 0..used-1 less the holes run
-        self.store, self.stored = {}, 0  # keys and values of prompts, by their tokens; how many tokens
-        self.prefilled = self.decoded = self.preempted = self.ticket = 0
-        self.seconds = 0.0
 
     @property
     def concurrency(self) -> int:
@@ -395,6 +391,19 @@ class TorchGenerator:
     def stats(self) -> Stats:
         "Counters."
         return _stats(self)
+
+# %% ../nbs/12_generator_torch.ipynb #torchgen-allocate
+def _allocate(g: TorchGenerator, kv_bytes: float | None, slots: int | None) -> None:
+    "Slots, budget in tokens, cache, rows, queue, prompt store and counters of a new generator."
+    per_token = kv_bytes_per_token(g.weights.shape, g.weights.embed.dtype.itemsize)
+    fits = max_concurrency(kv_bytes, per_token, g.max_length) if kv_bytes is not None else slots or 16
+    g.slots = slots or fits
+    g.budget = int(kv_bytes // per_token) if kv_bytes is not None else g.slots * g.max_length
+    g.cache, g.rows = new_cache(g.weights, g.slots, g.max_length), _Rows(g.slots, g.max_length)
+    g.waiting, g.keys, g.holes, g.used = deque(), set(), [], 0  # rows 0..used-1 less the holes run
+    g.store, g.stored = {}, 0  # keys and values of prompts, by their tokens; how many tokens
+    g.prefilled = g.decoded = g.preempted = g.ticket = 0
+    g.seconds = 0.0
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-prompts
 def _batches(prefixes: list[np.ndarray], tokens: int = 8192) -> list[list[np.ndarray]]:
@@ -568,6 +577,8 @@ def _submit(g: TorchGenerator, requests: Iterable[Request]) -> None:
         total = len(request.prompt) + request.sampling.max_tokens
         if total > g.max_length:
             raise ValueError(f"max_length: {g.max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them")
+        if not 0 <= request.prompt.min() <= request.prompt.max() < len(g.weights.embed):
+            raise ValueError(f"prompt: request {request.key} has token ids outside the model's 0 to {len(g.weights.embed) - 1}; use the model's tokenizer")
         if request.key in g.keys:
             raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
         g.keys.add(request.key)

@@ -154,9 +154,12 @@ def _source(function: Callable) -> str:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
         raise ValueError(f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write it in a notebook cell or a file") from None
-    node = ast.parse(text).body[0]
+    try:
+        node = ast.parse(text).body[0]
+    except SyntaxError:  # a lambda inside a longer expression
+        node = None
     if not isinstance(node, ast.FunctionDef):
-        raise ValueError(f"{text.strip().splitlines()[0]!r} is not a plain function; write it with def")
+        raise ValueError(f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def")
     return "\n".join(text.splitlines()[node.lineno - 1:])  # without decorators
 
 # %% ../nbs/01_knobs.ipynb #knobs-capture

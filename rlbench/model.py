@@ -145,7 +145,7 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
 
 # %% ../nbs/10_model.ipynb #model-text
 def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
-    "int32 [T]: the prompt's tokens, through the chat template if the tokenizer has one. ValueError for a prompt without tokens."
+    "int32 [T]: the prompt's tokens, through the chat template if the tokenizer has one. ValueError for a prompt without tokens or with text the tokenizer cannot express."
     if policy.tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
         ids = policy.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -153,6 +153,9 @@ def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
         ids = policy.tokenizer(prompt).input_ids
     if not ids:
         raise ValueError(f"tasks: the prompt {prompt!r} has no tokens; give it at least one character")
+    if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
+        strange = dict.fromkeys(c for c in prompt if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
+        raise ValueError(f"tasks: the model {policy.name!r} has no tokens for {' '.join(map(repr, list(strange)[:8]))} in the prompt {prompt[:60]!r}; take another model or other tasks")
     return np.asarray(ids, np.int32)
 
 

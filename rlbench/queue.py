@@ -6,6 +6,7 @@
 __all__ = ['Waiting', 'Taken', 'take']
 
 # %% ../nbs/42_queue.ipynb #queue-imports
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .staleness import fresh, hold
@@ -26,11 +27,10 @@ class Taken:
     stale: tuple[Waiting, ...]
 
 # %% ../nbs/42_queue.ipynb #queue-take
-def take(queue: list[Waiting], version: int, bound: int, batch: int, overdue: str, unfinished_oldest: list[int]) -> Taken:
+def take(queue: list[Waiting], version: int, bound: int, batch: int, overdue: str, unfinished_oldest: Iterable[int]) -> Taken:
     "Sort out stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not hold it."
     stale = tuple(w for w in queue if not fresh(w.oldest, version, bound))
     usable = sorted(w for w in queue if fresh(w.oldest, version, bound))
-    held = overdue == "wait" and hold(version, bound, unfinished_oldest, [w.oldest for w in usable], batch)
-    if len(usable) < batch or held:
+    if len(usable) < batch or overdue == "wait" and hold(version, bound, unfinished_oldest, [w.oldest for w in usable], batch):
         return Taken((), tuple(usable), stale)
     return Taken(tuple(usable[:batch]), tuple(usable[batch:]), stale)

@@ -6,6 +6,7 @@
 __all__ = ['OVERDUE', 'fresh', 'may_start', 'room', 'hold']
 
 # %% ../nbs/41_staleness.ipynb #staleness-imports
+from collections.abc import Iterable
 from math import ceil
 
 # %% ../nbs/41_staleness.ipynb #staleness-fresh
@@ -30,7 +31,7 @@ def room(next_version: int, acknowledged: int, bound: int, batch: int, oversampl
 OVERDUE = ("drop", "wait")
 
 
-def hold(version: int, bound: int, unfinished_oldest: list[int], finished_oldest: list[int], batch: int) -> bool:
+def hold(version: int, bound: int, unfinished_oldest: Iterable[int], finished_oldest: list[int], batch: int) -> bool:
     "Whether `wait` holds the next batch: an unfinished group stands at the edge of the bound, and fewer than `batch` finished ones do."
     edge = version - bound
     if not any(oldest <= edge for oldest in unfinished_oldest):

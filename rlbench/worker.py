@@ -10,6 +10,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Abor
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,11 +172,15 @@ def torch_mind(config: RunConfig, prompts: list[str], extra: dict | None = None)
     from rlbench.publish import hand_over
     from rlbench.trainer import Trainer, TrainerConfig
 
+    warnings.filterwarnings("ignore", "The value of the smallest subnormal", UserWarning)  # numpy notices flushed denormals
     settle_cpu()
     device = device_of(config)
     policy = load_policy(config.model, device)
     longest = check_prompts(prompts, lambda p: encode_prompt(policy, p), policy.context, config.max_tokens)
-    generator = TorchGenerator(policy.model, max_length=longest + config.max_tokens, kv_bytes=config.kv_megabytes * 1e6, device=device)
+    try:
+        generator = TorchGenerator(policy.model, max_length=longest + config.max_tokens, kv_bytes=config.kv_megabytes * 1e6, device=device)
+    except ValueError as error:
+        raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device), objective_of(config, extra), policy.pad_id)
 
     def train(groups, version):

@@ -1,0 +1,53 @@
+"""Whole runs in this process, on the virtual clock, with commands at stated events."""
+from pathlib import Path
+
+import polars as pl
+
+from rlbench.config import make_config, read_config, to_toml
+from rlbench.driver import CARRY, Driver, log, make_pools, run
+from rlbench.ledger import create_run_folder, read_status, read_table
+from rlbench.loop import FINISHED, Commanded, step
+
+
+class Told(Driver):
+    "A driver to which commands are said after stated numbers of events: (event, knob, value, over)."
+
+    told: list = []
+
+    def flush(self) -> None:
+        super().flush()
+        resting = self.state.paused and self.quiet
+        while self.told and self.state.phase not in FINISHED and (self.told[0][0] <= self.state.seq or resting):
+            number, knob, value, over = self.told.pop(0)
+            for action in step(self.state, Commanded(f"told-{len(self.told)}", "test", knob, value, over, self.clock.now())):
+                log(self, action)
+                CARRY[type(action)](self, action)
+            resting = False
+
+
+def inline_run(root: Path, name: str, table: dict, told: list = ()) -> Told:
+    "The finished driver of a run in `root/name`."
+    folder = create_run_folder(root, name)
+    (folder / "config.toml").write_text(to_toml(make_config({"placement": "inline", "generator": "scripted", **table})))
+    config = read_config(folder)
+    driver = Told(folder, config, make_pools(config))
+    driver.told = sorted(told, key=lambda each: each[0])
+    run(driver)
+    return driver
+
+
+def check_books(driver: Driver) -> None:
+    "The tables, the status and the loop say the same."
+    folder, state = driver.folder, driver.state
+    rollouts, tokens, groups, steps = (read_table(folder, t) for t in ("rollouts", "tokens", "groups", "steps"))
+    assert rollouts.select("rollout", "try").is_unique().all() and len(rollouts) == state.dispatched
+    told = {row["fate"]: (row["n"], row["tokens"]) for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()}
+    assert told == {fate: (count, length) for fate, (count, length, _) in state.books.items()}
+    status = read_status(folder)
+    assert status.books_closed and {f: (b["count"], b["tokens"]) for f, b in status.books.items()} == told and status.state == ("failed" if state.phase == "failed" else status.state)
+    assert tokens.select(pl.col("tokens").list.len()).sum().item() == rollouts["length"].sum() == state.generated_tokens
+    assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == (rollouts["fate"] == "trained").sum()
+    assert groups["group"].is_unique().all() and (groups.filter(pl.col("fate") == "trained")["scored"].sum() == steps["trained_rollouts"].sum())
+    trained = rollouts.filter(pl.col("fate") == "trained")
+    assert (trained["trained_at"] - 1 - trained["oldest"] >= 0).all() and (rollouts.filter(pl.col("fate") != "trained")["trained_at"] == -1).all()
+    assert not driver.memory.rollouts and not driver.memory.members

@@ -1,0 +1,244 @@
+"""Real runs in processes of their own: started, steered, stopped, killed, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import psutil
+import pytest
+
+import rlbench as rl
+from rlbench.ledger import read_table
+
+SMALL = dict(steps=6, batch=64, group=8, preflight=8, preflight_k=2, eval=[{"name": "held_out", "count": 32, "every": 3}])
+
+
+def ended(run: rl.Run, state: str = "finished", seconds: float = 120) -> rl.Run:
+    "The run, once it has ended as expected; its log in the message otherwise."
+    found = run.wait(seconds)
+    assert found == state, f"{found}: {run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
+    return run
+
+
+def until(condition, seconds: float = 60.0):
+    "Wait for a condition and return its value."
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.1)
+    raise AssertionError("not within its time")
+
+
+def assert_books(run: rl.Run) -> None:
+    "The books are closed, and the rollouts table says the same."
+    status, rows = run.status, run.rollouts
+    assert status.books_closed
+    counted = {fate: (n, t) for fate, n, t in rows.group_by("fate").agg(pl.len(), pl.col("length").sum()).iter_rows()}
+    assert counted == {fate: (e["count"], e["tokens"]) for fate, e in status.books.items()}
+    assert sum(n for n, _ in counted.values()) == status.dispatched
+
+
+def processes_of(run: rl.Run) -> list[psutil.Process]:
+    "The run process and its workers."
+    return [p for p in psutil.process_iter(["cmdline", "environ"]) if str(run.folder) in " ".join(p.info["cmdline"] or [])] if run.status is None else _tree(run.status.pid)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def worker_of(run: rl.Run) -> psutil.Process:
+    "The process with the policy: the largest child."
+    return max(_tree(run.status.pid)[1:], key=lambda p: p.memory_info().rss)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> rl.Run:
+    "One small real run that several tests look at."
+    return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **SMALL))
+
+
+def test_a_run_learns_writes_and_leaves_a_policy(finished):
+    steps = finished.steps
+    assert steps["version"].to_list() == [1, 2, 3, 4, 5, 6]
+    assert steps["lag_max"].max() == 0 and (steps["trained_rollouts"] == 64).all()
+    assert finished.evals.filter(pl.col("eval") == "held_out")["version"].to_list() == [0, 3, 6]
+    assert finished.evals.filter(pl.col("eval") == "preflight")["zero_advantage"].null_count() == 0
+    assert (finished.folder / "report.html").stat().st_size > 10_000
+    assert oct(finished.folder.stat().st_mode)[-3:] == "700"
+    assert_books(finished)
+    tokens = read_table(finished.folder, "tokens")
+    trained = finished.rollouts.filter(pl.col("fate") == "trained")
+    assert tokens.filter(pl.col("advantage").is_not_null())["rollout"].sort().to_list() == trained["rollout"].sort().to_list()
+
+
+def test_the_policy_loads_elsewhere(finished):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (a.from_pretrained(finished.folder / "policy") for a in (AutoModelForCausalLM, AutoTokenizer))
+    tokens = torch.tensor([tokenizer.encode("17+25=")])
+    assert model(tokens).logits.shape[:2] == tokens.shape
+
+
+def test_provenance_and_config_are_on_disk(finished):
+    told = json.loads((finished.folder / "provenance.json").read_text())
+    assert {"commit", "packages", "cores", "python"} <= set(told) and "torch" in told["packages"]
+    assert finished.config.batch == 64 and finished.config.name == "tiny-1"
+
+
+def test_same_seed_same_digest(finished, tmp_path):
+    assert ended(rl.run("tiny", runs=tmp_path, **SMALL)).status.digest == finished.status.digest
+    assert ended(rl.run("tiny", runs=tmp_path, seed=1, **SMALL)).status.digest != finished.status.digest
+
+
+def test_an_asynchronous_run_stays_within_its_bound(tmp_path):
+    run = ended(rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 10, "staleness": 2}))
+    assert 0 < run.steps["lag_max"].max() <= 2
+    trained = run.rollouts.filter(pl.col("fate") == "trained")
+    assert (trained["trained_at"] - 1 - trained["oldest"]).max() <= 2
+    assert_books(run)
+
+
+def test_steering(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000, "eval": []})
+    until(lambda: run.status and run.status.version >= 2)
+    again = rl.attach("tiny-1", runs=tmp_path)
+    again.set(temperature=0.7, author="test")
+    until(lambda: (run.rollouts["temperature"].tail(1).to_list() or [1])[0] == 0.7)
+    row = run.commands.row(-1, named=True)
+    assert (row["knob"], row["value"], row["status"], row["author"], row["apply"]) == ("temperature", "0.7", "applied", "test", "dispatch")
+    again.pause()
+    until(lambda: run.state == "paused")
+    time.sleep(1.5)
+    stood = run.status.version
+    time.sleep(1.5)
+    assert run.status.version == stood
+    again.step()
+    until(lambda: run.status.version == stood + 1)
+    time.sleep(1)
+    assert run.status.version == stood + 1
+    again.go()
+    until(lambda: run.status.version > stood + 2)
+    for wrong in ({"temperature": 9}, {"seed": 3}, {"temprature": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            run.set(**wrong)
+    again.stop(author="test")
+    ended(run, "stopped")
+    assert run.status.reason == "stopped by test"
+    assert_books(run)
+    with pytest.raises(ValueError, match="only a live run"):
+        run.set(temperature=1.0)
+
+
+def test_sigterm_ends_a_run_as_stop_does(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+    until(lambda: run.status and run.status.version >= 1)
+    pids = [p.pid for p in _tree(run.status.pid)]
+    os.kill(run.status.pid, signal.SIGTERM)
+    ended(run, "stopped")
+    assert_books(run)
+    until(lambda: not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids), 10)
+
+
+def test_a_killed_worker_ends_the_run_with_closed_books(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+    until(lambda: run.status and run.status.version >= 1)
+    worker_of(run).kill()
+    ended(run, "failed")
+    assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason
+    assert_books(run)
+
+
+def test_a_killed_environment_is_started_again(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+    until(lambda: run.status and run.status.version >= 1)
+    version = run.status.version
+    min(_tree(run.status.pid)[1:], key=lambda p: p.memory_info().rss if "spawn_main" in " ".join(p.cmdline()) else 1 << 60).kill()
+    until(lambda: run.status.version >= version + 3)
+    run.stop()
+    ended(run, "stopped")
+    assert_books(run)
+
+
+def test_a_killed_run_process_leaves_readable_books_and_no_orphan(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+    until(lambda: run.status and run.status.version >= 1)
+    pids = [p.pid for p in _tree(run.status.pid)]
+    os.kill(run.status.pid, signal.SIGKILL)
+    until(lambda: not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids), 10)
+    assert run.state == "dead" and run.steps["version"].to_list() == list(range(1, len(run.steps) + 1))
+
+
+def test_interrupting_the_command_line_finishes_the_step(tmp_path):
+    command = [sys.executable, "-m", "rlbench.cli", "run", "tiny", "--json", "--set", "steps=100000", "--set", "batch=64", "--set", "group=8", "--name", "x"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = tmp_path / "runs" / "x"
+    until(lambda: folder.exists() and (status := rl.Run(folder).status) and status.version >= 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    told = json.loads(out.splitlines()[-1])
+    assert process.returncode == 0 and told["state"] == "stopped" and told["books_closed"] and "Ctrl-C" in told["reason"]
+    assert_books(rl.Run(folder))
+
+
+def nan_reward(r: rl.Rollout) -> float:
+    return float("nan")
+
+
+def text_reward(r: rl.Rollout):
+    return "good"
+
+
+def crashing_reward(r: rl.Rollout) -> float:
+    return r.length / 0
+
+
+@pytest.mark.parametrize(("reward", "words"), [(nan_reward, "nan"), (text_reward, "good"), (crashing_reward, "ZeroDivisionError")])
+def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_path, reward, words):
+    run = ended(rl.run("tiny", runs=tmp_path, reward=reward, **{**SMALL, "score_retries": 0}), "failed")
+    assert reward.__name__ in run.status.reason and words in run.status.reason
+    assert run.rollouts["reward"].null_count() == len(run.rollouts) and "environment_error" in run.status.books
+    assert_books(run)
+
+
+def half_slow(r: rl.Rollout, *, seconds: rl.Knob(0, 60, unit="s") = 30.0) -> float:
+    import time
+
+    if r.id % 16 == 3:
+        time.sleep(seconds)
+    return float(r.correct)
+
+
+def test_a_reward_past_its_deadline_is_no_reward(tmp_path):
+    run = ended(rl.run("tiny", runs=tmp_path, reward=half_slow, **{**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}))
+    late = run.rollouts.filter(pl.col("outcome") == "timeout")
+    assert len(late) > 0 and late["reward"].null_count() == len(late) and set(late["fate"]) <= {"environment_error", "left_at_stop"}
+    assert_books(run)
+
+
+def deaf(r: rl.Rollout) -> float:
+    import signal, time
+
+    if r.id == 5:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(600)
+    return float(r.correct)
+
+
+def test_an_environment_that_hangs_deaf_is_ended_and_the_run_goes_on(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, reward=deaf, **{**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 1})
+    ended(run)
+    assert run.rollouts.filter(pl.col("fate") == "lost_environment")["rollout"].to_list() == [5]
+    assert_books(run)

@@ -1,0 +1,295 @@
+"""Modelled actors around the loop: several generators, faults, late and unexpected answers, and a watch that checks every action."""
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rlbench.config import RunConfig
+from rlbench.driver import stuck
+from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
+                          Served, Start, Started, StepRow, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
+from rlbench.records import Fate, Outcome, StopReason
+
+
+@dataclass
+class Machine:
+    "A modelled generator: what it runs, with which weights."
+    slots: int
+    life: int = 0
+    up: bool = False
+    version: int = 0
+    waiting: list = field(default_factory=list)
+    running: dict = field(default_factory=dict)  # (rollout, attempt) -> (oldest version, began, tokens)
+    heard: float = 0.0  # when its last message arrives; a pipe keeps the order
+
+
+@dataclass
+class Watch:
+    "What was seen, and whether it may be."
+    sent: dict = field(default_factory=dict)  # (rollout, attempt) -> Item
+    told: dict = field(default_factory=dict)  # (rollout, attempt) -> (tokens, oldest, newest)
+    scores: dict = field(default_factory=dict)  # (rollout, attempt) -> reward or None
+    fates: dict = field(default_factory=dict)
+    groups: dict = field(default_factory=dict)
+    steps: list = field(default_factory=list)
+    evals: list = field(default_factory=list)
+    commands: list = field(default_factory=list)
+    scoring: set = field(default_factory=set)
+    training: tuple = ()
+    lags: list = field(default_factory=list)
+
+    def generate(self, world: "World", a: Generate) -> None:
+        state, actor = world.state, world.state.actors[a.actor]
+        assert a.items and actor.up
+        for item in a.items:
+            key = (item.rollout, item.attempt)
+            assert key not in self.sent, f"{key} was sent twice"
+            self.sent[key] = item
+            if item.eval:
+                assert actor.version == state.evaluations[item.eval].version
+            else:
+                assert state.version + bool(state.training) - actor.version <= state.config.staleness, "started too late to be trained in time"
+
+    def train(self, world: "World", a: Train) -> None:
+        state = world.state
+        assert not self.training and a.version == state.version + 1 and len(a.groups) == state.config.batch_groups == len(set(a.groups))
+        self.training = a.groups
+        for key, item in self.sent.items():
+            if item.group in a.groups and self.scores.get(key) is not None:
+                self.lags.append(state.version - self.told[key][1])
+                assert 0 <= self.lags[-1] <= state.config.staleness, f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
+
+    def write(self, row) -> None:
+        match row:
+            case RolloutRow():
+                key = (row.rollout, row.attempt)
+                assert key not in self.fates, f"{key} ended as {self.fates[key]} and as {row.fate}"
+                assert (row.trained_at > 0) == (row.fate is Fate.TRAINED)
+                self.fates[key] = row.fate
+            case GroupRow():
+                assert row.group not in self.groups
+                self.groups[row.group] = row.fate
+            case StepRow():
+                assert row.groups == self.training
+                self.training = ()
+                self.steps.append(row)
+            case EvalRow():
+                keys = [key for key, item in self.sent.items() if item.group in row.groups and key in self.told and self.fates[key] is not Fate.LOST_GENERATOR]
+                assert len(keys) == row.k * len(row.groups) and all(self.told[key][1:] == (row.version, row.version) for key in keys), "an evaluation mixes versions"
+                self.evals.append(row)
+            case CommandRow():
+                self.commands.append(row)
+            case Served():
+                pass
+
+
+class World:
+    "Carries the actions of a loop out on modelled actors. Everything is drawn from one random stream, so a world can be run again."
+
+    def __init__(self, config: RunConfig, seed: int, slots: tuple[int, ...] = (8,), commands: dict | None = None, faults: dict | None = None, errors: float = 0.0, pace: float = 0.001):
+        self.random, self.config, self.errors, self.pace = random.Random(seed), config, errors, pace
+        self.state = start_state(config, [1 + i % 3 for i in range(40)], {e.name: 10 for e in config.eval})
+        self.machines = {f"generator-{i}": Machine(n) for i, n in enumerate(slots)}
+        self.commands, self.faults, self.watch = commands or {}, faults or {}, Watch()
+        self.heap, self.now, self.count, self.events, self.env_life, self.trainer_up = [], 0.0, 0, 0, 0, True
+        self.rolled: Counter = Counter()
+
+    # time
+
+    def later(self, delay: float, call, *args) -> None:
+        self.count += 1
+        heapq.heappush(self.heap, (self.now + delay, self.count, call, args))
+
+    def run(self) -> "World":
+        for name in ("trainer", "environment", *self.machines):
+            self.later(self.random.random(), self.start, name)
+        idle = 0
+        while self.state.phase not in FINISHED:
+            assert self.events < 100_000, "the run does not end"
+            if self.heap:
+                self.now, _, call, args = heapq.heappop(self.heap)
+                call(*args)
+                idle = 0
+            elif self.state.paused and self.state.phase in ("running", "draining") and idle:
+                self.step(Commanded(f"unpause-{self.events}", "test", self.random.choice(("go", "go", "step"))))
+            else:
+                idle += 1
+                assert idle < 3, f"stuck: {stuck(self.state)}"
+                self.step(Ticked())
+        self.close()
+        return self
+
+    def step(self, event) -> None:
+        self.events += 1
+        object.__setattr__(event, "at", self.now)
+        for action in step(self.state, event):
+            match action:
+                case Write():
+                    self.watch.write(action.row)
+                case Configure():
+                    self.config = action.config
+                case _:
+                    getattr(self, f"do_{type(action).__name__.lower()}")(action)
+        s = self.state
+        assert live_groups(s) == sum(not g.eval and g.status != "training" and g.doom is None for g in s.groups.values())
+        for command in self.commands.pop(self.events, ()):
+            self.step(Commanded(*command))
+        if self.events in self.faults:
+            self.lose(self.faults.pop(self.events))
+
+    # actions
+
+    def start(self, name: str) -> None:
+        if name in self.machines:
+            machine = self.machines[name]
+            machine.up, machine.version = True, 0
+            self.say(name, Started(name, "generator", machine.slots, 0))
+        else:
+            self.step(Started(name, name))
+
+    def do_start(self, a: Start) -> None:
+        self.later(self.random.random(), self.start, a.actor)
+
+    def do_generate(self, a: Generate) -> None:
+        self.watch.generate(self, a)
+        self.machines[a.actor].waiting.extend(a.items)
+        self.fill(a.actor)
+
+    def do_score(self, a: Score) -> None:
+        key = (a.rollout, a.attempt)
+        assert key in self.watch.told and key not in self.watch.scoring, "scored before it was written, or twice at once"
+        self.watch.scoring.add(key)
+        self.later(0.05 * self.random.random(), self.scored, key, self.env_life)
+
+    def do_train(self, a: Train) -> None:
+        self.watch.train(self, a)
+        self.later(self.random.uniform(0.01, 2 * self.state.config.batch * self.pace), self.trained, a.version)
+
+    def do_publish(self, a: Publish) -> None:
+        assert a.version <= self.state.version and self.state.actors[a.actor].up
+        self.later(self.random.choice((0.01, 0.05, 0.4)), self.load, a.actor, a.version, self.machines[a.actor].life)
+
+    def do_abort(self, a: Abort) -> None:
+        self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
+
+    def do_save(self, a: Save) -> None:
+        assert a.version == self.state.version
+        self.later(0.1, lambda: self.step(Saved(a.version, "policy")) if self.trainer_up else None)
+
+    # generators
+
+    def say(self, name: str, event) -> None:
+        "Through a pipe that keeps the order; what was said before a loss may arrive after it."
+        machine = self.machines[name]
+        machine.heard = max(machine.heard, self.now + 0.02 * self.random.random())
+        self.later(machine.heard - self.now, self.deliver, name, event, machine.life)
+
+    def deliver(self, name: str, event, life: int) -> None:
+        machine = self.machines[name]
+        if machine.life != life:
+            if isinstance(event, Generated) and self.random.random() < 0.5:
+                self.step(event)  # late: about an attempt that is over
+            return
+        if isinstance(event, Generated):
+            self.watch.told[event.rollout, event.attempt] = (event.tokens, event.oldest, event.newest)
+        self.step(event)
+
+    def fill(self, name: str) -> None:
+        machine = self.machines[name]
+        while machine.up and machine.waiting and len(machine.running) < min(machine.slots, self.state.config.concurrency):
+            item = machine.waiting.pop(0)
+            key, tokens = (item.rollout, item.attempt), 1 + min(200, int(self.random.lognormvariate(2.5, 0.8)))
+            machine.running[key] = (machine.version, self.now, tokens)
+            self.later(tokens * 0.01, self.finish, name, key, machine.life)
+
+    def finish(self, name: str, key: tuple, life: int) -> None:
+        machine = self.machines[name]
+        if machine.life == life and key in machine.running:
+            oldest, _, tokens = machine.running.pop(key)
+            self.say(name, Generated(name, *key, self.random.choice((StopReason.STOP, StopReason.LENGTH)), tokens, oldest, machine.version, 0.01 * tokens, f"{key}{tokens}"))
+            self.fill(name)
+
+    def abort(self, name: str, keys: tuple, life: int) -> None:
+        machine = self.machines[name]
+        if machine.life != life:
+            return
+        for key in keys:
+            if key in machine.running and self.random.random() < 0.2:
+                self.finish(name, key, life)  # the answer to an abort may be "finished"
+            elif key in machine.running:
+                oldest, began, _ = machine.running.pop(key)
+                tokens = int((self.now - began) / 0.01)
+                self.say(name, Generated(name, *key, StopReason.ABORTED, tokens, oldest, machine.version, 0.0))
+            elif any((i.rollout, i.attempt) == key for i in machine.waiting):
+                machine.waiting = [i for i in machine.waiting if (i.rollout, i.attempt) != key]
+                self.say(name, Generated(name, *key, StopReason.ABORTED, 0, -1, -1, 0.0))
+        self.fill(name)
+
+    def load(self, name: str, version: int, life: int) -> None:
+        machine = self.machines[name]
+        if machine.life == life and version > machine.version:
+            machine.version = version
+        if machine.life == life:
+            self.say(name, Published(name, version, 0.01))
+
+    # the others
+
+    def scored(self, key: tuple, life: int) -> None:
+        if life != self.env_life:
+            return
+        self.rolled[key] += 1
+        roll = random.Random(f"{key} {self.rolled[key]}")
+        self.watch.scoring.discard(key)
+        if roll.random() < self.errors:
+            self.watch.scores[key] = None
+            self.step(Scored(*key, None, None, roll.choice((Outcome.TIMEOUT, Outcome.FUNCTION_ERROR, Outcome.ENVIRONMENT_ERROR)), 0.01, "it failed"))
+        else:
+            right = roll.random() < 0.5
+            self.watch.scores[key] = float(right)
+            self.step(Scored(*key, float(right), right, Outcome.OK, 0.01))
+        if roll.random() < 0.05:
+            self.step(Scored(*key, 7.0, True, Outcome.OK, 0.01))  # said twice
+
+    def trained(self, version: int) -> None:
+        if self.trainer_up:
+            self.step(Trained("trainer", version, 1))
+
+    def lose(self, kind: str) -> None:
+        "A fault, if what is to fail is up."
+        names = [n for n, a in self.state.actors.items() if a.kind == kind and a.up and (kind != "generator" or self.machines[n].up)]
+        if not names or self.state.phase in FINISHED:
+            return
+        name, reported = self.random.choice(names), ()
+        if kind == "generator":
+            machine = self.machines[name]
+            reported = tuple((key, int((self.now - began) / 0.01)) for key, (_, began, _) in machine.running.items() if self.random.random() < 0.5)
+            machine.life, machine.up, machine.waiting, machine.running = machine.life + 1, False, [], {}
+            alive = {(m.id, m.attempt): m for m in self.state.members.values() if m.actor == name and m.status == "generating"}
+            for key in alive:  # what it had said without being heard is lost, too
+                self.watch.told[key] = (dict(reported).get(key, 0), -1, -1)
+        elif kind == "environment":
+            self.env_life += 1
+            self.watch.scoring.clear()
+        else:
+            self.trainer_up = False
+        self.step(Lost(name, "pulled out", reported))
+
+    # the end
+
+    def close(self) -> None:
+        "The books of the loop are those of the watch."
+        s, w = self.state, self.watch
+        assert not (s.groups or s.members or s.to_send or s.written or s.queue or s.evaluations or s.commands), "something outlived the run"
+        assert books_closed(s) and len(w.fates) == s.dispatched and set(w.sent) <= set(w.fates)
+        books: dict[str, list] = {}
+        for key, fate in w.fates.items():
+            entry = books.setdefault(fate.value, [0, 0])
+            entry[0] += 1
+            entry[1] += w.told.get(key, (0,))[0]
+        assert books == {fate: entry[:2] for fate, entry in s.books.items()}, "fates and tokens"
+        assert [row.version for row in w.steps] == list(range(1, s.version + 1))
+        assert len({row.id for row in w.commands}) == len(w.commands)
+
+    def record(self) -> tuple:
+        "What two equal runs have in common."
+        return self.state.digest, self.state.phase, self.state.reason, self.state.seq, self.watch.steps, self.watch.evals, self.watch.commands, self.watch.fates
