@@ -96,6 +96,7 @@ def held_out(r: Run):
 
 
 def share(part: float, whole: float) -> str:
+    "A part of a whole in per cent, aligned."
     return f"{part / whole:4.0%}" if whole else "   -"
 
 # %% ../nbs/91_cli.ipynb #cli-lines
@@ -104,7 +105,7 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
     steps, evals, preflight = r.steps, held_out(r), r.evals
     preflight = preflight.filter(preflight["eval"] == "preflight")
     remaining = left(r, steps, status)
-    when = f"{clock(status.seconds)} elapsed" + (f", about {clock(remaining)} left" if remaining is not None else "")
+    when = f"{clock(status.seconds)} elapsed" + (f", about {clock(remaining)} left" if remaining is not None and r.state == "running" else "")
     rows = [(r.name, f"{r.state}, version {status.version} of {r.config.steps}, {when}")]
     if len(preflight):
         p = preflight.row(0, named=True)
@@ -184,6 +185,7 @@ def _show(r: Run, console: Console, quiet: bool) -> None:
 
 # %% ../nbs/91_cli.ipynb #cli-outcome
 def pm(rate: float | None, error: float | None) -> str:
+    "A rate with its standard error."
     return "-" if rate is None else f"{rate:.3f} ± {error:.3f}"
 
 
@@ -191,7 +193,8 @@ def outcome(r: Run, console: Console) -> None:
     "Print how a run ended."
     s, status = summary(r.folder), r.status
     console.print()
-    console.print(f"[bold]{r.name}[/bold] {r.state}" + (f": {status.reason}" if status and status.reason else ""), highlight=False, soft_wrap=True)
+    reason = status.reason.removeprefix(f"{r.state} ") if status else ""
+    console.print(Text(r.name, style="bold") + Text(f" {r.state}" + (f" ({reason})" if reason else ""), style="not bold"), highlight=False, soft_wrap=True)
     console.print(f"held-out solve rate  {pm(s.solve_rate_start, s.solve_rate_start_se)}  ->  {pm(s.solve_rate_end, s.solve_rate_end_se)}", highlight=False)
     growth = f"{s.length_growth:.2f} times" if s.length_growth else "-"
     console.print(f"response length      {growth} (last over first tenth of the steps)", highlight=False)
@@ -479,5 +482,5 @@ def main() -> None:
     app()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs
     main()

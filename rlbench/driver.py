@@ -124,11 +124,13 @@ def heard_scored(driver: "Driver", s: ScoreResult) -> Iterable:
 
 
 def heard_ready(driver: "Driver", r: Ready) -> Iterable:
+    "A worker with a policy is there: its trainer and its generator are."
     yield Started("trainer", "trainer")
     yield Started("generator", "generator", r.slots)
 
 
 def heard_trained(driver: "Driver", b: BatchTrained) -> Iterable:
+    "Keep metrics and advantages, tell the loop."
     m = driver.memory
     m.advantages.update(b.advantages)
     m.metrics[b.version] = b
@@ -138,11 +140,13 @@ def heard_trained(driver: "Driver", b: BatchTrained) -> Iterable:
 
 
 def heard_loaded(driver: "Driver", w: WeightsLoaded) -> Iterable:
+    "Note how long the weights took from finished batch to generator, tell the loop."
     driver.memory.publish_seconds = driver.clock.now() - driver.memory.trained_at
     yield Published("generator", w.version, w.seconds)
 
 # %% ../nbs/55_driver.ipynb #driver-events-two
 def heard_running(driver: "Driver", r: Running) -> Iterable:
+    "Remember how full the generator is; the loop need not know."
     driver.memory.running = r
     return ()
 
@@ -198,6 +202,7 @@ def carry_score(driver: "Driver", action: Score) -> None:
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
+    "Tell every actor the configuration in force."
     for name in driver.handles:
         driver.submit(name, ConfigureJob(action.config))
 
@@ -232,7 +237,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     if pool:
         m.finished.setdefault(r.group, []).append(r)
     oldest, newest = span(r) or (-1, -1)
-    driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
+    driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
                   length=r.length, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, trained_at=row.trained_at, temperature=r.temperature,
                   seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), prompt=r.prompt, text=r.text, answer=r.answer)
@@ -243,6 +248,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
 
 
 def write_group(driver: "Driver", row: GroupRow) -> None:
+    "The group table's row."
     task = driver.pools[row.pool][row.task]
     driver.append("groups", group=row.group, task=task.id, set=task.set, level=task.level, dispatched=row.dispatched, size=row.size, solved=row.solved, scored=row.scored,
                   fate=row.fate.value, tokens=row.tokens)
@@ -277,8 +283,10 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
 
 
 def write_command(driver: "Driver", row) -> None:
+    "What became of a command, at once visible in the status."
     driver.append("commands", command=row.id, author=row.author, knob=row.knob, value=json.dumps(row.value), status=row.status, reason=row.reason, apply=row.apply,
                   version=row.version, dispatched=row.dispatched)
+    driver.write_status()
 
 
 def note_served(driver: "Driver", row: Served) -> None:
@@ -491,6 +499,7 @@ def stated_cost(config: RunConfig):
 
 
 def start_inline(driver: Driver, name: str) -> InlineHandle:
+    "An actor in this process, on the virtual clock."
     config, extra = driver.state.config, captured_functions(driver.folder)
     prompts = [t.prompt for tasks in driver.pools.values() for t in tasks]
     actor = Scorer(config, extra) if name == "environment" else Worker(config, build_mind(config, prompts, driver.folder))
@@ -500,6 +509,7 @@ def start_inline(driver: Driver, name: str) -> InlineHandle:
 
 
 def start_process(driver: Driver, name: str) -> ProcessHandle:
+    "An actor in a process of its own."
     if name == "environment":
         return ProcessHandle(name, environment_main, (str(driver.folder),))
     return ProcessHandle(name, worker_main, (str(driver.folder), [t.prompt for tasks in driver.pools.values() for t in tasks]))

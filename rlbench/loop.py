@@ -126,6 +126,7 @@ class Lost:
 # %% ../nbs/51_loop.ipynb #loop-actions
 @dataclass(frozen=True)
 class Start:
+    "Start a lost actor again."
     actor: str
 
 
@@ -145,12 +146,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Generate:
+    "Have a generator write these."
     actor: str
     items: tuple[Item, ...]
 
 
 @dataclass(frozen=True)
 class Score:
+    "Have a response scored; `tried` counts from 1, `deadline` is in seconds."
     rollout: int
     attempt: int
     tried: int
@@ -159,6 +162,7 @@ class Score:
 # %% ../nbs/51_loop.ipynb #loop-actions-two
 @dataclass(frozen=True)
 class Train:
+    "Train on these groups to make `version`."
     actor: str
     groups: tuple[int, ...]
     version: int
@@ -166,18 +170,21 @@ class Train:
 
 @dataclass(frozen=True)
 class Publish:
+    "Give a generator the weights of `version`."
     actor: str
     version: int
 
 
 @dataclass(frozen=True)
 class Save:
+    "Put the trained policy on disk."
     actor: str
     version: int
 
 
 @dataclass(frozen=True)
 class Abort:
+    "Ask a generator to stop writing these."
     actor: str
     keys: tuple[tuple[int, int], ...]
     keep: bool = True
@@ -191,6 +198,7 @@ class Configure:
 
 @dataclass(frozen=True)
 class Write:
+    "One row for a table."
     table: str
     row: object
 
@@ -261,6 +269,7 @@ class CommandRow:
 # %% ../nbs/51_loop.ipynb #loop-state
 @dataclass
 class ActorState:
+    "An actor as the loop knows it."
     kind: str
     slots: int = 0
     version: int = 0  # confirmed
@@ -477,6 +486,7 @@ def dissolve(state: LoopState, fate: Fate, evaluations: bool, actions: list) -> 
 
 # %% ../nbs/51_loop.ipynb #loop-on-started
 def on_started(state: LoopState, e: Started, actions: list) -> None:
+    "The actor is up; its restarts are remembered."
     old = state.actors.get(e.actor)
     state.actors[e.actor] = ActorState(e.kind, e.slots, e.version, e.version, restarts=old.restarts if old else 0)
 
@@ -488,6 +498,7 @@ def current(state: LoopState, rollout: int, attempt: int) -> Member | None:
 
 
 def on_generated(state: LoopState, e: Generated, actions: list) -> None:
+    "The response is written; it will be scored or settled."
     member = current(state, e.rollout, e.attempt)
     if member is None or member.status != "generating":
         return
@@ -501,6 +512,7 @@ def on_generated(state: LoopState, e: Generated, actions: list) -> None:
 
 # %% ../nbs/51_loop.ipynb #loop-on-scored
 def on_scored(state: LoopState, e: Scored, actions: list) -> None:
+    "The verdict, or another try."
     member = current(state, e.rollout, e.attempt)
     if member is None or member.status != "scoring":
         return
@@ -518,6 +530,7 @@ def on_scored(state: LoopState, e: Scored, actions: list) -> None:
 
 
 def on_trained(state: LoopState, e: Trained, actions: list) -> None:
+    "A version is made: fold it into the digest, give the batch its fate."
     if not state.training:
         return
     groups = [state.groups[i] for i in state.training]
@@ -537,6 +550,7 @@ def chain(state: LoopState, fact: list) -> None:
 
 # %% ../nbs/51_loop.ipynb #loop-on-rest
 def on_published(state: LoopState, e: Published, actions: list) -> None:
+    "The generator has confirmed the version."
     actor = state.actors[e.actor]
     actor.version = max(actor.version, e.version)
     actor.sent = max(actor.sent, e.version)
@@ -544,14 +558,17 @@ def on_published(state: LoopState, e: Published, actions: list) -> None:
 
 
 def on_saved(state: LoopState, e: Saved, actions: list) -> None:
+    "The policy is on disk."
     state.saved, state.saving = e.version, False
 
 
 def on_commanded(state: LoopState, e: Commanded, actions: list) -> None:
+    "The command waits for its apply point."
     state.commands.append(e)
 
 
 def on_ticked(state: LoopState, e: Ticked, actions: list) -> None:
+    "Nothing but time."
     pass
 
 # %% ../nbs/51_loop.ipynb #loop-on-lost
@@ -559,6 +576,7 @@ MAX_RESTARTS = 3
 
 
 def on_lost(state: LoopState, e: Lost, actions: list) -> None:
+    "The actor is gone: its work gets its fate or is asked for again."
     actor = state.actors.setdefault(e.actor, ActorState("unknown"))
     actor.up, actor.load = False, 0
     {"generator": _lost_generator, "environment": _lost_environment}.get(actor.kind, _lost_for_good)(state, e, actions)
@@ -614,6 +632,7 @@ def due(state: LoopState, apply: str) -> bool:
 
 
 def decide_command(state: LoopState, actions: list) -> None:
+    "Apply what has reached its apply point, follow ramps."
     waiting = []
     for command in state.commands:
         try:
@@ -685,6 +704,7 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
 
 # %% ../nbs/51_loop.ipynb #loop-decide-settle
 def decide_score(state: LoopState, actions: list) -> None:
+    "Have written responses scored, unless their group is doomed."
     written, state.written = state.written, []
     for member in (state.members[i] for i in written if i in state.members):
         group = state.groups[member.group]
@@ -699,6 +719,7 @@ def decide_score(state: LoopState, actions: list) -> None:
 
 
 def decide_settle(state: LoopState, actions: list) -> None:
+    "Settle groups whose members are all done."
     touched, state.touched = dict.fromkeys(state.touched), []
     for group in (state.groups[i] for i in touched if i in state.groups):
         if group.status == "open" and all(state.members[i].status == "done" for i in group.members):
@@ -768,6 +789,7 @@ def hopeless(state: LoopState) -> str:
 
 
 def decide_budget(state: LoopState, actions: list) -> None:
+    "Drain when a budget is spent, fail when nothing can be learned."
     if state.phase == "running" and not state.training and spent(state):
         state.phase, state.reason = "draining", spent(state)
         dissolve(state, Fate.LEFT_AT_STOP, False, actions)
@@ -779,6 +801,7 @@ def decide_budget(state: LoopState, actions: list) -> None:
 
 # %% ../nbs/51_loop.ipynb #loop-decide-train
 def decide_publish(state: LoopState, actions: list) -> None:
+    "Send new weights to generators that have older ones."
     behind = {name: a for name, a in generators(state).items() if a.version == a.sent < state.version}
     if not behind or state.phase not in ("running", "draining"):
         return
@@ -792,6 +815,7 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 
 def decide_train(state: LoopState, actions: list) -> None:
+    "Take the next batch if there is one."
     if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
         return
     if synchronous(state) and not settled(state):
@@ -833,6 +857,7 @@ def wanted(state: LoopState, version: int) -> list[EvalConfig]:
 
 
 def decide_evaluate(state: LoopState, actions: list) -> None:
+    "Finish and start evaluations."
     for name, evaluation in list(state.evaluations.items()):
         if not evaluation.open:
             _finish_evaluation(state, evaluation, actions) if state.phase in ("running", "draining") else None
@@ -883,6 +908,7 @@ def new_group(state: LoopState, pool: str, task: int, name: str, size: int, samp
 
 # %% ../nbs/51_loop.ipynb #loop-decide-admit
 def decide_admit(state: LoopState, actions: list) -> None:
+    "Make groups while there is room."
     up = generators(state)
     if state.phase != "running" or held(state) or not up or PREFLIGHT not in state.evaluated or PREFLIGHT in state.evaluations:
         return
@@ -917,6 +943,7 @@ def _capacity(state: LoopState, actor: ActorState) -> int:
 
 # %% ../nbs/51_loop.ipynb #loop-decide-send
 def decide_send(state: LoopState, actions: list) -> None:
+    "Give rollouts to generators that may start them."
     up = generators(state)
     if not state.to_send or not up or (held(state) and not state.evaluations):
         return
@@ -953,6 +980,7 @@ def _send(state: LoopState, member: Member, group: GroupState, name: str) -> Ite
 
 # %% ../nbs/51_loop.ipynb #loop-decide-finish
 def decide_finish(state: LoopState, actions: list) -> None:
+    "Save the policy and end, when nothing is alive."
     if state.phase in ("running", *FINISHED) or state.groups or state.training or state.evaluations:
         return
     if state.phase == "draining" and wanted(state, state.version):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
-           'load_config', 'load_policy', 'encode_prompt', 'decode_response', 'head_logits', 'check_head',
+           'load_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'head_logits', 'check_head',
            'token_logprobs', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
@@ -141,7 +141,14 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
     check_head(name, model)
     stop = stop_tokens(model, tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Policy(name, model.to(device).eval(), tokenizer, stop, pad, context_length(model, tokenizer))
+    return Policy(name, own_weights(model).to(device).eval(), tokenizer, stop, pad, context_length(model, tokenizer))
+
+
+def own_weights(model):
+    "The model with its tensors in memory of its own. Loaded from safetensors they are a map of the file, and whoever overwrote the file would change them."
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
 
 # %% ../nbs/10_model.ipynb #model-text
 def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:

@@ -40,5 +40,5 @@ def main(folder: Path) -> int:
     return int(driver.state.phase != "done")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs
     sys.exit(main(Path(sys.argv[1])))

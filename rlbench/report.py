@@ -354,7 +354,7 @@ def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
     every = max(1, -(-count_rows(folder, "rollouts") // at_most))
     frame = read_table(folder, "rollouts", columns=[*names, "group", "outcome"], every=every)
     rows = zip(*(items(frame, name) for name in (*names, "group", "outcome")), strict=True)
-    return [Shown(*row[:-2]) for row in rows if (row[-2] or 0) >= 0 and row[-1] == "ok" and row[3] is not None and row[8] != "aborted"]
+    return [Shown(*row[:-2]) for row in rows if (row[-2] or 0) >= 0 and row[-3] != "evaluated" and row[-1] == "ok" and row[3] is not None and row[8] != "aborted"]
 
 
 def pairs(rollouts: Sequence[Shown], count: int = 10) -> list[tuple[Shown | None, Shown | None]]:

@@ -113,8 +113,8 @@ def alive(pid: int) -> bool:
 
 # %% ../nbs/80_run.ipynb #run-class
 @dataclass(frozen=True)
-class Run:
-    "A run, seen through its folder."
+class _Looking:
+    "What can be read of a run."
     folder: Path
 
     @property
@@ -146,6 +146,11 @@ class Run:
     groups = property(lambda self: self.table("groups"), doc="A row per training group.")
     evals = property(lambda self: self.table("evals"), doc="A row per finished evaluation.")
     commands = property(lambda self: self.table("commands"), doc="What was asked, by whom, and what became of it.")
+
+# %% ../nbs/80_run.ipynb #run-class-commands
+@dataclass(frozen=True)
+class Run(_Looking):
+    "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
         "Change knobs of the live run, at once or over some versions; dotted names go into `table`. Raises ValueError for what the run would refuse."

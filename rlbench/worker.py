@@ -40,34 +40,40 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class GenerateJobs:
+    "Responses wanted."
     jobs: tuple[WriteJob, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
+    "Train on these groups to make `version`."
     groups: tuple[Group, ...]
     version: int
 
 
 @dataclass(frozen=True)
 class PublishJob:
+    "Load the trained weights into the generator as `version`."
     version: int
 
 
 @dataclass(frozen=True)
 class AbortJob:
+    "Stop writing these; answers come as aborted responses."
     keys: tuple[tuple[int, int], ...]
     keep: bool
 
 
 @dataclass(frozen=True)
 class SaveJob:
+    "Save the policy as a Hugging Face folder."
     version: int
     folder: str
 
 
 @dataclass(frozen=True)
 class ConfigureJob:
+    "The configuration in force."
     config: RunConfig
 
 # %% ../nbs/54_worker.ipynb #worker-said
@@ -92,6 +98,7 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class BatchTrained:
+    "A batch is trained; advantages by rollout id."
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]
@@ -99,12 +106,14 @@ class BatchTrained:
 
 @dataclass(frozen=True)
 class WeightsLoaded:
+    "The generator has the weights of `version`."
     version: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class PolicySaved:
+    "The policy is on disk."
     version: int
     folder: str
 
@@ -315,6 +324,7 @@ HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, Abort
 # %% ../nbs/54_worker.ipynb #worker-env
 @dataclass(frozen=True)
 class EnvironmentReady:
+    "The environment is up."
     parts: tuple[str, ...] = ("environment",)
 
 
@@ -333,9 +343,11 @@ class Scorer:
 
     @property
     def idle(self) -> bool:
+        "Nothing to say or to score."
         return self.started and self.actor.idle
 
     def receive(self, message) -> None:
+        "A request to score, or a changed configuration."
         if isinstance(message, ConfigureJob):
             waiting, self.actor = self.actor, self._actor(message.config)
             self.actor.receive(waiting.waiting())
@@ -343,6 +355,7 @@ class Scorer:
             self.actor.receive([message])
 
     def turn(self) -> Turn:
+        "Score one rollout."
         if not self.started:
             self.started = True
             return Turn((EnvironmentReady(),))

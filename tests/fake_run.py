@@ -81,6 +81,7 @@ def rollout_row(number: int, v: int, learned: float, rng: np.random.Generator, s
         text, right = "<script>alert('x')</script>&amp;\x00\nΩ " + text, False
     ok = number % 61 != 3
     fate = "trained" if rng.random() < 0.8 and ok else "filtered" if ok else "environment_error"
+    fate = "evaluated" if number % 50 == 49 and ok else fate
     return {"at": seconds * v, "rollout": number, "try": 0, "group": number // 16, "k": number % 16, "task": f"arithmetic/{a}+{b}", "set": "arithmetic", "level": level, "fate": fate,
             "reason": "length" if len(text) >= 64 else "stop", "outcome": "ok" if ok else "timeout", "correct": bool(right) if ok else None, "reward": float(right) if ok else None,
             "part_names": [], "part_values": [], "length": len(text), "turns": 1, "dispatched": max(0, v - 2), "oldest": max(0, v - 2), "newest": max(0, v - 1 - number % 2),

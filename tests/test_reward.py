@@ -88,7 +88,7 @@ def test_scripted_verdicts_do_not_depend_on_order_or_tries():
     forward, backward = ScriptedEnvironment(seed=1, failures=0.3), ScriptedEnvironment(seed=1, failures=0.3)
     forward.receive(requests)
     backward.receive(requests[::-1])
-    a, b = ({r.key: r.judged for env in [env] for _ in requests for r in env.turn()} for env in (forward, backward))
+    a, b = (dict((r.key, r.judged) for _ in requests for r in environment.turn()) for environment in (forward, backward))
     assert a == b and {j.outcome for j in a.values()} == {Outcome.OK, Outcome.ENVIRONMENT_ERROR}
     assert a != {r.key: r.judged for r in (ScriptedEnvironment(seed=2, failures=0.3)._score(q) for q in requests)}
 

@@ -233,3 +233,23 @@ def test_prepare_lays_out_turns_and_observations():
     assert arrays.mask_RT.astype(int).tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 1]]
     assert arrays.sampler_RT.tolist() == [[0, 0, -1, -2, 0, 0, 0], [0, 0, -1, -2, 0, 0, -3]]
     assert arrays.advantages_R.tolist() == [-0.5, 0.5] and arrays.rollouts_R.tolist() == [1, 0]
+
+
+def test_a_loaded_policy_owns_its_weights(tmp_path):
+    "Overwriting the file a policy was loaded from must not change the policy that trains."
+    import shutil
+    from importlib.resources import files
+
+    from rlbench.model import load_policy
+
+    shutil.copytree(str(files("rlbench.data") / "tiny"), tmp_path / "model")
+    policy = load_policy(str(tmp_path / "model"))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(1.0)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    blob = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+    blob[-4096:] = bytes(4096)
+    with open(tmp_path / "model" / "model.safetensors", "r+b") as file:
+        file.write(blob)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))
