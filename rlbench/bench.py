@@ -56,7 +56,7 @@ class Work:
 # %% ../nbs/90_bench.ipynb #bench-recorded
 def run_work(run: str | Path) -> Work:
     "The rollouts of a run folder. Raises ValueError if it has none."
-    rows = read_table(run, "rollouts", ["seq", "group", "length", "prompt"]).sort("seq")
+    rows = read_table(run, "rollouts", ["rollout", "group", "length", "prompt"]).sort("rollout")
     rows = rows.filter((rows["group"] >= 0) & (rows["length"] > 0))
     if not len(rows):
         raise ValueError(f"run: {run} has no rollouts yet; give a run that has trained")
@@ -71,7 +71,8 @@ def recorded_work(path: str | Path | None = None) -> Work:
 
 def save_work(work: Work, path: str | Path) -> None:
     "Write a file that `recorded_work` reads."
-    write_json(path, {name: getattr(work, name).tolist() for name in ("prompts", "groups", "wanted")})
+    lists = {name: getattr(work, name).tolist() for name in ("prompts", "groups", "wanted")}
+    Path(path).write_text(json.dumps(lists, separators=(",", ":")) + "\n", encoding="utf-8")
 
 # %% ../nbs/90_bench.ipynb #bench-cases
 def synthetic(wanted: np.ndarray, group: int = 16, prompt: int = 8) -> Work:

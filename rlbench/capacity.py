@@ -31,7 +31,7 @@ class ModelShape:
 
 
 MODELS = {
-    "tiny": ModelShape(3, 64, 4, 2, 16, 192_000),
+    "tiny": ModelShape(3, 64, 4, 2, 16, 186_912),
     "Qwen3-0.6B": ModelShape(28, 1024, 16, 8, 128, 596_000_000),
     "Qwen3-8B": ModelShape(36, 4096, 32, 8, 128, 8_190_000_000),
     "Qwen2.5-7B": ModelShape(28, 3584, 28, 4, 128, 7_620_000_000),

@@ -470,11 +470,9 @@ def bench(what: Annotated[str, typer.Argument(help=", ".join(BENCHES))], run_nam
     with friendly():
         if what not in BENCHES:
             raise unknown("bench", what, BENCHES)
-        result = bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder)
-    if as_json:
-        return emit(result)
-    for key, value in plain(result).items():
-        print(f"{key:<20} {value:.2f}" if isinstance(value, float) else f"{key:<20} {value}")
+        console = Console(stderr=True)
+        result = bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=console.print)
+    emit(result) if as_json else print(result)
 
 
 def main() -> None:

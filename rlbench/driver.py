@@ -275,6 +275,8 @@ def write_step(driver: "Driver", row: StepRow) -> None:
 def write_eval(driver: "Driver", row: EvalRow) -> None:
     "The evaluation table's row."
     rollouts = [driver.memory.finished.pop(g, []) for g in row.groups]
+    for group in row.groups:
+        driver.eval_groups.pop(group, None)
     groups = [Group(g, rs[0].task, tuple(rs)) for g, rs in zip(row.groups, rollouts) if rs]
     columns = eval_columns(groups, row.k, driver.state.config.group)
     if row.eval != PREFLIGHT:
@@ -413,7 +415,9 @@ def next_events(driver: Driver) -> list:
 
 
 def busy(driver: Driver) -> bool:
-    "Whether some actor still owes an answer."
+    "Whether some actor still owes an answer. On the virtual clock that is exactly whether one has something due."
+    if driver.inline:
+        return any(handle.due is not None for handle in driver.handles.values())
     s = driver.state
     return sum(a.up for a in s.actors.values()) < 3 or bool(s.training or s.saving or driver.scoring) or any(a.load or a.sent > a.version for a in s.actors.values())
 

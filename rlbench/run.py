@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from .config import FUNCTIONS, RunConfig, load_config, read_config, to_toml, with_knob
+from .config import CAPTURABLE, RunConfig, load_config, read_config, to_toml, with_knob
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
 from .ledger import Status, create_run_folder, read_status, read_table, send_command
@@ -35,8 +35,8 @@ def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict
     plain, extra, captures = dict(knobs), {}, []
     for field, value in knobs.items():
         if callable(value):
-            if field not in FUNCTIONS:
-                raise ValueError(f"{field}: takes no function; functions go to {', '.join(FUNCTIONS)}")
+            if field not in CAPTURABLE:
+                raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(CAPTURABLE)}")
             captured = capture(value)
             plain[field] = {"name": captured.name, "source": f"functions/{captured.name}-{captured.hash}.py"}
             extra[field] = {captured.name: value}

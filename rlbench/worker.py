@@ -223,7 +223,7 @@ class Worker:
         self.control: deque = deque()  # takes effect between two decode steps
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
-        self.started = False
+        self.started, self.trained = False, 0  # trained: version of the policy's weights
         self.concurrency()
 
     def concurrency(self) -> None:
@@ -294,13 +294,15 @@ def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     tokens = sum(r.length for g in job.groups for r in g.rollouts)
     with timed(spent, "trainer", "compute", "train", tokens):
         metrics, advantages = worker.mind.train(job.groups, job.version)
+    worker.trained = job.version
     said.append(BatchTrained(job.version, metrics, advantages))
 
 
 def _publish(worker: Worker, job: PublishJob, said: list, spent: list) -> None:
+    version = max(job.version, worker.trained)  # a publish that had to wait finds the weights of a later batch
     with timed(spent, "generator", "publish", "publish", 1):
-        worker.mind.publish(job.version, worker.config.cache)
-    said.append(WeightsLoaded(job.version, spent[-1].seconds))
+        worker.mind.publish(version, worker.config.cache)
+    said.append(WeightsLoaded(version, spent[-1].seconds))
 
 
 def _abort(worker: Worker, job: AbortJob, said: list, spent: list) -> None:

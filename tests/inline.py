@@ -10,16 +10,20 @@ from rlbench.loop import FINISHED, Commanded, step
 
 
 class Told(Driver):
-    "A driver to which commands are said after stated numbers of events: (event, knob, value, over)."
+    "A driver to which commands are said after stated numbers of events: (event, knob, value, over). A pause that nothing else ends is ended by go."
 
     told: list = []
+    said = 0
 
     def flush(self) -> None:
         super().flush()
         resting = self.state.paused and self.quiet
+        if resting and not self.told:
+            self.told = [(0, "go", None, 0)]
         while self.told and self.state.phase not in FINISHED and (self.told[0][0] <= self.state.seq or resting):
             number, knob, value, over = self.told.pop(0)
-            for action in step(self.state, Commanded(f"told-{len(self.told)}", "test", knob, value, over, self.clock.now())):
+            self.said += 1
+            for action in step(self.state, Commanded(f"told-{self.said}", "test", knob, value, over, self.clock.now())):
                 log(self, action)
                 CARRY[type(action)](self, action)
             resting = False

@@ -5,9 +5,12 @@ import pytest
 from inline import check_books, inline_run
 from world import World
 
-from rlbench.config import RunConfig, make_config
-from rlbench.ledger import read_table
+from rlbench.config import RunConfig, make_config, to_toml
+from rlbench.driver import Driver, make_pools, run
+from rlbench.ledger import create_run_folder, read_status, read_table, send_command
+from rlbench.loop import Commanded, Lost, Started, abandon, books_closed, start_state, step
 from rlbench.records import Fate
+from rlbench.worker import TrainJob
 
 
 def a_config(r: random.Random) -> dict:
@@ -86,6 +89,141 @@ def test_driver_tables_close_and_repeat(seed, tmp_path):
         assert (steps["lag_max"] <= table["staleness"]).all()
         assert {*read_table(first.folder, "evals").select("eval", "version").rows()} >= {(e["name"], v) for e in table["eval"] for v in (0, first.state.version)}
     commands = read_table(first.folder, "commands")
-    assert commands["command"].str.starts_with("told").sum() == len(told) - len(first.told)
+    assert commands["command"].str.starts_with("told").sum() == first.said
     refused = commands.filter(commands["status"] == "refused")
     assert refused["reason"].str.len_chars().min() is None or refused["reason"].str.len_chars().min() > 10
+
+
+SMALL = {"placement": "inline", "generator": "scripted", "group": 4, "batch": 16, "steps": 4, "preflight": 6, "preflight_k": 2, "eval": [{"count": 6, "every": 2}]}
+
+
+def small(**changes) -> RunConfig:
+    return make_config(SMALL | changes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failing_process_still_closes_the_books(seed):
+    "`abandon` at any moment: every dispatched attempt has its fate and every token its book."
+    world = a_world(seed, True, True)
+    world.commands[100 + 10 * seed] = [("break", "test", "break")]
+
+    def broken(event):
+        if getattr(event, "knob", "") != "break":
+            return type(world).step(world, event)
+        for action in abandon(world.state, "broken"):
+            world.watch.write(action.row)
+    world.step = broken
+    world.run(closing=False)
+    assert world.state.phase in ("failed", "done") and books_closed(world.state) and len(world.watch.fates) == world.state.dispatched
+
+
+def test_stop_during_preflight_leaves_no_result():
+    "Cut short, an evaluation has no row: its figure would be wrong."
+    world = World(small(), 1, commands={8: [("a", "test", "stop")]}).run()
+    assert (world.state.phase, world.state.reason, world.state.version) == ("done", "stopped by test", 0)
+    assert not world.watch.evals and set(world.watch.fates.values()) <= {Fate.LEFT_AT_STOP}
+
+
+def test_a_pause_lets_evaluations_finish():
+    "Paused during the preflight, the loop finishes it, and begins nothing else until it goes on."
+    world = World(small(), 1, commands={5: [("a", "test", "pause")]})
+    world.state.allow = -1
+    seen = []
+    watch = world.watch.generate
+    world.watch.generate = lambda w, a: (seen.append((w.state.paused, {bool(i.eval) for i in a.items})), watch(w, a))
+    world.run()
+    assert {row.eval for row in world.watch.evals} == {"preflight", "held_out"}
+    assert all(kinds == {True} for paused, kinds in seen if paused)
+
+
+def test_a_budget_reached_during_an_evaluation_lets_it_finish():
+    "Minutes over while the first evaluation runs: it gets its row, nothing is trained, the books close."
+    world = World(small(minutes=0.05, eval=[{"count": 10, "k": 8}], concurrency=1), 1).run()
+    assert world.state.reason.startswith("minutes") and {row.eval for row in world.watch.evals} == {"preflight", "held_out"} and world.state.version == 0
+
+
+def test_a_generator_lost_at_the_end_comes_back_for_the_last_evaluation():
+    "Lost again and again, within its restarts: the evaluation of the last version is there all the same."
+    whole = World(small(), 3).run()
+    for event in range(whole.events - 40, whole.events):
+        world = World(small(), 3, faults={event: "generator"}).run()
+        assert world.state.phase == "done" and ("held_out", 4) in {(row.eval, row.version) for row in world.watch.evals}
+
+
+def test_knobs_changed_under_queued_groups():
+    "Groups of the old size stay whole: batches count groups, and rows keep the sizes."
+    changes = {60: [("a", "test", "group", 8)], 80: [("b", "test", "batch", 32)], 160: [("c", "test", "group", 2)]}
+    world = World(small(steps=8, staleness=2, preflight=0, eval=[]), 5, (8, 8), changes).run()
+    sizes = {len([key for key, item in world.watch.sent.items() if item.group == g]) for row in world.watch.steps for g in row.groups}
+    assert {c.status for c in world.watch.commands} == {"applied"} and sizes == {2, 4, 8} and world.state.version == 8
+
+
+def test_a_member_without_reward_leaves_its_group_trained():
+    "The others are trained; it is an environment error, and no batch claims it."
+    world = World(small(score_retries=0, filter="none", steps=6), 2, errors=0.15).run()
+    trained = [key for key, fate in world.watch.fates.items() if fate is Fate.TRAINED]
+    groups = {world.watch.sent[key].group for key in trained}
+    lost = [key for key, item in world.watch.sent.items() if item.group in groups and world.watch.scores[key] is None]
+    assert lost and {world.watch.fates[key] for key in lost} == {Fate.ENVIRONMENT_ERROR}
+
+
+def test_a_slow_publish_does_not_put_an_evaluation_off():
+    "Training three times as fast as publishing: every evaluation still happens, each at one version."
+    world = World(small(steps=20, staleness=4, preflight=0, eval=[{"count": 3, "every": 5}]), 4, (16, 16), pace=0.0001)
+    world.do_publish = lambda a: world.later(0.4, world.load, a.actor, a.version, world.machines[a.actor].life)
+    world.run()
+    assert len(world.watch.evals) == 5 and [row.version // 5 for row in world.watch.evals] == [0, 1, 2, 3, 4]
+
+
+def test_lost_before_it_ever_started():
+    "A worker that cannot start ends the run as failed, in its words, and nothing after that changes it."
+    state = start_state(small(), [1] * 10, {"held_out": 6})
+    step(state, Started("environment", "environment"))
+    step(state, Lost("trainer", "the model is not there"))
+    assert (state.phase, state.reason) == ("failed", "trainer lost: the model is not there") and books_closed(state)
+    assert step(state, Lost("generator", "the model is not there")) == [] and step(state, Started("generator", "generator", 4)) == [] and state.phase == "failed"
+    (write,) = step(state, Commanded("late", "somebody", "temperature", 0.5))
+    assert write.row.status == "refused" and "already failed" in write.row.reason and state.config.temperature == 1.0
+
+
+def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
+    "An actor that loses its work without a word: an error that shows the state, not a quiet wait; and the books close even then."
+
+    class Forgetful(Driver):
+        def submit(self, name, message):
+            if not isinstance(message, TrainJob):
+                super().submit(name, message)
+
+    folder, config = create_run_folder(tmp_path, "a"), small(preflight=0, eval=[])
+    (folder / "config.toml").write_text(to_toml(config))
+    driver = Forgetful(folder, config, make_pools(config))
+    with pytest.raises(RuntimeError, match=r"stuck at version 0: phase running, .* training \[\d.*'generator', True, 0, 0"):
+        run(driver)
+    status = read_status(folder)
+    assert status.state == "failed" and status.books_closed and "stuck" in status.reason and set(status.books) <= {"left_at_stop", "filtered"}
+    check_books(driver)
+
+
+def test_refused_commands_have_their_reason_in_the_table(tmp_path):
+    "Commands as people send them, files in the run's folder: unknown, fixed, out of range, not a whole number of groups."
+    folder = create_run_folder(tmp_path, "a")
+    (folder / "config.toml").write_text(to_toml(small()))
+    for knob, value in (("temprature", 0.5), ("seed", 3), ("temperature", 99), ("batch", 18), ("temperature", 0.5)):
+        send_command(folder, "somebody", knob, value)
+    (folder / "commands/zzz.json").write_text("no json")
+    run(Driver(folder, small(), make_pools(small())))
+    rows = read_table(folder, "commands").select("knob", "status", "reason", "author").rows()
+    told = {(knob, status): reason for knob, status, reason, _ in rows}
+    assert len(rows) == 6 and told["temperature", "applied"] == "" and all(reason for (_, status), reason in told.items() if status == "refused")
+    assert "did you mean 'temperature'" in told["temprature", "refused"] and "fork" in told["seed", "refused"] and "whole number of groups" in told["batch", "refused"]
+
+
+def test_a_worker_that_cannot_start(tmp_path):
+    "Real processes: a model that is not there is refused before work, the run fails in those words with closed books."
+    config = make_config({"model": str(tmp_path / "nowhere"), "steps": 2, "group": 4, "batch": 16})
+    folder = create_run_folder(tmp_path, "a")
+    (folder / "config.toml").write_text(to_toml(config))
+    driver = Driver(folder, config, make_pools(config))
+    assert run(driver).phase == "failed"
+    status = read_status(folder)
+    assert status.state == "failed" and status.books_closed and "nowhere" in status.reason and not status.books

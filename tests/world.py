@@ -100,7 +100,7 @@ class World:
         self.count += 1
         heapq.heappush(self.heap, (self.now + delay, self.count, call, args))
 
-    def run(self) -> "World":
+    def run(self, closing: bool = True) -> "World":
         for name in ("trainer", "environment", *self.machines):
             self.later(self.random.random(), self.start, name)
         idle = 0
@@ -116,7 +116,8 @@ class World:
                 idle += 1
                 assert idle < 3, f"stuck: {stuck(self.state)}"
                 self.step(Ticked())
-        self.close()
+        if closing:
+            self.close()
         return self
 
     def step(self, event) -> None:
