@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .config import load_config, parse_assignment, presets
+from .config import captured_functions, load_config, parse_assignment, presets
 from .knobs import unknown
 from .ledger import Status, read_table
 from .loop import VERBS
@@ -363,7 +363,7 @@ def eval_command(name: RunName, runs: RunsOption = "runs", seconds: Annotated[fl
         if r.state in (*ENDED, "dead"):
             from rlbench.offline import evaluate
 
-            rows = [plain(e) for e in evaluate(_policy(r))]
+            rows = [plain(e) for e in evaluate(_policy(r), extra=captured_functions(r.folder))]
         else:
             before, until = len(r.evals), time.monotonic() + seconds
             r.eval()

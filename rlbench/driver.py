@@ -305,7 +305,7 @@ class Driver:
 
     def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]]):
         self.folder, self.pools, self.inline = folder, pools, config.placement == "inline"
-        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
+        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}, captured_functions(folder))
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast, self.full = Ledger(folder, 0), Ballast(folder), False
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}

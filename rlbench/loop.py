@@ -17,7 +17,7 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'FRUITLESS_BATCHES', 'FAILED_BA
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -343,6 +343,7 @@ class LoopState:
     config: RunConfig
     curriculum: Curriculum
     pools: dict[str, int]  # pool name -> number of tasks; "train" and one per evaluation set
+    functions: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)  # captured ones: only their signatures are looked at
     seq: int = 0
     at: float = 0.0
     phase: str = "running"  # running, draining (budget), stopping (asked), failing, done
@@ -384,9 +385,9 @@ class LoopState:
 PREFLIGHT = "preflight"
 
 
-def start_state(config: RunConfig, levels: list[int], eval_counts: dict[str, int]) -> LoopState:
-    "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set."
-    state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts})
+def start_state(config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None) -> LoopState:
+    "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
+    state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {})
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
     return state
@@ -671,7 +672,7 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
 
 
 def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
-    target = with_knob(state.config, command.knob, command.value)
+    target = with_knob(state.config, command.knob, command.value, state.functions)
     start, end = getattr(state.config, command.knob, None), getattr(target, command.knob, None)
     if command.over and (not isinstance(start, (int, float, tuple)) or isinstance(start, bool)):
         raise ValueError(f"{command.knob}: only numbers can ramp; leave out over")
@@ -694,7 +695,7 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
     if value == getattr(state.config, ramp.knob):
         return
     try:
-        state.config = with_knob(state.config, ramp.knob, value)
+        state.config = with_knob(state.config, ramp.knob, value, state.functions)
     except ValueError as error:
         if share >= 1.0:
             row = CommandRow(f"ramp-{ramp.knob}-{ramp.since}", "ramp", ramp.knob, ramp.end, "refused", str(error), "", state.version, state.dispatched_groups)

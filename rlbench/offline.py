@@ -6,7 +6,7 @@
 __all__ = ['respond', 'Evaluated', 'evaluate', 'sample']
 
 # %% ../nbs/56_offline.ipynb #offline-imports
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .accounts import eval_columns
@@ -49,12 +49,13 @@ class Evaluated:
     length_mean: float
 
 
-def evaluate(config: RunConfig, sets: Sequence[EvalConfig] | None = None) -> list[Evaluated]:
-    "Evaluate the policy `config.model`. Raises ValueError for what the model or the tasks refuse."
+def evaluate(config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None) -> list[Evaluated]:
+    "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
     sets = config.eval if sets is None else sets
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count)[: e.count] for e in sets]
     mind = build_mind(config, [t.prompt for pool in pools for t in pool])
-    verifier, reward = (bind(FUNCTIONS[f], resolve(f, FUNCTIONS[f], getattr(config, f))) for f in ("verifier", "reward"))
+    known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
+    verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)
     return [_evaluated(e, respond(mind, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed), verifier, reward, config) for e, pool in zip(sets, pools)]
 
 

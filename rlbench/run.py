@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from .config import CAPTURABLE, RunConfig, load_config, read_config, to_toml, with_knob
+from .config import CAPTURABLE, RunConfig, captured_functions, load_config, read_config, to_toml, with_knob
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
 from .ledger import Status, create_run_folder, read_status, read_table, send_command
@@ -193,7 +193,7 @@ def _ask(run: Run, author: str, knob: str, value: object = None, over: int = 0) 
     if run.state in (*ENDED, "dead"):
         raise ValueError(f"{knob}: the run {run.name!r} is {run.state}; only a live run takes commands")
     if value is not None:
-        with_knob(run.config, knob, value)
+        with_knob(run.config, knob, value, captured_functions(run.folder))
     return send_command(run.folder, author or _me(), knob, list(value) if isinstance(value, tuple) else value, over)
 
 

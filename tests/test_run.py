@@ -213,6 +213,24 @@ def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_p
     assert_books(run)
 
 
+def terse(r: rl.Rollout, *, weight: rl.Knob(0, 1) = 0.1) -> float:
+    return r.correct - weight * r.length / 64
+
+
+def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, reward=terse, **{**SMALL, "steps": 100_000, "eval": []})
+    until(lambda: run.status and run.status.version >= 1)
+    ids = run.set({"temperature": 0.8, "reward.weight": 0.5})
+    rows = until(lambda: (found := [r for r in run.commands.to_dicts() if r["command"] in ids and r["status"] == "applied"]) and len(found) == 2 and found)
+    assert {r["knob"] for r in rows} == {"temperature", "reward.weight"}
+    until(lambda: run.rollouts.filter(pl.col("correct") & (pl.col("reward") < 0.96))["reward"].len() > 0)
+    with pytest.raises(ValueError, match="reward.weight"):
+        run.set({"reward.weight": 5})
+    run.stop()
+    ended(run, "stopped")
+    assert_books(run)
+
+
 def half_slow(r: rl.Rollout, *, seconds: rl.Knob(0, 60, unit="s") = 30.0) -> float:
     import time
 
