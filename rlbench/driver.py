@@ -307,7 +307,7 @@ class Driver:
         self.folder, self.pools, self.inline = folder, pools, config.placement == "inline"
         self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}, captured_functions(folder))
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
-        self.ledger, self.ballast, self.full = Ledger(folder, 0), Ballast(folder), False
+        self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], float] = {}
         self.eval_groups: dict[int, str] = {}
@@ -341,7 +341,6 @@ class Driver:
     def disk_full(self, error: DiskFull) -> None:
         "Free the reserve so that the books can be closed, and end the run."
         self.ballast.release()
-        self.full = True
         self.asked_to_end = self.asked_to_end or f"machine: the disk is full ({error.filename})"
 
     def write_status(self) -> None:
