@@ -7,6 +7,7 @@ __all__ = ['Work', 'run_work', 'recorded_work', 'save_work', 'synthetic', 'bench
            'bench_model', 'Arm', 'settings', 'sample', 'choose', 'EngineBench', 'this_machine', 'bench_engine']
 
 # %% ../nbs/90_bench.ipynb #bench-imports
+import gc
 import json
 import platform
 import time
@@ -27,10 +28,11 @@ from .records import Sampling
 # %% ../nbs/90_bench.ipynb #bench-work
 @dataclass(frozen=True, eq=False)
 class Work:
-    "Sequences to write, in their order: prompt tokens, group and wanted tokens, int [N] each."
+    "Sequences to write, in their order: prompt tokens, group, wanted tokens and policy version at dispatch, int [N] each."
     prompts: np.ndarray
     groups: np.ndarray
     wanted: np.ndarray
+    dispatched: np.ndarray
 
     def __len__(self) -> int:
         return len(self.wanted)
@@ -47,7 +49,7 @@ class Work:
 
     def part(self, index) -> "Work":
         "Some of the sequences."
-        return Work(self.prompts[index], self.groups[index], self.wanted[index])
+        return Work(self.prompts[index], self.groups[index], self.wanted[index], self.dispatched[index])
 
     def prompt(self, i: int, vocab: int) -> np.ndarray:
         "The token ids of prompt `i`: random, the same within a group."
@@ -56,36 +58,37 @@ class Work:
 # %% ../nbs/90_bench.ipynb #bench-recorded
 def run_work(run: str | Path) -> Work:
     "The rollouts of a run folder. Raises ValueError if it has none."
-    rows = read_table(run, "rollouts", ["rollout", "group", "length", "prompt"]).sort("rollout")
+    rows = read_table(run, "rollouts", ["rollout", "group", "length", "prompt", "dispatched"]).sort("rollout")
     rows = rows.filter((rows["group"] >= 0) & (rows["length"] > 0))
     if not len(rows):
         raise ValueError(f"run: {run} has no rollouts yet; give a run that has trained")
-    return Work(rows["prompt"].str.len_chars().clip(1).to_numpy().astype(int), rows["group"].to_numpy(), rows["length"].to_numpy())
+    return Work(rows["prompt"].str.len_chars().clip(1).to_numpy().astype(int), rows["group"].to_numpy(), rows["length"].to_numpy(), rows["dispatched"].to_numpy())
 
 
 def recorded_work(path: str | Path | None = None) -> Work:
-    "The recorded lengths of a file (three lists: prompts, groups, wanted), by default the one that comes with the package."
+    "The recorded lengths of a file (four lists: prompts, groups, wanted, dispatched), by default the one that comes with the package."
     told = read_json(path or files("rlbench.data") / "measured" / "tiny_lengths.json")
-    return Work(*(np.array(told[name], int) for name in ("prompts", "groups", "wanted")))
+    return Work(*(np.array(told[name], int) for name in ("prompts", "groups", "wanted", "dispatched")))
 
 
 def save_work(work: Work, path: str | Path) -> None:
     "Write a file that `recorded_work` reads."
-    lists = {name: getattr(work, name).tolist() for name in ("prompts", "groups", "wanted")}
+    lists = {name: getattr(work, name).tolist() for name in ("prompts", "groups", "wanted", "dispatched")}
     Path(path).write_text(json.dumps(lists, separators=(",", ":")) + "\n", encoding="utf-8")
 
 # %% ../nbs/90_bench.ipynb #bench-cases
 def synthetic(wanted: np.ndarray, group: int = 16, prompt: int = 8) -> Work:
-    "Work of given lengths in groups with prompts of one length."
+    "Work of given lengths in groups with prompts of one length, four groups a step."
     n = len(wanted)
-    return Work(np.full(n, prompt), np.arange(n) // group, np.asarray(wanted, int))
+    return Work(np.full(n, prompt), np.arange(n) // group, np.asarray(wanted, int), np.arange(n) // (4 * group))
 
 
 def bench_cases(recorded: Work, sequences: int = 2048) -> dict[str, Work]:
-    "The four cases by name."
-    mean = recorded.wanted.mean()
+    "The five cases by name."
+    mean, steps = recorded.wanted.mean(), int(recorded.dispatched.max())
     tail = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, sequences)
-    return {"generate": recorded, "early": recorded.part(slice(0, max(1, len(recorded) // 3))),
+    return {"generate": recorded, "early": recorded.part(recorded.dispatched * 3 < max(1, steps)),
+            "early_rollouts": recorded.part(slice(0, max(1, len(recorded) // 3))),
             "lognormal": synthetic(tail.round().clip(1, 16 * mean)), "equal": synthetic(np.full(sequences, round(mean)))}
 
 # %% ../nbs/90_bench.ipynb #bench-ours
@@ -210,6 +213,7 @@ class EngineBench:
     "Tokens a second of rlbench over those of `transformers.generate`, by case, with the arms behind them."
     generate_ratio: float
     early_ratio: float
+    early_rollouts_ratio: float
     lognormal_ratio: float
     equal_ratio: float
     rates: dict[str, dict[str, float]]  # case -> side -> median tokens a second
@@ -222,7 +226,7 @@ class EngineBench:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        lines = [f"{case:10s} {getattr(self, case + '_ratio'):5.2f} x   rlbench {rate['ours']:9,.0f} tokens/s ({self.chosen[case]['ours'].batch} slots)   "
+        lines = [f"{case:14s} {getattr(self, case + '_ratio'):5.2f} x   rlbench {rate['ours']:9,.0f} tokens/s ({self.chosen[case]['ours'].batch} slots)   "
                  f"generate {rate['generate']:9,.0f} (batch {self.chosen[case]['generate'].batch}, {self.chosen[case]['generate'].cache} cache, {self.chosen[case]['generate'].attention})"
                  for case, rate in self.rates.items()]
         return "\n".join(lines)
@@ -241,6 +245,8 @@ def bench_engine(run: str | Path | None = None, model: str | Path | None = None,
     "Compare rlbench's generator with `transformers.generate`; arms are kept in `folder` and a second call goes on from them."
     settle_cpu()
     folder, lm = Path(folder), bench_model(model)
+    gc.collect()
+    gc.freeze()
     folder.mkdir(parents=True, exist_ok=True)
     recorded = work or (run_work(run) if run is not None else recorded_work())
     arms: list[Arm] = []

@@ -121,7 +121,7 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
         rows += [
             ("served solve rate", f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}" if rate is not None else "-"),
             ("response length", f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}"),
-            ("queue", f"{s['queue_depth']} groups of {r.config.batch_groups} a batch, lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}"),
+            ("queue", f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}"),
             ("trainer", f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"),
             ("tokens", f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far"),
         ]
@@ -295,7 +295,7 @@ def log(name: RunName, runs: RunsOption = "runs", lines: Annotated[int, typer.Op
     if as_json:
         return emit({"commands": commands.to_dicts(), "log": text})
     for c in commands.iter_rows(named=True):
-        what = f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]
+        what = (f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]) + (f" over {c['over']}" if c["over"] else "")
         print(f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}" + (f": {c['reason']}" if c["reason"] else ""))
     print("\n".join(text) or "(nothing else in run.log)")
 

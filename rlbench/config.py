@@ -132,7 +132,7 @@ class _Data(BaseModel):
     batch: Annotated[int, Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch", apply="version")] = 256
     sampler: dict[str, Any] = Field(default="band", validate_default=True)
     band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="target solve rate of the tasks served", apply="dispatch")] = (0.2, 0.8)
-    filter: Annotated[str, Knob(choices=FILTERS, help="groups whose rewards are all equal", apply="version")] = "zero_advantage"
+    filter: Annotated[str, Knob(choices=FILTERS, help="groups whose rewards give no member an advantage", apply="version")] = "zero_advantage"
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
     overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
     oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
@@ -146,7 +146,7 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
-    learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 1e-3
+    learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
     beta2: Annotated[float, Knob(0, 0.99999, live=False)] = 0.95
@@ -195,8 +195,6 @@ def _check_together(c: RunConfig) -> None:
     needed = MIN_GROUP[c.advantage["name"]] if c.advantage["name"] in MIN_GROUP else 1
     if c.group < needed:
         raise ValueError(f'group: {c.group} gives advantage "{c.advantage["name"]}" no baseline; use group >= {needed}, or advantage = "reinforce"')
-    if c.group == 1 and c.filter != "none":
-        raise ValueError(f'filter: "{c.filter}" leaves out every group of 1, whose rewards are always equal; set filter = "none" or group >= 2')
     if c.batch % c.group:
         raise ValueError(f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {c.batch // c.group * c.group or c.group} or {(c.batch // c.group + 1) * c.group}")
     if c.generator == "scripted" and c.placement != "inline":
@@ -294,7 +292,7 @@ def apply_point(field: str, config: RunConfig) -> str:
     "now, dispatch or version. Raises ValueError for an unknown field or one that is fixed for a run."
     knob = _knob(field, config)
     if not knob.live:
-        raise ValueError(f"{field}: fixed for the whole run; start or fork another one")
+        raise ValueError(f"{field}: fixed for the whole run; start another one")
     return knob.apply
 
 

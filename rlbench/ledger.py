@@ -89,7 +89,7 @@ def create_run_folder(root: str | Path, name: str) -> Path:
             (folder / part).mkdir()
     except FileExistsError:
         if Path(root).is_dir():
-            raise FileExistsError(errno.EEXIST, "name: a run of this name exists; resume it, remove it or choose another name", str(folder)) from None
+            raise FileExistsError(errno.EEXIST, "name: a run of this name exists; remove it or choose another name", str(folder)) from None
         raise NotADirectoryError(errno.ENOTDIR, "runs: not a folder; name another folder for runs", str(root)) from None
     except OSError as error:
         raise OSError(error.errno, f"runs: cannot make a run folder here ({os.strerror(error.errno)}); name another folder for runs", str(root)) from error
@@ -336,7 +336,7 @@ def _check_schema(folder: Path, writing: bool = False) -> None:
     if schema > SCHEMA:
         raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench reads up to {SCHEMA}; install a newer rlbench")
     if writing and schema < SCHEMA:
-        raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench writes {SCHEMA}; resume it with the rlbench that began it, or fork it")
+        raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench writes {SCHEMA}; write to it with the rlbench that began it, or begin another run")
 
 # %% ../nbs/03_ledger.ipynb #ledger-writer
 class Ledger:

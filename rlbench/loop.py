@@ -11,7 +11,7 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'FRUITLESS_BATCHES', 'FAILED_BA
            'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group', 'doom',
            'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published',
            'on_saved', 'on_commanded', 'on_ticked', 'on_lost', 'due', 'decide_command', 'decide_score', 'decide_settle',
-           'settle', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted',
+           'settle', 'advantage_of', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted',
            'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
@@ -23,10 +23,10 @@ from functools import partial
 
 import numpy as np
 
-from .advantage import MIN_GROUP, informative
+from .advantage import ADVANTAGES, MIN_GROUP, informative
 from .config import EvalConfig, RunConfig, apply_point, with_knob
 from .curriculum import SAMPLERS, Curriculum, draw, observe
-from .knobs import unknown
+from .knobs import bind, resolve, unknown
 from .queue import Waiting, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import may_start, room
@@ -233,7 +233,6 @@ class StepRow:
     version: int
     optimizer_steps: int
     groups: tuple[int, ...]
-    queue_depth: int
     live_groups: int
 
 
@@ -260,6 +259,7 @@ class CommandRow:
     author: str
     knob: str
     value: object
+    over: int
     status: str
     reason: str
     apply: str
@@ -363,7 +363,6 @@ class LoopState:
     queue: list[Waiting] = field(default_factory=list)
     training: list[int] = field(default_factory=list)
     doomed: int = 0  # training groups that have a doom and are not closed yet
-    depth: int = 0
     staged: list[tuple[int, int, int, int]] = field(default_factory=list)  # (group, task, scored, solved)
     commands: list[Commanded] = field(default_factory=list)
     ramps: list[Ramp] = field(default_factory=list)
@@ -539,7 +538,7 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     chain(state, ["trained", e.version, lines])
     state.version = e.version
     state.optimizer_steps += e.optimizer_steps
-    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), state.depth, live_groups(state))))
+    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state))))
     state.training = []
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
@@ -648,7 +647,7 @@ def decide_command(state: LoopState, actions: list) -> None:
             chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
             apply, status, reason = "", "refused", str(error)
-        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, status, reason, apply, state.version, state.dispatched_groups)))
+        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups)))
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
         _follow_ramp(state, ramp, actions)
@@ -698,7 +697,7 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
         state.config = with_knob(state.config, ramp.knob, value, state.functions)
     except ValueError as error:
         if share >= 1.0:
-            row = CommandRow(f"ramp-{ramp.knob}-{ramp.since}", "ramp", ramp.knob, ramp.end, "refused", str(error), "", state.version, state.dispatched_groups)
+            row = CommandRow(f"ramp-{ramp.knob}-{ramp.since}", "ramp", ramp.knob, ramp.end, ramp.over, "refused", str(error), "", state.version, state.dispatched_groups)
             actions.append(Write("commands", row))
         return
     actions.append(Configure(state.config))
@@ -744,10 +743,16 @@ def settle(state: LoopState, group: GroupState, actions: list) -> None:
         _settle_training(state, group, valid, actions)
 
 # %% ../nbs/51_loop.ipynb #loop-settle-training
+def advantage_of(state: LoopState) -> Callable:
+    "The advantage in force: a group is informative if it gives any member something other than 0."
+    known = {**ADVANTAGES, **state.functions.get("advantage", {})}
+    return bind(known, resolve("advantage", known, state.config.advantage))
+
+
 def _settle_training(state: LoopState, group: GroupState, valid: list[Member], actions: list) -> None:
     if len(valid) < min(len(group.members), max(2, MIN_GROUP.get(state.config.advantage["name"], 1))):
         close_group(state, group, Fate.MASKED, actions)
-    elif state.config.filter == "zero_advantage" and not informative(np.array([m.reward for m in valid])):
+    elif state.config.filter == "zero_advantage" and not informative(np.array([m.reward for m in valid]), advantage_of(state)):
         state.fruitless += 1
         close_group(state, group, Fate.FILTERED, actions)
     else:
@@ -821,14 +826,14 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     if synchronous(state) and not settled(state):
         return
-    c, depth = state.config, len(state.queue)
+    c = state.config
     taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state))
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
     if not taken.batch:
         return
-    state.queue, state.depth = list(taken.left), depth
+    state.queue = list(taken.left)
     if synchronous(state):
         for waiting in state.queue:
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
@@ -892,7 +897,7 @@ def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
     if floor and e.scored and e.correct / e.scored < floor and state.phase == "running":
         state.paused, state.allow = True, state.version
         reason = f"{e.name}: solve rate {e.correct / e.scored:.3f} is below its floor {floor:g}"
-        actions.append(Write("commands", CommandRow(f"guardrail-{e.name}-{e.version}", "guardrail", "pause", None, "applied", reason, "now", state.version, state.dispatched_groups)))
+        actions.append(Write("commands", CommandRow(f"guardrail-{e.name}-{e.version}", "guardrail", "pause", None, 0, "applied", reason, "now", state.version, state.dispatched_groups)))
 
 
 def new_group(state: LoopState, pool: str, task: int, name: str, size: int, sampling: Sampling) -> GroupState:
@@ -987,7 +992,7 @@ def decide_finish(state: LoopState, actions: list) -> None:
     if state.phase == "draining" and wanted(state, state.version):
         return
     for command in state.commands:
-        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, "refused", "the run ended before its apply point", "", state.version, state.dispatched_groups)))
+        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, command.over, "refused", "the run ended before its apply point", "", state.version, state.dispatched_groups)))
     state.commands = []
     if state.phase != "failing" and trainer(state) and state.saved < state.version and state.version > 0:
         if not state.saving:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
-           'load_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'head_logits', 'check_head',
-           'token_logprobs', 'save_policy']
+           'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'head_logits',
+           'check_head', 'token_logprobs', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -106,7 +106,7 @@ def check_causal(name: str, config) -> None:
         raise ValueError(f"model: {name!r} is a {what}, not a causal language model" + (f"; save it as {causal[0]}" if causal else "; take one that writes text from left to right"))
 
 
-def load_config(name: str, source: str):
+def model_config(name: str, source: str):
     "The configuration at `source`. OSError with the remedy if it cannot be had."
     from transformers import AutoConfig
 
@@ -129,7 +129,7 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     source = locate(name)
     with quiet():
-        config = load_config(name, source)
+        config = model_config(name, source)
         check_causal(name, config)
         tokenizer = load_tokenizer(name, source)
         model, report = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)

@@ -261,11 +261,11 @@ generated_tokens | int | tokens | response tokens sampled since the batch before
 prefill_tokens | int | tokens | prompt tokens computed, repeated prefill included
 decode_tokens | int | tokens | tokens decoded
 turns | float | turns | mean turns of a trained rollout
-queue_depth | int | groups | finished groups waiting when the batch was taken, the batch included
-backlog_change | int | groups | change of queue depth since the batch before
+queue_depth | float | groups | finished groups waiting, mean over the time since the batch before
+backlog_change | int | groups | finished groups waiting now, less those after the batch before
 live_groups | int | groups | training groups dispatched and without a fate
-running | float | sequences | sequences being decoded when the batch was taken
-kv_used | float | share | part of the KV budget in use then
+running | float | sequences | sequences being decoded, mean over the time since the batch before
+kv_used | float | share | part of the KV budget in use, mean over that time
 lag_in_flight | float | versions | mean over the batch: versions passed while a rollout was written
 lag_in_queue | float | versions | mean over the batch: versions passed while it waited
 lag_max | int | versions | largest staleness in the batch
@@ -311,7 +311,7 @@ publish_seconds | float | s | from finished batch to the generator's new weights
 def _actor_columns(actor: str) -> tuple[Column, ...]:
     return _columns(f"""
 {actor}_compute | float | s | {actor}: forward, backward, sampling, scoring itself
-{actor}_wait | float | s | {actor}: blocked on work, weights or a pause
+{actor}_wait | float | s | {actor}: blocked on work, weights or a pause; in a colocated run also the other's turn
 {actor}_publish | float | s | {actor}: moving weights
 {actor}_overhead | float | s | {actor}: the rest (packing, records, transport)
 """)
@@ -358,6 +358,7 @@ trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
 score_seconds | float | s | scoring time
+message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response
 answer | str | | right answer
@@ -380,6 +381,7 @@ command | str | | command id
 author | str | | who asked
 knob | str | | what was to change
 value | str | | to what, as JSON
+over | int | versions | versions a ramp takes, 0 for a jump
 status | str | | asked, applied or refused
 reason | str | | why it was refused
 apply | str | | apply point: now, dispatch or version

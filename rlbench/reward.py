@@ -131,8 +131,8 @@ def _finite(value) -> float | None:
 
 def checked_reward(value, function_name: str) -> Checked:
     "Turn what a reward function returned into a `Checked`: finite numbers and bools, alone or with named parts, are rewards."
-    named = value[1] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) else {}
-    total = value[0] if named or isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) else value
+    paired = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    total, named = value if paired else (value, {})
     if _finite(total) is None:
         return Checked(None, (), Outcome.INVALID_REWARD, f"reward {function_name}: returned {_show(total)}; {_remedy(total)}")
     for part, part_value in named.items():

@@ -26,7 +26,7 @@ from .records import Group, Rollout, TrainMetrics
 @dataclass(frozen=True)
 class TrainerConfig:
     "Settings of the optimizer and of the split. ValueError names a field out of range."
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

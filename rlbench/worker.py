@@ -9,6 +9,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Abor
            'EnvironmentReady', 'Scorer', 'build_mind', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
+import gc
 import time
 import warnings
 from collections import deque
@@ -191,6 +192,9 @@ def torch_mind(config: RunConfig, prompts: list[str], extra: dict | None = None)
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device), objective_of(config, extra), policy.pad_id)
+
+    gc.collect()
+    gc.freeze()
 
     def train(groups, version):
         result = trainer.train(groups, version)

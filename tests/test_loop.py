@@ -215,7 +215,7 @@ def test_refused_commands_have_their_reason_in_the_table(tmp_path):
     rows = read_table(folder, "commands").select("knob", "status", "reason", "author").rows()
     told = {(knob, status): reason for knob, status, reason, _ in rows}
     assert len(rows) == 6 and told["temperature", "applied"] == "" and all(reason for (_, status), reason in told.items() if status == "refused")
-    assert "did you mean 'temperature'" in told["temprature", "refused"] and "fork" in told["seed", "refused"] and "whole number of groups" in told["batch", "refused"]
+    assert "did you mean 'temperature'" in told["temprature", "refused"] and "fixed" in told["seed", "refused"] and "whole number of groups" in told["batch", "refused"]
 
 
 def test_a_worker_that_cannot_start(tmp_path):

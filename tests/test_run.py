@@ -209,6 +209,8 @@ def crashing_reward(r: rl.Rollout) -> float:
 def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_path, reward, words):
     run = ended(rl.run("tiny", runs=tmp_path, reward=reward, **{**SMALL, "score_retries": 0}), "failed")
     assert reward.__name__ in run.status.reason and words in run.status.reason
+    assert all(reward.__name__ in m for m in run.rollouts.filter(pl.col("fate") == "environment_error")["message"])
+    assert reward.__name__ in (run.folder / "run.log").read_text()
     assert run.rollouts["reward"].null_count() == len(run.rollouts) and "environment_error" in run.status.books
     assert_books(run)
 
