@@ -264,7 +264,7 @@ def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
         return emit({"runs": [{"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None} for r, s, e in found]})
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("run", "state", "version", "held-out", "tokens", "time"):
-        table.add_column(column, justify="left" if column in ("run", "state") else "right")
+        table.add_column(column, justify="left" if column in ("run", "state") else "right", overflow="fold")
     for r, s, e in found:
         rate = f"{e['avg'][0]:.2f} → {e['avg'][-1]:.2f}" if len(e) else "-"
         table.add_row(r.name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-")

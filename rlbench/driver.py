@@ -7,8 +7,8 @@ __all__ = ['HEARD', 'PARTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GRA
            'Memory', 'rollouts_of', 'heard_written', 'heard_scored', 'note_failure', 'heard_ready', 'heard_trained',
            'heard_loaded', 'heard_running', 'events_of', 'carry_generate', 'carry_train', 'carry_score',
            'carry_configure', 'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'run', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands',
-           'overdue', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process']
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck',
+           'commands', 'overdue', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -387,7 +387,7 @@ class Driver:
             self.disk_full(error)
 
 # %% ../nbs/55_driver.ipynb #driver-run
-def run(driver: Driver) -> LoopState:
+def drive(driver: Driver) -> LoopState:
     "The life of a run. Returns the final state; the books are on disk."
     try:
         for name in PARTS:

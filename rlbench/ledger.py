@@ -73,7 +73,7 @@ def read_json(path: str | Path):
 
 # %% ../nbs/03_ledger.ipynb #ledger-folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_FOLDERS = ("ledger", "commands", "commands/done", "functions", "checkpoints")
+_FOLDERS = ("ledger", "commands", "commands/done", "functions")
 
 
 def create_run_folder(root: str | Path, name: str) -> Path:

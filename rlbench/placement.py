@@ -13,7 +13,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -193,13 +194,12 @@ def _ending(exitcode: int | None) -> str:
     return f"killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit status {exitcode}"
 
 
-class _one_thread:
-    "Children inherit one OpenMP thread: two pools on two cores run many times slower than one."
-
-    def __enter__(self):
-        self.before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = self.before or "1"
-
-    def __exit__(self, *exception):
-        if self.before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    "Children inherit one OpenMP thread unless the user says otherwise: two pools on two cores run many times slower than one."
+    before = os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        yield
+    finally:
+        if before == "1":
+            os.environ.pop("OMP_NUM_THREADS")

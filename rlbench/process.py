@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from .config import read_config
-from .driver import Driver, make_pools, provenance, run
+from .driver import Driver, drive, make_pools, provenance
 from .ledger import Status, write_json, write_status
 from .report import write_report
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: setattr(driver, "asked_to_end", "SIGTERM"))
     try:
-        run(driver)
+        drive(driver)
     except Exception:
         traceback.print_exc()
     try:

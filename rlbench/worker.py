@@ -228,9 +228,9 @@ class Worker:
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
         self.started, self.trained = False, 0  # trained: version of the policy's weights
-        self.concurrency()
+        self.limit_concurrency()
 
-    def concurrency(self) -> None:
+    def limit_concurrency(self) -> None:
         "Set the generator's limit to what the configuration asks and the KV budget allows."
         self.mind.generator.concurrency = min(self.config.concurrency, self.mind.generator.stats().slots)
 
@@ -321,7 +321,7 @@ def _save(worker: Worker, job: SaveJob, said: list, spent: list) -> None:
 
 def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> None:
     worker.config = job.config
-    worker.concurrency()
+    worker.limit_concurrency()
     worker.mind.configure(job.config)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import polars as pl
 
 from rlbench.config import make_config, read_config, to_toml
-from rlbench.driver import CARRY, Driver, log, make_pools, run
+from rlbench.driver import CARRY, Driver, drive, log, make_pools
 from rlbench.ledger import create_run_folder, read_status, read_table
 from rlbench.loop import FINISHED, Commanded, step
 
@@ -36,7 +36,7 @@ def inline_run(root: Path, name: str, table: dict, told: list = ()) -> Told:
     config = read_config(folder)
     driver = Told(folder, config, make_pools(config))
     driver.told = sorted(told, key=lambda each: each[0])
-    run(driver)
+    drive(driver)
     return driver
 
 

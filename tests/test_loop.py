@@ -6,7 +6,7 @@ from inline import check_books, inline_run
 from world import World
 
 from rlbench.config import RunConfig, make_config, to_toml
-from rlbench.driver import Driver, make_pools, run
+from rlbench.driver import Driver, drive, make_pools
 from rlbench.ledger import create_run_folder, read_status, read_table, send_command
 from rlbench.loop import Commanded, Lost, Started, abandon, books_closed, start_state, step
 from rlbench.records import Fate
@@ -198,7 +198,7 @@ def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
     (folder / "config.toml").write_text(to_toml(config))
     driver = Forgetful(folder, config, make_pools(config))
     with pytest.raises(RuntimeError, match=r"stuck at version 0: phase running, .* training \[\d.*'generator', True, 0, 0"):
-        run(driver)
+        drive(driver)
     status = read_status(folder)
     assert status.state == "failed" and status.books_closed and "stuck" in status.reason and set(status.books) <= {"left_at_stop", "filtered"}
     check_books(driver)
@@ -211,7 +211,7 @@ def test_refused_commands_have_their_reason_in_the_table(tmp_path):
     for knob, value in (("temprature", 0.5), ("seed", 3), ("temperature", 99), ("batch", 18), ("temperature", 0.5)):
         send_command(folder, "somebody", knob, value)
     (folder / "commands/zzz.json").write_text("no json")
-    run(Driver(folder, small(), make_pools(small())))
+    drive(Driver(folder, small(), make_pools(small())))
     rows = read_table(folder, "commands").select("knob", "status", "reason", "author").rows()
     told = {(knob, status): reason for knob, status, reason, _ in rows}
     assert len(rows) == 6 and told["temperature", "applied"] == "" and all(reason for (_, status), reason in told.items() if status == "refused")
@@ -224,6 +224,6 @@ def test_a_worker_that_cannot_start(tmp_path):
     folder = create_run_folder(tmp_path, "a")
     (folder / "config.toml").write_text(to_toml(config))
     driver = Driver(folder, config, make_pools(config))
-    assert run(driver).phase == "failed"
+    assert drive(driver).phase == "failed"
     status = read_status(folder)
     assert status.state == "failed" and status.books_closed and "nowhere" in status.reason and not status.books
