@@ -33,7 +33,7 @@ test: .venv/.dev
 	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
 
 lab: .venv/.dev
-	@$(BIN)/jupyter lab --notebook-dir=nbs $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+	@$(BIN)/jupyter lab --notebook-dir=nbs --LabApp.default_url=/lab/tree/index.ipynb --LabApp.news_url= --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 readme: .venv/.dev
 	@$(BIN)/python tests/readme.py

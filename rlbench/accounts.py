@@ -33,10 +33,18 @@ def served_columns(groups: Sequence[Group]) -> dict:
     levels, rates = level_rates(rollouts)
     percentiles = {f"length_p{p}": float(np.percentile(lengths, p)) for p in (10, 25, 50, 75, 90)}
     return {
-        "solve_rate": float(np.mean([bool(r.correct) for r in rollouts])), "solve_levels": levels, "solve_rates": rates,
-        "all_pass": float(np.mean([all(v) for v in verdicts])), "all_fail": float(np.mean([not any(v) for v in verdicts])),
-        "reward_mean": float(rewards.mean()), "reward_std": float(rewards.std()), "reward_min": float(rewards.min()), "reward_max": float(rewards.max()),
-        "length_mean": float(lengths.mean()), **percentiles, "length_max": float(lengths.max()),
+        "solve_rate": float(np.mean([bool(r.correct) for r in rollouts])),
+        "solve_levels": levels,
+        "solve_rates": rates,
+        "all_pass": float(np.mean([all(v) for v in verdicts])),
+        "all_fail": float(np.mean([not any(v) for v in verdicts])),
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "length_mean": float(lengths.mean()),
+        **percentiles,
+        "length_max": float(lengths.max()),
         "truncated": float(np.mean([r.reason is StopReason.LENGTH for r in rollouts])),
     }
 
@@ -47,10 +55,13 @@ def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int])
     lags = [lag(r, version) for r in rollouts]
     behind = [updates[version] - updates[version - each.total] for each in lags]
     return {
-        "trained_rollouts": len(rollouts), "trained_tokens": int(sum(s.trained.sum() for r in rollouts for s in r.segments)),
+        "trained_rollouts": len(rollouts),
+        "trained_tokens": int(sum(s.trained.sum() for r in rollouts for s in r.segments)),
         "turns": float(np.mean([len(r.responses) for r in rollouts])),
-        "lag_in_flight": float(np.mean([each.in_flight for each in lags])), "lag_in_queue": float(np.mean([each.in_queue for each in lags])),
-        "lag_max": max(each.total for each in lags), "lag_updates": float(np.mean(behind)),
+        "lag_in_flight": float(np.mean([each.in_flight for each in lags])),
+        "lag_in_queue": float(np.mean([each.in_queue for each in lags])),
+        "lag_max": max(each.total for each in lags),
+        "lag_updates": float(np.mean(behind)),
     }
 
 # %% ../nbs/44_accounts.ipynb #accounts-intervals
@@ -67,7 +78,10 @@ def interval(shares: Sequence[float]) -> tuple[float, float, float]:
     n, mean = len(shares), float(np.mean(shares))
     error = float(np.std(shares, ddof=1)) / sqrt(n) if n > 1 else sqrt(mean * (1 - mean))
     effective = mean * (1 - mean) / error**2 if error > 0 else n
-    centre, half = (mean + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective), Z95 * sqrt(mean * (1 - mean) / effective + Z95**2 / (4 * effective**2)) / (1 + Z95**2 / effective)
+    centre, half = (
+        (mean + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective),
+        Z95 * sqrt(mean * (1 - mean) / effective + Z95**2 / (4 * effective**2)) / (1 + Z95**2 / effective),
+    )
     return error, max(0.0, centre - half), min(1.0, centre + half)
 
 

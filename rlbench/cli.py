@@ -140,7 +140,11 @@ def progress_block(rows: list[tuple[str, str]]) -> Table:
 # %% ../nbs/91_cli.ipynb #cli-follow
 def progress_line(rows: list[tuple[str, str]]) -> str:
     "The same on one line of a log."
-    return "  |  ".join(f"{label}: {text}" if i else f"{label} {text}" for i, (label, text) in enumerate(rows) if label in (rows[0][0], "held-out solve rate", "served solve rate", "tokens"))
+    return "  |  ".join(
+        f"{label}: {text}" if i else f"{label} {text}"
+        for i, (label, text) in enumerate(rows)
+        if label in (rows[0][0], "held-out solve rate", "served solve rate", "tokens")
+    )
 
 
 def follow(r: Run, console: Console, quiet: bool = False) -> str:
@@ -155,6 +159,7 @@ def follow(r: Run, console: Console, quiet: bool = False) -> str:
         if r.state not in (*ENDED, "dead"):
             r.stop(author="Ctrl-C")
         console.print("stopping: the batch in training is finished and the books are closed (Ctrl-C again leaves the run alone)")
+
     before = signal.signal(signal.SIGINT, interrupted)
     try:
         _show(r, console, quiet)
@@ -194,8 +199,15 @@ def outcome(r: Run, console: Console) -> None:
     s, status = summary(r.folder), r.status
     console.print()
     reason = status.reason.removeprefix(f"{r.state} ") if status else ""
-    console.print(Text(r.name, style="bold") + Text(f" {r.state}" + (f" ({reason})" if reason else ""), style="not bold"), highlight=False, soft_wrap=True)
-    console.print(f"held-out solve rate  {pm(s.solve_rate_start, s.solve_rate_start_se)}  ->  {pm(s.solve_rate_end, s.solve_rate_end_se)}", highlight=False)
+    console.print(
+        Text(r.name, style="bold") + Text(f" {r.state}" + (f" ({reason})" if reason else ""), style="not bold"),
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"held-out solve rate  {pm(s.solve_rate_start, s.solve_rate_start_se)}  ->  {pm(s.solve_rate_end, s.solve_rate_end_se)}",
+        highlight=False,
+    )
     growth = f"{s.length_growth:.2f} times" if s.length_growth else "-"
     console.print(f"response length      {growth} (last over first tenth of the steps)", highlight=False)
     console.print(f"wall time            {clock(s.wall_s)}", highlight=False)
@@ -205,9 +217,18 @@ def outcome(r: Run, console: Console) -> None:
             table.add_column(name, justify="left" if name == "fate" else "right")
         for fate, entry in sorted(status.books.items(), key=lambda kv: -kv[1]["count"]):
             table.add_row(fate, f"{entry['count']:,}", f"{entry['tokens']:,}", f"{entry['seconds']:.1f}")
-        table.add_row("sum", f"{sum(e['count'] for e in status.books.values()):,}", f"{sum(e['tokens'] for e in status.books.values()):,}", f"{sum(e['seconds'] for e in status.books.values()):.1f}", style="bold")
+        table.add_row(
+            "sum",
+            f"{sum(e['count'] for e in status.books.values()):,}",
+            f"{sum(e['tokens'] for e in status.books.values()):,}",
+            f"{sum(e['seconds'] for e in status.books.values()):.1f}",
+            style="bold",
+        )
         console.print(table)
-        console.print(f"books {'closed' if status.books_closed else 'NOT closed'}: {status.dispatched:,} dispatched, {status.tokens:,} tokens generated", highlight=False)
+        console.print(
+            f"books {'closed' if status.books_closed else 'NOT closed'}: {status.dispatched:,} dispatched, {status.tokens:,} tokens generated",
+            highlight=False,
+        )
     report = r.folder / "report.html"
     if report.exists():
         console.print(f"report               {report}", highlight=False, soft_wrap=True)
@@ -218,11 +239,14 @@ def outcome(r: Run, console: Console) -> None:
 @app.command("run")
 def run_command(
     source: Annotated[str, typer.Argument(help="a preset or a .toml file")] = "tiny",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables")
+    ] = None,
     name: Annotated[str, typer.Option(help="the run's name; without it the next free number")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    runs: RunsOption = "runs", as_json: JsonOption = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training and closes the books."
     console = Console(stderr=as_json)
@@ -252,8 +276,13 @@ def _numbered(source: str, overrides: dict, runs: str) -> Run:
 def facts(r: Run) -> dict:
     "What `show --json` prints."
     status = r.status
-    return {"run": r.name, "state": r.state, **plain(summary(r.folder)), **({"reason": status.reason, "books": status.books, "dispatched": status.dispatched, "digest": status.digest} if status else {}),
-            "report": r.folder / "report.html"}
+    return {
+        "run": r.name,
+        "state": r.state,
+        **plain(summary(r.folder)),
+        **({"reason": status.reason, "books": status.books, "dispatched": status.dispatched, "digest": status.digest} if status else {}),
+        "report": r.folder / "report.html",
+    }
 
 
 @app.command()
@@ -261,7 +290,14 @@ def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
     "List runs: state, version, held-out solve rate, tokens."
     found = [(r, r.status, held_out(r)) for r in list_runs(runs)]
     if as_json:
-        return emit({"runs": [{"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None} for r, s, e in found]})
+        return emit(
+            {
+                "runs": [
+                    {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None}
+                    for r, s, e in found
+                ]
+            }
+        )
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("run", "state", "version", "held-out", "tokens", "time"):
         table.add_column(column, justify="left" if column in ("run", "state") else "right", overflow="fold")
@@ -270,7 +306,7 @@ def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
         table.add_row(r.name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-")
     Console().print(table if found else f"no runs in {runs}/ yet; start one with: rlbench run tiny")
 
-
+# %% ../nbs/91_cli.ipynb #cli-show-verb
 @app.command()
 def show(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
     "How a run stands, or how it ended."
@@ -286,17 +322,29 @@ def show(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) 
 
 
 @app.command()
-def log(name: RunName, runs: RunsOption = "runs", lines: Annotated[int, typer.Option("--lines", "-n", help="last lines of each")] = 20, as_json: JsonOption = False) -> None:
+def log(
+    name: RunName,
+    runs: RunsOption = "runs",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="last lines of each")] = 20,
+    as_json: JsonOption = False,
+) -> None:
     "The journal of commands, and the last lines of the run's own output."
     with friendly():
         r = attach(name, runs=runs)
     commands = r.commands.tail(lines)
-    text = (r.folder / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if (r.folder / "run.log").exists() else []
+    text = (
+        (r.folder / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        if (r.folder / "run.log").exists()
+        else []
+    )
     if as_json:
         return emit({"commands": commands.to_dicts(), "log": text})
     for c in commands.iter_rows(named=True):
         what = (f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]) + (f" over {c['over']}" if c["over"] else "")
-        print(f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}" + (f": {c['reason']}" if c["reason"] else ""))
+        print(
+            f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}"
+            + (f": {c['reason']}" if c["reason"] else "")
+        )
     print("\n".join(text) or "(nothing else in run.log)")
 
 # %% ../nbs/91_cli.ipynb #cli-steer
@@ -325,25 +373,43 @@ def tell(name: str, runs: str, as_json: bool, ask: Callable[[Run], list[str]], s
     if any(row["status"] == "refused" for row in rows):
         raise typer.Exit(2)
 
-
+# %% ../nbs/91_cli.ipynb #cli-set
 WaitOption = Annotated[float, typer.Option("--wait", help="seconds to wait for the run's answer")]
 
 
 @app.command("set")
-def set_command(name: RunName, assignments: Annotated[list[str], typer.Argument(metavar="KNOB=VALUE...")], over: Annotated[int, typer.Option(help="ramp over this many versions")] = 0,
-                author: Annotated[str, typer.Option(help="who asks")] = "", runs: RunsOption = "runs", seconds: WaitOption = 5.0, as_json: JsonOption = False) -> None:
+def set_command(
+    name: RunName,
+    assignments: Annotated[list[str], typer.Argument(metavar="KNOB=VALUE...")],
+    over: Annotated[int, typer.Option(help="ramp over this many versions")] = 0,
+    author: Annotated[str, typer.Option(help="who asks")] = "",
+    runs: RunsOption = "runs",
+    seconds: WaitOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
     "Change knobs of a live run."
     tell(name, runs, as_json, lambda r: r.set(dict(map(parse_assignment, assignments)), over=over, author=author), seconds)
 
 
 def _verb(verb: str, help: str) -> None:
-    def command(name: RunName, author: Annotated[str, typer.Option(help="who asks")] = "", runs: RunsOption = "runs", seconds: WaitOption = 5.0, as_json: JsonOption = False) -> None:
+    def command(
+        name: RunName,
+        author: Annotated[str, typer.Option(help="who asks")] = "",
+        runs: RunsOption = "runs",
+        seconds: WaitOption = 5.0,
+        as_json: JsonOption = False,
+    ) -> None:
         tell(name, runs, as_json, lambda r: [getattr(r, verb)(author)], seconds)
+
     app.command(verb, help=help)(command)
 
 
-for _name, _help in (("pause", "Hold training and new rollouts."), ("go", "Release a paused run."), ("step", "One more version, then hold."),
-                     ("stop", "Finish the batch in training, save the policy, close the books.")):
+for _name, _help in (
+    ("pause", "Hold training and new rollouts."),
+    ("go", "Release a paused run."),
+    ("step", "One more version, then hold."),
+    ("stop", "Finish the batch in training, save the policy, close the books."),
+):
     _verb(_name, _help)
 
 # %% ../nbs/91_cli.ipynb #cli-policy
@@ -356,7 +422,12 @@ def _policy(r: Run):
 
 
 @app.command("eval")
-def eval_command(name: RunName, runs: RunsOption = "runs", seconds: Annotated[float, typer.Option("--wait", help="seconds to wait for a live run's evaluation")] = 120.0, as_json: JsonOption = False) -> None:
+def eval_command(
+    name: RunName,
+    runs: RunsOption = "runs",
+    seconds: Annotated[float, typer.Option("--wait", help="seconds to wait for a live run's evaluation")] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
     "Evaluate now: in a live run as a command, on an ended one with its trained policy."
     with friendly():
         r = attach(name, runs=runs)
@@ -373,13 +444,23 @@ def eval_command(name: RunName, runs: RunsOption = "runs", seconds: Annotated[fl
     if as_json:
         return emit({"evals": rows})
     for e in rows:
-        print(f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, pass@{e['k']} {e['pass_at_k']:.3f}, maj@{e['k']} {e['maj_at_k']:.3f}, mean length {e['length_mean']:.1f}")
+        print(
+            f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, pass@{e['k']} {e['pass_at_k']:.3f}, maj@{e['k']} {e['maj_at_k']:.3f}, mean length {e['length_mean']:.1f}"
+        )
     if not rows:
         print("no answer yet; rlbench show says when it is there")
 
-
+# %% ../nbs/91_cli.ipynb #cli-sample
 @app.command()
-def sample(name: RunName, prompt: str, n: Annotated[int, typer.Option("-n", help="responses")] = 4, temperature: float = 1.0, seed: int = 0, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+def sample(
+    name: RunName,
+    prompt: str,
+    n: Annotated[int, typer.Option("-n", help="responses")] = 4,
+    temperature: float = 1.0,
+    seed: int = 0,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
     "What the trained policy of a run writes."
     from rlbench.offline import sample as respond
 
@@ -414,7 +495,12 @@ def digest(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False
 
 
 @app.command()
-def rm(name: RunName, runs: RunsOption = "runs", yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False, as_json: JsonOption = False) -> None:
+def rm(
+    name: RunName,
+    runs: RunsOption = "runs",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    as_json: JsonOption = False,
+) -> None:
     "Remove a run's folder."
     with friendly():
         r = attach(name, runs=runs)
@@ -445,15 +531,18 @@ def checks() -> list[tuple[str, bool, str]]:
             return name, True, version(name)
         except PackageNotFoundError:
             return name, False, f"not installed; pip install {name}"
+
     import torch
 
     free = shutil.disk_usage(".").free / 1e9
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
-        ("python", sys.version_info >= (3, 11), platform.python_version()), ("cores", (os.cpu_count() or 1) >= 2, str(os.cpu_count())),
+        ("python", sys.version_info >= (3, 11), platform.python_version()),
+        ("cores", (os.cpu_count() or 1) >= 2, str(os.cpu_count())),
         *map(package, ("torch", "transformers", "accelerate", "polars", "plotly", "math-verify")),
         ("accelerator", True, torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none; runs on the CPU"),
-        ("disk", free > 1, f"{free:.0f} GB free here"), ("OMP_NUM_THREADS", True, f"{threads}; workers use one thread each unless it is set"),
+        ("disk", free > 1, f"{free:.0f} GB free here"),
+        ("OMP_NUM_THREADS", True, f"{threads}; workers use one thread each unless it is set"),
         ("presets", bool(presets()), ", ".join(presets())),
     ]
 
@@ -462,8 +551,13 @@ BENCHES = ("engine",)
 
 
 @app.command()
-def bench(what: Annotated[str, typer.Argument(help=", ".join(BENCHES))], run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "",
-          runs: RunsOption = "runs", folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes")] = "bench-engine", as_json: JsonOption = False) -> None:
+def bench(
+    what: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
+    run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "",
+    runs: RunsOption = "runs",
+    folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes")] = "bench-engine",
+    as_json: JsonOption = False,
+) -> None:
     "Measure: `engine` compares the torch generator with transformers.generate."
     from rlbench.bench import bench_engine
 

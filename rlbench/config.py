@@ -99,6 +99,7 @@ def _check_ranges(config: BaseModel, prefix: str = ""):
 # %% ../nbs/50_config.ipynb #config-run
 class _What(BaseModel):
     "What is trained on what, and for how long."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = ""
@@ -116,6 +117,7 @@ class _What(BaseModel):
 
 class _Generation(BaseModel):
     "How responses are written."
+
     temperature: Annotated[float, Knob(0.01, 4, help="sampling temperature", apply="dispatch")] = 1.0
     top_p: Annotated[float, Knob(0.01, 1, help="nucleus; 1 is off", apply="dispatch")] = 1.0
     top_k: Annotated[int, Knob(0, 1_000_000, unit="tokens", help="0 is off", apply="dispatch")] = 0
@@ -123,16 +125,24 @@ class _Generation(BaseModel):
     concurrency: Annotated[int, Knob(1, 100_000, unit="sequences", help="running at once, within the KV budget", apply="dispatch")] = 128
     kv_megabytes: Annotated[float, Knob(0.001, 1e7, unit="MB", help="budget for keys and values", live=False)] = 64.0
     decode_steps: Annotated[int, Knob(1, 10_000, unit="steps", help="decode steps per turn of a colocated worker", apply="now")] = 8
-    cache: Annotated[str, Knob(choices=("keep", "rebuild"), help="keys and values of running sequences when weights change", apply="now")] = "keep"
+    cache: Annotated[
+        str, Knob(choices=("keep", "rebuild"), help="keys and values of running sequences when weights change", apply="now")
+    ] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-run-two
 class _Data(BaseModel):
     "What is served, and what of it may be trained."
+
     group: Annotated[int, Knob(1, 4096, unit="rollouts", help="rollouts per task", apply="dispatch")] = 16
     batch: Annotated[int, Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch", apply="version")] = 256
     sampler: dict[str, Any] = Field(default="band", validate_default=True)
-    band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="target solve rate of the tasks served", apply="dispatch")] = (0.2, 0.8)
-    filter: Annotated[str, Knob(choices=FILTERS, help="groups whose rewards give no member an advantage", apply="version")] = "zero_advantage"
+    band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="target solve rate of the tasks served", apply="dispatch")] = (
+        0.2,
+        0.8,
+    )
+    filter: Annotated[str, Knob(choices=FILTERS, help="groups whose rewards give no member an advantage", apply="version")] = (
+        "zero_advantage"
+    )
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
     overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
     oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
@@ -142,6 +152,7 @@ class _Data(BaseModel):
 
 class _Training(BaseModel):
     "How a batch becomes an update."
+
     advantage: dict[str, Any] = Field(default="grpo", validate_default=True)
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
@@ -161,7 +172,9 @@ class _Training(BaseModel):
 class RunConfig(_What, _Generation, _Data, _Training):
     "Everything a run is told. Frozen; a live change makes a new one."
 
-    placement: Annotated[str, Knob(choices=("colocated", "inline"), live=False, help="one worker process, or all actors inline on the virtual clock")] = "colocated"
+    placement: Annotated[
+        str, Knob(choices=("colocated", "inline"), live=False, help="one worker process, or all actors inline on the virtual clock")
+    ] = "colocated"
     generator: Annotated[str, Knob(choices=("torch", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
     virtual: VirtualCosts = VirtualCosts()
     eval: tuple[EvalConfig, ...] = (EvalConfig(),)
@@ -194,9 +207,13 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError(f"band: ({low:g}, {high:g}) is not 0 <= low < high <= 1; give the lower solve rate first")
     needed = MIN_GROUP[c.advantage["name"]] if c.advantage["name"] in MIN_GROUP else 1
     if c.group < needed:
-        raise ValueError(f'group: {c.group} gives advantage "{c.advantage["name"]}" no baseline; use group >= {needed}, or advantage = "reinforce"')
+        raise ValueError(
+            f'group: {c.group} gives advantage "{c.advantage["name"]}" no baseline; use group >= {needed}, or advantage = "reinforce"'
+        )
     if c.batch % c.group:
-        raise ValueError(f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {c.batch // c.group * c.group or c.group} or {(c.batch // c.group + 1) * c.group}")
+        raise ValueError(
+            f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {c.batch // c.group * c.group or c.group} or {(c.batch // c.group + 1) * c.group}"
+        )
     if c.generator == "scripted" and c.placement != "inline":
         raise ValueError('generator: "scripted" runs on the virtual clock only; set placement = "inline"')
     names = [e.name for e in c.eval]

@@ -57,10 +57,15 @@ def provenance() -> dict:
             return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
             return ""
+
     packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
     return {
-        "commit": git("rev-parse", "HEAD") if (here / ".git").exists() else "", "diff": git("diff", "HEAD", "--stat") if (here / ".git").exists() else "",
-        "python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count(), "processor": _processor(),
+        "commit": git("rev-parse", "HEAD") if (here / ".git").exists() else "",
+        "diff": git("diff", "HEAD", "--stat") if (here / ".git").exists() else "",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "processor": _processor(),
         "packages": dict(sorted(packages.items())),
     }
 
@@ -187,7 +192,12 @@ def heard_running(driver: "Driver", r: Running) -> Iterable:
 
 
 HEARD = {
-    Written: heard_written, ScoreResult: heard_scored, Ready: heard_ready, BatchTrained: heard_trained, WeightsLoaded: heard_loaded, Running: heard_running,
+    Written: heard_written,
+    ScoreResult: heard_scored,
+    Ready: heard_ready,
+    BatchTrained: heard_trained,
+    WeightsLoaded: heard_loaded,
+    Running: heard_running,
     EnvironmentReady: lambda driver, said: [Started("environment", "environment")],
     PolicySaved: lambda driver, said: [Saved(said.version, said.folder)],
 }
@@ -216,7 +226,9 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
     jobs = []
     for item in action.items:
         task, key = driver.pools[item.pool][item.task], (item.rollout, item.attempt)
-        driver.memory.rollouts[key] = Rollout(item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature)
+        driver.memory.rollouts[key] = Rollout(
+            item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
+        )
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
         jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout)))
@@ -250,7 +262,11 @@ def carry_start(driver: "Driver", action: Start) -> None:
 
 
 CARRY = {
-    Generate: carry_generate, Train: carry_train, Score: carry_score, Configure: carry_configure, Start: carry_start,
+    Generate: carry_generate,
+    Train: carry_train,
+    Score: carry_score,
+    Configure: carry_configure,
+    Start: carry_start,
     Publish: lambda driver, a: driver.submit("worker", PublishJob(a.version)),
     Abort: lambda driver, a: driver.submit("worker", AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit("worker", SaveJob(a.version, str(driver.folder / "policy"))),
@@ -281,12 +297,23 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=first.tokens, tokens=response.tokens, logprobs=response.logprobs, versions=response.versions,
                       mask=response.trained.astype(int), advantage=m.advantages.pop(r.id, None))
 
-
+# %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
     "The group table's row."
     task = driver.pools[row.pool][row.task]
-    driver.append("groups", group=row.group, task=task.id, set=task.set, level=task.level, dispatched=row.dispatched, size=row.size, solved=row.solved, scored=row.scored,
-                  fate=row.fate.value, tokens=row.tokens)
+    driver.append(
+        "groups",
+        group=row.group,
+        task=task.id,
+        set=task.set,
+        level=task.level,
+        dispatched=row.dispatched,
+        size=row.size,
+        solved=row.solved,
+        scored=row.scored,
+        fate=row.fate.value,
+        tokens=row.tokens,
+    )
 
 # %% ../nbs/55_driver.ipynb #driver-write-step
 def write_step(driver: "Driver", row: StepRow) -> None:
@@ -341,7 +368,9 @@ class Driver:
 
     def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]]):
         self.folder, self.pools, self.inline = folder, pools, config.placement == "inline"
-        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}, captured_functions(folder))
+        self.state: LoopState = start_state(
+            config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}, captured_functions(folder)
+        )
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
@@ -457,7 +486,11 @@ def busy(driver: Driver) -> bool:
     if driver.inline:
         return any(handle.due is not None for handle in driver.handles.values())
     s = driver.state
-    return sum(a.up for a in s.actors.values()) < 3 or bool(s.training or s.saving or driver.scoring) or any(a.load or a.sent > a.version for a in s.actors.values())
+    return (
+        sum(a.up for a in s.actors.values()) < 3
+        or bool(s.training or s.saving or driver.scoring)
+        or any(a.load or a.sent > a.version for a in s.actors.values())
+    )
 
 
 class _Silent:
@@ -473,8 +506,10 @@ class _Silent:
 def stuck(state: LoopState) -> str:
     "What a loop that has nothing to wait for looks like."
     open_members = {m.id: m.status for m in list(state.members.values())[:8]}
-    return (f"phase {state.phase}, {len(state.groups)} groups alive, {len(state.queue)} queued, {len(state.to_send)} to send, training {state.training}, "
-            f"actors { {n: (a.kind, a.up, a.version, a.load) for n, a in state.actors.items()} }, members {open_members}")
+    return (
+        f"phase {state.phase}, {len(state.groups)} groups alive, {len(state.queue)} queued, {len(state.to_send)} to send, training {state.training}, "
+        f"actors { {n: (a.kind, a.up, a.version, a.load) for n, a in state.actors.items()} }, members {open_members}"
+    )
 
 # %% ../nbs/55_driver.ipynb #driver-commands
 def commands(driver: Driver) -> list:
@@ -483,8 +518,19 @@ def commands(driver: Driver) -> list:
     for command in read_commands(driver.folder):
         mark_done(driver.folder, command.id)
         if command.error:
-            driver.append("commands", command=command.id, author=command.author, knob=command.knob, value="null", over=0, status="refused", reason=command.error, apply="",
-                          version=driver.state.version, dispatched=driver.state.dispatched_groups)
+            driver.append(
+                "commands",
+                command=command.id,
+                author=command.author,
+                knob=command.knob,
+                value="null",
+                over=0,
+                status="refused",
+                reason=command.error,
+                apply="",
+                version=driver.state.version,
+                dispatched=driver.state.dispatched_groups,
+            )
         else:
             events.append(Commanded(command.id, command.author, command.knob, command.value, command.over))
     if driver.asked_to_end and driver.state.phase in ("running", "draining"):
@@ -517,14 +563,32 @@ def being_scored(driver: Driver) -> tuple[tuple[int, int], ...]:
 def status_of(driver: Driver) -> Status:
     "What `status.json` says."
     s = driver.state
-    word = {"running": "paused" if s.paused else "running", "draining": "running", "stopping": "running", "failing": "running",
-            "done": "stopped" if s.reason.startswith("stopped") else "finished", "failed": "failed"}[s.phase]
+    word = {
+        "running": "paused" if s.paused else "running",
+        "draining": "running",
+        "stopping": "running",
+        "failing": "running",
+        "done": "stopped" if s.reason.startswith("stopped") else "finished",
+        "failed": "failed",
+    }[s.phase]
     if not s.actors:
         word = "starting" if s.phase == "running" else word
     return Status(
-        state=word, version=s.version, attempt=0, pid=os.getpid(), host=platform.node(), started=driver.started, updated=time.time(), reason=driver.refused or s.reason,
-        seconds=driver.clock.now(), dispatched=s.dispatched, tokens=s.generated_tokens, digest=s.digest, books_closed=books_closed(s) and s.phase in FINISHED,
-        books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()})
+        state=word,
+        version=s.version,
+        attempt=0,
+        pid=os.getpid(),
+        host=platform.node(),
+        started=driver.started,
+        updated=time.time(),
+        reason=driver.refused or s.reason,
+        seconds=driver.clock.now(),
+        dispatched=s.dispatched,
+        tokens=s.generated_tokens,
+        digest=s.digest,
+        books_closed=books_closed(s) and s.phase in FINISHED,
+        books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
+    )
 
 
 def log(driver: Driver, action) -> None:

@@ -219,8 +219,9 @@ def _masks(f: Fused, at_R: torch.Tensor, cut: list[tuple[int, int, int]]) -> lis
     "Per span, [rows x K, 1, longest]: 0 up to a row's own position, minus infinity beyond."
     masks = []
     for start, stop, longest in cut:
-        hidden = torch.arange(longest, device=at_R.device) > at_R[start:stop, None]
-        mask = torch.zeros(hidden.shape, dtype=f.embed.dtype, device=at_R.device).masked_fill_(hidden, float("-inf"))
+        edge = f.embed.new_zeros(2 * longest)
+        edge[longest:] = -inf
+        mask = edge.unfold(0, longest, 1).index_select(0, longest - 1 - at_R[start:stop])
         masks.append(mask[:, None].expand(-1, f.shape.kv_heads, -1).reshape(-1, 1, longest))
     return masks
 
@@ -271,7 +272,7 @@ def draw(logits_RV: torch.Tensor, u_R: np.ndarray, temperature: np.ndarray, top_
         greedy = temperature <= 0
         temperature, top_k = np.where(greedy, 1.0, temperature), np.where(greedy, 1, top_k)
         z = z / torch.as_tensor(temperature, device=z.device)[:, None]
-    p = z.softmax(-1)
+    p = (z - z.amax(-1, keepdim=True)).exp_()
     if top_k.any() or top_p.min() < 1:
         p = _truncate(p, top_k, top_p)
     c = p.cumsum(-1)

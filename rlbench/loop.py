@@ -35,6 +35,7 @@ from .staleness import may_start, room
 @dataclass(frozen=True)
 class Started:
     "An actor is ready. `slots`: sequences a generator can hold; `version`: of its weights."
+
     actor: str
     kind: str
     slots: int = 0
@@ -45,6 +46,7 @@ class Started:
 @dataclass(frozen=True)
 class Generated:
     "A response is finished, or was aborted. `oldest` and `newest` are versions among its weighted tokens (-1: none), `hash` stands for its tokens."
+
     actor: str
     rollout: int
     attempt: int
@@ -60,6 +62,7 @@ class Generated:
 @dataclass(frozen=True)
 class Scored:
     "A scoring ended, with a reward or with the reason there is none."
+
     rollout: int
     attempt: int
     reward: float | None
@@ -73,6 +76,7 @@ class Scored:
 @dataclass(frozen=True)
 class Trained:
     "A batch is trained; `version` is the one it made."
+
     actor: str
     version: int
     optimizer_steps: int
@@ -82,6 +86,7 @@ class Trained:
 @dataclass(frozen=True)
 class Published:
     "A generator has confirmed new weights."
+
     actor: str
     version: int
     seconds: float
@@ -91,6 +96,7 @@ class Published:
 @dataclass(frozen=True)
 class Saved:
     "The trained policy of `version` is on disk."
+
     version: int
     path: str
     at: float = 0.0
@@ -99,6 +105,7 @@ class Saved:
 @dataclass(frozen=True)
 class Commanded:
     "Somebody asks for a change: a knob with its value, or a verb (pause, go, step, stop, eval)."
+
     id: str
     author: str
     knob: str
@@ -110,6 +117,7 @@ class Commanded:
 @dataclass(frozen=True)
 class Ticked:
     "Time passed."
+
     at: float = 0.0
 
 
@@ -117,6 +125,7 @@ class Ticked:
 class Lost:
     """An actor is gone. `tokens`: ((rollout, attempt), tokens) it had reported of unfinished responses. `at_work`: what it was doing when it
     was lost, so that others in its queue are not charged a try; empty if that is not known."""
+
     actor: str
     cause: str
     tokens: tuple[tuple[tuple[int, int], int], ...] = ()
@@ -384,7 +393,9 @@ class LoopState:
 PREFLIGHT = "preflight"
 
 
-def start_state(config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None) -> LoopState:
+def start_state(
+    config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None
+) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
     state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {})
     if not config.preflight:
@@ -405,7 +416,11 @@ def synchronous(state: LoopState) -> bool:
 
 def settled(state: LoopState) -> bool:
     "No rollout is to be sent, written or scored."
-    return not (state.to_send or state.written) and not any(a.load for a in state.actors.values()) and not any(g.status == "open" for g in state.groups.values())
+    return (
+        not (state.to_send or state.written)
+        and not any(a.load for a in state.actors.values())
+        and not any(g.status == "open" for g in state.groups.values())
+    )
 
 
 def wave_boundary(state: LoopState) -> bool:
@@ -456,7 +471,14 @@ def close_group(state: LoopState, group: GroupState, fate: Fate, actions: list, 
         give_fate(state, member, own or fate, actions, -1 if own else trained_at)
     solved, scored = sum(bool(m.correct) for m in members), sum(m.reward is not None for m in members)
     if not group.eval:
-        actions.append(Write("groups", GroupRow(group.id, group.pool, group.task, group.version, len(members), solved, scored, fate, sum(m.tokens for m in members))))
+        actions.append(
+            Write(
+                "groups",
+                GroupRow(
+                    group.id, group.pool, group.task, group.version, len(members), solved, scored, fate, sum(m.tokens for m in members)
+                ),
+            )
+        )
     del state.groups[group.id]
 
 
@@ -534,7 +556,9 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     if not state.training:
         return
     groups = [state.groups[i] for i in state.training]
-    lines = sorted((g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None)
+    lines = sorted(
+        (g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None
+    )
     chain(state, ["trained", e.version, lines])
     state.version = e.version
     state.optimizer_steps += e.optimizer_steps
@@ -647,7 +671,23 @@ def decide_command(state: LoopState, actions: list) -> None:
             chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
             apply, status, reason = "", "refused", str(error)
-        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups)))
+        actions.append(
+            Write(
+                "commands",
+                CommandRow(
+                    command.id,
+                    command.author,
+                    command.knob,
+                    command.value,
+                    command.over,
+                    status,
+                    reason,
+                    apply,
+                    state.version,
+                    state.dispatched_groups,
+                ),
+            )
+        )
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
         _follow_ramp(state, ramp, actions)
@@ -869,7 +909,12 @@ def decide_evaluate(state: LoopState, actions: list) -> None:
             _finish_evaluation(state, evaluation, actions) if state.phase in ("running", "draining") else None
             del state.evaluations[name]
     versions = {v for a in generators(state).values() for v in (a.version, a.sent)}
-    if state.phase not in ("running", "draining") or len(versions) != 1 or state.evaluations or (synchronous(state) and not wave_boundary(state)):
+    if (
+        state.phase not in ("running", "draining")
+        or len(versions) != 1
+        or state.evaluations
+        or (synchronous(state) and not wave_boundary(state))
+    ):
         return
     (version,) = versions
     if version != state.version and (state.phase == "draining" or version != state.published):
@@ -884,7 +929,11 @@ def _start_evaluation(state: LoopState, e: EvalConfig, version: int) -> None:
     pool = "train" if e.name == PREFLIGHT else e.name
     count = state.pools[pool]
     sampling = Sampling(e.temperature, 1.0, 0, state.config.max_tokens)
-    chosen = range(min(count, e.count)) if pool != "train" else [draw(state.curriculum, SAMPLERS["uniform"], state.config.seed, (0, 1), 0.0) for _ in range(e.count)]
+    chosen = (
+        range(min(count, e.count))
+        if pool != "train"
+        else [draw(state.curriculum, SAMPLERS["uniform"], state.config.seed, (0, 1), 0.0) for _ in range(e.count)]
+    )
     groups = [new_group(state, pool, task, e.name, e.k, sampling) for task in chosen]
     state.evaluations[e.name] = Evaluation(e.name, version, e.k, e.temperature, [g.id for g in groups], len(groups))
     new = sum(len(g.members) for g in groups)
@@ -897,7 +946,23 @@ def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
     if floor and e.scored and e.correct / e.scored < floor and state.phase == "running":
         state.paused, state.allow = True, state.version
         reason = f"{e.name}: solve rate {e.correct / e.scored:.3f} is below its floor {floor:g}"
-        actions.append(Write("commands", CommandRow(f"guardrail-{e.name}-{e.version}", "guardrail", "pause", None, 0, "applied", reason, "now", state.version, state.dispatched_groups)))
+        actions.append(
+            Write(
+                "commands",
+                CommandRow(
+                    f"guardrail-{e.name}-{e.version}",
+                    "guardrail",
+                    "pause",
+                    None,
+                    0,
+                    "applied",
+                    reason,
+                    "now",
+                    state.version,
+                    state.dispatched_groups,
+                ),
+            )
+        )
 
 
 def new_group(state: LoopState, pool: str, task: int, name: str, size: int, sampling: Sampling) -> GroupState:
@@ -992,7 +1057,23 @@ def decide_finish(state: LoopState, actions: list) -> None:
     if state.phase == "draining" and wanted(state, state.version):
         return
     for command in state.commands:
-        actions.append(Write("commands", CommandRow(command.id, command.author, command.knob, command.value, command.over, "refused", "the run ended before its apply point", "", state.version, state.dispatched_groups)))
+        actions.append(
+            Write(
+                "commands",
+                CommandRow(
+                    command.id,
+                    command.author,
+                    command.knob,
+                    command.value,
+                    command.over,
+                    "refused",
+                    "the run ended before its apply point",
+                    "",
+                    state.version,
+                    state.dispatched_groups,
+                ),
+            )
+        )
     state.commands = []
     if state.phase != "failing" and trainer(state) and state.saved < state.version and state.version > 0:
         if not state.saving:

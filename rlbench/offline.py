@@ -27,15 +27,29 @@ def respond(mind: Mind, tasks: Sequence[Task], k: int, sampling: Sampling, seed:
     results = {}
     while not mind.generator.idle:
         results.update((r.key[0], r) for r in mind.generator.step(8))
+
     def rollout(n: int, t: int, i: int) -> Rollout:
         r = results[n]
-        return Rollout(n, 0, t, i, tasks[t], (prompt_segment(prompts[t]), r.segment), mind.decode(r.segment.tokens), r.reason, seconds=r.seconds, temperature=sampling.temperature)
+        return Rollout(
+            n,
+            0,
+            t,
+            i,
+            tasks[t],
+            (prompt_segment(prompts[t]), r.segment),
+            mind.decode(r.segment.tokens),
+            r.reason,
+            seconds=r.seconds,
+            temperature=sampling.temperature,
+        )
+
     return [Group(t, tasks[t], tuple(rollout(*key) for key in keys[t * k : (t + 1) * k])) for t in range(len(tasks))]
 
 # %% ../nbs/56_offline.ipynb #offline-evaluate
 @dataclass(frozen=True)
 class Evaluated:
     "Figures of one evaluation set; names as in the evaluation table."
+
     eval: str
     tasks: int
     k: int
@@ -49,14 +63,19 @@ class Evaluated:
     length_mean: float
 
 
-def evaluate(config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None) -> list[Evaluated]:
+def evaluate(
+    config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None
+) -> list[Evaluated]:
     "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
     sets = config.eval if sets is None else sets
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count)[: e.count] for e in sets]
     mind = build_mind(config, [t.prompt for pool in pools for t in pool])
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
     verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)
-    return [_evaluated(e, respond(mind, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed), verifier, reward, config) for e, pool in zip(sets, pools)]
+    return [
+        _evaluated(e, respond(mind, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed), verifier, reward, config)
+        for e, pool in zip(sets, pools)
+    ]
 
 
 def _evaluated(e: EvalConfig, groups: list[Group], verifier, reward, config: RunConfig) -> Evaluated:
@@ -74,5 +93,7 @@ def _judged(rollout: Rollout, verifier, reward, deadline: float) -> Rollout:
 def sample(config: RunConfig, prompt: str, n: int = 4, temperature: float = 1.0, seed: int = 0) -> list[str]:
     "n responses to a prompt. Raises ValueError for a prompt that does not fit."
     mind = build_mind(config, [prompt])
-    (group,) = respond(mind, [Task(f"prompt/{prompt}", prompt, "")], n, Sampling(temperature, config.top_p, config.top_k, config.max_tokens), seed)
+    (group,) = respond(
+        mind, [Task(f"prompt/{prompt}", prompt, "")], n, Sampling(temperature, config.top_p, config.top_k, config.max_tokens), seed
+    )
     return [r.text for r in group.rollouts]

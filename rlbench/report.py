@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['GLANCE', 'DECIDE', 'STYLE', 'STYLE_MORE', 'RunData', 'read_run', 'RunSummary', 'summary', 'tenths', 'held_out',
            'summarize', 'missing', 'text', 'duration', 'cell', 'table', 'section', 'head', 'setting', 'glance',
-           'in_force', 'card', 'figures', 'books_table', 'command_table', 'eval_table', 'Shown', 'shown_rollouts',
-           'pairs', 'rollout_card', 'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
+           'in_force', 'card', 'figures', 'books_table', 'command_table', 'eval_table', 'Failures', 'failures',
+           'failure_note', 'Shown', 'shown_rollouts', 'pairs', 'rollout_card', 'rollout_section', 'flat', 'origin',
+           'to_html', 'write_report']
 
 # %% ../nbs/61_report.ipynb #report-imports
 import json
@@ -307,12 +308,14 @@ def books_table(status: Status | None) -> str:
 
 def command_table(commands, limit: int = 200) -> str:
     "The journal; the newest `limit` commands if there are more."
-    names = ("version", "at", "author", "knob", "value", "status", "apply", "reason")
-    rows = list(zip(*(items(commands, name) for name in names), strict=True))
+    names = ("version", "at", "author", "knob", "value", "over", "status", "apply", "reason")
+    commands = dict(zip(names, (items(commands, name) for name in names), strict=True))
+    commands["over"] = commands["over"] or [0] * len(commands["version"])
+    rows = list(zip(*commands.values(), strict=True))
     if not rows:
         return "<p class=note>Nobody changed anything while it ran.</p>"
-    cells = [(str(n), cell(v), duration(at), text(author or ""), text(knob or ""), text(value or ""), text(status or ""), text(reason or apply or ""))
-             for n, (v, at, author, knob, value, status, apply, reason) in enumerate(rows, 1)][-limit:]
+    cells = [(str(n), cell(v), duration(at), text(author or ""), text(knob or ""), text(f"{value or ''}{f' over {over} versions' if over else ''}"), text(status or ""), text(reason or apply or ""))
+             for n, (v, at, author, knob, value, over, status, apply, reason) in enumerate(rows, 1)][-limit:]
     return table(("no.", "version", "after", "author", "knob", "value", "outcome", "took effect at, or reason"), cells, words=(3, 4, 5, 6, 7))
 
 # %% ../nbs/61_report.ipynb #report-tables-two
@@ -328,6 +331,26 @@ def eval_table(evals, limit: int = 60) -> str:
              for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens in rows]
     head = ("set", "version", "tasks × k", "temp.", "solve rate ± s.e.", "95 % interval", "pass@k", "maj@k", "length", "tokens")
     return table(head, cells) + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "")
+
+# %% ../nbs/61_report.ipynb #report-failures
+@dataclass(frozen=True)
+class Failures:
+    "Rollouts whose scoring failed, and the first line of the first message."
+    count: int = 0
+    message: str = ""
+
+
+def failures(folder: str | Path) -> Failures:
+    "Count the rollouts that have no reward because scoring them failed."
+    frame = read_table(folder, "rollouts", columns=["reward", "message"])
+    told = [message for reward, message in zip(items(frame, "reward"), items(frame, "message"), strict=True) if reward is None and message]
+    return Failures(len(told), told[0].partition("\n")[0]) if told else Failures()
+
+
+def failure_note(failed: Failures) -> str:
+    "A line below the books; nothing if no scoring failed."
+    times = "once" if failed.count == 1 else f"{failed.count:,} times"
+    return f"<p class=note><b class=no>Scoring failed {times}:</b> {text(failed.message)}</p>" if failed.count else ""
 
 # %% ../nbs/61_report.ipynb #report-pairs
 @dataclass(frozen=True)
@@ -346,15 +369,18 @@ class Shown:
     newest: int | None
     trained_at: int | None
     fate: str
+    message: str = ""
 
 
 def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
-    "Judged training rollouts in the order they ended; thinned while reading if there are more than `at_most`."
-    names = ["rollout", "level", "prompt", "text", "answer", "correct", "reward", "length", "reason", "oldest", "newest", "trained_at", "fate"]
+    "Training rollouts that were judged, or whose judging failed, in the order they ended; thinned while reading if there are more than `at_most`."
+    names = ["rollout", "level", "prompt", "text", "answer", "correct", "reward", "length", "reason", "oldest", "newest", "trained_at", "fate", "message"]
     every = max(1, -(-count_rows(folder, "rollouts") // at_most))
-    frame = read_table(folder, "rollouts", columns=[*names, "group", "outcome"], every=every)
-    rows = zip(*(items(frame, name) for name in (*names, "group", "outcome")), strict=True)
-    return [Shown(*row[:-2]) for row in rows if (row[-2] or 0) >= 0 and row[-3] != "evaluated" and row[-1] == "ok" and row[3] is not None and row[8] != "aborted"]
+    frame = read_table(folder, "rollouts", columns=[*names, "group"], every=every)
+    rows = zip(*(items(frame, name) for name in (*names, "group")), strict=True)
+    found = [(Shown(*row[:-2], row[-2] or ""), row[-1] or 0) for row in rows]
+    ended = [r for r, group in found if group >= 0 and r.fate != "evaluated" and r.text is not None and r.reason != "aborted"]
+    return [r for r in ended if r.reward is not None or r.message]
 
 
 def pairs(rollouts: Sequence[Shown], count: int = 10) -> list[tuple[Shown | None, Shown | None]]:
@@ -386,8 +412,9 @@ def rollout_card(r: Shown, when: str) -> str:
     facts = " · ".join(part for part in (f"{r.length} tokens", cut, written, fate, f"#{r.rollout}") if part)
     reward = "no reward" if r.reward is None else f"reward {number(r.reward)}"
     said = text(r.text) if r.text else "<i>(nothing)</i>"
+    failed = f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
     return (f"<article><p class=verdict><b class={'yes' if r.correct else 'no'}>{'✓' if r.correct else '✗'} {verdict}</b><span>{text(reward)}</span><span class=when>{when}</span></p>"
-            f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre><p class=facts>answer {text(r.answer)} · {text(facts)}</p></article>")
+            f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}<p class=facts>answer {text(r.answer)} · {text(facts)}</p></article>")
 
 
 def rollout_section(rollouts: Sequence[Shown]) -> str:
@@ -492,12 +519,12 @@ table{font-size:9pt;white-space:normal}th,td{padding-right:8px}*{-webkit-print-c
 """
 
 # %% ../nbs/61_report.ipynb #report-write
-def to_html(data: RunData, rollouts: Sequence[Shown] = ()) -> str:
+def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Failures()) -> str:
     "The whole page."
     s = summarize(data)
     marks = command_marks(data.commands, numbered=True)
     body = (head(s, data) + section("Configuration", glance(data.config), "As it was at the start. Changes made while it ran are in the journal.")
-            + figures(data, marks) + section("Books", books_table(data.status)) + section("Commands", command_table(data.commands)) + section("Evaluations", eval_table(data.evals))
+            + figures(data, marks) + section("Books", books_table(data.status) + failure_note(failed)) + section("Commands", command_table(data.commands)) + section("Evaluations", eval_table(data.evals))
             + section("Rollouts, early and late", rollout_section(rollouts), "From the first and the last tenth of the training rollouts, at even distances, by difficulty level.")
             + section("Provenance", origin(data)))
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -509,6 +536,6 @@ def write_report(folder: str | Path) -> Path:
     "Write `report.html` into a run folder and return its path. Works for runs that are live, stopped, failed or empty."
     folder = Path(folder)
     path, aside = folder / "report.html", folder / ".report.html.tmp"
-    aside.write_text(to_html(read_run(folder), shown_rollouts(folder)), encoding="utf-8", errors="replace")
+    aside.write_text(to_html(read_run(folder), shown_rollouts(folder), failures(folder)), encoding="utf-8", errors="replace")
     aside.replace(path)
     return path

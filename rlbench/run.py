@@ -73,7 +73,14 @@ def start_process(folder: Path) -> int:
     "Start the run process in a session of its own; its output goes to run.log. Returns its process id."
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(folder / "run.log", "ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", "rlbench.process", str(folder)], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlbench.process", str(folder)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment,
+        )
     return process.pid
 
 # %% ../nbs/80_run.ipynb #run-attach

@@ -129,6 +129,7 @@ class Running:
 @dataclass
 class Mind:
     "A generator and what turns text to tokens and batches to weights."
+
     generator: object
     stop: tuple[int, ...]
     encode: Callable[[str], np.ndarray]
@@ -145,17 +146,25 @@ def scripted_mind(config: RunConfig) -> Mind:
     v = config.virtual
     generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=config.concurrency, context=1_000_000)
     return Mind(
-        generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32), decode=lambda tokens: " ".join(map(str, tokens)),
-        train=lambda groups, version: (TrainMetrics(), {}), publish=lambda version, cache: generator.load(version, None, cache),
-        save=lambda folder: None, configure=lambda config: None, name="scripted",
+        generator,
+        (0,),
+        encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        train=lambda groups, version: (TrainMetrics(), {}),
+        publish=lambda version, cache: generator.load(version, None, cache),
+        save=lambda folder: None,
+        configure=lambda config: None,
+        name="scripted",
     )
 
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, extra: dict | None = None) -> Objective:
     "The objective that a configuration names."
+
     def bound(field: str):
         functions = {**FUNCTIONS[field], **(extra or {}).get(field, {})}
         return bind(functions, resolve(field, functions, getattr(config, field)))
+
     return Objective(bound("advantage"), bound("loss"), bound("correction"), bound("aggregation"))
 
 
@@ -171,8 +180,15 @@ def device_of(config: RunConfig) -> str:
 
 
 def _settings(config: RunConfig) -> dict:
-    return dict(learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
-                max_grad_norm=config.max_grad_norm, optimizer_steps=config.optimizer_steps, micro_tokens=config.micro_tokens)
+    return dict(
+        learning_rate=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        optimizer_steps=config.optimizer_steps,
+        micro_tokens=config.micro_tokens,
+    )
 
 # %% ../nbs/54_worker.ipynb #worker-torch-mind
 def torch_mind(config: RunConfig, prompts: list[str], extra: dict | None = None) -> Mind:
@@ -374,21 +390,29 @@ def build_mind(config: RunConfig, prompts: list[str], folder: Path | None = None
     "The mind that a configuration asks for."
     from rlbench.config import captured_functions
 
-    return scripted_mind(config) if config.generator == "scripted" else torch_mind(config, prompts, captured_functions(folder) if folder else None)
+    return (
+        scripted_mind(config)
+        if config.generator == "scripted"
+        else torch_mind(config, prompts, captured_functions(folder) if folder else None)
+    )
 
 
 def worker_main(connection, folder: str, prompts: list[str]) -> None:
     "Process of a colocated worker."
+
     def build() -> Worker:
         config = read_config(Path(folder))
         return Worker(config, build_mind(config, prompts, Path(folder)))
+
     serve(connection, build)
 
 
 def environment_main(connection, folder: str) -> None:
     "Process of the environment."
+
     def build() -> Scorer:
         from rlbench.config import captured_functions
 
         return Scorer(read_config(Path(folder)), captured_functions(Path(folder)))
+
     serve(connection, build)
