@@ -445,8 +445,10 @@ def eval_command(
         return emit({"evals": rows})
     for e in rows:
         print(
-            f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, pass@{e['k']} {e['pass_at_k']:.3f}, maj@{e['k']} {e['maj_at_k']:.3f}, mean length {e['length_mean']:.1f}"
+            f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, mean length {e['length_mean']:.1f}"
         )
+        if e["k"] > 1:
+            print(f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})")
     if not rows:
         print("no answer yet; rlbench show says when it is there")
 

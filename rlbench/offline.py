@@ -7,7 +7,7 @@ __all__ = ['respond', 'Evaluated', 'evaluate', 'sample']
 
 # %% ../nbs/56_offline.ipynb #offline-imports
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from .accounts import eval_columns
 from .config import FUNCTIONS, EvalConfig, RunConfig
@@ -59,7 +59,11 @@ class Evaluated:
     avg_low: float
     avg_high: float
     pass_at_k: float
+    pass_low: float
+    pass_high: float
     maj_at_k: float
+    maj_low: float
+    maj_high: float
     length_mean: float
 
 
@@ -81,7 +85,7 @@ def evaluate(
 def _evaluated(e: EvalConfig, groups: list[Group], verifier, reward, config: RunConfig) -> Evaluated:
     scored = [Group(g.id, g.task, tuple(_judged(r, verifier, reward, config.score_deadline) for r in g.rollouts)) for g in groups]
     columns = eval_columns(scored, e.k, config.group)
-    names = ("tasks", "avg", "avg_se", "avg_low", "avg_high", "pass_at_k", "maj_at_k", "length_mean")
+    names = [f.name for f in fields(Evaluated) if f.name in columns]
     return Evaluated(eval=e.name, k=e.k, temperature=e.temperature, **{name: columns[name] for name in names})
 
 

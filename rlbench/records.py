@@ -401,7 +401,11 @@ avg_se | float | share | its standard error over tasks
 avg_low | float | share | lower end of its 95 % interval
 avg_high | float | share | upper end
 pass_at_k | float | share | unbiased pass@k
-maj_at_k | float | share | share of tasks whose most frequent answer is right
+pass_low | float | share | lower end of its 95 % interval
+pass_high | float | share | upper end
+maj_at_k | float | share | share of tasks whose most frequent answer is right (maj@k)
+maj_low | float | share | lower end of its 95 % interval
+maj_high | float | share | upper end
 length_mean | float | tokens | mean response length
 tokens | int | tokens | tokens it cost
 seconds | float | s | generation seconds it cost

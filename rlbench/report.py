@@ -309,9 +309,7 @@ def books_table(status: Status | None) -> str:
 def command_table(commands, limit: int = 200) -> str:
     "The journal; the newest `limit` commands if there are more."
     names = ("version", "at", "author", "knob", "value", "over", "status", "apply", "reason")
-    commands = dict(zip(names, (items(commands, name) for name in names), strict=True))
-    commands["over"] = commands["over"] or [0] * len(commands["version"])
-    rows = list(zip(*commands.values(), strict=True))
+    rows = list(zip(*(items(commands, name) for name in names), strict=True))
     if not rows:
         return "<p class=note>Nobody changed anything while it ran.</p>"
     cells = [(str(n), cell(v), duration(at), text(author or ""), text(knob or ""), text(f"{value or ''}{f' over {over} versions' if over else ''}"), text(status or ""), text(reason or apply or ""))

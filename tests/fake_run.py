@@ -37,6 +37,7 @@ temperature = 1.0
 every = 20
 """
 PACKAGES = {"rlbench": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "numpy": "2.4.1", "polars": "2.1.0", "math-verify": "0.9.0", **{f"package-{i}": f"{i}.0" for i in range(60)}}
+FAILED = "reward shaky: passed its deadline of 10 s; make it <faster>\nTraceback: line 3, in shaky"
 
 
 def written_out(a: int, b: int) -> str:
@@ -85,7 +86,7 @@ def rollout_row(number: int, v: int, learned: float, rng: np.random.Generator, s
     return {"at": seconds * v, "rollout": number, "try": 0, "group": number // 16, "k": number % 16, "task": f"arithmetic/{a}+{b}", "set": "arithmetic", "level": level, "fate": fate,
             "reason": "length" if len(text) >= 64 else "stop", "outcome": "ok" if ok else "timeout", "correct": bool(right) if ok else None, "reward": float(right) if ok else None,
             "part_names": [], "part_values": [], "length": len(text), "turns": 1, "dispatched": max(0, v - 2), "oldest": max(0, v - 2), "newest": max(0, v - 1 - number % 2),
-            "trained_at": v if fate == "trained" else -1, "temperature": 1.0, "seconds": 0.1, "score_seconds": 0.001, "prompt": f"{a}+{b}=", "text": text, "answer": str(a + b)}
+            "trained_at": v if fate == "trained" else -1, "temperature": 1.0, "seconds": 0.1, "score_seconds": 0.001, "message": "" if ok else FAILED, "prompt": f"{a}+{b}=", "text": text, "answer": str(a + b)}
 
 
 def eval_rows(batches: int, every: int, seconds: float) -> list[dict]:
@@ -99,7 +100,7 @@ def eval_rows(batches: int, every: int, seconds: float) -> list[dict]:
     return rows
 
 
-COMMANDS = ({"at": 18.0, "command": "c1", "author": "ada", "knob": "temperature", "value": "1.1", "status": "applied", "reason": "", "apply": "dispatch", "version": 12, "dispatched": 300},
+COMMANDS = ({"at": 18.0, "command": "c1", "author": "ada", "knob": "temperature", "value": "1.1", "over": 20, "status": "applied", "reason": "", "apply": "dispatch", "version": 12, "dispatched": 300},
             {"at": 20.0, "command": "c2", "author": "ada", "knob": "group", "value": "1", "status": "refused", "reason": 'group: 1 gives advantage "grpo" no baseline; use group >= 2', "version": 13},
             {"at": 46.0, "command": "c3", "author": "guardrail", "knob": "staleness", "value": "3", "status": "applied", "reason": "", "apply": "dispatch", "version": 30, "dispatched": 700})
 

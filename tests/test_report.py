@@ -12,7 +12,7 @@ import pytest
 from fake_run import fake_run
 
 from rlbench.ledger import create_run_folder
-from rlbench.report import read_run, shown_rollouts, summary, to_html, write_report
+from rlbench.report import failures, read_run, shown_rollouts, summary, to_html, write_report
 
 KINDS = {
     "finished": {},
@@ -78,6 +78,17 @@ def test_what_a_response_wrote_is_shown_and_never_run(tmp_path):
     assert "&lt;script&gt;alert" in page and "<script" not in page and "&amp;amp;" in page and "\u2400" in page and "\0" not in page
 
 
+def test_scoring_that_failed_is_told_with_its_first_message(tmp_path):
+    folder = fake_run(tmp_path)
+    failed, shown = failures(folder), [r for r in shown_rollouts(folder) if r.message]
+    assert failed.count == 33 == len(shown) and failed.message.endswith("make it <faster>") and all(r.reward is None for r in shown)
+    assert "Scoring failed 33 times:" in write_report(folder).read_text(encoding="utf-8")
+    page = to_html(read_run(folder), shown * 2)
+    assert page.count("make it &lt;faster&gt;</p>") == 20 and "line 3, in shaky" not in page and "no reward" in page and "Scoring failed" not in page
+    assert "1.1 over 20 versions" in page
+    assert failures(create_run_folder(tmp_path, "empty")).count == 0
+
+
 @pytest.mark.parametrize("kind, told", [
     ("failed", ("failed after 0 finished batches (trainer: out of memory)", "No batch was trained", "configuration names no evaluation set", "books are not closed: 0 of 37")),
     ("stopped", ("ended after 7 of 60 batches (stopped by ada)",)),
@@ -104,7 +115,7 @@ def test_folders_with_nothing_or_with_damage(tmp_path):
 def test_pairs_are_of_one_level_and_of_both_ends(tmp_path):
     folder = fake_run(tmp_path)
     rollouts = shown_rollouts(folder)
-    assert all(r.reward is not None and r.fate != "evaluated" for r in rollouts) and len(shown_rollouts(folder, at_most=100)) < 120
+    assert all((r.reward is not None or r.message) and r.fate != "evaluated" for r in rollouts) and len(shown_rollouts(folder, at_most=100)) < 120
     from rlbench.report import pairs
     found = pairs(rollouts)
     assert len(found) == 10 and all(a.level == b.level and a.rollout < 210 and b.rollout > 1790 for a, b in found) and found == pairs(rollouts)

@@ -142,6 +142,18 @@ def test_steering(tmp_path):
         run.set(temperature=1.0)
 
 
+def test_a_guardrail_pauses_the_run_and_says_why(tmp_path):
+    guard = [{"name": "guard", "count": 16, "every": 2, "floor": 0.99}]
+    run = rl.run({"generator": "scripted", "placement": "inline", "steps": 50, "group": 4, "batch": 32, "preflight": 0, "eval": guard}, runs=tmp_path)
+    until(lambda: run.state == "paused", 30)
+    row = until(lambda: run.commands.to_dicts())[-1]
+    assert (row["author"], row["knob"]) == ("guardrail", "pause") and "below its floor 0.99" in row["reason"]
+    assert run.status.version == 0
+    run.stop()
+    ended(run, "stopped", 30)
+    assert_books(run)
+
+
 def test_sigterm_ends_a_run_as_stop_does(tmp_path):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
