@@ -55,7 +55,9 @@ def max_concurrency(kv_bytes: float, per_token: int, resident: float) -> int:
     "Sequences of `resident` tokens that a cache of `kv_bytes` holds at `per_token` bytes. Raises ValueError if that is none."
     fits = int(kv_bytes // (per_token * resident))
     if fits < 1:
-        raise ValueError(f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {resident:,.0f} tokens; one needs {per_token * resident:,.0f} bytes. Raise kv_bytes or lower the longest response")
+        raise ValueError(
+            f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {resident:,.0f} tokens; one needs {per_token * resident:,.0f} bytes. Raise kv_bytes or lower the longest response"
+        )
     return fits
 
 
@@ -110,7 +112,9 @@ def activation_bytes(shape: ModelShape, tokens: float, dtype_bytes: int = 2, che
     return shape.layers * shape.width * tokens * dtype_bytes + inner if checkpointing else shape.layers * inner
 
 # %% ../nbs/04_capacity.ipynb #capacity-roofline
-def decode_seconds(shape: ModelShape, hardware: Hardware, sequences: int, resident: float, count: int = 1, dtype_bytes: int = 2, efficiency: float = 1.0) -> float:
+def decode_seconds(
+    shape: ModelShape, hardware: Hardware, sequences: int, resident: float, count: int = 1, dtype_bytes: int = 2, efficiency: float = 1.0
+) -> float:
     "Lower bound of one decode step; `efficiency` below 1 scales it to what a system reaches (0.3 to 0.7 is usual)."
     read = weight_bytes(shape, dtype_bytes) + sequences * resident * kv_bytes_per_token(shape, dtype_bytes)
     memory, compute = read / hardware.bandwidth, forward_flops(shape, sequences) / hardware.peak

@@ -31,7 +31,11 @@ class Curriculum:
         self.solved = self.solved or [0.0] * len(self.levels)
 
 # %% ../nbs/40_curriculum.ipynb #curriculum-observe
-TASK_MEMORY, LEVEL_MEMORY, PRIOR = 64.0, 512.0, 8.0  # rollouts remembered of a task and of a level; weight of the level in a task's estimate
+TASK_MEMORY, LEVEL_MEMORY, PRIOR = (
+    64.0,
+    512.0,
+    8.0,
+)  # rollouts remembered of a task and of a level; weight of the level in a task's estimate
 
 
 def observe(curriculum: Curriculum, index: int, scored: int, solved: int) -> None:

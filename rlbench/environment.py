@@ -109,6 +109,7 @@ def within(deadline: float, function: Callable, *args):
 @dataclass(frozen=True)
 class Judged:
     "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time."
+
     correct: bool | None = None
     reward: float | None = None
     parts: tuple[tuple[str, float], ...] = ()
@@ -126,7 +127,11 @@ def function_name(function: Callable) -> str:
 def _trace(error: BaseException) -> str:
     "The traceback below this module, newest call last."
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__ and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play"):
+    while (
+        tb is not None
+        and tb.tb_frame.f_globals.get("__name__") == __name__
+        and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play")
+    ):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb, limit=-20)).rstrip()
 
@@ -197,7 +202,9 @@ def score_one(request: ScoreRequest, verifier: Callable, reward: Callable, envir
 class EnvironmentActor:
     "Judges rollouts in the order they came, one per turn."
 
-    def __init__(self, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], environment: Callable[[], Episode] = SingleTurn):
+    def __init__(
+        self, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], environment: Callable[[], Episode] = SingleTurn
+    ):
         self.verifier, self.reward, self.environment = verifier, reward, environment
         self._queue: deque[ScoreRequest] = deque()
 

@@ -72,6 +72,7 @@ class Ribbons:
 @dataclass(frozen=True)
 class Span:
     "A shaded horizontal band, such as a target."
+
     lo: float
     hi: float
     label: str = ""
@@ -80,6 +81,7 @@ class Span:
 @dataclass(frozen=True)
 class Mark:
     "A vertical tick where a command took effect."
+
     x: float
     label: str = ""
 
@@ -87,6 +89,7 @@ class Mark:
 @dataclass(frozen=True)
 class Reference:
     "A horizontal line, such as a bound. It is drawn only where the y range reaches it, unless `include`."
+
     y: float
     label: str = ""
     include: bool = True
@@ -95,6 +98,7 @@ class Reference:
 @dataclass(frozen=True, eq=False, repr=False)
 class Chart:
     "What a figure shows. `empty` is written where there is nothing to draw; `aria` replaces the spoken summary made from the newest numbers."
+
     title: str
     series: tuple = ()
     subtitle: str = ""
@@ -116,15 +120,25 @@ class Chart:
         return f'<div style="max-width:640px">{to_svg(self, 640, 240)}</div>'
 
 # %% ../nbs/60_figures.ipynb #figures-colour
-COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "amber": "#E69F00", "sky": "#56B4E9", "purple": "#CC79A7", "grey": "#8C8C8C"}
+COLOURS = {
+    "blue": "#0072B2",
+    "vermilion": "#D55E00",
+    "green": "#009E73",
+    "amber": "#E69F00",
+    "sky": "#56B4E9",
+    "purple": "#CC79A7",
+    "grey": "#8C8C8C",
+}
 DASHES = ("", "6 3", "2 2.5", "8 3 2 3", "1 3", "10 4")
 INK = "var(--jp-ui-font-color1,var(--rl-fg,#222))"
 SOFT = "var(--jp-ui-font-color2,var(--rl-soft,#666))"
 GRID = "var(--jp-border-color2,var(--rl-grid,#e2e2e2))"
 GROUND = "var(--jp-layout-color1,var(--rl-bg,#fff))"
-STYLE = (f".rl-chart{{fill:{INK};display:block;font:11px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}.rl-chart .s{{fill:{SOFT}}}.rl-chart .g{{fill:{GROUND}}}"
-         f".rl-chart .h{{paint-order:stroke;stroke:{GROUND};stroke-width:3px;stroke-linejoin:round;font-size:10px}}.rl-chart .r{{stroke:{GRID}}}"
-         '[data-jp-theme-light="false"] .rl-chart{--rl-blue:#56B4E9;--rl-grey:#999}')
+STYLE = (
+    f".rl-chart{{fill:{INK};display:block;font:11px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}.rl-chart .s{{fill:{SOFT}}}.rl-chart .g{{fill:{GROUND}}}"
+    f".rl-chart .h{{paint-order:stroke;stroke:{GROUND};stroke-width:3px;stroke-linejoin:round;font-size:10px}}.rl-chart .r{{stroke:{GRID}}}"
+    '[data-jp-theme-light="false"] .rl-chart{--rl-blue:#56B4E9;--rl-grey:#999}'
+)
 
 
 def colour(role: str) -> str:
@@ -202,7 +216,10 @@ def _plain(value: float, digits: int) -> str:
 # %% ../nbs/60_figures.ipynb #figures-text
 def text_width(text: str, size: float = 11) -> float:
     "Estimated width in pixels of sans-serif text, rather too large than too small."
-    return size * sum(0.34 if c in "iljI.,:;'|! " else 0.43 if c in "rtf()[]-" else 0.98 if c in "mwMW@%—" else 0.73 if c.isupper() else 0.64 for c in text)
+    return size * sum(
+        0.34 if c in "iljI.,:;'|! " else 0.43 if c in "rtf()[]-" else 0.98 if c in "mwMW@%—" else 0.73 if c.isupper() else 0.64
+        for c in text
+    )
 
 
 def wrap(text: str, width: float, size: float = 11) -> list[str]:
@@ -254,6 +271,7 @@ def extent(chart: Chart) -> tuple[float, float, float, float] | None:
 @dataclass(frozen=True)
 class Label:
     "The name of a series, where it belongs (y in data units, NaN if nowhere), and how it is drawn there."
+
     text: str
     y: float
     role: str
@@ -274,7 +292,9 @@ def labels(chart: Chart) -> list[Label]:
             found.append(Label(s.name, (_floats(s.lo)[-1] + _floats(s.hi)[-1]) / 2, s.role, "", s.opacity, True))
         elif isinstance(s, Stack) and len(s.x):
             tops = np.cumsum([_floats(y)[-1] for y in s.ys])
-            found += [Label(n, top - _floats(y)[-1] / 2, r, "", 0.85, True) for n, r, top, y in zip(s.names, s.roles, tops, s.ys, strict=True)]
+            found += [
+                Label(n, top - _floats(y)[-1] / 2, r, "", 0.85, True) for n, r, top, y in zip(s.names, s.roles, tops, s.ys, strict=True)
+            ]
     return found
 
 
@@ -369,7 +389,9 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
         if not (math.isfinite(a) and math.isfinite(b)):
             before = None
             continue
-        parts.append(f"M{a / 10:g} {b / 10:g}" if before is None else f"l{(a - before[0]) / 10:g} {(b - before[1]) / 10:g}".replace(" -", "-"))
+        parts.append(
+            f"M{a / 10:g} {b / 10:g}" if before is None else f"l{(a - before[0]) / 10:g} {(b - before[1]) / 10:g}".replace(" -", "-")
+        )
         before = a, b
     return "".join(parts)
 
@@ -380,7 +402,9 @@ def _area(x: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> str:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], known.astype(int), [0]])))
     out = ""
     for a, b in edges.reshape(-1, 2):
-        right, top, bottom = (x[a:b], hi[a:b], lo[a:b]) if b - a > 1 else (x[a] + np.array([-3, 3]), hi[[a, a]], lo[[a, a]])  # one point: a strip
+        right, top, bottom = (
+            (x[a:b], hi[a:b], lo[a:b]) if b - a > 1 else (x[a] + np.array([-3, 3]), hi[[a, a]], lo[[a, a]])
+        )  # one point: a strip
         out += f"{_path(np.append(right, right[::-1]), np.append(top, bottom[::-1]))}Z"
     return out
 
@@ -442,7 +466,9 @@ def _vertical(f: Frame, s: Bars) -> str:
     half, base, out = 0.38 * float(f.x(1) - f.x(0)), float(f.y(max(0.0, f.range[2]))), ""
     for i, (label, value, role) in enumerate(zip(s.labels, s.values, s.roles, strict=True)):
         x, y = float(f.x(i)), float(_clip(f, f.y(value)))
-        out += f'<rect x="{x - half:.1f}" y="{min(y, base):.1f}" width="{2 * half:.1f}" height="{abs(base - y):.1f}" fill="{colour(role)}"/>'
+        out += (
+            f'<rect x="{x - half:.1f}" y="{min(y, base):.1f}" width="{2 * half:.1f}" height="{abs(base - y):.1f}" fill="{colour(role)}"/>'
+        )
         out += _text(x, f.bottom + LINE, label, "s", "middle")
     return out
 
@@ -463,19 +489,29 @@ def _draw_ribbons(f: Frame, s: Ribbons, bins: int) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", size: int = SIZE, extra: str = "") -> str:
-    "Text of a kind: \"\" ordinary, s soft, g in the ground's colour, h small with a halo."
-    where = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor != "start" else "") + (f' font-size="{size}"' if size != SIZE else "")
+    'Text of a kind: "" ordinary, s soft, g in the ground\'s colour, h small with a halo.'
+    where = (
+        (f' class="{kind}"' if kind else "")
+        + (f' text-anchor="{anchor}"' if anchor != "start" else "")
+        + (f' font-size="{size}"' if size != SIZE else "")
+    )
     return f'<text x="{x:.0f}" y="{y:.0f}"{where}{extra}>{escape(text)}</text>'
 
 # %% ../nbs/60_figures.ipynb #figures-furniture
 def _grid(f: Frame, chart: Chart) -> str:
-    out = "".join(f'<path d="M{f.left:.1f} {y:.1f}H{f.right:.1f}" class="r"/>' + _text(f.left - 6, y + 3.5, number(t), "s", "end")
-                  for t in f.y_ticks for y in [float(f.y(t))])
+    out = "".join(
+        f'<path d="M{f.left:.1f} {y:.1f}H{f.right:.1f}" class="r"/>' + _text(f.left - 6, y + 3.5, number(t), "s", "end")
+        for t in f.y_ticks
+        for y in [float(f.y(t))]
+    )
     if not any(isinstance(s, Bars) for s in chart.series):
         whole = chart.x_unit in ("versions", "tokens") or chart.x_label in ("version", "versions")
         base = f.bottom + LINE
-        out += "".join(_text(x, base, number(t, 4), "s", "middle" if x - f.left > 12 else "start" if f.left < 14 else "middle")
-                       for t in ticks(f.range[0], f.range[1], max(2, int((f.right - f.left) / 70)), whole) for x in [float(f.x(t))])
+        out += "".join(
+            _text(x, base, number(t, 4), "s", "middle" if x - f.left > 12 else "start" if f.left < 14 else "middle")
+            for t in ticks(f.range[0], f.range[1], max(2, int((f.right - f.left) / 70)), whole)
+            for x in [float(f.x(t))]
+        )
     axis = _axis(chart.x_label, chart.x_unit if chart.x_unit != f"{chart.x_label}s" else "")
     return out + (_text(f.right, f.bottom + 2 * LINE - 1, axis, "s", "end") if axis else "")
 
@@ -514,7 +550,9 @@ def _names(f: Frame) -> str:
     "Names at the lines' ends, or the legend."
     out = "".join(_swatch(x, y - 3.5, item) + _text(x + 20, y, item.text, "s") for x, y, item in f.legend)
     places = spread([float(_clip(f, f.y(item.y))) for item in f.direct], 13, f.top + 4, f.bottom)
-    return out + "".join(_swatch(f.right + 4, y, item) + _text(f.right + 23, y + 3.5, item.text) for y, item in zip(places, f.direct, strict=True))
+    return out + "".join(
+        _swatch(f.right + 4, y, item) + _text(f.right + 23, y + 3.5, item.text) for y, item in zip(places, f.direct, strict=True)
+    )
 
 
 def spoken(chart: Chart) -> str:
@@ -541,7 +579,7 @@ _DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bar
 
 def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
     "A chart as SVG text, drawn for `width` x `height` pixels. Stateless: the same chart gives the same text."
-    head = (f'<svg class="rl-chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" aria-label="{escape(spoken(chart))}"><style>{STYLE}</style>')
+    head = f'<svg class="rl-chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" aria-label="{escape(spoken(chart))}"><style>{STYLE}</style>'
     if extent(chart) is None:
         return head + _empty(chart, width, height) + "</svg>"
     f = frame(chart, width, height)
@@ -580,8 +618,15 @@ def to_plotly(chart: Chart):
     for m in chart.marks:
         figure.add_vline(x=m.x, line_dash="dot", line_color=COLOURS["grey"], annotation_text=m.label or None)
     caption = " · ".join(part for part in (chart.title, chart.subtitle) if part)
-    figure.update_layout(title=caption, template="plotly_white", hovermode="x unified", barmode="stack", showlegend=True,
-                         xaxis_title=_axis(chart.x_label, chart.x_unit), yaxis_title=_axis(chart.y_label, chart.y_unit))
+    figure.update_layout(
+        title=caption,
+        template="plotly_white",
+        hovermode="x unified",
+        barmode="stack",
+        showlegend=True,
+        xaxis_title=_axis(chart.x_label, chart.x_unit),
+        yaxis_title=_axis(chart.y_label, chart.y_unit),
+    )
     if None not in chart.y_range:
         figure.update_yaxes(range=list(chart.y_range))
     if extent(chart) is None:
@@ -592,10 +637,20 @@ def to_plotly(chart: Chart):
 def _between(x, lo, hi, role: str, name: str, opacity: float) -> list:
     import plotly.graph_objects as go
 
-    red, green, blue = (int(COLOURS[role][i:i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = (int(COLOURS[role][i : i + 2], 16) for i in (1, 3, 5))
     hidden = {"line_width": 0, "mode": "lines", "hoverinfo": "skip"}
-    return [go.Scatter(x=_floats(x), y=_floats(lo), showlegend=False, **hidden),
-            go.Scatter(x=_floats(x), y=_floats(hi), fill="tonexty", fillcolor=f"rgba({red},{green},{blue},{opacity:g})", name=name, showlegend=bool(name), **hidden)]
+    return [
+        go.Scatter(x=_floats(x), y=_floats(lo), showlegend=False, **hidden),
+        go.Scatter(
+            x=_floats(x),
+            y=_floats(hi),
+            fill="tonexty",
+            fillcolor=f"rgba({red},{green},{blue},{opacity:g})",
+            name=name,
+            showlegend=bool(name),
+            **hidden,
+        ),
+    ]
 
 # %% ../nbs/60_figures.ipynb #figures-plotly-two
 def _traces(s) -> list:
@@ -605,18 +660,34 @@ def _traces(s) -> list:
     if isinstance(s, Line):
         dash = {"": "solid", "2 2.5": "dot", "1 3": "dot", "8 3 2 3": "dashdot", "10 4": "longdash"}.get(s.dash, "dash")
         shade = _between(s.x, s.lo, s.hi, s.role, "", 0.16) if s.lo is not None and s.hi is not None else []
-        return [*shade, go.Scatter(x=_floats(s.x), y=_floats(s.y), name=s.name, opacity=s.opacity, mode="lines+markers" if s.dots else "lines",
-                                   line={"color": COLOURS[s.role], "dash": dash, "width": 2})]
+        return [
+            *shade,
+            go.Scatter(
+                x=_floats(s.x),
+                y=_floats(s.y),
+                name=s.name,
+                opacity=s.opacity,
+                mode="lines+markers" if s.dots else "lines",
+                line={"color": COLOURS[s.role], "dash": dash, "width": 2},
+            ),
+        ]
     if isinstance(s, Band):
         return _between(s.x, s.lo, s.hi, s.role, s.name, s.opacity)
     if isinstance(s, Stack):
-        return [go.Scatter(x=_floats(s.x), y=_floats(y), name=name, stackgroup="one", mode="lines", line={"width": 0.5, "color": COLOURS[role]})
-                for name, y, role in zip(s.names, s.ys, s.roles, strict=True)]
+        return [
+            go.Scatter(x=_floats(s.x), y=_floats(y), name=name, stackgroup="one", mode="lines", line={"width": 0.5, "color": COLOURS[role]})
+            for name, y, role in zip(s.names, s.ys, s.roles, strict=True)
+        ]
     if isinstance(s, Bars):
-        across = {"x": list(s.values), "y": list(s.labels), "orientation": "h"} if s.horizontal else {"x": list(s.labels), "y": list(s.values)}
+        across = (
+            {"x": list(s.values), "y": list(s.labels), "orientation": "h"} if s.horizontal else {"x": list(s.labels), "y": list(s.values)}
+        )
         return [go.Bar(**across, text=list(s.notes) or None, marker_color=[COLOURS[r] for r in s.roles], name="", showlegend=False)]
     pieces = [(label, length, n) for label, row in s.rows for length, n in row]
-    return [go.Bar(x=[length], y=[label], orientation="h", name=f"v{n}", text=f"v{n}", marker_color=COLOURS["blue"], showlegend=False) for label, length, n in pieces]
+    return [
+        go.Bar(x=[length], y=[label], orientation="h", name=f"v{n}", text=f"v{n}", marker_color=COLOURS["blue"], showlegend=False)
+        for label, length, n in pieces
+    ]
 
 # %% ../nbs/60_figures.ipynb #figures-columns
 def column(table, name: str) -> np.ndarray:
@@ -684,43 +755,94 @@ def served_by_level(steps, band: tuple[float, float] | None = None, marks: tuple
 # %% ../nbs/60_figures.ipynb #figures-groups
 def zero_signal(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Share of groups that all passed and that all failed."
-    series = (Line("all passed", axis(steps, x), column(steps, "all_pass"), "green"), Line("all failed", axis(steps, x), column(steps, "all_fail"), "vermilion", "6 3"))
-    return Chart("Groups without a signal", series, y_label="share of groups", y_range=(0, None), marks=marks, empty="no group scored yet", **_x_axis(x))
+    series = (
+        Line("all passed", axis(steps, x), column(steps, "all_pass"), "green"),
+        Line("all failed", axis(steps, x), column(steps, "all_fail"), "vermilion", "6 3"),
+    )
+    return Chart(
+        "Groups without a signal",
+        series,
+        y_label="share of groups",
+        y_range=(0, None),
+        marks=marks,
+        empty="no group scored yet",
+        **_x_axis(x),
+    )
 
 
 def lengths(steps, cap: float | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Response length: 10th to 90th and 25th to 75th percentile, median, and the limit."
     at = axis(steps, x)
-    series = (Band("p10–p90", at, column(steps, "length_p10"), column(steps, "length_p90"), "blue", 0.16),
-              Band("p25–p75", at, column(steps, "length_p25"), column(steps, "length_p75"), "blue", 0.3), Line("median", at, column(steps, "length_p50"), "blue"))
+    series = (
+        Band("p10–p90", at, column(steps, "length_p10"), column(steps, "length_p90"), "blue", 0.16),
+        Band("p25–p75", at, column(steps, "length_p25"), column(steps, "length_p75"), "blue", 0.3),
+        Line("median", at, column(steps, "length_p50"), "blue"),
+    )
     truncated = column(steps, "truncated")
     subtitle = f"{100 * truncated[-1]:.1f} % cut at the limit" if len(truncated) and math.isfinite(truncated[-1]) else ""
-    return Chart("Response length", series, subtitle, y_label="tokens", y_range=(0, None), marks=marks, empty="no response yet",
-                 references=(Reference(cap, f"limit {cap:g}"),) if cap else (), **_x_axis(x))
+    return Chart(
+        "Response length",
+        series,
+        subtitle,
+        y_label="tokens",
+        y_range=(0, None),
+        marks=marks,
+        empty="no response yet",
+        references=(Reference(cap, f"limit {cap:g}"),) if cap else (),
+        **_x_axis(x),
+    )
 
 
 def truncated_share(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Share of responses stopped by the length limit."
-    return Chart("Responses cut off", (Line("", axis(steps, x), column(steps, "truncated"), "vermilion"),), "stopped by the length limit", y_label="share", y_range=(0, None),
-                 marks=marks, empty="no response yet", **_x_axis(x))
+    return Chart(
+        "Responses cut off",
+        (Line("", axis(steps, x), column(steps, "truncated"), "vermilion"),),
+        "stopped by the length limit",
+        y_label="share",
+        y_range=(0, None),
+        marks=marks,
+        empty="no response yet",
+        **_x_axis(x),
+    )
 
 # %% ../nbs/60_figures.ipynb #figures-queue
 def queue_depth(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Finished groups waiting, mean over the time since the batch before."
     depth = column(steps, "queue_depth")
-    return Chart("Queue depth", (Band("", axis(steps, x), 0 * depth, depth, "blue", 0.35), Line("", axis(steps, x), depth, "blue")), "mean since the batch before", y_label="groups waiting", y_range=(0, None),
-                 marks=marks, empty="no batch taken yet", **_x_axis(x))
+    return Chart(
+        "Queue depth",
+        (Band("", axis(steps, x), 0 * depth, depth, "blue", 0.35), Line("", axis(steps, x), depth, "blue")),
+        "mean since the batch before",
+        y_label="groups waiting",
+        y_range=(0, None),
+        marks=marks,
+        empty="no batch taken yet",
+        **_x_axis(x),
+    )
 
 
 def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Mean lag in flight and in queue, stacked, the largest lag of each batch, and the bound: a number, or (x, bound) where it changed."
     at, flight, waited = axis(steps, x), column(steps, "lag_in_flight"), column(steps, "lag_in_queue")
-    series = [Stack(("in flight", "in queue"), at, (flight, waited), ("sky", "amber")), Line("largest", at, column(steps, "lag_max"), "grey", "2 2.5")]
+    series = [
+        Stack(("in flight", "in queue"), at, (flight, waited), ("sky", "amber")),
+        Line("largest", at, column(steps, "lag_max"), "grey", "2 2.5"),
+    ]
     changes = [(-math.inf, float(bound))] if isinstance(bound, (int, float)) else sorted(bound or ())
     if changes:
         held = [max((c for c in changes if c[0] <= here), default=changes[0])[1] for here in at]
         series.append(Line("bound", at, held, "vermilion", "6 3"))
-    return Chart("Staleness of batches", tuple(series) if len(at) else (), "mean, in two parts", y_label="versions", y_range=(0, None), marks=marks, empty="no batch trained yet", **_x_axis(x))
+    return Chart(
+        "Staleness of batches",
+        tuple(series) if len(at) else (),
+        "mean, in two parts",
+        y_label="versions",
+        y_range=(0, None),
+        marks=marks,
+        empty="no batch trained yet",
+        **_x_axis(x),
+    )
 
 # %% ../nbs/60_figures.ipynb #figures-time
 ACTORS = ("generator", "environment", "trainer")
@@ -741,24 +863,51 @@ def actor_time(steps, actor: str, marks: tuple[Mark, ...] = (), x: str = "versio
                  aria=f"Time of the {actor}, whole run: {said}" if said else "", **_x_axis(x))
 
 # %% ../nbs/60_figures.ipynb #figures-fates
-FATES = {"trained": "green", "evaluated": "purple", "filtered": "blue", "masked": "sky", "stale": "amber", "aborted": "amber", "surplus": "grey", "environment_error": "vermilion",
-         "lost_generator": "vermilion", "lost_environment": "vermilion", "lost_resume": "vermilion", "left_at_stop": "grey"}
+FATES = {
+    "trained": "green",
+    "evaluated": "purple",
+    "filtered": "blue",
+    "masked": "sky",
+    "stale": "amber",
+    "aborted": "amber",
+    "surplus": "grey",
+    "environment_error": "vermilion",
+    "lost_generator": "vermilion",
+    "lost_environment": "vermilion",
+    "lost_resume": "vermilion",
+    "left_at_stop": "grey",
+}
 
 
 def tokens_by_fate(books: Mapping[str, Mapping[str, float]]) -> Chart:
     "Response tokens by fate, from the books {fate: {count, tokens, seconds}}; fates that never happened are left out."
-    found = [(fate, books[fate]["tokens"]) for fate in (*FATES, *(f for f in books if f not in FATES)) if fate in books and books[fate]["count"]]
+    found = [
+        (fate, books[fate]["tokens"]) for fate in (*FATES, *(f for f in books if f not in FATES)) if fate in books and books[fate]["count"]
+    ]
     total = sum(tokens for _, tokens in found) or 1
-    bars = Bars(tuple(fate.replace("_", " ") for fate, _ in found), tuple(float(t) for _, t in found), tuple(FATES.get(fate, "grey") for fate, _ in found),
-                tuple(f"{100 * tokens / total:.1f} %" for _, tokens in found))
-    return Chart("Tokens by fate", (bars,) if found else (), f"{number(sum(t for _, t in found))} response tokens in all", empty="nothing booked yet")
+    bars = Bars(
+        tuple(fate.replace("_", " ") for fate, _ in found),
+        tuple(float(t) for _, t in found),
+        tuple(FATES.get(fate, "grey") for fate, _ in found),
+        tuple(f"{100 * tokens / total:.1f} %" for _, tokens in found),
+    )
+    return Chart(
+        "Tokens by fate", (bars,) if found else (), f"{number(sum(t for _, t in found))} response tokens in all", empty="nothing booked yet"
+    )
 
 # %% ../nbs/60_figures.ipynb #figures-health
 def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Mean reward served, with one standard deviation around it."
     mean, std = column(steps, "reward_mean"), column(steps, "reward_std")
-    return Chart("Reward", (Line("", axis(steps, x), mean, "blue", lo=mean - std, hi=mean + std),), "mean of the tasks served ± standard deviation", y_label="reward",
-                 marks=marks, empty="no reward yet", **_x_axis(x))
+    return Chart(
+        "Reward",
+        (Line("", axis(steps, x), mean, "blue", lo=mean - std, hi=mean + std),),
+        "mean of the tasks served ± standard deviation",
+        y_label="reward",
+        marks=marks,
+        empty="no reward yet",
+        **_x_axis(x),
+    )
 
 
 def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
@@ -766,12 +915,21 @@ def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Cha
     at = axis(steps, x)
     common = {"marks": marks, "empty": "no batch trained yet", **_x_axis(x)}
     line = lambda name, role="blue", dash="", label="": Line(label, at, column(steps, name), role, dash)
-    return (Chart("Entropy", (line("entropy"),), "of the policy", y_label="nats", **common),
-            Chart("Gradient norm", (line("grad_norm"),), "before clipping", y_range=(0, None), **common),
-            Chart("Clipped tokens", (line("clip_low", "amber", "6 3", "low"), line("clip_high", "vermilion", "", "high")), "0 with one step a batch", y_label="share", y_range=(0, None), **common),
-            Chart("KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common),
-            Chart("Effective sample size", (line("ess"),), "1 is on-policy", y_label="share", y_range=(0, 1.05), **common),
-            Chart("Loss", (line("loss"),), "not a measure of progress", **common))
+    return (
+        Chart("Entropy", (line("entropy"),), "of the policy", y_label="nats", **common),
+        Chart("Gradient norm", (line("grad_norm"),), "before clipping", y_range=(0, None), **common),
+        Chart(
+            "Clipped tokens",
+            (line("clip_low", "amber", "6 3", "low"), line("clip_high", "vermilion", "", "high")),
+            "0 with one step a batch",
+            y_label="share",
+            y_range=(0, None),
+            **common,
+        ),
+        Chart("KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common),
+        Chart("Effective sample size", (line("ess"),), "1 is on-policy", y_label="share", y_range=(0, 1.05), **common),
+        Chart("Loss", (line("loss"),), "not a measure of progress", **common),
+    )
 
 # %% ../nbs/60_figures.ipynb #figures-tokens
 def staleness_histogram(lags: Iterable[int], bound: int | None = None) -> Chart:
@@ -779,10 +937,23 @@ def staleness_histogram(lags: Iterable[int], bound: int | None = None) -> Chart:
     counts = np.bincount(np.asarray(list(lags), int)) if (lags := list(lags)) else np.zeros(0, int)
     counts = np.append(counts, np.zeros(max(0, (bound or 0) + 1 - len(counts)), int)) if len(counts) else counts
     late = [bound is not None and lag > bound for lag in range(len(counts))]
-    bars = Bars(tuple(map(str, range(len(counts)))), tuple(map(float, counts)), tuple("vermilion" if is_late else "blue" for is_late in late), horizontal=False)
+    bars = Bars(
+        tuple(map(str, range(len(counts)))),
+        tuple(map(float, counts)),
+        tuple("vermilion" if is_late else "blue" for is_late in late),
+        horizontal=False,
+    )
     over = sum(int(c) for c, is_late in zip(counts, late, strict=True) if is_late)
     note = f"bound {bound}, {over} tokens past it" if bound is not None else ""
-    return Chart("Staleness of the last batch", (bars,) if len(counts) else (), note, x_label="versions", y_label="tokens", y_range=(0, None), empty="no batch trained yet")
+    return Chart(
+        "Staleness of the last batch",
+        (bars,) if len(counts) else (),
+        note,
+        x_label="versions",
+        y_label="tokens",
+        y_range=(0, None),
+        empty="no batch trained yet",
+    )
 
 
 def version_ribbons(names: Sequence[str], versions: Sequence[Sequence[int]]) -> Chart:
@@ -792,4 +963,11 @@ def version_ribbons(names: Sequence[str], versions: Sequence[Sequence[int]]) -> 
         row = np.asarray(row, int)
         cuts = np.flatnonzero(np.diff(row)) + 1 if len(row) else []
         rows.append((name, tuple((float(len(piece)), int(piece[0])) for piece in np.split(row, cuts) if len(piece))))
-    return Chart("Who wrote the newest responses", (Ribbons(tuple(rows)),) if rows else (), "a piece per policy version", x_label="tokens", x_unit="tokens", empty="no response yet")
+    return Chart(
+        "Who wrote the newest responses",
+        (Ribbons(tuple(rows)),) if rows else (),
+        "a piece per policy version",
+        x_label="tokens",
+        x_unit="tokens",
+        empty="no response yet",
+    )

@@ -102,7 +102,9 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
     "A name or a table {name = ..., parameters} -> Named with every parameter checked and filled in."
     table = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
     if table is None or not isinstance(table.get("name"), str):
-        raise ValueError(f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = {next(iter(functions))!r}}}")
+        raise ValueError(
+            f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = {next(iter(functions))!r}}}"
+        )
     name, source = table.pop("name"), table.pop("source", "")
     if name not in functions:
         raise unknown(field, name, functions)
@@ -153,19 +155,22 @@ def _source(function: Callable) -> str:
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
-        raise ValueError(f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write it in a notebook cell or a file") from None
+        raise ValueError(
+            f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write it in a notebook cell or a file"
+        ) from None
     try:
         node = ast.parse(text).body[0]
     except SyntaxError:  # a lambda inside a longer expression
         node = None
     if not isinstance(node, ast.FunctionDef):
         raise ValueError(f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def")
-    return "\n".join(text.splitlines()[node.lineno - 1:])  # without decorators
+    return "\n".join(text.splitlines()[node.lineno - 1 :])  # without decorators
 
 # %% ../nbs/01_knobs.ipynb #knobs-capture
 @dataclass(frozen=True)
 class Captured:
     "A function as text: its name, the source of a module that defines it, and a hash of that source."
+
     name: str
     source: str
 
@@ -201,7 +206,9 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
         return ""
     if _plain(value):
         return f"{name} = {value!r}"
-    raise ValueError(f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports")
+    raise ValueError(
+        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports"
+    )
 
 # %% ../nbs/01_knobs.ipynb #knobs-save
 def save_function(captured: Captured, folder: Path) -> str:

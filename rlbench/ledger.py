@@ -92,7 +92,9 @@ def create_run_folder(root: str | Path, name: str) -> Path:
             raise FileExistsError(errno.EEXIST, "name: a run of this name exists; remove it or choose another name", str(folder)) from None
         raise NotADirectoryError(errno.ENOTDIR, "runs: not a folder; name another folder for runs", str(root)) from None
     except OSError as error:
-        raise OSError(error.errno, f"runs: cannot make a run folder here ({os.strerror(error.errno)}); name another folder for runs", str(root)) from error
+        raise OSError(
+            error.errno, f"runs: cannot make a run folder here ({os.strerror(error.errno)}); name another folder for runs", str(root)
+        ) from error
     return folder
 
 # %% ../nbs/03_ledger.ipynb #ledger-text
@@ -289,8 +291,15 @@ def polars_schema(table: str, columns: Sequence[str] | None = None) -> "dict[str
     "Column names and polars types of a table, or of some of its columns in the order asked for. Raises ValueError for a name that is not there."
     import polars as pl
 
-    kinds = {"int": pl.Int64(), "float": pl.Float64(), "bool": pl.Boolean(), "str": pl.String(),
-             "list[int]": pl.List(pl.Int64), "list[float]": pl.List(pl.Float64), "list[str]": pl.List(pl.String)}
+    kinds = {
+        "int": pl.Int64(),
+        "float": pl.Float64(),
+        "bool": pl.Boolean(),
+        "str": pl.String(),
+        "list[int]": pl.List(pl.Int64),
+        "list[float]": pl.List(pl.Float64),
+        "list[str]": pl.List(pl.String),
+    }
     types = {column.name: kinds[column.dtype] for column in _columns(table)}
     for name in columns or ():
         if name not in types:
@@ -336,7 +345,9 @@ def _check_schema(folder: Path, writing: bool = False) -> None:
     if schema > SCHEMA:
         raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench reads up to {SCHEMA}; install a newer rlbench")
     if writing and schema < SCHEMA:
-        raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench writes {SCHEMA}; write to it with the rlbench that began it, or begin another run")
+        raise ValueError(
+            f"{folder}: its ledger has schema {schema}, this rlbench writes {SCHEMA}; write to it with the rlbench that began it, or begin another run"
+        )
 
 # %% ../nbs/03_ledger.ipynb #ledger-writer
 class Ledger:
@@ -441,7 +452,9 @@ def _tail_lines(folder: Path, place: Place) -> tuple[int, int, int, list[bytes]]
     return first, start, offset, data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
 # %% ../nbs/03_ledger.ipynb #ledger-lines
-def _tail_rows(lines: list[bytes], start: int, since: int, every: int, table: str, columns: Sequence[str] | None) -> "tuple[pl.DataFrame, int, int]":
+def _tail_rows(
+    lines: list[bytes], start: int, since: int, every: int, table: str, columns: Sequence[str] | None
+) -> "tuple[pl.DataFrame, int, int]":
     "(rows newer than `since`, every n-th; lines read; bytes read). Lines that are not wanted are not parsed."
     wanted = [index for index in range(max(0, since + 1 - start), len(lines)) if (start + index) % every == 0]
     frame, rows = _frame([lines[index] for index in wanted], table, columns)
@@ -578,6 +591,7 @@ def read_status(folder: str | Path) -> Status | None:
 @dataclass(frozen=True)
 class Command:
     "One asked-for change. `value` is plain JSON data; `over` counts versions; `at` is the sender's clock (s since 1970). `error` says why a file was no command."
+
     id: str
     author: str = ""
     knob: str = ""

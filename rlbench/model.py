@@ -33,13 +33,16 @@ def locate(name: str) -> str:
             raise FileNotFoundError(f"model: the folder {name!r} has no config.json; give a folder that save_pretrained wrote")
         return str(path)
     if not name or path.exists() or name[0] in "./~" or name.count("/") > 1 or "\\" in name:
-        raise FileNotFoundError(f"model: {name!r} is no folder (looked from {str(Path.cwd())!r}); give a folder with config.json, a name on the Hub, or {TINY!r}")
+        raise FileNotFoundError(
+            f"model: {name!r} is no folder (looked from {str(Path.cwd())!r}); give a folder with config.json, a name on the Hub, or {TINY!r}"
+        )
     return name
 
 # %% ../nbs/10_model.ipynb #model-policy
 @dataclass(frozen=True, eq=False)
 class Policy:
     "A causal language model with its tokenizer. `stop_ids` end a response, `context` is the longest sequence in tokens."
+
     name: str
     model: torch.nn.Module
     tokenizer: object
@@ -55,7 +58,9 @@ def stop_tokens(model, tokenizer) -> tuple[int, ...]:
     for ids in (tokenizer.eos_token_id, getattr(text, "eos_token_id", None), getattr(model.generation_config, "eos_token_id", None)):
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     if not found:
-        raise ValueError("model: no stop token, so every response would run to the length limit; set eos_token in the tokenizer or eos_token_id in config.json")
+        raise ValueError(
+            "model: no stop token, so every response would run to the length limit; set eos_token in the tokenizer or eos_token_id in config.json"
+        )
     return tuple(sorted(found))
 
 
@@ -103,7 +108,10 @@ def check_causal(name: str, config) -> None:
     causal = [c.__name__ for c in (classes if isinstance(classes, (tuple, list)) else (classes,))]
     if not causal or saved and not set(saved) & set(causal):
         what = " or ".join(saved) or config.model_type
-        raise ValueError(f"model: {name!r} is a {what}, not a causal language model" + (f"; save it as {causal[0]}" if causal else "; take one that writes text from left to right"))
+        raise ValueError(
+            f"model: {name!r} is a {what}, not a causal language model"
+            + (f"; save it as {causal[0]}" if causal else "; take one that writes text from left to right")
+        )
 
 
 def model_config(name: str, source: str):
@@ -113,7 +121,9 @@ def model_config(name: str, source: str):
     try:
         return AutoConfig.from_pretrained(source)
     except OSError as error:
-        raise OSError(f"model: {name!r} is no folder here and could not be fetched from the Hub ({str(error).splitlines()[0]}); check the name, the network and the access rights, or use {TINY!r}") from error
+        raise OSError(
+            f"model: {name!r} is no folder here and could not be fetched from the Hub ({str(error).splitlines()[0]}); check the name, the network and the access rights, or use {TINY!r}"
+        ) from error
 
 # %% ../nbs/10_model.ipynb #model-load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,7 +147,9 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
         raise ValueError(f"model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ValueError(f"model: the tokenizer of {name!r} knows {len(tokenizer)} tokens, the model only {rows}; take the tokenizer the model was trained with")
+        raise ValueError(
+            f"model: the tokenizer of {name!r} knows {len(tokenizer)} tokens, the model only {rows}; take the tokenizer the model was trained with"
+        )
     check_head(name, model)
     stop = stop_tokens(model, tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -161,8 +173,12 @@ def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
     if not ids:
         raise ValueError(f"tasks: the prompt {prompt!r} has no tokens; give it at least one character")
     if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
-        strange = dict.fromkeys(c for c in prompt if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
-        raise ValueError(f"tasks: the model {policy.name!r} has no tokens for {' '.join(map(repr, list(strange)[:8]))} in the prompt {prompt[:60]!r}; take another model or other tasks")
+        strange = dict.fromkeys(
+            c for c in prompt if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids
+        )
+        raise ValueError(
+            f"tasks: the model {policy.name!r} has no tokens for {' '.join(map(repr, list(strange)[:8]))} in the prompt {prompt[:60]!r}; take another model or other tasks"
+        )
     return np.asarray(ids, np.int32)
 
 
@@ -188,7 +204,9 @@ def check_head(name: str, model) -> None:
         ours = head_logits(model, model.base_model(input_ids=tokens_RT, use_cache=False).last_hidden_state)
         theirs = model(input_ids=tokens_RT, use_cache=False).logits.float()
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        raise ValueError(f"model: {name!r} ({type(model).__name__}) changes its logits after the output layer in a way rlbench does not know; take another family")
+        raise ValueError(
+            f"model: {name!r} ({type(model).__name__}) changes its logits after the output layer in a way rlbench does not know; take another family"
+        )
 
 # %% ../nbs/10_model.ipynb #model-chunk
 def _chunk(model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +224,12 @@ def _chunks(model, hidden_NH, tokens_N, temperature_N, size: int) -> tuple[torch
 
 # %% ../nbs/10_model.ipynb #model-logprobs
 def token_logprobs(
-    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature: float | torch.Tensor = 1.0, mask_RT: torch.Tensor | None = None, elements: int = 2**24,
+    model,
+    tokens_RT: torch.Tensor,
+    lengths_R: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    mask_RT: torch.Tensor | None = None,
+    elements: int = 2**24,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it was drawn from; both float32 [R, T], in nats.
 
@@ -224,7 +247,9 @@ def token_logprobs(
     if len(rows_N) == 0:
         return zeros_RT, zeros_RT.clone()
     size = max(1, elements // model.get_output_embeddings().weight.shape[0])
-    logprobs_N, entropy_N = _chunks(model, hidden_RTH[rows_N, columns_N - 1], tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size)
+    logprobs_N, entropy_N = _chunks(
+        model, hidden_RTH[rows_N, columns_N - 1], tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size
+    )
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../nbs/10_model.ipynb #model-save

@@ -35,7 +35,7 @@ class Fate(StrEnum):
     "What became of a dispatched (rollout, attempt). Every one ends in exactly one of these."
     TRAINED = "trained"
     EVALUATED = "evaluated"
-    FILTERED = "filtered"  # the whole group passed or the whole group failed: no advantage
+    FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
     MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
     STALE = "stale"  # older than the bound when its batch was to be trained
     ABORTED = "aborted"  # stopped before it was finished
@@ -69,6 +69,7 @@ class Sampling:
 @dataclass(frozen=True, eq=False)
 class Segment:
     "A run of tokens of one kind; arrays of one length T. `logprobs` are natural logs under the distribution sampled from."
+
     kind: str  # "prompt", "response" or "observation"
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray | None = None  # float32 [T], responses only
@@ -93,7 +94,9 @@ def prompt_segment(tokens) -> Segment:
 
 def response_segment(tokens, logprobs, versions, turn: int = 0, cache: str = "keep") -> Segment:
     "A response's tokens with the log-probability and the policy version of each."
-    return Segment("response", np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), np.asarray(versions, np.int32), None, turn, cache)
+    return Segment(
+        "response", np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), np.asarray(versions, np.int32), None, turn, cache
+    )
 
 # %% ../nbs/00_records.ipynb #records-rollout
 @dataclass(frozen=True, eq=False)

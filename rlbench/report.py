@@ -22,8 +22,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .figures import (ACTORS, Chart, Mark, actor_time, column, command_marks, extent, health, items, lengths, number, queue_depth, reward, served_by_level,
-                             solve_rate, staleness, to_svg, tokens_by_fate, truncated_share, zero_signal)
+from rlbench.figures import (
+    ACTORS,
+    Chart,
+    Mark,
+    actor_time,
+    column,
+    command_marks,
+    extent,
+    health,
+    items,
+    lengths,
+    number,
+    queue_depth,
+    reward,
+    served_by_level,
+    solve_rate,
+    staleness,
+    to_svg,
+    tokens_by_fate,
+    truncated_share,
+    zero_signal,
+)
 from .ledger import Status, count_rows, read_json, read_status, read_table
 
 if TYPE_CHECKING:
@@ -76,6 +96,7 @@ def _json(path: Path) -> dict:
 @dataclass(frozen=True)
 class RunSummary:
     "What a run came to. None where there is nothing to tell; `missing` says why. Solve rates are shares with standard errors, times seconds, lengths tokens."
+
     name: str
     state: str
     reason: str
@@ -117,7 +138,11 @@ def tenths(values: np.ndarray) -> tuple[float | None, float | None]:
 def held_out(data: RunData) -> list[tuple[int, float, float]]:
     "(version, solve rate, standard error) of the held-out evaluations in order; of a version evaluated twice the last."
     rows = zip(items(data.evals, "eval"), items(data.evals, "version"), items(data.evals, "avg"), items(data.evals, "avg_se"), strict=True)
-    found = {version: (version, avg, 0.0 if se is None or not math.isfinite(se) else se) for name, version, avg, se in rows if name == data.eval_name and avg is not None}
+    found = {
+        version: (version, avg, 0.0 if se is None or not math.isfinite(se) else se)
+        for name, version, avg, se in rows
+        if name == data.eval_name and avg is not None
+    }
     return [found[version] for version in sorted(found)]
 
 
@@ -131,12 +156,28 @@ def summarize(data: RunData) -> RunSummary:
     tokens = s.tokens if s and s.tokens else int(np.nansum(column(data.steps, "generated_tokens")))
     trained = (s.books.get("trained") or {}).get("tokens", 0) if s else 0
     done = RunSummary(
-        name=data.name, state=s.state if s else "unknown", reason=s.reason if s else "", versions=versions, eval=data.eval_name, evaluations=len(evals),
-        solve_rate_start=first and first[1], solve_rate_start_se=first and first[2], solve_rate_end=last and last[1], solve_rate_end_se=last and last[2],
-        served_start=served[0], served_end=served[1], length_start=grown[0], length_end=grown[1],
+        name=data.name,
+        state=s.state if s else "unknown",
+        reason=s.reason if s else "",
+        versions=versions,
+        eval=data.eval_name,
+        evaluations=len(evals),
+        solve_rate_start=first and first[1],
+        solve_rate_start_se=first and first[2],
+        solve_rate_end=last and last[1],
+        solve_rate_end_se=last and last[2],
+        served_start=served[0],
+        served_end=served[1],
+        length_start=grown[0],
+        length_end=grown[1],
         length_growth=grown[1] / grown[0] if grown[0] and grown[1] is not None else None,
-        wall_s=s.seconds if s and s.seconds else float(at.max()) if len(at) else None, tokens=tokens, trained_share=trained / tokens if tokens else None,
-        dispatched=s.dispatched if s else 0, books_closed=bool(s and s.books_closed), commands=sum(x == "applied" for x in items(data.commands, "status")))
+        wall_s=s.seconds if s and s.seconds else float(at.max()) if len(at) else None,
+        tokens=tokens,
+        trained_share=trained / tokens if tokens else None,
+        dispatched=s.dispatched if s else 0,
+        books_closed=bool(s and s.books_closed),
+        commands=sum(x == "applied" for x in items(data.commands, "status")),
+    )
     return replace(done, missing=tuple(missing(data, done)))
 
 # %% ../nbs/61_report.ipynb #report-missing
@@ -156,7 +197,10 @@ def missing(data: RunData, s: RunSummary) -> list[str]:
         said.append("No batch was trained, so there are no figures over versions.")
     if not s.evaluations:
         asked = bool(data.config.get("eval"))
-        said.append("No evaluation was finished, so there is no held-out solve rate" + ("." if asked else ": the configuration names no evaluation set."))
+        said.append(
+            "No evaluation was finished, so there is no held-out solve rate"
+            + ("." if asked else ": the configuration names no evaluation set.")
+        )
     elif s.evaluations == 1:
         said.append("Only one evaluation was finished, so no change can be told.")
     if data.status is not None and not s.books_closed:
@@ -192,8 +236,10 @@ def cell(value, places: int | None = None) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,), foot: Sequence[str] = ()) -> str:
     "An HTML table of ready cells; columns in `words` are left-aligned, the others are numbers."
+
     def line(cells: Sequence[str], kind: str) -> str:
         return "<tr>" + "".join(f"<{kind}{'' if i in words else ' class=n'}>{c}</{kind}>" for i, c in enumerate(cells)) + "</tr>"
+
     last = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
     return f"<div class=scroll><table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(r, 'td') for r in rows)}</tbody>{last}</table></div>"
 
@@ -209,26 +255,60 @@ def _rate(value: float | None, error: float | None) -> str:
 
 def head(s: RunSummary, data: RunData) -> str:
     "Name, state, the result, and the figures beside it."
-    started = datetime.fromtimestamp(data.status.started, timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if data.status and data.status.started else ""
+    started = (
+        datetime.fromtimestamp(data.status.started, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        if data.status and data.status.started
+        else ""
+    )
     where = " · ".join(text(part) for part in (s.state, started, s.reason) if part)
-    result = "" if s.solve_rate_start is None else f"<p class=result><span>{_rate(s.solve_rate_start, s.solve_rate_start_se)}</span><span><i>to</i>{_rate(s.solve_rate_end, s.solve_rate_end_se)}</span></p>"
-    label = f"Held-out solve rate of “{text(s.eval)}”, first to last evaluation, ± standard error over tasks" if s.evaluations else "No held-out solve rate"
+    result = (
+        ""
+        if s.solve_rate_start is None
+        else f"<p class=result><span>{_rate(s.solve_rate_start, s.solve_rate_start_se)}</span><span><i>to</i>{_rate(s.solve_rate_end, s.solve_rate_end_se)}</span></p>"
+    )
+    label = (
+        f"Held-out solve rate of “{text(s.eval)}”, first to last evaluation, ± standard error over tasks"
+        if s.evaluations
+        else "No held-out solve rate"
+    )
     change = f"{number(s.length_start)} to {number(s.length_end)} tokens" if s.length_growth else "needs two batches"
     booked = sum(int(e.get("count", 0)) for e in data.status.books.values()) if data.status else 0
-    facts = (("Response length", f"× {s.length_growth:.2f}" if s.length_growth else "–", change),
-             ("Wall time", duration(s.wall_s), f"{duration(s.wall_s / s.versions)} a batch" if s.wall_s and s.versions else ""),
-             ("Versions", f"{s.versions:,}", f"of {data.config['steps']:,} planned" if "steps" in data.config else "finished batches"),
-             ("Response tokens", number(float(s.tokens)), f"{100 * s.trained_share:.0f} % of them trained" if s.trained_share is not None else ""),
-             ("Books", "closed" if s.books_closed else "not closed", f"{booked:,} of {s.dispatched:,} rollouts"))
+    facts = (
+        ("Response length", f"× {s.length_growth:.2f}" if s.length_growth else "–", change),
+        ("Wall time", duration(s.wall_s), f"{duration(s.wall_s / s.versions)} a batch" if s.wall_s and s.versions else ""),
+        ("Versions", f"{s.versions:,}", f"of {data.config['steps']:,} planned" if "steps" in data.config else "finished batches"),
+        (
+            "Response tokens",
+            number(float(s.tokens)),
+            f"{100 * s.trained_share:.0f} % of them trained" if s.trained_share is not None else "",
+        ),
+        ("Books", "closed" if s.books_closed else "not closed", f"{booked:,} of {s.dispatched:,} rollouts"),
+    )
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd><dd class=sub>{sub}</dd></div>" for name, value, sub in facts)
     notes = "".join(f"<li>{text(sentence)}</li>" for sentence in s.missing)
-    return (f"<header><p class=kind>rlbench run</p><h1>{text(s.name)}</h1><p class=where>{where}</p>{result}<p class=label>{label}</p><dl class=tiles>{tiles}</dl>"
-            f"{f'<ul class=missing>{notes}</ul>' if notes else ''}</header>")
+    return (
+        f"<header><p class=kind>rlbench run</p><h1>{text(s.name)}</h1><p class=where>{where}</p>{result}<p class=label>{label}</p><dl class=tiles>{tiles}</dl>"
+        f"{f'<ul class=missing>{notes}</ul>' if notes else ''}</header>"
+    )
 
 # %% ../nbs/61_report.ipynb #report-config
-GLANCE = (("Policy", ("model",)), ("Tasks", ("tasks",)), ("Verifier, reward", ("verifier", "reward")), ("Advantage, loss", ("advantage", "loss")), ("Correction", ("correction",)), ("Aggregation", ("aggregation",)),
-          ("Batch", ("group", "batch")), ("Staleness bound", ("staleness",)), ("Target band", ("band",)), ("Temperature", ("temperature",)), ("Response limit", ("max_tokens",)),
-          ("Concurrency", ("concurrency",)), ("Learning rate", ("learning_rate",)), ("Placement", ("placement",)), ("Seed", ("seed",)))
+GLANCE = (
+    ("Policy", ("model",)),
+    ("Tasks", ("tasks",)),
+    ("Verifier, reward", ("verifier", "reward")),
+    ("Advantage, loss", ("advantage", "loss")),
+    ("Correction", ("correction",)),
+    ("Aggregation", ("aggregation",)),
+    ("Batch", ("group", "batch")),
+    ("Staleness bound", ("staleness",)),
+    ("Target band", ("band",)),
+    ("Temperature", ("temperature",)),
+    ("Response limit", ("max_tokens",)),
+    ("Concurrency", ("concurrency",)),
+    ("Learning rate", ("learning_rate",)),
+    ("Placement", ("placement",)),
+    ("Seed", ("seed",)),
+)
 
 
 def setting(value) -> str:
@@ -237,7 +317,11 @@ def setting(value) -> str:
         inner = ", ".join(f"{name} {setting(v)}" for name, v in value.items() if name != "name")
         return f"{value['name']} ({inner})" if inner and "name" in value else str(value.get("name", inner))
     if isinstance(value, (list, tuple)):
-        return " to ".join(map(setting, value)) if len(value) == 2 and all(isinstance(v, float) for v in value) else ", ".join(map(setting, value))
+        return (
+            " to ".join(map(setting, value))
+            if len(value) == 2 and all(isinstance(v, float) for v in value)
+            else ", ".join(map(setting, value))
+        )
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -276,13 +360,25 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
     band, bound = tuple(in_force(data, "band")[-1][1] or ()), [change for change in in_force(data, "staleness") if change[1] is not None]
     band = band if len(band) == 2 else None
     main = solve_rate(steps, data.evals, data.eval_name, band, marks)
-    hero = "".join(f"<figure class={name}>{to_svg(main, width, height)}</figure>" for name, width, height in (("wide", 1104, 330), ("medium", 680, 280), ("narrow", 352, 250)))
-    learned = (served_by_level(steps, band, marks), zero_signal(steps, marks), reward(steps, marks), lengths(steps, in_force(data, "max_tokens")[-1][1], marks), truncated_share(steps, marks))
+    hero = "".join(
+        f"<figure class={name}>{to_svg(main, width, height)}</figure>"
+        for name, width, height in (("wide", 1104, 330), ("medium", 680, 280), ("narrow", 352, 250))
+    )
+    learned = (
+        served_by_level(steps, band, marks),
+        zero_signal(steps, marks),
+        reward(steps, marks),
+        lengths(steps, in_force(data, "max_tokens")[-1][1], marks),
+        truncated_share(steps, marks),
+    )
     books = tokens_by_fate(data.status.books if data.status else {})
     flow = (queue_depth(steps, marks), staleness(steps, bound, marks), *(actor_time(steps, actor, marks) for actor in ACTORS))
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
-    return (section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered) + section("How the work flowed", _grid((*flow, books)))
-            + section("Training health", _grid(health(steps, marks), 180)))
+    return (
+        section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)
+        + section("How the work flowed", _grid((*flow, books)))
+        + section("Training health", _grid(health(steps, marks), 180))
+    )
 
 
 def _grid(charts: Sequence[Chart], height: float = 210) -> str:
@@ -319,14 +415,41 @@ def command_table(commands, limit: int = 200) -> str:
 # %% ../nbs/61_report.ipynb #report-tables-two
 def eval_table(evals, limit: int = 60) -> str:
     "All evaluations in order; of more than `limit` the first and the newest."
-    names = ("eval", "version", "tasks", "k", "temperature", "avg", "avg_se", "avg_low", "avg_high", "pass_at_k", "maj_at_k", "length_mean", "tokens")
+    names = (
+        "eval",
+        "version",
+        "tasks",
+        "k",
+        "temperature",
+        "avg",
+        "avg_se",
+        "avg_low",
+        "avg_high",
+        "pass_at_k",
+        "maj_at_k",
+        "length_mean",
+        "tokens",
+    )
     rows = list(zip(*(items(evals, name) for name in names), strict=True))
     if not rows:
         return "<p class=note>No evaluation was finished.</p>"
     left_out = max(0, len(rows) - limit)
-    rows = rows[:1] + rows[1 + left_out:]
-    cells = [(text(name or ""), cell(v), f"{cell(n)} × {cell(k)}", cell(t), f"{cell(avg, 3)} ± {cell(se, 3)}", f"{cell(lo, 3)} to {cell(hi, 3)}", cell(p, 3) if k and k > 1 else "–", cell(m, 3) if k and k > 1 else "–", cell(length, 1), cell(tokens))
-             for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens in rows]
+    rows = rows[:1] + rows[1 + left_out :]
+    cells = [
+        (
+            text(name or ""),
+            cell(v),
+            f"{cell(n)} × {cell(k)}",
+            cell(t),
+            f"{cell(avg, 3)} ± {cell(se, 3)}",
+            f"{cell(lo, 3)} to {cell(hi, 3)}",
+            cell(p, 3) if k and k > 1 else "–",
+            cell(m, 3) if k and k > 1 else "–",
+            cell(length, 1),
+            cell(tokens),
+        )
+        for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens in rows
+    ]
     head = ("set", "version", "tasks × k", "temp.", "solve rate ± s.e.", "95 % interval", "pass@k", "maj@k", "length", "tokens")
     return table(head, cells) + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "")
 
@@ -411,8 +534,10 @@ def rollout_card(r: Shown, when: str) -> str:
     reward = "no reward" if r.reward is None else f"reward {number(r.reward)}"
     said = text(r.text) if r.text else "<i>(nothing)</i>"
     failed = f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
-    return (f"<article><p class=verdict><b class={'yes' if r.correct else 'no'}>{'✓' if r.correct else '✗'} {verdict}</b><span>{text(reward)}</span><span class=when>{when}</span></p>"
-            f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}<p class=facts>answer {text(r.answer)} · {text(facts)}</p></article>")
+    return (
+        f"<article><p class=verdict><b class={'yes' if r.correct else 'no'}>{'✓' if r.correct else '✗'} {verdict}</b><span>{text(reward)}</span><span class=when>{when}</span></p>"
+        f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}<p class=facts>answer {text(r.answer)} · {text(facts)}</p></article>"
+    )
 
 
 def rollout_section(rollouts: Sequence[Shown]) -> str:
@@ -424,10 +549,13 @@ def rollout_section(rollouts: Sequence[Shown]) -> str:
     for a, b in rows:
         level = f"level {a.level}" if a.level == b.level else f"level {a.level}, level {b.level}"
         lines.append(f"<h3>{level}</h3><div class=pair>{rollout_card(a, 'early')}{rollout_card(b, 'late')}</div>")
-    return "".join(line if i == 0 or line.split("</h3>")[0] != lines[i - 1].split("</h3>")[0] else line.split("</h3>", 1)[1] for i, line in enumerate(lines))
+    return "".join(
+        line if i == 0 or line.split("</h3>")[0] != lines[i - 1].split("</h3>")[0] else line.split("</h3>", 1)[1]
+        for i, line in enumerate(lines)
+    )
 
 # %% ../nbs/61_report.ipynb #report-origin
-DECIDE = ("rlbench", "torch", "transformers", "numpy", "polars", "accelerate", "safetensors", "math-verify", "vllm")
+DECIDE = ("rlbench", "torch", "transformers", "numpy", "polars", "accelerate", "safetensors", "math-verify")
 
 
 def flat(table: Mapping, prefix: str = "") -> list[tuple[str, str]]:
@@ -447,13 +575,22 @@ def origin(data: RunData) -> str:
     "Provenance and the whole configuration."
     p = dict(data.provenance)
     packages = p.pop("packages", {})
-    p = {key: value for key, value in p.items() if value not in ("", None)} | ({"seed": data.config["seed"]} if "seed" in data.config else {})
+    p = {key: value for key, value in p.items() if value not in ("", None)} | (
+        {"seed": data.config["seed"]} if "seed" in data.config else {}
+    )
     p = {"commit": str(p.get("commit", "not a git checkout"))[:18]} | {key: value for key, value in p.items() if key != "commit"}
     p |= {"host": data.status.host} if data.status and data.status.host else {}
     known = {name: packages[name] for name in DECIDE if name in packages}
-    facts = "".join(f"<div><dt>{text(name)}</dt><dd class=code>{text(value if not isinstance(value, (dict, list)) else json.dumps(value))}</dd></div>" for name, value in (p | known).items())
+    facts = "".join(
+        f"<div><dt>{text(name)}</dt><dd class=code>{text(value if not isinstance(value, (dict, list)) else json.dumps(value))}</dd></div>"
+        for name, value in (p | known).items()
+    )
     listed = " ".join(f"{name}=={version}" for name, version in packages.items() if name not in known)
-    rest = f"<details><summary>{len(packages) - len(known)} more packages</summary><p class=code>{text(listed)}</p></details>" if listed else ""
+    rest = (
+        f"<details><summary>{len(packages) - len(known)} more packages</summary><p class=code>{text(listed)}</p></details>"
+        if listed
+        else ""
+    )
     settings = "".join(f"<div><dt>{text(name)}</dt><dd class=code>{text(value)}</dd></div>" for name, value in flat(data.config))
     whole = f"<details open><summary>All settings at the start</summary><dl class=glance>{settings}</dl></details>" if settings else ""
     note = "" if data.provenance else "<p class=note>provenance.json is missing or cannot be read.</p>"
@@ -521,13 +658,25 @@ def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Fa
     "The whole page."
     s = summarize(data)
     marks = command_marks(data.commands, numbered=True)
-    body = (head(s, data) + section("Configuration", glance(data.config), "As it was at the start. Changes made while it ran are in the journal.")
-            + figures(data, marks) + section("Books", books_table(data.status) + failure_note(failed)) + section("Commands", command_table(data.commands)) + section("Evaluations", eval_table(data.evals))
-            + section("Rollouts, early and late", rollout_section(rollouts), "From the first and the last tenth of the training rollouts, at even distances, by difficulty level.")
-            + section("Provenance", origin(data)))
+    body = (
+        head(s, data)
+        + section("Configuration", glance(data.config), "As it was at the start. Changes made while it ran are in the journal.")
+        + figures(data, marks)
+        + section("Books", books_table(data.status) + failure_note(failed))
+        + section("Commands", command_table(data.commands))
+        + section("Evaluations", eval_table(data.evals))
+        + section(
+            "Rollouts, early and late",
+            rollout_section(rollouts),
+            "From the first and the last tenth of the training rollouts, at even distances, by difficulty level.",
+        )
+        + section("Provenance", origin(data))
+    )
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{text(s.name)} · rlbench</title>'
-            f"<style>{STYLE}{STYLE_MORE}</style></head><body>{body}<footer>Written {made} from the run folder by rlbench.</footer></body></html>\n")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{text(s.name)} · rlbench</title>'
+        f"<style>{STYLE}{STYLE_MORE}</style></head><body>{body}<footer>Written {made} from the run folder by rlbench.</footer></body></html>\n"
+    )
 
 
 def write_report(folder: str | Path) -> Path:

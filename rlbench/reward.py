@@ -119,6 +119,7 @@ REWARDS = {"correct": correct, "brief": brief, "soft_overlong": soft_overlong}
 @dataclass(frozen=True)
 class Checked:
     "A reward that was looked at: `reward` is None unless `outcome` is ok; `message` says what was wrong."
+
     reward: float | None
     parts: tuple[tuple[str, float], ...] = ()
     outcome: Outcome = Outcome.OK
@@ -137,7 +138,9 @@ def checked_reward(value, function_name: str) -> Checked:
         return Checked(None, (), Outcome.INVALID_REWARD, f"reward {function_name}: returned {_show(total)}; {_remedy(total)}")
     for part, part_value in named.items():
         if _finite(part_value) is None:
-            return Checked(None, (), Outcome.INVALID_REWARD, f"reward {function_name}: part {part!r} is {_show(part_value)}; {_remedy(part_value)}")
+            return Checked(
+                None, (), Outcome.INVALID_REWARD, f"reward {function_name}: part {part!r} is {_show(part_value)}; {_remedy(part_value)}"
+            )
     return Checked(_finite(total), tuple((str(part), _finite(v)) for part, v in named.items()))
 
 # %% ../nbs/25_reward.ipynb #reward-remedy

@@ -81,7 +81,10 @@ def levels(name: str, low: int, high: int, what: str = "") -> range:
 
 # %% ../nbs/20_tasks.ipynb #tasks-sets
 def addition(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
     low: Knob(1, 9, unit="digits", help="fewest digits of an operand", live=False) = 2,
     high: Knob(1, 9, unit="digits", help="most digits of an operand", live=False) = 4,
 ) -> list[Task]:
@@ -91,7 +94,10 @@ def addition(
 
 
 def sums(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
     low: Knob(2, 20, unit="terms", help="fewest terms", live=False) = 3,
     high: Knob(2, 20, unit="terms", help="most terms", live=False) = 5,
 ) -> list[Task]:
@@ -100,7 +106,9 @@ def sums(
     return pool(lambda random: _drawn("sums", sums_problem, random, random.choice(span)), "sums", split, seed, count)
 
 
-def _drawn(kind: str, problem: Callable[[Random, int], Problem], random: Random, size: int, level: int | None = None) -> tuple[str, Problem, int]:
+def _drawn(
+    kind: str, problem: Callable[[Random, int], Problem], random: Random, size: int, level: int | None = None
+) -> tuple[str, Problem, int]:
     return kind, problem(random, size), size if level is None else level
 
 # %% ../nbs/20_tasks.ipynb #tasks-sets-two
@@ -173,13 +181,17 @@ def read_tasks(path: str | Path) -> list[Task]:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"tasks.path: {str(path)!r} is neither .jsonl nor .parquet; convert it")
     if not path.is_file():
-        raise FileNotFoundError(f"tasks.path: no file {str(path)!r} (looked in {str(path.absolute().parent)!r}); give a path from there or an absolute one")
+        raise FileNotFoundError(
+            f"tasks.path: no file {str(path)!r} (looked in {str(path.absolute().parent)!r}); give a path from there or an absolute one"
+        )
     first, ids = {}, {}
     for where, row in _rows(path):
         task = _task(where, row, fallback=f"{path.stem}/{where.split()[-1]}")
         earlier, at = first.setdefault(task.prompt, (task, where))
         if earlier.answer != task.answer:
-            raise ValueError(f"{where}: answer {task.answer!r} contradicts {earlier.answer!r} at {at.removeprefix(f'{path}: ')} for the same prompt; keep one")
+            raise ValueError(
+                f"{where}: answer {task.answer!r} contradicts {earlier.answer!r} at {at.removeprefix(f'{path}: ')} for the same prompt; keep one"
+            )
         if earlier is task and ids.setdefault(task.id, where) != where:
             raise ValueError(f"{where}: id {task.id!r} was used at {ids[task.id].removeprefix(f'{path}: ')}; ids must differ")
     if not first:
@@ -225,7 +237,9 @@ def check_tasks(name: str, tasks: Sequence[Task]) -> list[Task]:
     return list(tasks)
 
 
-def make_tasks(table: Mapping | str, split: str = "train", seed: int = 0, count: int = 4096, functions: Mapping[str, Callable] = TASK_SETS) -> list[Task]:
+def make_tasks(
+    table: Mapping | str, split: str = "train", seed: int = 0, count: int = 4096, functions: Mapping[str, Callable] = TASK_SETS
+) -> list[Task]:
     "The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks."
     named = resolve("tasks", functions, table)
     return check_tasks(named.name, bind(functions, named)(split=split, seed=seed, count=count))

@@ -26,6 +26,7 @@ from .records import Group, Rollout, TrainMetrics
 @dataclass(frozen=True)
 class TrainerConfig:
     "Settings of the optimizer and of the split. ValueError names a field out of range."
+
     learning_rate: float = 5e-4
     warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly
     betas: tuple[float, float] = (0.9, 0.95)
@@ -38,7 +39,14 @@ class TrainerConfig:
     device: str = "auto"  # or "cpu", "cuda"
 
     def __post_init__(self):
-        for name, low in (("learning_rate", 0), ("warmup_steps", 0), ("eps", 0), ("weight_decay", 0), ("optimizer_steps", 1), ("micro_tokens", 1)):
+        for name, low in (
+            ("learning_rate", 0),
+            ("warmup_steps", 0),
+            ("eps", 0),
+            ("weight_decay", 0),
+            ("optimizer_steps", 1),
+            ("micro_tokens", 1),
+        ):
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a number of at least {low}")
         if not self.max_grad_norm > 0:
@@ -53,6 +61,7 @@ class TrainerConfig:
 @dataclass(frozen=True, eq=False)
 class Row:
     "One rollout laid out for training; arrays [T]."
+
     rollout: Rollout
     tokens_T: np.ndarray
     mask_T: np.ndarray
@@ -70,7 +79,9 @@ def _row(rollout: Rollout, advantage: float) -> Row | None:
     logprobs = [np.full(len(s), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in rollout.segments]
     sampler_T = np.where(mask_T, np.concatenate(logprobs), 0).astype(np.float32)
     if mask_T[0]:
-        raise ValueError(f"rollout {rollout.id}: its first token carries weight but nothing precedes it (task: {rollout.task.id!r} needs a prompt)")
+        raise ValueError(
+            f"rollout {rollout.id}: its first token carries weight but nothing precedes it (task: {rollout.task.id!r} needs a prompt)"
+        )
     if not np.isfinite(sampler_T).all():
         raise ValueError(f"rollout {rollout.id}: a token that carries weight has no finite log-probability (fault of the generator)")
     if not rollout.temperature > 0:
@@ -81,6 +92,7 @@ def _row(rollout: Rollout, advantage: float) -> Row | None:
 @dataclass(frozen=True, eq=False)
 class Arrays:
     "A batch laid out for training, R rollouts by T tokens, right-padded; sorted by (length, rollout id)."
+
     tokens_RT: np.ndarray  # int64
     mask_RT: np.ndarray  # bool: carries weight
     sampler_RT: np.ndarray  # float32: log-probability it was sampled with, 0 where the mask is
@@ -102,12 +114,19 @@ def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0) -> Arra
     width = int(lengths_R.max(initial=0))
 
     def stack(name: str, fill, dtype):
-        return np.array([np.pad(getattr(row, name), (0, width - len(row.tokens_T)), constant_values=fill) for row in rows], dtype).reshape(len(rows), width)
+        return np.array([np.pad(getattr(row, name), (0, width - len(row.tokens_T)), constant_values=fill) for row in rows], dtype).reshape(
+            len(rows), width
+        )
 
     return Arrays(
-        tokens_RT=stack("tokens_T", pad, np.int64), mask_RT=stack("mask_T", False, bool), sampler_RT=stack("sampler_T", 0, np.float32),
-        advantages_R=np.array([row.advantage for row in rows], np.float32), temperatures_R=np.array([row.rollout.temperature for row in rows], np.float32),
-        lengths_R=lengths_R, rollouts_R=np.array([row.rollout.id for row in rows], np.int64), groups_R=np.array([row.rollout.group for row in rows], np.int64),
+        tokens_RT=stack("tokens_T", pad, np.int64),
+        mask_RT=stack("mask_T", False, bool),
+        sampler_RT=stack("sampler_T", 0, np.float32),
+        advantages_R=np.array([row.advantage for row in rows], np.float32),
+        temperatures_R=np.array([row.rollout.temperature for row in rows], np.float32),
+        lengths_R=lengths_R,
+        rollouts_R=np.array([row.rollout.id for row in rows], np.int64),
+        groups_R=np.array([row.rollout.group for row in rows], np.int64),
     )
 
 # %% ../nbs/35_trainer.ipynb #trainer-parts
@@ -215,7 +234,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, step
     norm = float(torch.nn.utils.clip_grad_norm_(weights_of(optimizer), config.max_grad_norm))
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(f"trainer: the gradient norm is {norm} at optimizer step {steps + 1}; the step was not taken. Lower the learning rate or look at the loss's knobs")
+        raise FloatingPointError(
+            f"trainer: the gradient norm is {norm} at optimizer step {steps + 1}; the step was not taken. Lower the learning rate or look at the loss's knobs"
+        )
     for group in optimizer.param_groups:
         group.update(lr=learning_rate(config, steps), betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     optimizer.step()
@@ -249,7 +270,13 @@ def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: fl
 
 # %% ../nbs/35_trainer.ipynb #trainer-batch
 def train_arrays(
-    forward: Forward, optimizer: torch.optim.Optimizer, objective: Objective, config: TrainerConfig, arrays: Arrays, steps: int, device: torch.device
+    forward: Forward,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    config: TrainerConfig,
+    arrays: Arrays,
+    steps: int,
+    device: torch.device,
 ) -> TrainMetrics:
     "All optimizer steps of one batch, after `steps` earlier ones; moves the optimizer's weights in place. Zero steps for an empty batch."
     pieces = parts(arrays.groups_R, config.optimizer_steps)
@@ -270,7 +297,9 @@ def train_arrays(
 class Trainer:
     "Owns a causal language model and its optimizer. Raises ValueError for settings that cannot work."
 
-    def __init__(self, model: torch.nn.Module, config: TrainerConfig = TrainerConfig(), objective: Objective = Objective(), pad_id: int = 0):
+    def __init__(
+        self, model: torch.nn.Module, config: TrainerConfig = TrainerConfig(), objective: Objective = Objective(), pad_id: int = 0
+    ):
         from accelerate import Accelerator
 
         self._accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=config.device == "cpu")
@@ -287,7 +316,9 @@ class Trainer:
         arrays = prepare(groups, self.objective, self.pad_id)
         metrics = train_arrays(self._forward, self.optimizer, self.objective, self.config, arrays, self.steps, self._accelerator.device)
         self.steps += metrics.optimizer_steps
-        return TrainResult(version, metrics, dict(zip(arrays.rollouts_R.tolist(), arrays.advantages_R.tolist())), time.perf_counter() - began)
+        return TrainResult(
+            version, metrics, dict(zip(arrays.rollouts_R.tolist(), arrays.advantages_R.tolist())), time.perf_counter() - began
+        )
 
     def set(self, objective: Objective | None = None, **settings) -> None:
         "Change the objective or fields of the config from the next batch on. `precision` and `device` are fixed."
