@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,3 +32,14 @@ def script(tmp_path):
         if child.poll() is None:
             child.kill()
         child.communicate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_run_outlives_the_tests(tmp_path_factory):
+    "A test that fails half-way leaves its run alive; it is ended with the session."
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        told = process.info
+        if "rlbench.process" in (told["cmdline"] or []) and any((place or "").startswith(base) for place in (told["cwd"], told["cmdline"][-1])):
+            process.kill()
