@@ -87,8 +87,8 @@ def bench_cases(recorded: Work, sequences: int = 2048) -> dict[str, Work]:
     "The five cases by name."
     mean, steps = recorded.wanted.mean(), int(recorded.dispatched.max())
     tail = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, sequences)
-    return {"generate": recorded, "early": recorded.part(recorded.dispatched * 3 < max(1, steps)),
-            "early_rollouts": recorded.part(slice(0, max(1, len(recorded) // 3))),
+    return {"generate": recorded, "early": recorded.part(slice(0, max(1, len(recorded) // 3))),
+            "early_steps": recorded.part(recorded.dispatched * 3 < max(1, steps)),
             "lognormal": synthetic(tail.round().clip(1, 16 * mean)), "equal": synthetic(np.full(sequences, round(mean)))}
 
 # %% ../nbs/90_bench.ipynb #bench-ours
@@ -213,7 +213,7 @@ class EngineBench:
     "Tokens a second of rlbench over those of `transformers.generate`, by case, with the arms behind them."
     generate_ratio: float
     early_ratio: float
-    early_rollouts_ratio: float
+    early_steps_ratio: float
     lognormal_ratio: float
     equal_ratio: float
     rates: dict[str, dict[str, float]]  # case -> side -> median tokens a second
