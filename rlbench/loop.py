@@ -10,9 +10,10 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'FRUITLESS_BATCHES', 'FAILED_BA
            'Evaluation', 'Ramp', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary',
            'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group', 'doom',
            'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published',
-           'on_saved', 'on_commanded', 'on_ticked', 'on_lost', 'due', 'decide_command', 'decide_score', 'decide_settle',
-           'settle', 'advantage_of', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted',
-           'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'on_saved', 'on_commanded', 'on_ticked', 'on_lost', 'due', 'journal', 'decide_command', 'decide_score',
+           'decide_settle', 'settle', 'advantage_of', 'spent', 'hopeless', 'decide_budget', 'decide_publish',
+           'decide_train', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
+           'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -655,6 +656,14 @@ def due(state: LoopState, apply: str) -> bool:
     return apply == "now" or not state.training
 
 
+def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
+    "The journal's row: what became of a command, and where in the run."
+    row = CommandRow(
+        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups
+    )
+    return Write("commands", row)
+
+
 def decide_command(state: LoopState, actions: list) -> None:
     "Apply what has reached its apply point, follow ramps."
     waiting = []
@@ -671,23 +680,7 @@ def decide_command(state: LoopState, actions: list) -> None:
             chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
             apply, status, reason = "", "refused", str(error)
-        actions.append(
-            Write(
-                "commands",
-                CommandRow(
-                    command.id,
-                    command.author,
-                    command.knob,
-                    command.value,
-                    command.over,
-                    status,
-                    reason,
-                    apply,
-                    state.version,
-                    state.dispatched_groups,
-                ),
-            )
-        )
+        actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
         _follow_ramp(state, ramp, actions)
@@ -1057,23 +1050,7 @@ def decide_finish(state: LoopState, actions: list) -> None:
     if state.phase == "draining" and wanted(state, state.version):
         return
     for command in state.commands:
-        actions.append(
-            Write(
-                "commands",
-                CommandRow(
-                    command.id,
-                    command.author,
-                    command.knob,
-                    command.value,
-                    command.over,
-                    "refused",
-                    "the run ended before its apply point",
-                    "",
-                    state.version,
-                    state.dispatched_groups,
-                ),
-            )
-        )
+        actions.append(journal(state, command, "refused", "the run ended before its apply point", ""))
     state.commands = []
     if state.phase != "failing" and trainer(state) and state.saved < state.version and state.version > 0:
         if not state.saving:
