@@ -418,7 +418,7 @@ def _policy(r: Run):
     folder = r.folder / "policy"
     if not (folder / "config.json").is_file():
         raise ValueError(f"run: {r.name!r} has no trained policy yet; it is saved when the run ends or is stopped")
-    return r.config.model_copy(update={"model": str(folder), "placement": "colocated"})
+    return r.config.model_copy(update={"model": str(folder)})
 
 
 @app.command("eval")

@@ -61,7 +61,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Stats:
-    "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the last four count since the start."
+    "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into results and not into tokens."
     running: int
     waiting: int
     slots: int
@@ -71,6 +71,7 @@ class Stats:
     decode_tokens: int
     seconds: float
     preempted: int = 0
+    records: float = 0.0
 
 # %% ../nbs/11_generator.ipynb #generator-protocol
 class Generator(Protocol):

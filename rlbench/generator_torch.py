@@ -404,7 +404,7 @@ def _allocate(g: TorchGenerator, kv_bytes: float | None, slots: int | None) -> N
     g.waiting, g.keys, g.holes, g.used = deque(), set(), [], 0  # rows 0..used-1 less the holes run
     g.store, g.stored = {}, 0  # keys and values of prompts, by their tokens; how many tokens
     g.prefilled = g.decoded = g.preempted = g.ticket = 0
-    g.seconds = 0.0
+    g.seconds = g.records = 0.0
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-prompts
 def _batches(prefixes: list[np.ndarray], tokens: int = 8192) -> list[list[np.ndarray]]:
@@ -560,6 +560,7 @@ def _step(g: TorchGenerator) -> list[Result]:
     g.decoded += n
     g.seconds = before + time.perf_counter() - began
     results = [_leave(g, row, StopReason.STOP if ended[row, 0] else StopReason.LENGTH) for row in np.flatnonzero(ended.any(1)).tolist()]
+    g.records += time.perf_counter() - began - (g.seconds - before)
     g.seconds = before + time.perf_counter() - began
     return results
 
@@ -613,4 +614,4 @@ def _load(g: TorchGenerator, version: int, weights: Mapping[str, torch.Tensor], 
 
 def _stats(g: TorchGenerator) -> Stats:
     resident = int(g.rows.at[: g.used].clip(0).sum())
-    return Stats(g.running, len(g.waiting), g.slots, g.concurrency, resident / g.budget, g.prefilled, g.decoded, g.seconds, g.preempted)
+    return Stats(g.running, len(g.waiting), g.slots, g.concurrency, resident / g.budget, g.prefilled, g.decoded, g.seconds, g.preempted, g.records)

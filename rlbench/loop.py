@@ -287,6 +287,7 @@ class ActorState:
     load: int = 0
     up: bool = True
     restarts: int = 0
+    given_up: bool = False  # lost, and not started again
 
 
 @dataclass
@@ -609,7 +610,9 @@ def on_lost(state: LoopState, e: Lost, actions: list) -> None:
         actor.restarts += 1
         if state.phase != "failing":
             actions.append(Start(e.actor))
-    elif state.phase != "failing":
+        return
+    actor.given_up = True
+    if state.phase != "failing" and all(a.given_up for a in state.actors.values() if a.kind == actor.kind):
         state.phase, state.reason = "failing", f"{e.actor} lost: {e.cause}"
 
 
@@ -846,7 +849,8 @@ def decide_publish(state: LoopState, actions: list) -> None:
         return
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
-    state.published = pinned[0] if pinned else state.published if owed else state.version
+    due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining"
+    state.published = pinned[0] if pinned else state.version if due_now and not owed else state.published
     for name, actor in behind.items():
         if actor.sent < state.published:
             actor.sent = state.published

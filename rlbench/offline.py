@@ -16,17 +16,17 @@ from .generator import Request
 from .knobs import bind, resolve
 from .records import Group, Rollout, Sampling, Task, prompt_segment, stream_key
 from .tasks import make_tasks
-from .worker import Mind, build_mind
+from .worker import Writer, build_halves
 
 # %% ../nbs/56_offline.ipynb #offline-respond
-def respond(mind: Mind, tasks: Sequence[Task], k: int, sampling: Sampling, seed: int = 0) -> list[Group]:
+def respond(writer: Writer, tasks: Sequence[Task], k: int, sampling: Sampling, seed: int = 0) -> list[Group]:
     "k unscored rollouts of each task."
     keys = [(t * k + i, t, i) for t in range(len(tasks)) for i in range(k)]
-    prompts = {t: mind.encode(task.prompt) for t, task in enumerate(tasks)}
-    mind.generator.submit([Request((n, 0), prompts[t], sampling, stream_key(seed, tasks[t].id, n), mind.stop) for n, t, _ in keys])
+    prompts = {t: writer.encode(task.prompt) for t, task in enumerate(tasks)}
+    writer.generator.submit([Request((n, 0), prompts[t], sampling, stream_key(seed, tasks[t].id, n), writer.stop) for n, t, _ in keys])
     results = {}
-    while not mind.generator.idle:
-        results.update((r.key[0], r) for r in mind.generator.step(8))
+    while not writer.generator.idle:
+        results.update((r.key[0], r) for r in writer.generator.step(8))
 
     def rollout(n: int, t: int, i: int) -> Rollout:
         r = results[n]
@@ -37,7 +37,7 @@ def respond(mind: Mind, tasks: Sequence[Task], k: int, sampling: Sampling, seed:
             i,
             tasks[t],
             (prompt_segment(prompts[t]), r.segment),
-            mind.decode(r.segment.tokens),
+            writer.decode(r.segment.tokens),
             r.reason,
             seconds=r.seconds,
             temperature=sampling.temperature,
@@ -73,11 +73,11 @@ def evaluate(
     "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
     sets = config.eval if sets is None else sets
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count)[: e.count] for e in sets]
-    mind = build_mind(config, [t.prompt for pool in pools for t in pool])
+    writer, _ = build_halves(config, [t.prompt for pool in pools for t in pool], ("generator",))
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
     verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)
     return [
-        _evaluated(e, respond(mind, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed), verifier, reward, config)
+        _evaluated(e, respond(writer, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed), verifier, reward, config)
         for e, pool in zip(sets, pools)
     ]
 
@@ -96,8 +96,8 @@ def _judged(rollout: Rollout, verifier, reward, deadline: float) -> Rollout:
 # %% ../nbs/56_offline.ipynb #offline-sample
 def sample(config: RunConfig, prompt: str, n: int = 4, temperature: float = 1.0, seed: int = 0) -> list[str]:
     "n responses to a prompt. Raises ValueError for a prompt that does not fit."
-    mind = build_mind(config, [prompt])
+    writer, _ = build_halves(config, [prompt], ("generator",))
     (group,) = respond(
-        mind, [Task(f"prompt/{prompt}", prompt, "")], n, Sampling(temperature, config.top_p, config.top_k, config.max_tokens), seed
+        writer, [Task(f"prompt/{prompt}", prompt, "")], n, Sampling(temperature, config.top_p, config.top_k, config.max_tokens), seed
     )
     return [r.text for r in group.rollouts]

@@ -25,6 +25,7 @@ from .config import CAPTURABLE, RunConfig, captured_functions, load_config, read
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
 from .ledger import Status, create_run_folder, read_status, read_table, send_command
+from .process import close_books
 
 if TYPE_CHECKING:
     import polars as pl
@@ -108,7 +109,7 @@ def state_of(status: Status | None) -> str:
         return "starting"
     if status.state in ENDED or status.host != os.uname().nodename:
         return status.state
-    return status.state if alive(status.pid) else "dead"
+    return status.state if alive(status.pid) or alive(status.supervisor) else "dead"
 
 
 def alive(pid: int) -> bool:
@@ -176,7 +177,10 @@ class Run(_Looking):
         return _ask(self, author, "step")
 
     def stop(self, author: str = "") -> str:
-        "Finish the batch in training, save the policy, close the books, end."
+        "Finish the batch in training, save the policy, close the books, end. Of a dead run, close the books."
+        if self.state == "dead":
+            close_books(self.folder, f"its processes were killed; closed by {author or _me()}")
+            return ""
         return _ask(self, author, "stop")
 
     def eval(self, author: str = "") -> str:

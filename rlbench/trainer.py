@@ -246,11 +246,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, step
 # %% ../nbs/35_trainer.ipynb #trainer-measure
 @dataclass(frozen=True, eq=False)
 class TrainResult:
-    "What one finished batch gives: metrics, the advantage of each trained rollout by id, and the seconds it took."
+    "What one finished batch gives: metrics, the advantage of each trained rollout by id, and the seconds it took; `compute` of them in forward, backward and optimizer."
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]
     seconds: float
+    compute: float
 
 
 def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float) -> TrainMetrics:
@@ -277,21 +278,24 @@ def train_arrays(
     arrays: Arrays,
     steps: int,
     device: torch.device,
-) -> TrainMetrics:
-    "All optimizer steps of one batch, after `steps` earlier ones; moves the optimizer's weights in place. Zero steps for an empty batch."
+) -> tuple[TrainMetrics, float]:
+    "All optimizer steps of one batch, after `steps` earlier ones, and the seconds in forward, backward and optimizer; moves the optimizer's weights in place. Zero steps for an empty batch."
     pieces = parts(arrays.groups_R, config.optimizer_steps)
     if not pieces:
-        return TrainMetrics(learning_rate=learning_rate(config, steps), optimizer_steps=0)
+        return TrainMetrics(learning_rate=learning_rate(config, steps), optimizer_steps=0), 0.0
     before = [p.detach().clone() for p in weights_of(optimizer)]
+    began = time.perf_counter()
     old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 else None
-    seen, norms, cuts = [], [], []
+    seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
     for done, rows in enumerate(pieces):
         micros = [rows[micro] for micro in split(arrays.lengths_R[rows], config.micro_tokens)]
+        began = time.perf_counter()
         seen += accumulate(forward, objective, arrays, micros, old_RT, device)
         norms.append(optimizer_step(optimizer, config, steps + done))
+        compute += time.perf_counter() - began
         cuts += micros
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(weights_of(optimizer), before)]).norm()
-    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.lengths_R, cuts))
+    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.lengths_R, cuts)), compute
 
 # %% ../nbs/35_trainer.ipynb #trainer-trainer
 class Trainer:
@@ -314,11 +318,10 @@ class Trainer:
         "Train on one batch to make `version`. FloatingPointError if a gradient is not finite."
         began = time.perf_counter()
         arrays = prepare(groups, self.objective, self.pad_id)
-        metrics = train_arrays(self._forward, self.optimizer, self.objective, self.config, arrays, self.steps, self._accelerator.device)
+        metrics, compute = train_arrays(self._forward, self.optimizer, self.objective, self.config, arrays, self.steps, self._accelerator.device)
         self.steps += metrics.optimizer_steps
-        return TrainResult(
-            version, metrics, dict(zip(arrays.rollouts_R.tolist(), arrays.advantages_R.tolist())), time.perf_counter() - began
-        )
+        advantages = dict(zip(arrays.rollouts_R.tolist(), arrays.advantages_R.tolist()))
+        return TrainResult(version, metrics, advantages, time.perf_counter() - began, compute)
 
     def set(self, objective: Objective | None = None, **settings) -> None:
         "Change the objective or fields of the config from the next batch on. `precision` and `device` are fixed."

@@ -32,7 +32,7 @@ class Told(Driver):
 def inline_run(root: Path, name: str, table: dict, told: list = ()) -> Told:
     "The finished driver of a run in `root/name`."
     folder = create_run_folder(root, name)
-    (folder / "config.toml").write_text(to_toml(make_config({"placement": "inline", "generator": "scripted", **table})))
+    (folder / "config.toml").write_text(to_toml(make_config({"clock": "virtual", "generator": "scripted", **table})))
     config = read_config(folder)
     driver = Told(folder, config, make_pools(config))
     driver.told = sorted(told, key=lambda each: each[0])

@@ -21,10 +21,17 @@ def twice(root, table: dict, told: list = ()) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}], ids=["colocated", "split", "two"])
 @pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
-def test_two_runs_are_one(tmp_path, table, staleness):
-    "Synchronous, and asynchronous on the virtual clock; scripted actors, and the tiny policy with its tokens, weights and log-probabilities."
-    twice(tmp_path, table | {"staleness": staleness})
+def test_two_runs_are_one(tmp_path, table, where, staleness):
+    "Synchronous, and asynchronous on the virtual clock; scripted actors, and the tiny policy with its tokens, weights and log-probabilities; in one worker and in several."
+    twice(tmp_path, table | where | {"staleness": staleness})
+
+
+def test_where_the_actors_live_does_not_change_a_synchronous_run(tmp_path):
+    "The same tokens, rewards and weights, moved in memory or through the mapped file."
+    digests = {inline_run(tmp_path, where, TINY | {"placement": where, "staleness": 0}).state.digest for where in ("colocated", "split")}
+    assert len(digests) == 1
 
 
 def test_commands_at_the_same_events_give_the_same_run(tmp_path):

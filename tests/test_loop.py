@@ -17,10 +17,12 @@ def a_config(r: random.Random) -> dict:
     "A table for `make_config`."
     group = r.choice((2, 2, 3, 4, 8))
     alone = r.random() < 0.05
+    bound, placement = r.choice((0, 0, 1, 2, 3, 4)), r.choice(("colocated", "split"))
     return {
-        "placement": "inline", "generator": "scripted", "seed": r.randrange(1000), "steps": r.randint(1, 12), "group": 1 if alone else group,
+        "clock": "virtual", "generator": "scripted", "seed": r.randrange(1000), "steps": r.randint(1, 12), "group": 1 if alone else group,
         "batch": r.randint(1, 6) * (1 if alone else group), "advantage": "reinforce" if alone else r.choice(("grpo", "rloo", "dr_grpo")),
-        "filter": "none" if alone else r.choice(("zero_advantage", "zero_advantage", "none")), "staleness": r.choice((0, 0, 1, 2, 3, 4)), "overdue": r.choice(("drop", "wait")),
+        "filter": "none" if alone else r.choice(("zero_advantage", "zero_advantage", "none")), "staleness": bound, "publish_every": r.choice((1, 1, r.randint(1, bound + 1))),
+        "placement": placement, "generators": r.choice((1, 2, 3)) if placement == "split" else 1, "overdue": r.choice(("drop", "wait")),
         "oversample": r.choice((0.0, 0.0, 0.3, 1.0)), "concurrency": r.choice((1, 3, 8, 64)), "sampler": r.choice(("band", "uniform", "easy_to_hard")),
         "band": r.choice(((0.2, 0.8), (0.0, 1.0))), "score_retries": r.randint(0, 2), "preflight": r.choice((0, 0, 6)), "preflight_k": r.choice((1, 4)),
         "eval": [{"name": f"set-{i}", "count": r.randint(1, 10), "k": r.choice((1, 3)), "every": r.choice((0, 1, 2, 5))} for i in range(r.choice((0, 1, 1, 2)))],
@@ -32,7 +34,7 @@ def a_command(r: random.Random, config: RunConfig) -> tuple[str, object, int]:
     "Knob, value, over."
     g = config.group
     return r.choice((
-        ("temperature", r.choice((0.5, 1.5, "hot")), r.choice((0, 3))), ("staleness", r.randint(0, 4), 0), ("staleness", 0, 0), ("staleness", r.randint(1, 4), r.choice((1, 4))),
+        ("temperature", r.choice((0.5, 1.5, "hot")), r.choice((0, 3))), ("staleness", r.randint(0, 4), 0), ("publish_every", r.randint(1, 4), 0), ("staleness", 0, 0), ("staleness", r.randint(1, 4), r.choice((1, 4))),
         ("group", r.choice((2, 4, 5)), 0), ("group", 8, 3), ("batch", r.randint(1, 8) * g, r.choice((0, 0, 3))), ("band", [0.1, r.choice((0.5, 0.9))], r.choice((0, 4))),
         ("concurrency", r.choice((1, 5, 40)), r.choice((0, 2))), ("oversample", r.choice((0.0, 0.5, 2.0)), 0), ("overdue", r.choice(("drop", "wait")), 0), ("steps", r.randint(1, 14), 0),
         ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0),
@@ -94,7 +96,7 @@ def test_driver_tables_close_and_repeat(seed, tmp_path):
     assert refused["reason"].str.len_chars().min() is None or refused["reason"].str.len_chars().min() > 10
 
 
-SMALL = {"placement": "inline", "generator": "scripted", "group": 4, "batch": 16, "steps": 4, "preflight": 6, "preflight_k": 2, "eval": [{"count": 6, "every": 2}]}
+SMALL = {"clock": "virtual", "generator": "scripted", "group": 4, "batch": 16, "steps": 4, "preflight": 6, "preflight_k": 2, "eval": [{"count": 6, "every": 2}]}
 
 
 def small(**changes) -> RunConfig:

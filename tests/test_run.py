@@ -46,21 +46,19 @@ def assert_books(run: rl.Run) -> None:
 
 
 def processes_of(run: rl.Run) -> list[psutil.Process]:
-    "The run process and its workers."
-    return [p for p in psutil.process_iter(["cmdline", "environ"]) if str(run.folder) in " ".join(p.info["cmdline"] or [])] if run.status is None else _tree(run.status.pid)
+    "Supervisor, run process and workers."
+    supervisor = psutil.Process(run.status.supervisor)
+    return [supervisor, *supervisor.children(recursive=True)]
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def worker_of(run: rl.Run, name: str) -> psutil.Process:
+    "The process of a worker: the one whose open pipe the run process wrote down under its name."
+    return psutil.Process(run.status.workers[name])
 
 
-def worker_of(run: rl.Run) -> psutil.Process:
-    "The process with the policy: the largest child."
-    return max(_tree(run.status.pid)[1:], key=lambda p: p.memory_info().rss)
+def gone(processes: list[psutil.Process]) -> bool:
+    "Whether none of them is alive."
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +101,35 @@ def test_same_seed_same_digest(finished, tmp_path):
     assert ended(rl.run("tiny", runs=tmp_path, seed=1, **SMALL)).status.digest != finished.status.digest
 
 
-def test_an_asynchronous_run_stays_within_its_bound(tmp_path):
-    run = ended(rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 10, "staleness": 2}))
-    assert 0 < run.steps["lag_max"].max() <= 2
+@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}, {"placement": "split", "publish_every": 3}], ids=str)
+def test_an_asynchronous_run_stays_within_its_bound(tmp_path, where):
+    run = ended(rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 10, "staleness": 2, **where}))
+    steps = run.steps
+    assert 0 < steps["lag_max"].max() <= 2
     trained = run.rollouts.filter(pl.col("fate") == "trained")
     assert (trained["trained_at"] - 1 - trained["oldest"]).max() <= 2
+    assert ((steps["lag_in_flight"] >= 0) & (steps["lag_in_queue"] >= 0)).all() and steps["lag_in_queue"].max() > 0
+    dispatched = {row["oldest"] for row in trained.to_dicts()}
+    assert dispatched <= set(range(0, 10, where.get("publish_every", 1)))
+    writers = {json.loads(f)["actor"] for f in run.table("events").filter(pl.col("kind") == "Generate")["fields"]}
+    assert len(writers) == where.get("generators", 1)
     assert_books(run)
+    assert not list(run.folder.glob("weights*"))
+
+
+def test_generation_never_stops_for_training(tmp_path):
+    "While a batch is in training, the generator of a split run has turns; a colocated one has none."
+    shares = {}
+    for placement in ("split", "colocated"):
+        run = ended(rl.run("tiny", runs=tmp_path, placement=placement, **{**SMALL, "steps": 12, "staleness": 2, "eval": []}))
+        steps, events = run.steps, run.table("events")
+        begun = {json.loads(f)["version"]: at for f, at in events.filter(pl.col("kind") == "Train").select("fields", "at").iter_rows()}
+        arrived = events.filter(pl.col("kind") == "Generated")["at"].to_list()
+        inside = sum(any(begun[v] + 0.02 < t < at for v, at in steps.select("version", "at").iter_rows()) for t in arrived)
+        shares[placement] = inside / len(arrived)
+    assert shares["split"] > 0.1 and shares["split"] > 3 * shares["colocated"], shares
+
+
 
 
 def test_steering(tmp_path):
@@ -144,7 +165,7 @@ def test_steering(tmp_path):
 
 def test_a_guardrail_pauses_the_run_and_says_why(tmp_path):
     guard = [{"name": "guard", "count": 16, "every": 2, "floor": 0.99}]
-    run = rl.run({"generator": "scripted", "placement": "inline", "steps": 50, "group": 4, "batch": 32, "preflight": 0, "eval": guard}, runs=tmp_path)
+    run = rl.run({"generator": "scripted", "clock": "virtual", "steps": 50, "group": 4, "batch": 32, "preflight": 0, "eval": guard}, runs=tmp_path)
     until(lambda: run.state == "paused", 30)
     row = until(lambda: run.commands.to_dicts())[-1]
     assert (row["author"], row["knob"]) == ("guardrail", "pause") and "below its floor 0.99" in row["reason"]
@@ -154,20 +175,23 @@ def test_a_guardrail_pauses_the_run_and_says_why(tmp_path):
     assert_books(run)
 
 
-def test_sigterm_ends_a_run_as_stop_does(tmp_path):
+@pytest.mark.parametrize("whom", ["run process", "supervisor"])
+def test_sigterm_ends_a_run_as_stop_does(tmp_path, whom):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
-    pids = [p.pid for p in _tree(run.status.pid)]
-    os.kill(run.status.pid, signal.SIGTERM)
+    processes = processes_of(run)
+    os.kill(run.status.pid if whom == "run process" else run.status.supervisor, signal.SIGTERM)
     ended(run, "stopped")
+    assert run.status.reason == "stopped by SIGTERM" and len(processes) == 5
     assert_books(run)
-    until(lambda: not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids), 10)
+    until(lambda: gone(processes), 10)
 
 
-def test_a_killed_worker_ends_the_run_with_closed_books(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+@pytest.mark.parametrize("worker", ["trainer", "worker"])
+def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
+    run = rl.run("tiny", runs=tmp_path, placement="colocated" if worker == "worker" else "split", **{**SMALL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
-    worker_of(run).kill()
+    worker_of(run, worker).kill()
     ended(run, "failed")
     assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason
     assert_books(run)
@@ -177,20 +201,28 @@ def test_a_killed_environment_is_started_again(tmp_path):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
     version = run.status.version
-    min(_tree(run.status.pid)[1:], key=lambda p: p.memory_info().rss if "spawn_main" in " ".join(p.cmdline()) else 1 << 60).kill()
+    worker_of(run, "environment").kill()
     until(lambda: run.status.version >= version + 3)
     run.stop()
     ended(run, "stopped")
     assert_books(run)
 
 
-def test_a_killed_run_process_leaves_readable_books_and_no_orphan(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+def test_whoever_kills_all_of_a_run_can_still_close_its_books(tmp_path):
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000, "staleness": 2})
     until(lambda: run.status and run.status.version >= 1)
-    pids = [p.pid for p in _tree(run.status.pid)]
-    os.kill(run.status.pid, signal.SIGKILL)
-    until(lambda: not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids), 10)
-    assert run.state == "dead" and run.steps["version"].to_list() == list(range(1, len(run.steps) + 1))
+    processes = processes_of(run)
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+    until(lambda: run.state == "dead", 10)
+    with pytest.raises(ValueError, match="only a live run"):
+        run.pause()
+    run.stop(author="test")
+    assert run.state == "failed" and run.status.reason == "its processes were killed; closed by test" and run.status.books["left_at_stop"]["count"] > 0
+    assert_books(run)
+    assert gone(processes) and not list(run.folder.glob("weights*"))
 
 
 def test_interrupting_the_command_line_finishes_the_step(tmp_path):
