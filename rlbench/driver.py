@@ -420,7 +420,7 @@ class Driver:
         self.scoring: dict[tuple[int, int], None] = {}
         self.eval_groups: dict[int, str] = {}
         self.refused, self.asked_to_end, self.started, self.looked, self.quiet = "", "", time.time(), 0.0, 0
-        self.ticks, self.ticked_at = 0, 0.0
+        self.ticks, self.ticked_at, self.supervisor = 0, 0.0, 0
 
     def start(self, name: str) -> None:
         "Start a worker by name."
@@ -663,7 +663,7 @@ def status_of(driver: Driver) -> Status:
         dispatched=s.dispatched,
         tokens=s.generated_tokens,
         digest=s.digest,
-        supervisor=os.getppid(),
+        supervisor=driver.supervisor,
         workers={} if driver.inline else {name: handle.process.pid for name, handle in driver.handles.items()},
         books_closed=books_closed(s) and s.phase in FINISHED,
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},

@@ -39,6 +39,7 @@ def run_main(connection, folder: str) -> None:
         write_status(place, Status("failed", started=time.time(), updated=time.time(), reason=str(error), books_closed=True))
         return
     signal.signal(signal.SIGTERM, lambda *_: setattr(driver, "asked_to_end", "SIGTERM"))
+    driver.supervisor = os.getppid()
     threading.Thread(target=tell, args=(connection, driver), daemon=True).start()
     live(driver)
 
@@ -47,13 +48,12 @@ def live(driver) -> None:
     "The driver's life. Without a supervisor the report is written here; a stopped one is woken so that it can leave."
     from rlbench.driver import drive
 
-    supervisor = os.getppid()
     try:
         drive(driver)
     except Exception:
         traceback.print_exc()
-    if os.getppid() == supervisor:
-        os.kill(supervisor, signal.SIGCONT)
+    if os.getppid() == driver.supervisor:
+        os.kill(driver.supervisor, signal.SIGCONT)
     else:
         report(driver.folder)
 
@@ -97,6 +97,7 @@ def close_books(folder: Path, reason: str) -> Status:
     totals = rows.group_by("fate").agg(pl.len(), pl.col("length").sum(), pl.col("seconds").sum())
     books = {fate: {"count": count, "tokens": tokens, "seconds": seconds} for fate, count, tokens, seconds in totals.iter_rows()}
     closed = replace(status, state="failed", reason=reason, updated=time.time(), books=books, books_closed=True, dispatched=len(rows), tokens=int(rows["length"].sum()))
+    remove_weights(folder)
     (folder / "ballast").unlink(missing_ok=True)
     write_status(folder, closed)
     return closed

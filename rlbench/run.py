@@ -223,7 +223,7 @@ def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
             raise TimeoutError(f"run {run.name!r} is still {run.state} after {timeout:g} s")
         time.sleep(poll)
     last, status = time.monotonic(), run.status
-    while status and status.host == os.uname().nodename and alive(status.pid) and time.monotonic() - last < REPORT_SECONDS:
+    while status and status.host == os.uname().nodename and (alive(status.pid) or alive(status.supervisor)) and time.monotonic() - last < REPORT_SECONDS:
         time.sleep(poll)
     return run.state
 

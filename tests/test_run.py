@@ -127,7 +127,7 @@ def test_generation_never_stops_for_training(tmp_path):
         arrived = events.filter(pl.col("kind") == "Generated")["at"].to_list()
         inside = sum(any(begun[v] + 0.02 < t < at for v, at in steps.select("version", "at").iter_rows()) for t in arrived)
         shares[placement] = inside / len(arrived)
-    assert shares["split"] > 0.1 and shares["split"] > 3 * shares["colocated"], shares
+    assert shares["split"] > 0.4 > shares["colocated"], shares
 
 
 
@@ -182,7 +182,7 @@ def test_sigterm_ends_a_run_as_stop_does(tmp_path, whom):
     processes = processes_of(run)
     os.kill(run.status.pid if whom == "run process" else run.status.supervisor, signal.SIGTERM)
     ended(run, "stopped")
-    assert run.status.reason == "stopped by SIGTERM" and len(processes) == 5
+    assert run.status.reason == "stopped by SIGTERM" and len(processes) >= 5
     assert_books(run)
     until(lambda: gone(processes), 10)
 
