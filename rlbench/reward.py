@@ -23,9 +23,13 @@ from .tasks import boxed
 
 # %% ../nbs/25_reward.ipynb #reward-final
 def final_answer(response: str) -> str:
-    "The content of the last \\boxed{...}, else the text after the last ':', else all of it; stripped."
+    "The content of the last \\boxed{...}, else the line after the last '####', else the text after the last ':', else all of it; stripped."
     box = boxed(response)
-    return response.rpartition(":")[2].strip() if box is None else box
+    if box is not None:
+        return box
+    if "####" in response:
+        return response.rpartition("####")[2].partition("\n")[0].strip()
+    return response.rpartition(":")[2].strip()
 
 # %% ../nbs/25_reward.ipynb #reward-exact
 def exact(response: str, answer: str) -> bool:

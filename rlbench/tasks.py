@@ -10,6 +10,7 @@ __all__ = ['ONE_IN', 'SPLITS', 'Problem', 'EXTRACT', 'MANY', 'TASK_SETS', 'held_
 
 # %% ../nbs/20_tasks.ipynb #tasks-imports
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,11 +211,12 @@ def _task(where: str, row: object, fallback: str, extract: str = "whole", owner:
         raise ValueError(f'{where}: a {type(row).__name__}; write an object such as {{"prompt": "17+25=", "answer": "42"}}')
     values = {"id": fallback, "level": 0, **row}
     for name, kinds in (("prompt", str), ("answer", (str, int, float)), ("level", int), ("id", str)):
-        called = (columns or {}).get(name, name)
+        column = (columns or {}).get(name, name)
+        called = name if column == name else f"{name} (column {column!r})"
         if name not in values:
             raise ValueError(f"{where}: no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}. Add or rename it")
         value = values[name]
-        if not isinstance(value, kinds) or isinstance(value, bool) or value != value:
+        if not isinstance(value, kinds) or isinstance(value, bool) or isinstance(value, float) and not math.isfinite(value):
             wanted = "a whole number" if kinds is int else "text"
             raise ValueError(f"{where}: {called} is {str(value)[:60]!r}, a {type(value).__name__}; write {wanted}")
         if isinstance(value, str) and not value.strip():
@@ -315,8 +317,8 @@ def open_hub(dataset: str, config: str = "", revision: str = ""):
     datasets, source = _datasets(), _source(dataset)
     try:
         return datasets.load_dataset_builder(source, config or None, revision=revision or None)
-    except datasets.data_files.EmptyDatasetError:
-        raise ValueError(f"tasks.dataset: {dataset!r} has no data files; put parquet or JSON-lines files there") from None
+    except (datasets.data_files.EmptyDatasetError, datasets.exceptions.DataFilesNotFoundError) as error:
+        raise ValueError(f"tasks.dataset: {dataset!r} has no data files ({_first_line(error)}); it needs parquet or JSON-lines files") from None
     except ConnectionError as error:
         raise ConnectionError(
             f"tasks.dataset: {dataset!r} is no folder here, and the Hub is not reachable ({_first_line(error)}); check the network, give a local folder in the Hub's layout, "
@@ -438,6 +440,9 @@ def hub_tasks(name: str, rows: Sequence[tuple[str, dict]], columns: Columns, ext
     for number, (where, row) in enumerate(rows):
         try:
             task = _task(where, _said(where, row, columns), f"{name}/{number}", rule, name.rpartition("/")[0], columns.named())
+            if longest and len(task.prompt) > longest:
+                faults.append(f"{where}: its prompt has {len(task.prompt)} characters, longest is {longest}")
+                continue
             problem = canonical(task.prompt)
             if found.setdefault(problem, task).answer != task.answer:
                 disputed.add(problem)
@@ -449,7 +454,7 @@ def hub_tasks(name: str, rows: Sequence[tuple[str, dict]], columns: Columns, ext
             faults.append(str(error))
     if faults:
         warnings.warn(f"tasks.hub: left out {len(faults)} of {len(rows)} rows; the first: {faults[0]}", stacklevel=2)
-    return {problem: task for problem, task in found.items() if problem not in disputed and (not longest or len(task.prompt) <= longest)}
+    return {problem: task for problem, task in found.items() if problem not in disputed}
 
 
 def _said(where: str, row: Mapping, columns: Columns) -> dict:
