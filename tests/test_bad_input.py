@@ -96,7 +96,7 @@ def test_a_kv_budget_too_small_for_one_sequence(tmp_path):
 
 
 def test_a_task_file_with_a_missing_column(tmp_path):
-    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (tmp_path / "tasks.jsonl").write_text('{"query": "1+1=", "answer": "2"}\n')
     refused(tmp_path, "tasks.jsonl", "prompt", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
 
 
