@@ -184,7 +184,7 @@ def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
 
 def decode_response(policy: Policy, tokens: Sequence[int] | np.ndarray) -> str:
     "The response's text, without special tokens."
-    ids = [int(token) for token in tokens]
+    ids = np.asarray(tokens).tolist()
     return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 # %% ../nbs/10_model.ipynb #model-head

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -230,12 +231,13 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     from rlbench.generator_torch import TorchGenerator
     from rlbench.model import decode_response, encode_prompt
 
-    longest = check_prompts(prompts, lambda p: encode_prompt(policy, p), policy.context, config.max_tokens)
+    encode = lru_cache(4096)(partial(encode_prompt, policy))  # the members of a group share their prompt
+    longest = check_prompts(prompts, encode, policy.context, config.max_tokens)
     try:
         generator = TorchGenerator(policy.model, max_length=longest + config.max_tokens, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
-    return Writer(generator, policy.stop_ids, lambda p: encode_prompt(policy, p), lambda t: decode_response(policy, t),
+    return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
                   lambda version, cache: load(generator, version, cache), policy.name)
 
 
