@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['Work', 'run_work', 'recorded_work', 'save_work', 'synthetic', 'bench_cases', 'Setting', 'time_ours', 'time_generate',
-           'bench_model', 'Arm', 'settings', 'sample', 'choose', 'EngineBench', 'this_machine', 'bench_engine']
+           'bench_model', 'Arm', 'settings', 'sample', 'choose', 'EngineBench', 'bench_engine']
 
 # %% ../nbs/90_bench.ipynb #bench-imports
 import gc
 import json
-import platform
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
@@ -20,6 +19,7 @@ from typing import Callable
 import numpy as np
 import torch
 
+from .capacity import machine
 from .generator import Request, drain
 from .generator_torch import TorchGenerator, settle_cpu
 from .ledger import read_json, read_table, write_json
@@ -231,14 +231,6 @@ class EngineBench:
                  for case, rate in self.rates.items()]
         return "\n".join(lines)
 
-
-def this_machine() -> dict[str, str]:
-    "What a measurement has to say about where it was made."
-    import transformers
-
-    return {"processor": platform.processor() or platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "threads": str(torch.get_num_threads()), "date": time.strftime("%Y-%m-%d")}
-
 # %% ../nbs/90_bench.ipynb #bench-engine
 def bench_engine(run: str | Path | None = None, model: str | Path | None = None, folder: str | Path = "bench-engine", work: Work | None = None,
                  batches: tuple[int, ...] = (32, 64, 128, 256), repetitions: int = 3, sequences: int = 2048, say: Callable[[str], None] = lambda line: None) -> EngineBench:
@@ -259,6 +251,6 @@ def bench_engine(run: str | Path | None = None, model: str | Path | None = None,
                 say(f"{case} {side} {setting.batch}: {arms[-1].rate:,.0f} tokens/s")
     rates = {case: {side: median(a.rate for a in arms if (a.case, a.side) == (case, side)) for side in sides} for case, sides in chosen.items()}
     ratios = {f"{case}_ratio": round(rate["ours"] / rate["generate"], 3) for case, rate in rates.items()}
-    result = EngineBench(**ratios, rates=rates, chosen=chosen, arms=tuple(arms), machine=this_machine())
+    result = EngineBench(**ratios, rates=rates, chosen=chosen, arms=tuple(arms), machine=machine("torch", "transformers") | {"threads": str(torch.get_num_threads())})
     (folder / "result.json").write_text(result.to_json(), encoding="utf-8")
     return result

@@ -5,11 +5,16 @@
 # %% auto #0
 __all__ = ['MODELS', 'HARDWARE', 'ModelShape', 'kv_bytes_per_token', 'weight_bytes', 'max_concurrency', 'resident_tokens',
            'Hardware', 'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes', 'activation_bytes',
-           'decode_seconds', 'dollars_per_million']
+           'decode_seconds', 'dollars_per_million', 'processor', 'machine']
 
 # %% ../nbs/04_capacity.ipynb #capacity-imports
+import os
+import platform
+import time
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from math import inf
+from pathlib import Path
 
 # %% ../nbs/04_capacity.ipynb #capacity-model
 @dataclass(frozen=True)
@@ -124,3 +129,25 @@ def decode_seconds(
 def dollars_per_million(hardware: Hardware, tokens_per_second: float, count: int = 1) -> float:
     "What a million tokens cost at a rate."
     return count * hardware.dollars_per_hour / 3600 / tokens_per_second * 1e6 if tokens_per_second else inf
+
+# %% ../nbs/04_capacity.ipynb #capacity-machine
+def processor() -> str:
+    "The processor's name; its architecture where the system gives no name."
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def machine(*packages: str) -> dict[str, str]:
+    "Where and when something was measured; a version for each of the packages, empty for one that is not installed."
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return ""
+
+    return {"processor": processor(), "cores": str(os.cpu_count() or 1), "system": platform.system(), "python": platform.python_version(),
+            **{package: installed(package) for package in packages}, "date": time.strftime("%Y-%m-%d")}
