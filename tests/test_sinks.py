@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from inline import inline_run
 
 import rlbench as rl
 from rlbench.config import SINK_NAMES, read_config
-from rlbench.ledger import Ledger, Status, create_run_folder, read_table, write_status
+from rlbench.ledger import Ledger, Status, create_run_folder, read_status, read_table, write_status
 from rlbench.records import TABLES
 from rlbench.sinks import note_of, start_sinks
 
@@ -213,12 +214,10 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
 
 def test_a_killed_run_ends_its_sinks(tmp_path, environment, beside):
     "A run process that is gone leaves no sink behind, and what it had written is there."
-    run = rl.run({"placement": "inline", "generator": "scripted", **SMALL, "steps": 1_000_000, "eval": [], "sinks": "tensorboard"}, runs=tmp_path, name="monday")
+    run = rl.run({"placement": "inline", "generator": "scripted", **SMALL, "steps": 1_000_000, "eval": []}, runs=tmp_path, name="monday")
     pid = until(lambda: run.status and run.status.pid)
-    beside += start_sinks(run.folder, run.config.sinks, pid)
+    beside += start_sinks(run.folder, ["tensorboard"], pid)
     until(lambda: (run.folder / "tensorboard").exists() and from_tensorboard(run.folder, environment)[0])
-    refused = python(environment, "-m", "rlbench.cli", "export", run.folder, "--to", "tensorboard", code=2)
-    assert "writes tensorboard itself while it is" in refused
     os.kill(pid, signal.SIGKILL)
     assert [process.wait(15) for process in beside] == [0]
     assert run.state == "dead"
@@ -255,6 +254,28 @@ def test_failures_are_in_the_log(tmp_path, environment, beside):
     beside += start_sinks(folder, ["tensorboard"])
     assert beside[0].wait(30) == 1
     assert "tensorboard: " in (folder / "sinks.log").read_text() and "exists" in (folder / "sinks.log").read_text()
+
+
+def test_a_live_run_is_not_exported_beside_its_own_sink(tmp_path, environment):
+    "To another folder it is; and when the run has ended, to the same place."
+    folder = inline_run(tmp_path, "monday", {**SMALL, "sinks": ["tensorboard"]}).folder
+    export = lambda *more, code=0: python(environment, "-m", "rlbench.cli", "export", folder, *more, "--to", "tensorboard", code=code)
+    ended = read_status(folder)
+    write_status(folder, Status("running", pid=os.getpid(), host=os.uname().nodename))
+    assert "writes tensorboard itself while it is running" in export(code=2) and not (folder / "tensorboard").exists()
+    export(tmp_path / "board")
+    write_status(folder, ended)
+    export()
+    assert (tmp_path / "board/monday").is_dir() and (folder / "tensorboard").is_dir()
+
+
+def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
+    "Nothing is left to follow, so nothing follows; the folder does not come back."
+    folder, lives = inline_run(tmp_path, "monday", SMALL).folder, script("input()", stdin=subprocess.PIPE)
+    beside += start_sinks(folder, ["tensorboard"], lives.pid)
+    until(lambda: list(folder.glob("tensorboard/*")))
+    shutil.rmtree(folder)
+    assert beside[0].wait(15) == 0 and not folder.exists()
 
 
 def without(package: str, to: Path) -> str:
