@@ -134,7 +134,7 @@ class TensorBoard:
         for p in told:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in p.numbers.items()]
             if p.note:
-                values.append(Summary.Value(tag="commands", metadata=create_summary_metadata(None, None), tensor=make_tensor_proto([p.note])))
+                values.append(Summary.Value(tag="commands", metadata=create_summary_metadata(None, None), tensor=make_tensor_proto(p.note)))
             self.writer.add_event(Event(wall_time=self.born + p.at, step=p.version, summary=Summary(value=values)))
         self.writer.flush()
 
