@@ -30,10 +30,11 @@ from rich.text import Text
 
 from .config import captured_functions, load_config, parse_assignment, presets
 from .knobs import unknown
-from .ledger import Status, read_table
+from .ledger import ENDED, Status, read_table
 from .loop import VERBS
 from .report import summary, write_report
-from .run import ENDED, Run, attach, list_runs, run
+from .run import Run, attach, list_runs, run
+from .sinks import SINKS, export_run, writes_itself
 
 # %% ../nbs/91_cli.ipynb #cli-errors
 def _app() -> typer.Typer:
@@ -470,13 +471,37 @@ def sample(
         texts = respond(_policy(attach(name, runs=runs)), prompt, n, temperature, seed)
     emit({"prompt": prompt, "responses": texts}) if as_json else print("\n".join(prompt + text for text in texts))
 
-
+# %% ../nbs/91_cli.ipynb #cli-export
 @app.command()
-def export(name: RunName, folder: Path, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
-    "Copy the trained policy of a run as a Hugging Face folder."
+def export(
+    name: RunName,
+    folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder")] = None,
+    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio")] = "policy",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Copy the trained policy of a run as a Hugging Face folder, or its tables --to an experiment tracker."
     with friendly():
-        shutil.copytree(_policy(attach(name, runs=runs)).model, folder)
+        r = attach(name, runs=runs)
+        if to != "policy":
+            return _to_tracker(r, to, folder, follow, as_json)
+        if folder is None or follow:
+            raise ValueError(f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}")
+        shutil.copytree(_policy(r).model, folder)
     emit({"policy": folder}) if as_json else print(folder)
+
+
+def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
+    if folder is None and writes_itself(r.folder, to):
+        raise ValueError(f"to: {r.name!r} writes {to} itself while it is {r.state}; name another folder, or wait for its end")
+    try:
+        told = export_run(r.folder, to, folder, follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        return emit({"to": to, "rows": told.rows, "look": told.look})
+    print(f"{r.name}: {', '.join(f'{count} {table}' for table, count in told.rows.items())}; look with: {told.look}")
 
 # %% ../nbs/91_cli.ipynb #cli-rest
 @app.command()

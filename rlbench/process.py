@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['START_SECONDS', 'SILENCE_SECONDS', 'run_main', 'live', 'tell', 'unfinished', 'close_books', 'supervise', 'end_group',
-           'report', 'main']
+           'sinks_of', 'end_sidecar', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -132,6 +133,27 @@ def end_group(leader: int) -> None:
     except ProcessLookupError:
         pass
 
+# %% ../nbs/65_process.ipynb #process-sinks
+def sinks_of(folder: Path) -> list[subprocess.Popen]:
+    "Start the sinks that the configuration names; what they cannot do is written to run.log and disturbs nobody."
+    from rlbench.config import read_config
+    from rlbench.sinks import start_sinks
+
+    try:
+        return start_sinks(folder, read_config(folder).sinks, os.getpid())
+    except (ValueError, OSError) as error:  # a configuration that cannot be read is reported by the run process
+        print(f"sinks: {error}", file=sys.stderr, flush=True)
+        return []
+
+
+def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
+    "Give a sink time to hand on the last rows, then end it."
+    try:
+        sidecar.wait(patience)
+    except subprocess.TimeoutExpired:
+        sidecar.kill()
+        sidecar.wait()
+
 # %% ../nbs/65_process.ipynb #process-main
 def report(folder: Path) -> None:
     "Write the report; a run that ended well must not fail for its picture."
@@ -151,6 +173,7 @@ def main(folder: Path) -> int:
     me = os.getpid()
     write_status(folder, Status("starting", pid=me, supervisor=me, host=platform.node(), started=time.time(), updated=time.time()))
     handle = ProcessHandle("run", run_main, (str(folder),), parent=True)
+    sidecars = sinks_of(folder)
     cause = supervise(handle, asked)
     end_group(handle.process.pid)
     handle.close(1.0)
@@ -159,6 +182,8 @@ def main(folder: Path) -> int:
     if not status.books_closed:
         print(f"run process lost: {cause}", file=sys.stderr, flush=True)
         status = close_books(folder, f"run process lost: {cause}")
+    for sidecar in sidecars:  # they follow the ledger to its end and leave
+        end_sidecar(sidecar)
     report(folder)
     return int(status.state == "failed")
 

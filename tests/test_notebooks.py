@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path for path in ROOT.glob("nbs/**/*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 MODULES = sorted(path for path in ROOT.glob("rlbench/**/*.py") if path.name not in ("__init__.py", "_modidx.py"))
 HEAVY = {"torch", "transformers", "polars", "plotly", "vllm", "ray"}
-RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curriculum", "staleness", "queue", "config", "loop", "placement")
+RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curriculum", "staleness", "queue", "config", "loop", "placement", "sinks")
 FACADE = 85  # `import rlbench` reaches up to run and ablation (80, 81): only what comes later may use it
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
