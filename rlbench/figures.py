@@ -847,12 +847,12 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
 # %% ../nbs/60_figures.ipynb #figures-time
 ACTORS = ("generator", "environment", "trainer")
 PARTS = {"compute": "green", "wait": "amber", "publish": "purple", "overhead": "grey"}
-TURNS = ("generator", "trainer")  # they share a worker: one waits while the other has its turn
+TURNS = ("generator", "trainer")  # in a colocated run they share a worker: one waits while the other has its turn
 
 
-def actor_time(steps, actor: str, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
-    "Shares of compute, wait (the other's turn included), publish and overhead in the time of one actor."
-    names = tuple("waits or the other's turn" if part == "wait" and actor in TURNS else part for part in PARTS)
+def actor_time(steps, actor: str, marks: tuple[Mark, ...] = (), x: str = "version", colocated: bool = False) -> Chart:
+    "Shares of compute, wait (in a colocated run the other's turn included), publish and overhead in the time of one actor."
+    names = tuple("waits or the other's turn" if part == "wait" and actor in TURNS and colocated else part for part in PARTS)
     parts = [np.nan_to_num(column(steps, f"{actor}_{part}")) for part in PARTS]
     total = np.sum(parts, axis=0) if len(parts[0]) else np.zeros(0)
     shares = tuple(np.divide(p, total, out=np.zeros_like(p), where=total > 0) for p in parts)

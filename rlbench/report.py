@@ -371,8 +371,8 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         lengths(steps, in_force(data, "max_tokens")[-1][1], marks),
         truncated_share(steps, marks),
     )
-    books = tokens_by_fate(data.status.books if data.status else {})
-    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), *(actor_time(steps, actor, marks) for actor in ACTORS))
+    books, together = tokens_by_fate(data.status.books if data.status else {}), in_force(data, "placement")[-1][1] == "colocated"
+    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in ACTORS))
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
     return (
         section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)
