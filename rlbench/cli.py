@@ -574,25 +574,33 @@ def checks() -> list[tuple[str, bool, str]]:
     ]
 
 # %% ../nbs/91_cli.ipynb #cli-bench
-BENCHES = ("engine",)
+BENCHES = ("engine", "trl")
 
 
 @app.command()
 def bench(
     what: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
-    run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "",
+    run_name: Annotated[str, typer.Option("--run", help="engine: take the lengths of this run")] = "",
     runs: RunsOption = "runs",
-    folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes")] = "bench-engine",
+    folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes  [default: bench-engine, bench-trl]", show_default=False)] = "",
+    pairs: Annotated[int, typer.Option(help="trl: trainings of each side")] = 3,
+    placement: Annotated[str, typer.Option(help="trl: another placement than the preset's", show_default=False)] = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Measure: `engine` compares the torch generator with transformers.generate."
-    from rlbench.bench import bench_engine
-
+    "Measure: `engine` compares the torch generator with transformers.generate, `trl` the whole training loop with TRL's."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with friendly():
         if what not in BENCHES:
             raise unknown("bench", what, BENCHES)
-        console = Console(stderr=True)
-        result = bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=console.print)
+        say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+        if what == "trl":
+            from rlbench.bench_trl import bench_trl
+
+            result = bench_trl(folder or "bench-trl", pairs, placement, say=say)
+        else:
+            from rlbench.bench import bench_engine
+
+            result = bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder or "bench-engine", say=say)
     emit(result) if as_json else print(result)
 
 
