@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
            'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'head_logits',
-           'check_head', 'token_logprobs', 'save_policy']
+           'check_head', 'token_logprobs', 'flat_logprobs', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -243,13 +243,18 @@ def token_logprobs(
     wanted_RT = wanted_RT if mask_RT is None else wanted_RT & mask_RT.bool()
     wanted_RT[:, 0] = False
     rows_N, columns_N = wanted_RT.nonzero(as_tuple=True)
+    return flat_logprobs(model, hidden_RTH[rows_N, columns_N - 1], tokens_RT, rows_N, columns_N, temperature_R, elements)
+
+
+def flat_logprobs(
+    model, hidden_NH: torch.Tensor, tokens_RT: torch.Tensor, rows_N: torch.Tensor, columns_N: torch.Tensor, temperature_R: torch.Tensor, elements: int = 2**24
+) -> tuple[torch.Tensor, torch.Tensor]:
+    "Log-probability and entropy [R, T] of the tokens at (row, column), each predicted from its hidden vector; zero elsewhere. At most `elements` logits exist at a time."
     zeros_RT = torch.zeros(tokens_RT.shape, dtype=torch.float32, device=tokens_RT.device)
     if len(rows_N) == 0:
         return zeros_RT, zeros_RT.clone()
     size = max(1, elements // model.get_output_embeddings().weight.shape[0])
-    logprobs_N, entropy_N = _chunks(
-        model, hidden_RTH[rows_N, columns_N - 1], tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size
-    )
+    logprobs_N, entropy_N = _chunks(model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size)
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../nbs/10_model.ipynb #model-save

@@ -227,7 +227,8 @@ class Meter:
         return Meter(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
     def __add__(self, other: "Meter") -> "Meter":
-        return Meter(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Meter(self.compute + other.compute, self.wait + other.wait, self.publish + other.publish, self.overhead + other.overhead,
+                     self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens)
 
 # %% ../nbs/00_records.ipynb #records-columns
 SCHEMA = 1  # raised when a column changes its meaning

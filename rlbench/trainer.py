@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .correction import ess, kl_k3
+from .forward import shareable, shared_logprobs
 from .loss import Totals
 from .model import token_logprobs
 from .objective import Objective, evaluate
@@ -99,6 +100,8 @@ class Arrays:
     advantages_R: np.ndarray  # float32
     temperatures_R: np.ndarray  # float32
     lengths_R: np.ndarray  # int64
+    prefix_R: np.ndarray  # int64: tokens before the first that carries weight
+    widths_R: np.ndarray  # int64: tokens to compute for this row alone
     rollouts_R: np.ndarray  # int64: rollout ids
     groups_R: np.ndarray  # int64: group ids
 
@@ -106,17 +109,19 @@ class Arrays:
         return len(self.lengths_R)
 
 
-def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0) -> Arrays:
-    "Lay out every rollout that has an advantage and a token with weight. ValueError says which rollout cannot be trained, and whose fault it is."
+def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0, shared: bool = False) -> Arrays:
+    "Lay out every rollout that has an advantage and a token with weight; `shared`: prefixes are computed once. ValueError says which rollout cannot be trained, and whose fault it is."
     rows = [_row(r, float(a)) for g in groups for r, a in zip(g.rollouts, objective.advantage(g.rewards), strict=True)]
     rows = sorted((row for row in rows if row is not None), key=lambda row: (len(row.tokens_T), row.rollout.id))
     lengths_R = np.array([len(row.tokens_T) for row in rows], np.int64)
+    prefix_R = np.array([row.mask_T.argmax() for row in rows], np.int64)
     width = int(lengths_R.max(initial=0))
 
     def stack(name: str, fill, dtype):
-        return np.array([np.pad(getattr(row, name), (0, width - len(row.tokens_T)), constant_values=fill) for row in rows], dtype).reshape(
-            len(rows), width
-        )
+        stacked = np.full((len(rows), width), fill, dtype)
+        for i, row in enumerate(rows):
+            stacked[i, : lengths_R[i]] = getattr(row, name)
+        return stacked
 
     return Arrays(
         tokens_RT=stack("tokens_T", pad, np.int64),
@@ -125,6 +130,8 @@ def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0) -> Arra
         advantages_R=np.array([row.advantage for row in rows], np.float32),
         temperatures_R=np.array([row.rollout.temperature for row in rows], np.float32),
         lengths_R=lengths_R,
+        prefix_R=prefix_R,
+        widths_R=lengths_R - prefix_R * shared,
         rollouts_R=np.array([row.rollout.id for row in rows], np.int64),
         groups_R=np.array([row.rollout.group for row in rows], np.int64),
     )
@@ -167,6 +174,7 @@ class Micro:
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
     lengths_R: torch.Tensor
+    prefix_R: torch.Tensor
 
 
 Forward = Callable[[Micro], tuple[torch.Tensor, torch.Tensor]]  # log-probs and entropies, both [R, T]
@@ -176,7 +184,7 @@ def cut(arrays: Arrays, rows: np.ndarray, device: torch.device) -> Micro:
     "The rows as tensors."
     width = int(arrays.lengths_R[rows].max())
     wide = (arrays.tokens_RT, arrays.mask_RT, arrays.sampler_RT)
-    flat = (arrays.advantages_R, arrays.temperatures_R, arrays.lengths_R)
+    flat = (arrays.advantages_R, arrays.temperatures_R, arrays.lengths_R, arrays.prefix_R)
     return Micro(*(torch.as_tensor(a[rows, :width], device=device) for a in wide), *(torch.as_tensor(a[rows], device=device) for a in flat))
 
 # %% ../nbs/35_trainer.ipynb #trainer-seen
@@ -195,7 +203,7 @@ class Seen:
 def start_logprobs(forward: Forward, arrays: Arrays, micro_tokens: int, device: torch.device) -> torch.Tensor:
     "Log-probs [R, T] of the whole batch under the present weights, 0 on padding."
     old_RT = torch.zeros(arrays.tokens_RT.shape, device=device)
-    for rows in split(arrays.lengths_R, micro_tokens):
+    for rows in split(arrays.widths_R, micro_tokens):
         logprobs_RT, _ = forward(cut(arrays, rows, device))
         old_RT[rows, : logprobs_RT.shape[1]] = logprobs_RT.float()
     return old_RT
@@ -288,14 +296,14 @@ def train_arrays(
     old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 else None
     seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
     for done, rows in enumerate(pieces):
-        micros = [rows[micro] for micro in split(arrays.lengths_R[rows], config.micro_tokens)]
+        micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens)]
         began = time.perf_counter()
         seen += accumulate(forward, objective, arrays, micros, old_RT, device)
         norms.append(optimizer_step(optimizer, config, steps + done))
         compute += time.perf_counter() - began
         cuts += micros
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(weights_of(optimizer), before)]).norm()
-    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.lengths_R, cuts)), compute
+    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.widths_R, cuts)), compute
 
 # %% ../nbs/35_trainer.ipynb #trainer-trainer
 class Trainer:
@@ -311,13 +319,14 @@ class Trainer:
             raise ValueError('device: "cuda" is asked for and this machine has none; use "auto" or "cpu"')
         self.config, self.objective, self.pad_id, self.steps = config, objective, pad_id, 0
         self.model = model.to(self._accelerator.device, torch.float32).eval()
+        self.shares = shareable(self.model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, fused=True)
 
     def train(self, groups: Sequence[Group], version: int) -> TrainResult:
         "Train on one batch to make `version`. FloatingPointError if a gradient is not finite."
         began = time.perf_counter()
-        arrays = prepare(groups, self.objective, self.pad_id)
+        arrays = prepare(groups, self.objective, self.pad_id, self.shares)
         metrics, compute = train_arrays(self._forward, self.optimizer, self.objective, self.config, arrays, self.steps, self._accelerator.device)
         self.steps += metrics.optimizer_steps
         advantages = dict(zip(arrays.rollouts_R.tolist(), arrays.advantages_R.tolist()))
@@ -340,4 +349,6 @@ class Trainer:
 
     def _forward(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor]:
         with self._accelerator.autocast():
+            if self.shares:
+                return shared_logprobs(self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R)
             return token_logprobs(self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R)
