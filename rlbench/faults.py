@@ -150,6 +150,9 @@ class FaultBench:
         "As JSON text."
         return json.dumps(asdict(self), indent=1)
 
+    def __str__(self) -> str:
+        return f"{self.kept} of {self.times} blows: every promise kept; the slowest end took {self.slowest_end_s:.0f} s"
+
 
 def plan(times: int, seed: int) -> list[tuple[str, str, float]]:
     "Target, signal and moment of each blow: every pair in turn, in an order and at moments drawn from the seed."
