@@ -29,10 +29,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .config import captured_functions, load_config, parse_assignment, presets
-from .knobs import unknown
-from .ledger import ENDED, Status, read_table
-from .loop import VERBS
+from .config import captured_functions, default_placement, load_config, parse_assignment, presets
+from .ledger import ENDED, Status
 from .report import summary, write_report
 from .run import Run, attach, list_runs, run
 from .sinks import SINKS, export_run, writes_itself
@@ -566,7 +564,7 @@ def checks() -> list[tuple[str, bool, str]]:
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
         ("python", sys.version_info >= (3, 11), platform.python_version()),
-        ("cores", (os.cpu_count() or 1) >= 2, str(os.cpu_count())),
+        ("cores", (os.cpu_count() or 1) >= 2, f"{os.cpu_count()}; a run is {default_placement()} unless it says otherwise"),
         *map(package, ("torch", "transformers", "accelerate", "polars", "plotly", "math-verify")),
         ("accelerator", True, torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none; runs on the CPU"),
         ("disk", free > 1, f"{free:.0f} GB free here"),

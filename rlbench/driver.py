@@ -30,9 +30,9 @@ from .config import RunConfig, captured_functions, read_config
 from .environment import ScoreRequest, ScoreResult
 from .ledger import Ballast, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Publish, Published, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Ticked, Train, Trained, Write, abandon, books_closed, start_state, step, synchronous)
+                          Saved, Score, Scored, Served, Start, Started, StepRow, Ticked, Train, Trained, Write, abandon, books_closed, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Fate, Group, Meter, Rollout, StopReason, Task, prompt_segment, span, stream_key
+from .records import Group, Meter, Rollout, Task, prompt_segment, span, stream_key
 from .tasks import make_tasks
 from .worker import (AbortJob, BatchTrained, ConfigureJob, EnvironmentReady, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, worker_main)
@@ -493,7 +493,8 @@ def drive(driver: Driver) -> LoopState:
         raise
     finally:
         close_all(list(driver.handles.values()))
-        remove_weights(driver.folder)
+        if driver.state.phase == "done" or not driver.supervisor:
+            remove_weights(driver.folder)  # of a run that failed they are worth saving; who supervises it does
         driver.flush()
         driver.write_status()
         driver.ballast.release()

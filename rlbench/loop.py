@@ -27,7 +27,7 @@ import numpy as np
 from .advantage import ADVANTAGES, MIN_GROUP, informative
 from .config import EvalConfig, RunConfig, apply_point, with_knob
 from .curriculum import SAMPLERS, Curriculum, draw, observe
-from .knobs import bind, resolve, unknown
+from .knobs import bind, resolve
 from .queue import Waiting, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import may_start, room

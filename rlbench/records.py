@@ -9,7 +9,7 @@ __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS',
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 import numpy as np

@@ -9,7 +9,6 @@ __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'start_proces
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
 import getpass
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from .config import CAPTURABLE, RunConfig, captured_functions, check_sinks, load
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
-from .process import close_books
+from .process import clear, close_books
 
 if TYPE_CHECKING:
     import polars as pl
@@ -159,6 +158,7 @@ class Run(_Looking):
         "Finish the batch in training, save the policy, close the books, end. Of a dead run, close the books."
         if self.state == "dead":
             close_books(self.folder, f"its processes were killed; closed by {author or _me()}")
+            clear(self.folder)
             return ""
         return _ask(self, author, "stop")
 

@@ -28,7 +28,7 @@ from .generator import Request, Result, ScriptedGenerator
 from .knobs import bind, resolve
 from .ledger import WEIGHTS_FILE
 from .objective import Objective
-from .placement import Refused, Spent, Turn, serve
+from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics
 
 # %% ../nbs/54_worker.ipynb #worker-messages

@@ -15,7 +15,7 @@ import pytest
 import rlbench as rl
 from rlbench.ledger import read_table
 
-SMALL = dict(steps=6, batch=64, group=8, preflight=8, preflight_k=2, eval=[{"name": "held_out", "count": 32, "every": 3}])
+SMALL = dict(steps=6, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[{"name": "held_out", "count": 32, "every": 3}])
 
 
 def ended(run: rl.Run, state: str = "finished", seconds: float = 120) -> rl.Run:
@@ -187,6 +187,14 @@ def test_sigterm_ends_a_run_as_stop_does(tmp_path, whom):
     until(lambda: gone(processes), 10)
 
 
+def run_policy_differs(run: rl.Run) -> bool:
+    "Whether the saved policy can be loaded and is not the one the run started with."
+    from rlbench.model import load_policy
+
+    start, end = (load_policy(name).model.state_dict() for name in ("tiny", str(run.folder / "policy")))
+    return any(not start[name].equal(end[name]) for name in start)
+
+
 @pytest.mark.parametrize("worker", ["trainer", "worker"])
 def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
     run = rl.run("tiny", runs=tmp_path, placement="colocated" if worker == "worker" else "split", **{**SMALL, "steps": 100_000})
@@ -195,6 +203,11 @@ def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
     ended(run, "failed")
     assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason
     assert_books(run)
+    if worker == "trainer":  # in a worker of its own: what it had published is there
+        version = run.status.version
+        assert f"the policy of version {version} is saved" in run.status.reason or f"the policy of version {version - 1} is saved" in run.status.reason
+        assert run_policy_differs(run)
+    assert not list(run.folder.glob("weights*"))
 
 
 def test_a_killed_environment_is_started_again(tmp_path):
@@ -220,7 +233,7 @@ def test_whoever_kills_all_of_a_run_can_still_close_its_books(tmp_path):
     with pytest.raises(ValueError, match="only a live run"):
         run.pause()
     run.stop(author="test")
-    assert run.state == "failed" and run.status.reason == "its processes were killed; closed by test" and run.status.books["left_at_stop"]["count"] > 0
+    assert run.state == "failed" and run.status.reason.startswith("its processes were killed; closed by test; the policy of version ") and run.status.books["left_at_stop"]["count"] > 0
     assert_books(run)
     assert gone(processes) and not list(run.folder.glob("weights*"))
 
