@@ -42,7 +42,7 @@ MODES = {
     "split, bound 2": Mode({"placement": "split", "staleness": 2}, "As *split*, with room for one more batch in the queue: a slow batch or a slow response does not make the other side wait.",
                            "uneven lengths or batch times; the trainer waits at bound 1"),
     "split, bound 4": Mode({"placement": "split", "staleness": 4}, "A deeper queue still. Rollouts are older, and the correction has to work.",
-                           "slow environments; only with `correction = \"tis\"`, and with an eye on `kl_sampler` and `ess`"),
+                           "slow environments, very long responses; with an eye on `kl_sampler` and `ess`"),
 }
 
 # %% ../nbs/85_modes.ipynb #modes-list-more
@@ -55,8 +55,8 @@ MORE_MODES = {
                               "long responses that live through many versions; costs prefill"),
     "publish every 2": Mode({"placement": "split", "staleness": 2, "publish_every": 2}, "Weights go out after every second batch. Data are older on average.",
                             "moving weights is slow: large models, many generators"),
-    "corrected": Mode({"placement": "split", "staleness": 2, "correction": "tis"}, "As *split, bound 2*, and each token is weighted by how much likelier the trained policy makes it, up to 2.",
-                      "any bound above 1"),
+    "uncorrected": Mode({"placement": "split", "staleness": 4, "correction": "none"}, "As *split, bound 4*, but the trainer takes old tokens for its own: nothing weighs them by how likely the trained policy makes them.",
+                        "never; to see what the correction is for"),
     "two generators": Mode({"placement": "split", "staleness": 2, "generators": 2}, "Two workers write; each gets new weights on its own.",
                            "the trainer waits, and there is a core or GPU for another generator"),
 }
