@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'CAPTURABLE', 'FILTERS', 'SINK_NAMES', 'ConfigError', 'EvalConfig', 'VirtualCosts', 'Deadlines',
            'knobs_in', 'default_placement', 'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file',
-           'set_dotted', 'parse_assignment', 'load_config', 'apply_point', 'with_knob', 'to_toml', 'captured_functions',
-           'read_config']
+           'set_dotted', 'parse_assignment', 'load_config', 'apply_point', 'check_built', 'with_knob', 'to_toml',
+           'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import os
@@ -378,6 +378,12 @@ def apply_point(field: str, config: RunConfig) -> str:
     if not knob.live:
         raise ValueError(f"{field}: fixed for the whole run; start another one")
     return knob.apply
+
+
+def check_built(target: RunConfig, built: RunConfig | None) -> None:
+    "ValueError for what the workers of a live run were not built for."
+    if built and target.max_tokens > built.max_tokens:
+        raise ValueError(f"max_tokens: {target.max_tokens} is more than the generators were built for; use at most {built.max_tokens}, or start another run")
 
 
 def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:

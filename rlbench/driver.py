@@ -123,8 +123,8 @@ class Memory:
     asked: int = 0  # newest version the trainer was asked to put there
     to_load: list[str] = field(default_factory=list)  # generators that wait for it
     loading: set[str] = field(default_factory=set)
-    trained_at: float = 0.0
-    publish_seconds: float = 0.0
+    trained_at: dict[int, float] = field(default_factory=dict)  # when a version was made, as long as it may still be published
+    publish_seconds: float | None = None  # since the last step row
 
 
 def rollouts_of(memory: Memory, group: int) -> list[Rollout]:
@@ -168,6 +168,7 @@ def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
 
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
+    driver.refused = ""
     for actor in driver.layout[worker]:
         writes = kind_of(actor) == "generator"
         yield Started(actor, kind_of(actor), r.slots if writes else 0, r.version if writes else 0)
@@ -179,7 +180,7 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     m.advantages.update(b.advantages)
     m.metrics[b.version] = b
     m.updates.append(m.updates[-1] + b.metrics.optimizer_steps)
-    m.trained_at = driver.clock.now()
+    m.trained_at[b.version] = driver.clock.now()
     yield Trained("trainer", b.version, b.metrics.optimizer_steps)
 
 # %% ../nbs/55_driver.ipynb #driver-events-two
@@ -196,7 +197,8 @@ def heard_loaded(driver: "Driver", worker: str, w: WeightsLoaded) -> Iterable:
     "Note how long the weights took from finished batch to generator, tell the loop."
     generator = driver.hosted(worker, "generator")
     driver.memory.loading.discard(generator)
-    driver.memory.publish_seconds = driver.clock.now() - driver.memory.trained_at
+    if w.version in driver.memory.trained_at:
+        driver.memory.publish_seconds = driver.clock.now() - driver.memory.trained_at[w.version]
     yield Published(generator, w.version, w.seconds)
 
 
@@ -253,6 +255,7 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
         jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout)))
+    driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
 
@@ -266,6 +269,7 @@ def carry_publish(driver: "Driver", action: Publish) -> None:
     "Have the trainer hand the weights over, unless they are in the file already."
     m = driver.memory
     if driver.home(action.actor) == driver.home("trainer"):
+        m.loading.add(action.actor)
         driver.submit("trainer", PublishJob(action.version))
     elif m.weights >= action.version:
         send_load(driver, action.actor, m.weights)
@@ -363,7 +367,7 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     trained = [Group(g, rs[0].task, tuple(rs)) for g in row.groups if (rs := rollouts_of(m, g))]
     seconds = now - m.marked_at
     queue_depth, running, kv_used = m.means.take()
-    count = {"generator": s.config.generators}
+    count = {"generator": max(1, sum(a.kind == "generator" and not a.given_up for a in s.actors.values()))}
     spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer")}
     times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
     waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
@@ -372,6 +376,7 @@ def write_step(driver: "Driver", row: StepRow) -> None:
                   prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                   kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **metrics, **times, **waits)
+    m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
     m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
     del m.metrics[row.version]
     driver.write_status()
@@ -620,7 +625,8 @@ def overdue(driver: Driver, worker: str) -> list:
     kinds = owed(driver, worker)
     handle.moved_at = handle.moved_at if kinds else now
     limits = {**c.deadlines.model_dump(), "score": c.score_deadline + GRACE}
-    cause = hung({kind: limits[kind] for kind in kinds}, now - handle.moved_at, now - handle.heard_at, limits["silence"])
+    silence = max(limits["silence"], limits["score"] if "score" in kinds else 0.0)  # a reward in C may hold the interpreter until its deadline
+    cause = hung({kind: limits[kind] for kind in kinds}, now - handle.moved_at, now - handle.heard_at, silence)
     if not cause:
         return []
     handle.close(0.0)

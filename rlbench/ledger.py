@@ -608,13 +608,14 @@ def state_of(status: Status | None) -> str:
         return "starting"
     if status.state in ENDED or status.host != os.uname().nodename:
         return status.state
-    return status.state if alive(status.pid) or alive(status.supervisor) else "dead"
+    return status.state if any(alive(pid, status.updated) for pid in (status.pid, status.supervisor)) else "dead"
 
 
-def alive(pid: int) -> bool:
-    "Whether a process of this machine is there and not a zombie waiting for its parent."
+def alive(pid: int, before: float = 0.0) -> bool:
+    "Whether a process of this machine is there and not a zombie waiting for its parent. With `before` (seconds since 1970) a younger one does not count: numbers are used again."
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and (not before or process.create_time() < before + 1)
     except psutil.NoSuchProcess:
         return False
 

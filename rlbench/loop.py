@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from .advantage import ADVANTAGES, MIN_GROUP, informative
-from .config import EvalConfig, RunConfig, apply_point, with_knob
+from .config import EvalConfig, RunConfig, apply_point, check_built, with_knob
 from .curriculum import SAMPLERS, Curriculum, draw, observe
 from .knobs import bind, resolve
 from .queue import Waiting, take
@@ -355,6 +355,7 @@ class LoopState:
     curriculum: Curriculum
     pools: dict[str, int]  # pool name -> number of tasks; "train" and one per evaluation set
     functions: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)  # captured ones: only their signatures are looked at
+    built: RunConfig | None = None  # what the workers were built from
     seq: int = 0
     at: float = 0.0
     phase: str = "running"  # running, draining (budget), stopping (asked), failing, done
@@ -399,7 +400,7 @@ def start_state(
     config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None
 ) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
-    state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {})
+    state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config)
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
     return state
@@ -568,6 +569,8 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     state.training = []
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
+    for actor in state.actors.values():
+        actor.restarts = 0
 
 
 def chain(state: LoopState, fact: list) -> None:
@@ -607,7 +610,7 @@ def on_lost(state: LoopState, e: Lost, actions: list) -> None:
     actor.up, actor.load = False, 0
     {"generator": _lost_generator, "environment": _lost_environment}.get(actor.kind, _lost_for_good)(state, e, actions)
     if actor.kind in ("generator", "environment") and actor.restarts < MAX_RESTARTS:
-        actor.restarts += 1
+        actor.restarts += not e.at_work  # otherwise what it was doing is charged
         if state.phase != "failing":
             actions.append(Start(e.actor))
         return
@@ -708,6 +711,7 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
 
 def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
     target = with_knob(state.config, command.knob, command.value, state.functions)
+    check_built(target, state.built)
     start, end = getattr(state.config, command.knob, None), getattr(target, command.knob, None)
     if command.over and (not isinstance(start, (int, float, tuple)) or isinstance(start, bool)):
         raise ValueError(f"{command.knob}: only numbers can ramp; leave out over")
@@ -1056,7 +1060,7 @@ def decide_finish(state: LoopState, actions: list) -> None:
     for command in state.commands:
         actions.append(journal(state, command, "refused", "the run ended before its apply point", ""))
     state.commands = []
-    if state.phase != "failing" and trainer(state) and state.saved < state.version and state.version > 0:
+    if trainer(state) and state.saved < state.version and state.version > 0:
         if not state.saving:
             state.saving = True
             actions.append(Save(trainer(state), state.version))

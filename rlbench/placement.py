@@ -200,6 +200,7 @@ class ProcessHandle:
             self.process.start()
         theirs.close()
         self.lost, self.turns, self.heard_at, self.moved_at = False, 0, 0.0, 0.0
+        self.reading = 0.0  # since when a message is being read; a worker that stops in the middle of one blocks whoever reads it
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=_post, args=(self.connection, self._outbox), daemon=True).start()
 
@@ -212,18 +213,26 @@ class ProcessHandle:
         heard = []
         try:
             while not self.lost and self.connection.poll(0):
+                self.reading = time.monotonic()
                 message = self.connection.recv()
+                self.reading = 0.0
                 moved = not isinstance(message, Beat) or message.turns != self.turns
                 self.heard_at, self.moved_at = now, now if moved else self.moved_at
                 if isinstance(message, Beat):
                     self.turns = message.turns
                 else:
                     heard.append(message)
+                self.lost = isinstance(message, (Gone, Refused))  # its last words; the end of the pipe is no second loss
         except (EOFError, OSError):
-            self.lost = True
+            self.lost, self.reading = True, 0.0
             self.process.join(2)
             heard.append(Gone(f"its process ended ({_ending(self.process.exitcode)})"))
         return heard
+
+    def unblock(self, silence: float) -> None:
+        "From another thread: kill a worker that has been in the middle of a message for longer than `silence` seconds."
+        if self.reading and time.monotonic() - self.reading > silence:
+            self.process.kill()
 
     def hang_up(self) -> None:
         "Close the pipe; the worker ends by itself."
@@ -278,8 +287,8 @@ def _one_thread() -> Iterator[None]:
 def hung(owed: Mapping[str, float], unmoved: float, unheard: float, silence: float) -> str:
     "Why a worker counts as hung, in words; empty if it does not. `owed`: kind of request -> its deadline in s; `unmoved`, `unheard`: s since its last turn and its last sign of life."
     if "start" not in owed and unheard > silence:
-        return f"it hangs: no sign of life for {unheard:.0f} s; its process is stopped, or the machine is overloaded (deadlines.silence)"
+        return f"it hangs: no sign of life for {unheard:.0f} s; its process is stopped, or the machine is overloaded"
     kind = max(owed, key=owed.get, default="")
     if kind and unmoved > owed[kind]:
-        return f"it hangs: asked to {kind}, it has done nothing for {unmoved:.0f} s ({'score_deadline' if kind == 'score' else f'deadlines.{kind}'})"
+        return f"it hangs: asked to {kind}, it has done nothing for {unmoved:.0f} s, and {owed[kind]:g} s are allowed"
     return ""

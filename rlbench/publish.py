@@ -83,16 +83,16 @@ class SharedWeights:
         self._head[1 + i] = version
 
     def take(self, copy: Callable[[int, Mapping[str, torch.Tensor]], None]) -> int:
-        "Have the newest version copied: `copy(version, named)` may be called again if it was overtaken. Returns which; ValueError if there is none yet."
+        "Have the newest version copied: `copy(version, named)` is called again if it was overtaken. Returns which; -1, and nothing is called, if there is none yet."
         while (version := self.version) >= 0:
             i = int(self._head[1:3].argmax())
             copy(version, self._buffers[i])
             if self._head[1 + i] == version:
-                return version
-        raise ValueError("weights: nothing has been published yet")
+                break
+        return version
 
     def load(self, generator: Generator, cache: str = "keep") -> int:
-        "Give a generator the newest version; returns which. ValueError if there is none yet."
+        "Give a generator the newest version; returns which, -1 if there is none yet."
         return self.take(lambda version, named: generator.load(version, named, cache))
 
 # %% ../nbs/36_publish.ipynb #publish-allocate
@@ -110,7 +110,7 @@ def _allocate(path: Path, size: int, told: int) -> None:
 
 # %% ../nbs/36_publish.ipynb #publish-rescue
 def fill(model: torch.nn.Module, path: str | Path) -> int:
-    "Put the newest published weights into a model of the same kind; returns their version. ValueError if there are none, OSError if there is no file."
+    "Put the newest published weights into a model of the same kind; returns their version, -1 if there are none. OSError if there is no file."
     mine = weights(model)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import CAPTURABLE, RunConfig, captured_functions, check_sinks, load_config, read_config, to_toml, with_knob
+from .config import CAPTURABLE, RunConfig, captured_functions, check_built, check_sinks, load_config, read_config, to_toml, with_knob
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
@@ -183,7 +183,7 @@ def _ask(run: Run, author: str, knob: str, value: object = None, over: int = 0) 
     if run.state in (*ENDED, "dead"):
         raise ValueError(f"{knob}: the run {run.name!r} is {run.state}; only a live run takes commands")
     if value is not None:
-        with_knob(run.config, knob, value, captured_functions(run.folder))
+        check_built(with_knob(run.config, knob, value, captured_functions(run.folder)), run.config)
     return send_command(run.folder, author or _me(), knob, list(value) if isinstance(value, tuple) else value, over)
 
 

@@ -224,13 +224,13 @@ class Exported:
 
 
 def over(folder: str | Path, pid: int = 0) -> bool:
-    "Whether a run has ended: finished, stopped, failed, dead or removed. `pid`: of the process that runs it, if it is known."
+    "Whether a run has ended: finished, stopped, failed, dead or removed. `pid`: of the process that runs it, or of its supervisor, if that is known."
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         return True
     status = read_status(folder)
     if pid:
-        return not alive(pid) or (status is not None and status.pid == pid and status.state in ENDED)
+        return not alive(pid) or (status is not None and pid in (status.pid, status.supervisor) and status.state in ENDED)
     return state_of(status) in (*ENDED, "dead")
 
 

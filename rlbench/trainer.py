@@ -143,15 +143,16 @@ def parts(groups_R: np.ndarray, optimizer_steps: int) -> list[np.ndarray]:
     return [np.isin(groups_R, chunk).nonzero()[0] for chunk in np.array_split(ids, min(optimizer_steps, len(ids)))] if len(ids) else []
 
 # %% ../nbs/35_trainer.ipynb #trainer-split
-def split(lengths_R: np.ndarray, micro_tokens: int, most_padding: float = 0.15) -> list[np.ndarray]:
-    "Cut rows into micro-batches of like length; returns row indices of each. Every row is in exactly one."
-    micros, rows, held, width = [], [], 0, 0
-    for row in np.argsort(-np.asarray(lengths_R), kind="stable"):
-        length = int(lengths_R[row])
+def split(widths_R: np.ndarray, micro_tokens: int, most_padding: float = 0.15, lengths_R: np.ndarray | None = None) -> list[np.ndarray]:
+    "Cut rows into micro-batches of like width; returns row indices of each. Every row is in exactly one. `lengths_R`: with what is shared, which takes memory too."
+    lengths_R = widths_R if lengths_R is None else lengths_R
+    micros, rows, held, width, longest = [], [], 0, 0, 0
+    for row in np.argsort(-np.asarray(widths_R), kind="stable"):
+        length, longest = int(widths_R[row]), max(longest, int(lengths_R[row]))
         area = width * (len(rows) + 1)
-        if rows and (area > micro_tokens or held + length < (1 - most_padding) * area):
+        if rows and (longest * (len(rows) + 1) > micro_tokens or held + length < (1 - most_padding) * area):
             micros.append(np.array(rows))
-            rows, held = [], 0
+            rows, held, longest = [], 0, int(lengths_R[row])
         if not rows:
             width = length
         rows.append(row)
@@ -203,7 +204,7 @@ class Seen:
 def start_logprobs(forward: Forward, arrays: Arrays, micro_tokens: int, device: torch.device) -> torch.Tensor:
     "Log-probs [R, T] of the whole batch under the present weights, 0 on padding."
     old_RT = torch.zeros(arrays.tokens_RT.shape, device=device)
-    for rows in split(arrays.widths_R, micro_tokens):
+    for rows in split(arrays.widths_R, micro_tokens, lengths_R=arrays.lengths_R):
         logprobs_RT, _ = forward(cut(arrays, rows, device))
         old_RT[rows, : logprobs_RT.shape[1]] = logprobs_RT.float()
     return old_RT
@@ -296,7 +297,7 @@ def train_arrays(
     old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 else None
     seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
     for done, rows in enumerate(pieces):
-        micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens)]
+        micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows])]
         began = time.perf_counter()
         seen += accumulate(forward, objective, arrays, micros, old_RT, device)
         norms.append(optimizer_step(optimizer, config, steps + done))
@@ -319,7 +320,7 @@ class Trainer:
             raise ValueError('device: "cuda" is asked for and this machine has none; use "auto" or "cpu"')
         self.config, self.objective, self.pad_id, self.steps = config, objective, pad_id, 0
         self.model = model.to(self._accelerator.device, torch.float32).eval()
-        self.shares = shareable(self.model)
+        self.shares = self._accelerator.device.type == "cpu" and shareable(self.model)  # on a GPU the mask would cost the fast kernels
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, fused=True)
 

@@ -143,7 +143,7 @@ class Running:
 # %% ../nbs/54_worker.ipynb #worker-halves
 @dataclass
 class Writer:
-    "A generator and what turns text to tokens and back. `load(version, cache)` takes that version or a newer one and returns which."
+    "A generator and what turns text to tokens and back. `load(version, cache)` takes that version or a newer one and returns which; -1 if there is none."
 
     generator: object
     stop: tuple[int, ...]
@@ -452,17 +452,10 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     writer = torch_writer(config, prompts, policy, load) if writes else None
     learner = torch_learner(config, policy, publish, extra) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
-        writer.version = _newest(writer, config)
+        writer.version = max(0, writer.load(0, config.cache))  # nothing published yet: it starts with what it loaded from the checkpoint
     gc.collect()
     gc.freeze()
     return writer, learner
-
-
-def _newest(writer: Writer, config: RunConfig) -> int:
-    try:
-        return writer.load(0, config.cache)
-    except ValueError:  # nothing published yet: it starts with what it loaded from the checkpoint
-        return 0
 
 
 def _in_memory(policy) -> tuple[Callable, Callable]:

@@ -21,11 +21,12 @@ def twice(root, table: dict, told: list = ()) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}], ids=["colocated", "split", "two"])
+@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}, {"placement": "split", "publish_every": 3}], ids=["colocated", "split", "two", "every"])
 @pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
 def test_two_runs_are_one(tmp_path, table, where, staleness):
     "Synchronous, and asynchronous on the virtual clock; scripted actors, and the tiny policy with its tokens, weights and log-probabilities; in one worker and in several."
-    twice(tmp_path, table | where | {"staleness": staleness})
+    every = min(where.get("publish_every", 1), staleness + 1)
+    twice(tmp_path, table | where | {"staleness": staleness, "publish_every": every})
 
 
 def test_where_the_actors_live_does_not_change_a_synchronous_run(tmp_path):

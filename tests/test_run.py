@@ -130,8 +130,6 @@ def test_generation_never_stops_for_training(tmp_path):
     assert shares["split"] > 0.4 > shares["colocated"], shares
 
 
-
-
 def test_steering(tmp_path):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 2)
