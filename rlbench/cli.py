@@ -557,7 +557,7 @@ def bench(
     what: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
     run_name: Annotated[str, typer.Option("--run", help="engine: take the lengths of this run")] = "",
     runs: RunsOption = "runs",
-    folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes  [default: bench-engine, bench-trl]", show_default=False)] = "",
+    folder: Annotated[str, typer.Option(help="where finished arms are kept; the command resumes (bench-engine, bench-trl)", show_default=False)] = "",
     pairs: Annotated[int, typer.Option(help="trl: trainings of each side")] = 3,
     placement: Annotated[str, typer.Option(help="trl: another placement than the preset's", show_default=False)] = "",
     as_json: JsonOption = False,
