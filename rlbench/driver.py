@@ -25,6 +25,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from .accounts import batch_columns, eval_columns, served_columns
+from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import RunConfig, captured_functions, read_config
 from .environment import ScoreRequest, ScoreResult
@@ -66,17 +67,9 @@ def provenance() -> dict:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "processor": _processor(),
+        "processor": processor(),
         "packages": dict(sorted(packages.items())),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 # %% ../nbs/55_driver.ipynb #driver-means
 @dataclass

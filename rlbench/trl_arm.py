@@ -75,7 +75,7 @@ def grpo_arguments(job: TrlJob, folder: str) -> dict:
         optim="adamw_torch_fused", learning_rate=job.learning_rate, lr_scheduler_type="constant", adam_beta1=job.beta1, adam_beta2=job.beta2, adam_epsilon=1e-8,
         weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm,
         use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, disable_dropout=True, dataloader_pin_memory=False,
-        report_to="none", save_strategy="no", logging_strategy="no", eval_strategy="no", disable_tqdm=True,
+        ddp_find_unused_parameters=False, report_to="none", save_strategy="no", logging_strategy="no", eval_strategy="no", disable_tqdm=True,
         model_init_kwargs={"dtype": "float32", "attn_implementation": s.attention},
     )
 
@@ -147,6 +147,8 @@ def main(job_file: str, out_file: str) -> None:
     tasks = Dataset.from_dict({"prompt": list(job.prompts), "answer": list(job.answers)})
     arguments = GRPOConfig(**grpo_arguments(job, str(out.parent)))
     GRPOTrainer(model=job.model, reward_funcs=reward, args=arguments, train_dataset=tasks, callbacks=[make_clock(job, served, out)]).train()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # or leaving may abort
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs

@@ -75,7 +75,8 @@ def test_curve_gap_compares_equal_rollouts():
 
 
 def test_finished_arms_are_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "await_quiet", lambda limit=0.0: 0.0)
+    monkeypatch.setattr(bench, "await_quiet", lambda: None)
+    monkeypatch.setattr(bench, "watched", lambda make: make())
     made = []
 
     def make() -> TrlArm:
@@ -90,6 +91,36 @@ def test_finished_arms_are_read_back(tmp_path, monkeypatch):
     assert kept(tmp_path / "c.json", lambda: TrlArm("trl", 1, error="it broke"), failed=True).error and samples_per_second(kept(tmp_path / "c.json", make)) == 0
 
 
+def test_a_disturbed_arm_is_run_again_and_the_quietest_kept(tmp_path, monkeypatch):
+    "Whatever the arms say: the slowest stays if it was the quietest."
+    monkeypatch.setattr(bench, "await_quiet", lambda: None)
+    monkeypatch.setattr(bench, "watched", lambda make: make())
+    told = iter([(0.5, 1.0), (0.2, 3.0), (0.3, 2.0), (0.9, 1.0)])
+
+    def make() -> TrlArm:
+        busy, step = next(told)
+        return replace(arm("trl", 0, step, 10), busy=busy)
+
+    assert kept(tmp_path / "a.json", make).busy == 0.2 and next(told) == (0.9, 1.0)
+    calm = iter([0.05, 0.0])
+    assert kept(tmp_path / "b.json", lambda: replace(arm("trl", 0, 1.0, 10), busy=next(calm))).busy == 0.05
+
+
+def test_others_are_told_from_our_own():
+    "What children of the arm compute is its own, also when they have ended: of 100 seconds that the machine was busy, theirs are taken off."
+    count = "import time; until = time.process_time() + 1\nwhile time.process_time() < until: pass"
+    readings = iter([1000.0, 1100.0])
+
+    def make() -> TrlArm:
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", count])
+        return arm("ours", 0, 1.0, 10)
+
+    began = time.monotonic()
+    others = bench.watched(make, every=0.05, busy=lambda: next(readings)).busy * psutil.cpu_count() * (time.monotonic() - began)
+    assert 96.5 < others < 98.2  # two seconds, and what starting Python took
+
+
 def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
     "The second call runs only what the first one did not finish, and gives what one call would have given."
     ran: list[str] = []
@@ -100,7 +131,8 @@ def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return arm(name, pair, step, 10)
 
-    monkeypatch.setattr(bench, "await_quiet", lambda limit=0.0: 0.0)
+    monkeypatch.setattr(bench, "await_quiet", lambda: None)
+    monkeypatch.setattr(bench, "watched", lambda make: make())
     monkeypatch.setattr(bench, "make_environment", lambda folder, say: VERSIONS)
     monkeypatch.setattr(bench, "run_trl", lambda folder, job, name: side("trl", job.seed, 2.0 / job.setting.threads))
     monkeypatch.setattr(bench, "run_ours", lambda folder, name, config, run: side(name, config.seed, 0.5))
