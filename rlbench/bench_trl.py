@@ -38,7 +38,7 @@ from .ledger import read_json, write_json
 from .model import locate
 from .reward import exact, final_answer
 from .run import ENDED, Run, attach, run
-from .tasks import make_tasks
+from .tasks import boxed, make_tasks
 from .trl_arm import TrlJob, TrlSetting
 
 # %% ../nbs/88_bench_trl.ipynb #bench-trl-arm
@@ -168,7 +168,7 @@ def served_tasks(config: RunConfig, count: int) -> list:
 def trl_job(folder: Path, config: RunConfig, setting: TrlSetting) -> TrlJob:
     "TRL's side of rlbench's configuration. Writes the verifier's source beside it."
     c, verifier = config, folder / "verifier.py"
-    verifier.write_text("\n\n".join(map(inspect.getsource, (final_answer, exact))), encoding="utf-8")
+    verifier.write_text("\n\n".join(map(inspect.getsource, (boxed, final_answer, exact))), encoding="utf-8")
     tasks = served_tasks(c, -(-c.steps // setting.ahead) * setting.ahead * c.batch_groups)
     return TrlJob(
         model=locate(c.model), verifier=str(verifier), prompts=tuple(t.prompt for t in tasks), answers=tuple(t.answer for t in tasks), steps=c.steps, seed=c.seed, group=c.group,

@@ -38,9 +38,9 @@ MODES = {
     "colocated": Mode({"placement": "colocated", "staleness": 2}, "One worker takes turns; new weights reach sequences in flight, finished slots are refilled at once, so nobody waits for the longest response of a wave.",
                       "one core or one GPU, long tails of lengths"),
     "split": Mode({"placement": "split", "staleness": 1}, "A worker each; generation never stops for training. At most one version old: while a batch is trained, the next is written.",
-                  "the default; two cores or GPUs, and you want the freshest data that still overlaps"),
+                  "two cores or GPUs: the default of `tiny`"),
     "split, bound 2": Mode({"placement": "split", "staleness": 2}, "As *split*, with room for one more batch in the queue: a slow batch or a slow response does not make the other side wait.",
-                           "uneven lengths or batch times; the trainer waits at bound 1"),
+                           "uneven lengths or batch times; one side waits for the other at bound 1"),
     "split, bound 4": Mode({"placement": "split", "staleness": 4}, "A deeper queue still. Rollouts are older, and the correction has to work.",
                            "slow environments, very long responses; with an eye on `kl_sampler` and `ess`"),
 }

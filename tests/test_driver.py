@@ -1,0 +1,70 @@
+"""What the driver takes as owed, and how long it waits for it."""
+import pytest
+
+from rlbench.config import make_config, to_toml
+from rlbench.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
+from rlbench.ledger import create_run_folder
+from rlbench.loop import Publish, Started, step
+from rlbench.worker import LoadJob, PublishJob, WeightsLoaded, WeightsWritten
+
+
+class Recorder:
+    "A handle that remembers what it was given, and never answers."
+
+    lost, closed = False, None
+
+    def __init__(self):
+        self.given, self.heard_at, self.moved_at = [], 0.0, 0.0
+
+    def submit(self, message, now):
+        self.given.append(message)
+
+    def close(self, patience=5.0):
+        self.lost = True
+
+
+def a_driver(root, placement: str, generators: int = 1) -> Driver:
+    "A driver whose actors are up, and nothing more."
+    folder = create_run_folder(root, placement)
+    config = make_config({"placement": placement, "generators": generators, "preflight": 0, "eval": [], "deadlines": {"publish": 5.0, "generate": 30.0}})
+    (folder / "config.toml").write_text(to_toml(config))
+    driver = Driver(folder, config, make_pools(config))
+    driver.state.paused = True  # nothing is dispatched
+    driver.handles = {worker: Recorder() for worker in driver.layout}
+    for worker, actors in driver.layout.items():
+        for actor in actors:
+            step(driver.state, Started(actor, actor.partition("-")[0]))
+    return driver
+
+
+def test_a_publish_is_owed_until_it_is_confirmed_where_one_worker_does_all(tmp_path):
+    driver = a_driver(tmp_path, "colocated")
+    assert owed(driver, "worker") == []
+    carry_publish(driver, Publish("generator", 1))
+    assert owed(driver, "worker") == ["publish"] and driver.handles["worker"].given == [PublishJob(1)]
+    list(heard_loaded(driver, "worker", WeightsLoaded(1, 0.0)))
+    assert owed(driver, "worker") == []
+
+
+def test_the_trainer_writes_once_and_every_generator_loads(tmp_path):
+    driver = a_driver(tmp_path, "split", generators=2)
+    for generator in ("generator-1", "generator-2"):
+        carry_publish(driver, Publish(generator, 3))
+    assert driver.handles["trainer"].given == [PublishJob(3)] and owed(driver, "trainer") == ["publish"]
+    assert owed(driver, "generator-1") == []  # the trainer owes, not they
+    list(heard_weights(driver, "trainer", WeightsWritten(3, 0.0)))
+    assert all(driver.handles[g].given == [LoadJob(3)] and owed(driver, g) == ["publish"] for g in ("generator-1", "generator-2"))
+    list(heard_loaded(driver, "generator-1", WeightsLoaded(3, 0.0)))
+    carry_publish(driver, Publish("generator-1", 3))  # started again: it is in the file already
+    assert driver.handles["trainer"].given == [PublishJob(3)] and driver.handles["generator-1"].given == [LoadJob(3)] * 2
+
+
+@pytest.mark.parametrize(("unmoved", "unheard", "words"), [(4.0, 1.0, ""), (6.0, 1.0, "asked to publish"), (4.0, 20.0, "no sign of life")])
+def test_a_worker_is_given_up_at_its_deadline_or_after_a_silence(tmp_path, unmoved, unheard, words):
+    driver = a_driver(tmp_path, "colocated")
+    carry_publish(driver, Publish("generator", 1))
+    now, handle = driver.clock.now(), driver.handles["worker"]
+    handle.moved_at, handle.heard_at = now - unmoved, now - unheard
+    found = overdue(driver, "worker")
+    assert [e.actor for e in found] == (["trainer", "generator"] if words else []) and all(words in e.cause for e in found)
+    assert handle.lost == bool(words) and overdue(driver, "worker") == []
