@@ -362,8 +362,10 @@ def tell(name: str, runs: str, as_json: bool, ask: Callable[[Run], list[str]], s
     "Send commands and print what became of them."
     with friendly():
         r = attach(name, runs=runs)
-        ids = ask(r)
+        ids = [each for each in ask(r) if each]
     rows = outcome_of(r, ids, seconds)
+    if not ids and not as_json:
+        print(f"{r.name}: {r.state}: {r.status.reason}")
     if as_json:
         emit({"commands": rows, "waiting": len(ids) - len(rows)})
     for row in rows if not as_json else []:
@@ -408,7 +410,7 @@ for _name, _help in (
     ("pause", "Hold training and new rollouts."),
     ("go", "Release a paused run."),
     ("step", "One more version, then hold."),
-    ("stop", "Finish the batch in training, save the policy, close the books."),
+    ("stop", "Finish the batch in training, save the policy, close the books. Of a dead run, close the books."),
 ):
     _verb(_name, _help)
 
