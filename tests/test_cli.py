@@ -69,7 +69,7 @@ def test_doctor(folder):
 def test_commands_to_an_ended_run_are_refused(folder):
     assert "only a live run" in call(folder, "pause", "x", code=2).stderr
     assert "only a live run" in call(folder, "set", "x", "temperature=0.5", code=2).stderr
-    assert "did you mean 'engine'" in call(folder, "bench", "engin", code=2).stderr
+    assert "Did you mean 'engine'" in call(folder, "bench", "engin", code=2).stderr
 
 
 def test_steering_a_live_run(folder):

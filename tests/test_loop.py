@@ -229,3 +229,10 @@ def test_a_worker_that_cannot_start(tmp_path):
     assert drive(driver).phase == "failed"
     status = read_status(folder)
     assert status.state == "failed" and status.books_closed and "nowhere" in status.reason and not status.books
+
+
+def test_what_the_generators_were_not_built_for_is_refused(tmp_path):
+    "A longer response than there is room for would be lost again and again; a shorter one is a knob like any other, and so is the way back."
+    told = [(10, "max_tokens", 128, 0), (20, "max_tokens", 16, 0), (30, "max_tokens", 64, 0)]
+    rows = read_table(inline_run(tmp_path, "room", SMALL, told).folder, "commands").to_dicts()
+    assert [(r["value"], r["status"]) for r in rows] == [("128", "refused"), ("16", "applied"), ("64", "applied")] and "use at most 64" in rows[0]["reason"]
