@@ -417,8 +417,7 @@ class Driver:
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
         self.eval_groups: dict[int, str] = {}
-        self.refused, self.asked_to_end, self.started, self.looked, self.quiet = "", "", time.time(), 0.0, 0
-        self.ticks, self.ticked_at, self.supervisor = 0, 0.0, 0
+        self.refused, self.asked_to_end, self.started, self.looked, self.quiet, self.ticks, self.ticked_at, self.supervisor = "", "", time.time(), 0.0, 0, 0, 0.0, 0
 
     def start(self, name: str) -> None:
         "Start a worker by name."
@@ -435,7 +434,6 @@ class Driver:
         return next(actor for actor in self.layout[worker] if kind_of(actor) == kind)
 
     def submit(self, actor: str, message) -> None:
-        "Give a message to the worker that hosts an actor."
         self.handles[self.home(actor)].submit(message, self.clock.now())
 
     def stated(self, w: Written) -> float:

@@ -216,13 +216,8 @@ class ProcessHandle:
                 self.reading = time.monotonic()
                 message = self.connection.recv()
                 self.reading = 0.0
-                moved = not isinstance(message, Beat) or message.turns != self.turns
-                self.heard_at, self.moved_at = now, now if moved else self.moved_at
-                if isinstance(message, Beat):
-                    self.turns = message.turns
-                else:
-                    heard.append(message)
-                self.lost = isinstance(message, (Gone, Refused))  # its last words; the end of the pipe is no second loss
+                _note(self, message, now)
+                heard += [] if isinstance(message, Beat) else [message]
         except (EOFError, OSError):
             self.lost, self.reading = True, 0.0
             self.process.join(2)
@@ -250,6 +245,14 @@ class ProcessHandle:
             self.process.join(5)
 
 # %% ../nbs/52_placement.ipynb #placement-process-help
+def _note(handle: ProcessHandle, message, now: float) -> None:
+    "Signs of life in a message. A worker's last words count as its loss; the end of the pipe after them is no second one."
+    turns = message.turns if isinstance(message, Beat) else handle.turns
+    moved = not isinstance(message, Beat) or turns != handle.turns
+    handle.heard_at, handle.moved_at, handle.turns = now, now if moved else handle.moved_at, turns
+    handle.lost = isinstance(message, (Gone, Refused))
+
+
 def _post(connection, outbox: queue.SimpleQueue) -> None:
     try:
         while (message := outbox.get()) is not None:

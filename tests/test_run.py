@@ -196,7 +196,7 @@ def run_policy_differs(run: rl.Run) -> bool:
 @pytest.mark.parametrize("worker", ["trainer", "worker"])
 def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
     run = rl.run("tiny", runs=tmp_path, placement="colocated" if worker == "worker" else "split", **{**SMALL, "steps": 100_000})
-    until(lambda: run.status and run.status.version >= 1)
+    until(lambda: run.status and run.status.version >= 3)
     worker_of(run, worker).kill()
     ended(run, "failed")
     assert "trainer lost" in run.status.reason and "SIGKILL" in run.status.reason
