@@ -6,14 +6,12 @@
 __all__ = ['ACTORS', 'PARTS', 'OverheadBench', 'shares_of', 'bench_overhead']
 
 # %% ../nbs/89_bench_overhead.ipynb #overhead-imports
-import json
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from .capacity import machine
-from .run import Run, attach, run, wait
+from .run import Run, attach, free_name, run, wait
 
 # %% ../nbs/89_bench_overhead.ipynb #overhead-shares
 ACTORS, PARTS = ("generator", "trainer"), ("compute", "publish", "wait", "overhead")
@@ -34,10 +32,6 @@ class OverheadBench:
     placement: str
     machine: dict[str, str]
 
-    def to_json(self) -> str:
-        "As JSON text."
-        return json.dumps(asdict(self), indent=1)
-
     def __str__(self) -> str:
         lines = [f"{actor:10s}" + "".join(f"  {part} {share[part]:6.1%}" for part in PARTS) for actor, share in self.shares.items()]
         return "\n".join([*lines, f"overhead of the worse ({self.worse}): {self.overhead_share:.1%}   publish {self.publish_ms:.1f} ms (write {self.write_ms:.2f}, load {self.load_ms:.2f})"])
@@ -55,7 +49,7 @@ def _arm(folder: Path, number: int, placement: str, say: Callable[[str], None]) 
     name = f"{placement}-{number}"
     if (folder / name / "config.toml").is_file() and attach(name, runs=folder).state == "finished":
         return attach(name, runs=folder)
-    measured = run("tiny", runs=folder, name=name if not (folder / name).exists() else f"{name}-{int(time.time())}", placement=placement, seed=number, eval=[], preflight=0)
+    measured = run("tiny", runs=folder, name=name if not (folder / name).exists() else free_name(folder, name), placement=placement, seed=number, eval=[], preflight=0)
     state = wait(measured, 900)
     if state != "finished":
         raise RuntimeError(f"run: {measured.folder} {state}: {measured.status.reason}; see its run.log")

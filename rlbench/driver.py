@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'make_pools', 'provenance', 'Means',
-           'Memory', 'rollouts_of', 'heard_written', 'heard_scored', 'note_failure', 'heard_ready', 'heard_trained',
-           'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train',
-           'carry_publish', 'send_load', 'carry_score', 'carry_configure', 'carry_start', 'write_rollout',
-           'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
-           'next_events', 'busy', 'stuck', 'commands', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
-           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'note_failure', 'heard_ready',
+           'heard_trained', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
+           'carry_train', 'carry_publish', 'send_load', 'carry_score', 'carry_configure', 'carry_start',
+           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
+           'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'owed', 'overdue', 'forgive',
+           'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -130,11 +130,16 @@ def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     old = driver.memory.rollouts.get(w.key)
     if old is None:
         return
-    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), w.segment), text=w.text, reason=w.reason, seconds=driver.stated(w))
+    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), w.segment), text=w.text, reason=w.reason, seconds=stated(driver, w))
     driver.memory.rollouts[w.key] = rollout
     oldest, newest = span(rollout) or (-1, -1)
     digest = hashlib.blake2b(w.segment.tokens.tobytes(), digest_size=8).hexdigest()
     yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, len(w.segment), oldest, newest, rollout.seconds, digest)
+
+
+def stated(driver: "Driver", w: Written) -> float:
+    "Seconds of a response: measured, or stated on the virtual clock."
+    return len(w.segment) * driver.state.config.virtual.decode if driver.inline else w.seconds
 
 
 def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
@@ -417,7 +422,8 @@ class Driver:
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
         self.eval_groups: dict[int, str] = {}
-        self.refused, self.asked_to_end, self.started, self.looked, self.quiet, self.ticks, self.ticked_at, self.supervisor = "", "", time.time(), 0.0, 0, 0, 0.0, 0
+        self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
+        self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
 
     def start(self, name: str) -> None:
         "Start a worker by name."
@@ -435,10 +441,6 @@ class Driver:
 
     def submit(self, actor: str, message) -> None:
         self.handles[self.home(actor)].submit(message, self.clock.now())
-
-    def stated(self, w: Written) -> float:
-        "Seconds of a response: measured, or stated on the virtual clock."
-        return len(w.segment) * self.state.config.virtual.decode if self.inline else w.seconds
 
     def append(self, table: str, **row) -> None:
         try:

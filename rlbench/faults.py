@@ -7,7 +7,6 @@ __all__ = ['TARGETS', 'SIGNALS', 'GOES_ON', 'PATIENCE', 'ENDLESS', 'MOMENTS', 'B
            'strike', 'FaultBench', 'plan', 'bench_faults']
 
 # %% ../nbs/86_faults.ipynb #faults-imports
-import json
 import os
 import random
 import signal
@@ -20,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from .ledger import read_json, write_json
-from .run import Run, run, wait
+from .process import unfinished
+from .run import Run, free_name, run, wait
 
 # %% ../nbs/86_faults.ipynb #faults-blow
 TARGETS = ("generator", "trainer", "run process", "environment", "supervisor")
@@ -76,6 +76,8 @@ def book_problems(ended: Run) -> list[str]:
         "status and rollouts differ": counted == booked,
         "dispatched is not the sum of fates": sum(n for n, _ in booked.values()) == status.dispatched,
         "an attempt has two fates": not rows.select("rollout", "try").is_duplicated().any(),
+        "an attempt that was dispatched has no fate": not unfinished(ended.folder),
+        "steps and rollouts differ on what was trained": steps["trained_rollouts"].sum() == (rows["fate"] == "trained").sum(),
         "a step is missing": steps["version"].to_list() == list(range(1, len(steps) + 1)),
         "a trained rollout was too old": not ((rows["trained_at"] - 1 - rows["oldest"]).filter(rows["fate"] == "trained") > ended.config.staleness).any(),
         "there is no report": (ended.folder / "report.html").exists(),
@@ -147,10 +149,6 @@ class FaultBench:
     blows: tuple[Blow, ...]
     slowest_end_s: float
 
-    def to_json(self) -> str:
-        "As JSON text."
-        return json.dumps(asdict(self), indent=1)
-
     def __str__(self) -> str:
         return f"{self.kept} of {self.times} blows: every promise kept; the slowest end took {self.slowest_end_s:.0f} s"
 
@@ -171,17 +169,9 @@ def bench_faults(times: int = 20, seed: int = 0, folder: str | Path = "bench-fau
         path = Path(folder) / f"{seed}-{number:02d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            write_json(path, asdict(strike(number, target, name, _free(Path(folder)), after)))
+            write_json(path, asdict(strike(number, target, name, Path(folder) / free_name(Path(folder), "runs"), after)))  # a half-done blow is not in its way
         blow = Blow(**{**(told := read_json(path)), "problems": tuple(told["problems"])})
         blows.append(blow)
         say(f"{number + 1:3d}/{times}  {name} to the {target} after {blow.after:.1f} s: {blow.state} within {blow.seconds:.0f} s; {', '.join(blow.problems) or 'all kept'}")
     broken = tuple(b for b in blows if b.problems)
     return FaultBench(times, times - len(broken), broken, tuple(blows), max(b.seconds for b in blows))
-
-
-def _free(folder: Path) -> Path:
-    "A folder of runs that is not in use, so that a half-done blow does not stand in the way of its repetition."
-    number = 0
-    while (folder / f"runs-{number}").exists():
-        number += 1
-    return folder / f"runs-{number}"

@@ -6,8 +6,6 @@
 __all__ = ['MODES', 'MORE_MODES', 'ALL_MODES', 'Mode', 'Measured', 'measure', 'ModesBench', 'bench_modes', 'table']
 
 # %% ../nbs/85_modes.ipynb #modes-imports
-import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .capacity import machine
 from .ledger import read_json, write_json
-from .run import Run, run, wait
+from .run import Run, free_name, run, wait
 
 if TYPE_CHECKING:
     import polars as pl
@@ -100,10 +98,6 @@ class ModesBench:
     runs: tuple[Measured, ...]
     machine: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        "As JSON text."
-        return json.dumps(asdict(self), indent=1)
-
     def __str__(self) -> str:
         return str(table(self.runs))
 
@@ -118,7 +112,7 @@ def bench_modes(folder: str | Path = "bench-modes", seeds: int = 3, modes: Mappi
             path = Path(folder) / f"{mode.replace(' ', '-').replace(',', '')}-{seed}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                ended = run("tiny", runs=Path(folder) / "runs", name=f"{path.stem}-{int(time.time())}", seed=seed, **modes[mode].knobs)
+                ended = run("tiny", runs=Path(folder) / "runs", name=free_name(Path(folder) / "runs", path.stem), seed=seed, **modes[mode].knobs)
                 wait(ended, 900)
                 write_json(path, asdict(measure(mode, seed, ended)))
             found.append(Measured(**read_json(path)))

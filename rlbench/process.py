@@ -180,6 +180,7 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
     try:
         sidecar.wait(patience)
     except subprocess.TimeoutExpired:
+        print(f"sink: did not leave within {patience:g} s of the run's end and is killed", file=sys.stderr, flush=True)
         sidecar.kill()
         sidecar.wait()
 

@@ -308,9 +308,8 @@ def test_a_run_that_names_a_sink_fills_it_while_it_lives(tmp_path):
     import rlbench as rl
 
     run = rl.run({"generator": "scripted", "clock": "virtual", "steps": 5, "group": 4, "batch": 32, "preflight": 0, "eval": [], "sinks": "tensorboard"}, runs=tmp_path, name="told")
-    began = time.monotonic()
     assert run.wait(60) == "finished", (run.folder / "run.log").read_text()
-    assert (run.folder / "report.html").exists() and time.monotonic() - began < 9, "its sink did not leave by itself"
+    assert (run.folder / "report.html").exists() and "sink" not in (run.folder / "run.log").read_text(), "its sink did not leave by itself"
     assert not (run.folder / "sinks.log").read_text()
     numbers, _ = from_tensorboard(run.folder, {})
     assert [version for version, _ in numbers["steps/trained_rollouts"]] == run.steps["version"].to_list()
