@@ -6,10 +6,11 @@
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'make_pools', 'provenance', 'Means',
            'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'note_failure', 'heard_ready',
            'heard_trained', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
-           'carry_train', 'carry_publish', 'send_load', 'carry_score', 'carry_configure', 'carry_start',
-           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
-           'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'owed', 'overdue', 'forgive',
-           'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'carry_train', 'carry_publish', 'send_load', 'note_changes', 'in_force', 'coming', 'carry_score',
+           'carry_configure', 'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval',
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck',
+           'commands', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
+           'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -27,7 +28,7 @@ from pathlib import Path
 from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import processor
 from .clock import RealClock, VirtualClock
-from .config import RunConfig, captured_functions, read_config
+from .config import RunConfig, captured_functions, live_knobs, read_config
 from .environment import ScoreRequest, ScoreResult
 from .ledger import Ballast, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Publish, Published, RolloutRow, Save,
@@ -118,6 +119,9 @@ class Memory:
     loading: set[str] = field(default_factory=set)
     trained_at: dict[int, float] = field(default_factory=dict)  # when a version was made, as long as it may still be published
     publish_seconds: float | None = None  # since the last step row
+    in_force: dict[str, object] = field(default_factory=dict)  # live knobs
+    changed: dict[str, list] = field(default_factory=dict)  # knob -> value, version since which, of knobs that were turned
+    pending: list[str] = field(default_factory=list)  # ids of commands that the status shows as waiting
 
 
 def rollouts_of(memory: Memory, group: int) -> list[Rollout]:
@@ -283,6 +287,24 @@ def send_load(driver: "Driver", generator: str, version: int) -> None:
     driver.memory.loading.add(generator)
     driver.submit(generator, LoadJob(version))
 
+# %% ../nbs/55_driver.ipynb #driver-changes
+def note_changes(driver: "Driver", config: RunConfig) -> None:
+    "Book the knobs whose value differs from the one before."
+    now = in_force(driver, config)
+    turned = {field: [value, driver.state.version] for field, value in now.items() if value != driver.memory.in_force.get(field)}
+    driver.memory.changed = {field: since for field, since in {**driver.memory.changed, **turned}.items() if field in now}
+    driver.memory.in_force = now
+
+
+def in_force(driver: "Driver", config: RunConfig) -> dict[str, object]:
+    "Value of every live knob, as JSON data."
+    return {k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, driver.state.functions)}
+
+
+def coming(state: LoopState) -> dict[str, list]:
+    "Knobs on a ramp: the value they go to, and the version at which they get there."
+    return {r.knob: [list(r.end) if isinstance(r.end, tuple) else r.end, r.since + r.over] for r in state.ramps}
+
 # %% ../nbs/55_driver.ipynb #driver-carry-two
 def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored."
@@ -292,7 +314,8 @@ def carry_score(driver: "Driver", action: Score) -> None:
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
-    "Tell every worker the configuration in force."
+    "Tell every worker the configuration in force, and remember since when it is."
+    note_changes(driver, action.config)
     for handle in driver.handles.values():
         handle.submit(ConfigureJob(action.config), driver.clock.now())
 
@@ -419,6 +442,7 @@ class Driver:
         )
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
+        self.memory.in_force = in_force(self, config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
         self.eval_groups: dict[int, str] = {}
@@ -483,6 +507,9 @@ def drive(driver: Driver) -> LoopState:
                     log(driver, action)
                     if driver.state.phase not in FINISHED or isinstance(action, Write):
                         CARRY[type(action)](driver, action)
+            if (waiting := [command.id for command in driver.state.commands]) != driver.memory.pending:
+                driver.memory.pending = waiting
+                driver.write_status()
             driver.flush()
         return driver.state
     except BaseException as error:
@@ -667,6 +694,9 @@ def status_of(driver: Driver) -> Status:
         digest=s.digest,
         supervisor=driver.supervisor,
         workers={} if driver.inline else {name: handle.process.pid for name, handle in driver.handles.items()},
+        changed=driver.memory.changed,
+        ramps=coming(s),
+        asked={command.knob: command.value for command in s.commands},
         books_closed=books_closed(s) and s.phase in FINISHED,
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
     )

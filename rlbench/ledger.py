@@ -583,6 +583,9 @@ class Status:
     digest: str = ""
     supervisor: int = 0  # the process that closes the books if process `pid` cannot
     workers: dict[str, int] = field(default_factory=dict)  # worker -> its process
+    changed: dict[str, list] = field(default_factory=dict)  # knob -> value in force, version since which, of knobs that were turned
+    ramps: dict[str, list] = field(default_factory=dict)  # knob -> value it goes to, version at which it gets there
+    asked: dict[str, object] = field(default_factory=dict)  # knob -> value that waits for its apply point
 
 
 def write_status(folder: str | Path, status: Status) -> None:

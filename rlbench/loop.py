@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from .advantage import ADVANTAGES, MIN_GROUP, informative
-from .config import EvalConfig, RunConfig, apply_point, check_built, with_knob
+from .config import EvalConfig, RunConfig, apply_point, check_built, value_of, with_knob
 from .curriculum import SAMPLERS, Curriculum, draw, observe
 from .knobs import bind, resolve
 from .queue import Waiting, take
@@ -105,7 +105,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Commanded:
-    "Somebody asks for a change: a knob with its value, or a verb (pause, go, step, stop, eval)."
+    "Somebody asks for a change: a knob with its value, or a verb (pause, go, step, publish, stop, eval)."
 
     id: str
     author: str
@@ -381,6 +381,7 @@ class LoopState:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     evaluated: dict[str, int] = field(default_factory=dict)  # name -> version last evaluated
     asked_eval: bool = False
+    asked_publish: bool = False
     saved: int = -1
     saving: bool = False
     books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
@@ -652,7 +653,7 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
     state.training = []
 
 # %% ../nbs/51_loop.ipynb #loop-decide-command
-VERBS = ("pause", "go", "step", "stop", "eval")
+VERBS = ("pause", "go", "step", "publish", "stop", "eval")
 
 
 def due(state: LoopState, apply: str) -> bool:
@@ -700,6 +701,8 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             state.paused = False
         case "step":
             state.paused, state.allow = True, max(state.allow, state.version) + 1
+        case "publish":
+            state.asked_publish = True
         case "eval" if not state.config.eval:
             raise ValueError("eval: the run has no evaluation set; give it one under [[eval]]")
         case "eval":
@@ -712,10 +715,10 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
 def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
     target = with_knob(state.config, command.knob, command.value, state.functions)
     check_built(target, state.built)
-    start, end = getattr(state.config, command.knob, None), getattr(target, command.knob, None)
+    start, end = value_of(state.config, command.knob), value_of(target, command.knob)
     if command.over and (not isinstance(start, (int, float, tuple)) or isinstance(start, bool)):
         raise ValueError(f"{command.knob}: only numbers can ramp; leave out over")
-    state.ramps = [r for r in state.ramps if r.knob != command.knob]
+    state.ramps = [r for r in state.ramps if command.knob not in (r.knob, r.knob.partition(".")[0])]
     if command.over:
         state.ramps.append(Ramp(command.knob, start, end, state.version, command.over))
     else:
@@ -731,7 +734,7 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
     value = tuple(map(between, ramp.start, ramp.end)) if isinstance(ramp.end, tuple) else between(ramp.start, ramp.end)
     if share >= 1.0:
         state.ramps.remove(ramp)
-    if value == getattr(state.config, ramp.knob):
+    if value == value_of(state.config, ramp.knob):
         return
     try:
         state.config = with_knob(state.config, ramp.knob, value, state.functions)
@@ -849,11 +852,12 @@ def decide_budget(state: LoopState, actions: list) -> None:
 def decide_publish(state: LoopState, actions: list) -> None:
     "Send new weights to generators that have older ones."
     behind = {name: a for name, a in generators(state).items() if a.version == a.sent < state.version}
+    state.asked_publish = state.asked_publish and any(a.sent < state.version for a in generators(state).values())
     if not behind or state.phase not in ("running", "draining"):
         return
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
-    due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining"
+    due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining" or state.asked_publish
     state.published = pinned[0] if pinned else state.version if due_now and not owed else state.published
     for name, actor in behind.items():
         if actor.sent < state.published:

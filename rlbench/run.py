@@ -8,7 +8,6 @@ __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'start_proces
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
-import getpass
 import os
 import subprocess
 import sys
@@ -18,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import CAPTURABLE, RunConfig, captured_functions, check_built, check_sinks, load_config, read_config, to_toml, with_knob
+from .config import CAPTURABLE, RunConfig, check_sinks, load_config, read_config, to_toml
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
-from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
+from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, state_of
 from .process import clear, close_books
+from .steer import ask, in_force, me
 
 if TYPE_CHECKING:
     import polars as pl
@@ -114,6 +114,11 @@ class _Looking:
         return read_config(self.folder)
 
     @property
+    def settings(self) -> RunConfig:
+        "The configuration in force."
+        return in_force(self.folder)
+
+    @property
     def status(self) -> Status | None:
         "What the run last said about itself; None before its first word."
         return read_status(self.folder)
@@ -140,31 +145,35 @@ class Run(_Looking):
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
         "Change knobs of the live run, at once or over some versions; dotted names go into `table`. Raises ValueError for what the run would refuse."
-        return [_ask(self, author, knob, value, over) for knob, value in {**(table or {}), **knobs}.items()]
+        return [ask(self.folder, knob, value, over, author) for knob, value in {**(table or {}), **knobs}.items()]
 
     def pause(self, author: str = "") -> str:
         "Hold training and new rollouts; what is being written is finished."
-        return _ask(self, author, "pause")
+        return ask(self.folder, "pause", author=author)
 
     def go(self, author: str = "") -> str:
         "Release a paused run."
-        return _ask(self, author, "go")
+        return ask(self.folder, "go", author=author)
 
     def step(self, author: str = "") -> str:
         "One more version, then hold."
-        return _ask(self, author, "step")
+        return ask(self.folder, "step", author=author)
+
+    def publish(self, author: str = "") -> str:
+        "Hand the newest weights to the generators now."
+        return ask(self.folder, "publish", author=author)
 
     def stop(self, author: str = "") -> str:
         "Finish the batch in training, save the policy, close the books, end. Of a dead run, close the books."
         if self.state == "dead":
-            close_books(self.folder, f"its processes were killed; closed by {author or _me()}")
+            close_books(self.folder, f"its processes were killed; closed by {author or me()}")
             clear(self.folder)
             return ""
-        return _ask(self, author, "stop")
+        return ask(self.folder, "stop", author=author)
 
     def eval(self, author: str = "") -> str:
         "Evaluate now."
-        return _ask(self, author, "eval")
+        return ask(self.folder, "eval", author=author)
 
     def until(self, *, eval: float | None = None, step: int | None = None):
         "Awaitable: a held-out solve rate or a version is reached, or the run has ended."
@@ -179,21 +188,6 @@ class Run(_Looking):
         return f"Run({self.name!r}: {self.state}, version {s.version if s else 0}, {self.folder})"
 
 # %% ../nbs/80_run.ipynb #run-class-two
-def _ask(run: Run, author: str, knob: str, value: object = None, over: int = 0) -> str:
-    if run.state in (*ENDED, "dead"):
-        raise ValueError(f"{knob}: the run {run.name!r} is {run.state}; only a live run takes commands")
-    if value is not None:
-        check_built(with_knob(run.config, knob, value, captured_functions(run.folder)), run.config)
-    return send_command(run.folder, author or _me(), knob, list(value) if isinstance(value, tuple) else value, over)
-
-
-def _me() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "somebody"
-
-
 def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
     "Block until the run has ended and its process has left; returns its state. Raises TimeoutError."
     began = time.monotonic()
