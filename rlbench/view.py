@@ -289,7 +289,7 @@ def _start(view: View) -> None:
     if count_rows(view.folder, "rollouts") > ROLLOUTS:
         view.follower.places |= {table: begin(view.folder, table, rows) for table, rows in KEEP.items()}
     batch = view.config.get("batch", 256)
-    view.tokens.places["tokens"] = begin(view.folder, "tokens", 4 * batch if isinstance(batch, int) else 4096)
+    view.tokens.places["tokens"] = begin(view.folder, "tokens", max(4096, 4 * batch if isinstance(batch, int) else 0))
 
 
 def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:
