@@ -352,6 +352,7 @@ class Panel:
 
 # %% ../nbs/64_panel.ipynb #panel-build
 STYLE = """
+.rl-still{display:none}
 .rl-panel{container-type:inline-size;gap:8px}
 .rl-panel .rl-grid{display:grid;gap:8px;grid-template-columns:repeat(3,minmax(0,1fr))}
 .rl-panel .rl-card{position:relative;min-width:0;border:1px solid var(--jp-border-color2,#ddd);border-radius:4px;padding:6px 8px}
@@ -368,7 +369,8 @@ STYLE = """
 .rl-log-table{font-size:12px;line-height:1.5;border-collapse:collapse}.rl-log-table td{padding:0 14px 0 0;text-align:left;vertical-align:top}
 .rl-panel .rl-bar{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{flex-wrap:wrap}
 .rl-panel .rl-detail{border-top:1px solid var(--jp-border-color2,#ddd);padding-top:4px}
-.rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:190px}
+.rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:170px;margin-left:14px}
+.rl-panel .rl-bar .widget-button,.rl-panel .rl-bar .widget-toggle-button{width:auto}
 @container (max-width:900px){.rl-panel .rl-grid{grid-template-columns:repeat(2,minmax(0,1fr))}}
 @container (max-width:560px){.rl-panel .rl-grid{grid-template-columns:minmax(0,1fr)}}
 """
@@ -402,7 +404,7 @@ def controls(panel: Panel) -> list:
         return []
     over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", style={"description_width": "70px"}, tooltip="Versions over which the next change of a number is spread; 0: at once")
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
-    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions (0: at once)</span>')]).add_class("rl-bar")
+    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions, for the next change; 0: at once</span>')]).add_class("rl-bar")
     return [panel.knobs.first, panel.knobs.groups, bar]
 
 
@@ -470,8 +472,11 @@ def show_panel(panel: Panel) -> None:
 
 
 def still_picture(panel: Panel) -> str:
-    "The picture as HTML."
-    return f'<div class="rl-still">{still_html(panel.snapshot, panel.light)}</div>' if panel.snapshot else ""
+    "The picture as HTML, with the moment it was taken."
+    if not panel.snapshot:
+        return ""
+    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(panel.snapshot.now))
+    return f'<div class="rl-still"><style>.rl-still .rl-late{{display:none}}</style>{still_html(panel.snapshot, panel.light)}<small>picture of {taken}; the panel lives while its kernel does: run the cell again</small></div>'
 
 
 def still(panel: Panel) -> None:
