@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from .config import CAPTURABLE, RunConfig, check_guard, check_sinks, load_config, read_config, to_toml
 from .driver import make_pools
 from .knobs import Captured, capture, save_function, unknown
+from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, state_of
 from .process import clear, close_books
 from .steer import ask, ask_guard, drop_guard, guards, in_force, me
@@ -148,6 +149,39 @@ class _Looking:
     evals = property(lambda self: self.table("evals"), doc="A row per finished evaluation.")
     commands = property(lambda self: self.table("commands"), doc="What was asked, by whom, and what became of it.")
 
+# %% ../nbs/80_run.ipynb #run-class-seeing
+@dataclass(frozen=True)
+class _Seeing(_Looking):
+    "What of a run is seen in a notebook."
+
+    def panel(self, author: str = "", readonly: bool = False):
+        "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
+        from rlbench.panel import Panel
+
+        return Panel(self.folder, author, readonly)
+
+    def figure(self, card: str):
+        "A card of the panel as an interactive plotly figure; a card of several charts gives the first. Raises ValueError for an unknown card."
+        from rlbench.figures import to_plotly
+        from rlbench.panel import charts_of
+
+        return to_plotly(charts_of(self.folder, card)[0])
+
+    def frame(self, card: str) -> "pl.DataFrame":
+        "The table behind a card of the panel. Raises ValueError for an unknown card."
+        from rlbench.panel import card_of
+
+        return card_of(card).frame(self.folder)
+
+    def _ipython_display_(self) -> None:
+        from IPython import get_ipython
+
+        if getattr(get_ipython(), "kernel", None) is None:
+            return print(repr(self))  # no page to put a panel on
+        from rlbench.panel import panel_of
+
+        panel_of(self.folder.resolve())._ipython_display_()
+
 # %% ../nbs/80_run.ipynb #run-class-guards
 @dataclass(frozen=True)
 class _Guarding(_Looking):
@@ -164,9 +198,17 @@ class _Guarding(_Looking):
         "Take away the guards with this id or this condition. Raises ValueError if there is none."
         return drop_guard(self.folder, guard, author)
 
+    def save_knobs(self, name: str, *fields: str) -> Path:
+        "Keep the settings in force (all live knobs but the budgets, or those named) under a name, for the runs of this folder. Returns the file."
+        return save_knobs(self.folder, name, fields)
+
+    def apply_knobs(self, name: str, author: str = "") -> Applied:
+        "Ask for every saved setting that differs from what is in force; says which were refused and why."
+        return apply_knobs(self.folder, name, author)
+
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Guarding):
+class Run(_Seeing, _Guarding):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
