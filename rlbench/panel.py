@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'STOP_SECONDS', 'BUTTONS', 'STYLE', 'STILL_SECONDS',
            'TABLE_ROWS', 'PLOTLY', 'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'same', 'fit', 'tell',
-           'setting', 'said', 'show', 'Knobs', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'controls', 'opener',
-           'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of',
-           'charts_of', 'shown_output', 'open_card']
+           'setting', 'said', 'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel',
+           'build', 'controls', 'opener', 'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still',
+           'panel_of', 'card_of', 'charts_of', 'shown_output', 'open_card']
 
 # %% ../nbs/64_panel.ipynb #panel-imports
 import json
@@ -26,8 +26,9 @@ from .cards import CARDS, card_html, light, still_html, strip_html, style_html
 from .config import LiveKnob, captured_functions, live_knobs
 from .figures import to_plotly, to_svg
 from .knobs import unknown
+from .knobsets import apply_knobs, knob_presets, save_knobs
 from .ledger import ENDED
-from .steer import ask, in_force, me
+from .steer import ask, ask_guard, drop_guard, in_force, me
 from .view import View
 
 if TYPE_CHECKING:
@@ -216,19 +217,21 @@ GROUPS = {"generator": "Generator", "data": "Data", "queue": "Queue", "environme
 class Knobs:
     "The rows of all live knobs, and where they stand."
 
-    def __init__(self, send: Callable[[str, object], str]):
+    def __init__(self, send: Callable[[str, object], str], folder: Path, author: str):
         import ipywidgets as w
 
         self.send, self.rows = send, {}
         self.first = w.Box().add_class("rl-knobs")
         self.boxes = {group: w.Box().add_class("rl-knobs") for group in GROUPS}
-        self.groups = w.Tab(children=list(self.boxes.values()), titles=list(GROUPS.values()))
+        self.pages = {"Guards": Watch(folder, author), "Kept": Kept(folder, author)}
+        self.groups = w.Tab(children=[*self.boxes.values(), *(page.widget for page in self.pages.values())], titles=[*GROUPS.values(), *self.pages])
         self.groups.layout.display = "none"
         self.more = w.ToggleButton(description="All knobs", icon="sliders", tooltip="Every knob that can be turned while the run lives").add_class("rl-more-knobs")
         self.more.observe(lambda change: setattr(self.groups.layout, "display", "" if change["new"] else "none"), "value")
 
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
         "Bring every row up to date; make rows for knobs that are new, drop those of functions no longer in use."
+        self.pages["Guards"].update(status)
         known = {k.field: k for k in knobs}
         if {field: type(row.k.value) for field, row in self.rows.items()} != {field: type(k.value) for field, k in known.items()}:
             kept = {field: row for field, row in self.rows.items() if field in known and type(row.k.value) is type(known[field].value)}
@@ -240,6 +243,67 @@ class Knobs:
             since = status.changed.get(field, [None, None])[1] if status else None
             ramp = status.ramps.get(field) if status else None
             show(self.rows[field], k.value, since, ramp, status.asked.get(field) if status else None, outcomes)
+
+# %% ../nbs/64_panel.ipynb #panel-watch
+class Watch:
+    "The page of guards."
+
+    def __init__(self, folder: Path, author: str):
+        import ipywidgets as w
+
+        self.folder, self.author = folder, author
+        self.when = w.Text(placeholder="entropy < 0.1 for 3", continuous_update=False, tooltip="A column of the steps table or an evaluation, a comparison, a number; for N rows in a row")
+        self.do = w.Combobox(value="pause", options=["pause", "stop", "alert"], tooltip="pause, stop, alert, or a knob: temperature = 0.8")
+        self.add, self.drop = w.Button(description="Watch", icon="eye"), w.Button(description="Take away", icon="times")
+        self.known, self.listed, self.said = w.Dropdown(tooltip="Guards of this run"), w.HTML(), w.HTML()
+        self.add.on_click(lambda _: self.attempt(lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author), f"asked to watch {self.when.value!r}"))
+        self.drop.on_click(lambda _: self.attempt(lambda: drop_guard(self.folder, self.known.value, self.author), f"asked to take {self.known.value!r} away"))
+        rows = [w.HBox([w.HTML("when"), self.when, w.HTML("do"), self.do, self.add]), w.HBox([self.known, self.drop]), self.said, self.listed]
+        self.widget = w.VBox([row.add_class("rl-bar") if isinstance(row, w.HBox) else row for row in rows]).add_class("rl-guards")
+
+    def attempt(self, act: Callable, done: str) -> None:
+        "Ask, and say what came of it."
+        tell(self.said, attempted(act, done))
+
+    def update(self, status) -> None:
+        "The guards as the run last told."
+        guards = status.guards if status else []
+        names = list(dict.fromkeys(g["when"] for g in guards))
+        if list(self.known.options) != names:
+            self.known.options = names
+        rows = [f"<tr><td>{escape(g['when'])}</td><td>{escape(g['do'])}</td><td>{'fired at v' + str(g['fired']) if g['fired'] >= 0 else 'watching'}</td></tr>" for g in guards]
+        tell(self.listed, f'<table class="rl-log-table" aria-label="guards"><tbody>{"".join(rows)}</tbody></table>')
+
+
+def attempted(act: Callable, done: str) -> str:
+    "Do something that may be refused; what to say of it."
+    try:
+        found = act()
+        return f'<div class="rl-said">{escape(str(found) if done == "" else done)}</div>'
+    except (ValueError, OSError) as error:
+        return f'<div class="rl-refused">{escape(str(error))}</div>'
+
+# %% ../nbs/64_panel.ipynb #panel-kept
+class Kept:
+    "The page of knobs kept under a name."
+
+    def __init__(self, folder: Path, author: str):
+        import ipywidgets as w
+
+        self.folder = folder
+        self.name = w.Text(placeholder="careful", continuous_update=False, tooltip="A name for the settings in force")
+        self.save, self.apply = w.Button(description="Save settings in force", icon="save"), w.Button(description="Apply", icon="check")
+        self.known, self.said = w.Dropdown(tooltip="Knobs kept beside the runs of this folder"), w.HTML()
+        self.save.on_click(lambda _: (tell(self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")), self.update()))
+        self.apply.on_click(lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), "")))
+        self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-bar"), w.HBox([self.known, self.apply]).add_class("rl-bar"), self.said]).add_class("rl-kept")
+        self.update()
+
+    def update(self) -> None:
+        "The names there are."
+        names = knob_presets(self.folder.parent)
+        if list(self.known.options) != names:
+            self.known.options = names
 
 # %% ../nbs/64_panel.ipynb #panel-buttons
 STOP_SECONDS = 3.0
@@ -313,7 +377,7 @@ class Panel:
         self.view, self.light, self.snapshot, self.config = View(self.folder), None, None, None
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.Lock()
-        self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send), Buttons(self.send))
+        self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(self.send))
         self.parts = build(self)
         self.widget = self.parts["root"]
         self.frame()
