@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NARROW', 'TEXTS', 'Decoder', 'STEPS', 'PALETTE', 'LOOK_STYLE', 'PAGE', 'ALONE', 'OTHER_VERSION', 'OTHER_TRY',
-           'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'StoredRollout', 'verdict', 'fate_in_words',
-           'staleness_in_words', 'read_rollout', 'tokenizer_file', 'load_decoder', 'pieces', 'heat', 'legend',
-           'strip_html', 'heat_in_words', 'framed', 'card_html', 'rollout_html', 'versions_of_task', 'pairs_of_task',
-           'other_version', 'other_try', 'side_by_side', 'Bounds', 'bounds_of', 'line', 'widgets', 'Parts',
-           'make_parts', 'asked', 'preset', 'widen', 'boxed', 'Browser', 'browse']
+           'HEADING', 'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'StoredRollout', 'verdict',
+           'fate_in_words', 'staleness_in_words', 'read_rollout', 'tokenizer_file', 'load_decoder', 'pieces', 'heat',
+           'legend', 'strip_html', 'heat_in_words', 'framed', 'card_html', 'rollout_html', 'versions_of_task',
+           'pairs_of_task', 'other_version', 'other_try', 'side_by_side', 'Bounds', 'bounds_of', 'line', 'widgets',
+           'Parts', 'make_parts', 'asked', 'preset', 'widen', 'boxed', 'Browser', 'browse']
 
 # %% ../nbs/66_inspector.ipynb #inspector-imports
 import math
@@ -45,7 +45,8 @@ def _within(column: str, wanted, unit: str) -> "list[pl.Expr]":
     low, high = wanted if isinstance(wanted, Sequence) else (wanted, wanted)
     if low is not None and high is not None and low > high:
         raise ValueError(f"{column}: from {low} to {high} {unit} is empty; give the lower end first")
-    return [pl.col(column) >= low] * (low is not None) + [pl.col(column) <= high] * (high is not None)
+    above = [] if low is None else [pl.col(column) >= low]
+    return above if high is None else [*above, pl.col(column) <= high]
 
 
 def _fates(fate: str | Iterable[str]) -> list[str]:
@@ -160,13 +161,12 @@ def fate_in_words(r: StoredRollout) -> str:
 
 
 def staleness_in_words(r: StoredRollout) -> str:
-    "The lag in its two parts, or the versions it was written over."
+    "Who wrote it, and the lag in its two parts if it was trained on."
     if r.oldest < 0:
         return ""
     over = r.newest - r.oldest
-    if r.lag is None:
-        return f"{over} version{'s' * (over != 1)} passed while it was written" if over else ""
-    return f"lag {r.lag} ({over} in flight, {r.lag - over} in queue)"
+    wrote = f"written by v{r.oldest}" + (f" to v{r.newest}" if over else "")
+    return wrote if r.lag is None else f"{wrote}, lag {r.lag} ({over} in flight, {r.lag - over} in queue)"
 
 # %% ../nbs/66_inspector.ipynb #inspector-read
 def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -> StoredRollout:
@@ -257,9 +257,9 @@ def legend() -> str:
     edges = [*STEPS, 0.0]
     names = [f"≥ {STEPS[0]:g}", *(f"{high:g} – {low:g}" for high, low in zip(STEPS, edges[1:-1])), f"&lt; {STEPS[-1]:g}"]
     nats = [f"to {_signed(math.log(STEPS[0]), 2)}", *(f"to {_signed(math.log(p), 1)}" for p in STEPS[1:]), "below"]
-    steps = "".join(f'<span><span class="t h{i}">&nbsp;&nbsp;</span> {name} <small>{nat}</small></span>' for i, (name, nat) in enumerate(zip(names, nats, strict=True)))
+    steps = "".join(f'<span><span class="t h{i} sw">&nbsp;&nbsp;</span> {name} <small>{nat}</small></span>' for i, (name, nat) in enumerate(zip(names, nats, strict=True)))
     return (f'<p class="rl-legend"><span>probability when sampled <small>log-prob</small></span>{steps}'
-            '<span><span class="t m">&nbsp;&nbsp;</span> no weight in the loss</span><span><b class="v">v7</b> version that writes from here on</span></p>')
+            '<span><span class="t m sw">&nbsp;&nbsp;</span> no weight in the loss</span><span><b class="v">v7</b> version that writes from here on</span></p>')
 
 
 def _signed(value: float, places: int) -> str:
@@ -310,7 +310,7 @@ PALETTE = (
     '[data-jp-theme-light="false"] .rl-look{--rl-yes:#3fc79a;--rl-no:#ff8a3d;--rl-heat:#b25400;--rl-bar:#ffb070}'
 )
 LOOK_STYLE = PALETTE + (
-    ".rl-look *{box-sizing:border-box}.rl-look p{margin:0 0 6px}.rl-look small,.rl-look .soft,.rl-look dt{color:" + SOFT + "}.rl-look small{font-size:11px}"
+    ".rl-look *{box-sizing:border-box}.rl-look p{margin:0 0 6px}.rl-look small,.rl-look .soft{color:" + SOFT + "}.rl-look small{font-size:11px}"
     f".rl-rollout{{border:1px solid {GRID};border-radius:6px;padding:12px 14px;background:{GROUND};min-width:0}}"
     ".rl-rollout .head{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;font-size:14px}.rl-rollout .yes{color:var(--rl-yes)}.rl-rollout .no{color:var(--rl-no)}"
     ".rl-rollout h4{font-size:12px;font-weight:600;margin:12px 0 3px;color:" + SOFT + "}"
@@ -320,9 +320,10 @@ LOOK_STYLE = PALETTE + (
               for i, share in enumerate((0, 18, 38, 60, 80, 100)) if i)
     + ".rl-look .m{background:repeating-linear-gradient(135deg,transparent 0 3px,color-mix(in srgb,currentColor 28%,transparent) 3px 4px);box-shadow:none}"
     f".rl-look .v{{font:600 10px/1 var(--jp-ui-font-family,system-ui,sans-serif);color:{GROUND};background:{SOFT};border-radius:3px;padding:2px 4px;margin:0 3px 0 1px;vertical-align:1px}}"
+    f".rl-look .sw{{outline:1px solid {GRID};margin-right:2px}}"
     ".rl-look .gap{display:block;text-align:center;margin:6px 0;color:" + SOFT + "}"
     ".rl-legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:11px;margin:8px 0 0!important}.rl-legend>span{white-space:nowrap}"
-    ".rl-rollout dl{display:flex;flex-wrap:wrap;gap:2px 18px;margin:12px 0 0;font-size:12px}.rl-rollout dl div{display:flex;gap:5px}.rl-rollout dt,.rl-rollout dd{margin:0;font-weight:400}"
+    ".rl-rollout .facts{display:flex;flex-wrap:wrap;gap:2px 18px;margin:12px 0 0;font-size:12px}"
     ".rl-rollout summary{cursor:pointer;font-size:12px;margin-top:10px;color:" + SOFT + "}"
     ".rl-two{display:grid;grid-template-columns:1fr 1fr;gap:12px}@container (max-width:760px){.rl-two{grid-template-columns:1fr}}"
     ".rl-look .when{font-size:12px;font-weight:600;margin:0 0 4px}"
@@ -364,8 +365,8 @@ def _facts(r: StoredRollout) -> str:
     mean = f"{_signed(float(np.nanmean(r.logprobs)), 3)}" if len(r.logprobs) else ""
     facts = {"reward parts": rewards, "advantage": "" if r.advantage is None else number(r.advantage), "tokens": f"{r.length:,}" + (", cut at the limit" if r.reason == "length" else ""),
              "mean log-prob": mean, "temperature": f"{r.temperature:g}", "level": str(r.level), "task": r.task, "set": r.set, "group": str(r.group) if r.group >= 0 else "",
-             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "seconds": f"{r.seconds:.2f}"}
-    return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in facts.items() if value) + "</dl>"
+             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "generated in": f"{number(r.seconds)} s" if r.seconds else ""}
+    return '<p class="facts">' + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value) + "</p>"
 
 # %% ../nbs/66_inspector.ipynb #inspector-html
 def rollout_html(folder: str | Path, rollout: int, attempt: int | None = None, most: int | None = 2000) -> str:
@@ -447,17 +448,20 @@ def bounds_of(folder: str | Path) -> Bounds:
 
 # %% ../nbs/66_inspector.ipynb #inspector-line
 PAGE = 50  # rollouts in the list at once
-ALONE, OTHER_VERSION, OTHER_TRY = "alone", "same task, another version", "same group, another reward"
+ALONE, OTHER_VERSION, OTHER_TRY = "nothing", "same task, another version", "same group, another reward"
+
+
+HEADING = "  rollout    by fate      level reward tokens"  # of the lines
 
 
 def line(row: Mapping[str, object], width: int = 110) -> str:
-    "A rollout on one line of the list: verdict, id, fate, level, reward, tokens, prompt and response."
+    "A rollout on one line of the list: verdict, id, version that began it, fate, level, reward, tokens, prompt and response."
     sign = {True: "✓", False: "✗", None: "–"}[row["correct"]]
     reward = "–" if row["reward"] is None else number(row["reward"])
     said = " ".join(f"{row['prompt'] or ''} {row['text'] or ''}".split())
     said = "".join(c if c.isprintable() else "·" for c in said[:width])
-    fate = f"v{row['oldest']}→v{row['trained_at']}" if row["trained_at"] and row["trained_at"] > 0 else (row["fate"] or "").replace("_", " ")[:9]
-    return f"{sign} {row['rollout']:>6} {fate:<10} L{row['level'] if row['level'] is not None else '–'} {reward:>5} {row['length'] or 0:>5}  {said}".replace(" ", "\N{NO-BREAK SPACE}")
+    by = f"v{row['oldest']}" if row["oldest"] is not None and row["oldest"] >= 0 else "–"
+    return f"{sign} {row['rollout']:>7} {by:>5} {(row['fate'] or '').replace('_', ' ')[:9]:<9} {row['level'] if row['level'] is not None else '–':>5} {reward:>6} {row['length'] or 0:>6}  {said}".replace(" ", "\N{NO-BREAK SPACE}")
 
 # %% ../nbs/66_inspector.ipynb #inspector-widgets
 def widgets():
@@ -496,14 +500,14 @@ def make_parts(b: Bounds) -> Parts:
     step = (b.reward[1] - b.reward[0]) / 100
     return Parts(
         fate=w.Dropdown(options=_fate_options(b), value="", description="Fate", tooltip="what became of the rollout"),
-        level=w.Dropdown(options=_level_options(b), value=None, description="Difficulty", tooltip="difficulty level of the task"),
+        level=w.Dropdown(options=_level_options(b), value="", description="Difficulty", tooltip="difficulty level of the task"),
         reward=w.FloatRangeSlider(min=b.reward[0], max=b.reward[1], value=b.reward, step=step, readout_format=".2f", description="Reward", tooltip="reward, lowest and highest", **span),
         lag=w.IntRangeSlider(min=0, max=b.lag, value=(0, b.lag), description="Lag", tooltip="staleness when trained, in versions, lowest and highest", **span),
         version=w.IntRangeSlider(min=0, max=b.version, value=(0, b.version), description="Version", tooltip="policy versions that wrote it, lowest and highest", **span),
         text=w.Text(description="Text", placeholder="in prompt or response", continuous_update=False, tooltip="text to search for, literally"),
-        last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", None)], value=10_000, description="Among", tooltip="how many of the newest rollouts to search"),
+        last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)], value=10_000, description="Among", tooltip="how many of the newest rollouts to search"),
         again=w.Button(description="Look again", tooltip="take in what the run has written since"),
-        beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Show", tooltip="what stands beside the selected rollout"),
+        beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Beside it", tooltip="what stands beside the selected rollout"),
         before=w.Button(description="‹ newer", tooltip="the page of newer rollouts"), after=w.Button(description="older ›", tooltip="the page of older rollouts"),
         place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="the rollouts found; arrow keys go through them"), view=w.HTML(), note=w.HTML(),
     )
@@ -513,14 +517,14 @@ def _fate_options(b: Bounds) -> list[tuple[str, str]]:
     return [("any", ""), *((fate.replace("_", " "), fate) for fate in b.fates)]
 
 
-def _level_options(b: Bounds) -> list[tuple[str, int | None]]:
-    return [("any", None), *((f"level {level}", level) for level in b.levels)]
+def _level_options(b: Bounds) -> list[tuple[str, int | str]]:
+    return [("any", ""), *((f"level {level}", level) for level in b.levels)]
 
 # %% ../nbs/66_inspector.ipynb #inspector-asked
 def asked(p: Parts) -> dict[str, object]:
     "The filters that the widgets stand for, as `find_rollouts` takes them; a slider at both its ends is no filter."
     ranges = {name: slider.value for name, slider in (("reward", p.reward), ("lag", p.lag), ("version", p.version)) if slider.value != (slider.min, slider.max)}
-    return {"fate": p.fate.value, "level": p.level.value, "text": p.text.value, "last": p.last.value, **ranges}
+    return {"fate": p.fate.value, "level": None if p.level.value == "" else p.level.value, "text": p.text.value, "last": p.last.value, **ranges}
 
 
 def preset(p: Parts, filters: Mapping[str, object]) -> None:
@@ -551,12 +555,13 @@ def widen(p: Parts, b: Bounds) -> None:
 
 # %% ../nbs/66_inspector.ipynb #inspector-box
 BROWSER_STYLE = PALETTE + (
-    ".rl-browser{container-type:inline-size;width:100%;overflow:hidden!important}.rl-browser .rl-filters{display:flex;flex-flow:row wrap;gap:2px 10px}"
+    ".rl-browser.rl-browser{display:block;container-type:inline-size;width:100%;overflow:hidden!important}.rl-browser .rl-filters{display:flex;flex-flow:row wrap;gap:2px 10px}"
     ".rl-browser .rl-filters>*{width:auto;flex:1 1 260px;max-width:400px;min-width:0}.rl-browser .rl-filters>button{flex:0 0 auto}.rl-browser .widget-label{min-width:0}"
     ".rl-browser .rl-body{display:grid;grid-template-columns:minmax(0,2fr) minmax(0,3fr);gap:12px;overflow:visible!important}@container (max-width:1000px){.rl-browser .rl-body{grid-template-columns:minmax(0,1fr)}}"
-    ".rl-browser .rl-list>.widget-select{width:auto;flex-direction:column}.rl-browser .rl-list .widget-label{display:none}"
+    ".rl-browser .rl-list,.rl-browser .rl-detail{display:block}.rl-browser .rl-list>.widget-select{width:auto;height:auto;margin:0 0 4px}.rl-browser .rl-list .widget-label{display:none}"
     ".rl-browser select[multiple],.rl-browser .widget-select select{font:12px/1.5 var(--jp-code-font-family,ui-monospace,monospace);width:100%;max-width:none;height:30em}"
     "@container (max-width:1000px){.rl-browser .widget-select select{height:13em}}.rl-browser .rl-pages{display:flex;flex-flow:row wrap;align-items:center;gap:4px 8px}"
+    ".rl-browser .rl-heading{margin:0;height:auto}.rl-browser .rl-heading pre{font:12px/1.4 var(--jp-code-font-family,ui-monospace,monospace);margin:0 0 0 5px;padding:0;overflow:hidden;background:none}"
     f".rl-browser .rl-error{{border-left:3px solid var(--rl-no,#b84a00);padding:4px 10px;margin:4px 0;color:{INK}}}.rl-browser .soft{{color:{SOFT}}}.rl-browser .widget-html-content{{line-height:1.4}}"
 )
 
@@ -569,12 +574,12 @@ def boxed(p: Parts):
         getattr(p, name).add_class(kind)
     filters = _box(w, "rl-filters", p.fate, p.level, p.reward, p.lag, p.version, p.text, p.last, p.again)
     pages = _box(w, "rl-pages", p.before, p.after, p.place)
-    body = _box(w, "rl-body", _box(w, "rl-list", p.found, pages), _box(w, "rl-detail", p.beside, p.view))
+    body = _box(w, "rl-body", _box(w, "rl-list", w.HTML(f'<pre class="soft">{HEADING}</pre>').add_class("rl-heading"), p.found, pages), _box(w, "rl-detail", p.beside, p.view))
     return _box(w, "rl-browser", w.HTML(f"<style>{BROWSER_STYLE}{LOOK_STYLE}</style>"), filters, p.note, body)
 
 
 def _box(w, name: str, *children):
-    return w.Box(children, layout=w.Layout(display="block", overflow="visible")).add_class(name)
+    return w.Box(children).add_class(name)
 
 # %% ../nbs/66_inspector.ipynb #inspector-browser
 class Browser:
@@ -662,7 +667,7 @@ def _show(b: Browser) -> None:
         body = (f'<p class="soft">{none}</p>' if none else "") + card_html(r, b._decode)
     else:
         left, right = sorted((other, r), key=lambda each: (each.oldest, each.rollout)) if p.beside.value == OTHER_VERSION else (r, other)
-        names = tuple(f"{'selected, ' if each is r else ''}version {each.oldest}" for each in (left, right))
+        names = tuple(f"{'selected, ' * (each is r)}rollout {each.rollout} by v{each.oldest}" for each in (left, right))
         body = side_by_side(left, right, b._decode, names)
     p.view.value = f'<div class="rl-look">{body}</div>'
 
