@@ -249,7 +249,7 @@ def _check_together(c: RunConfig) -> None:
     low, high = c.band
     if not 0 <= low < high <= 1:
         raise ValueError(f"band: ({low:g}, {high:g}) is not 0 <= low < high <= 1; give the lower solve rate first")
-    needed = MIN_GROUP[c.advantage["name"]] if c.advantage["name"] in MIN_GROUP else 1
+    needed = MIN_GROUP.get(key_of(c.advantage), 1)
     if c.group < needed:
         raise ValueError(
             f'group: {c.group} gives advantage "{c.advantage["name"]}" no baseline; use group >= {needed}, or advantage = "reinforce"'
