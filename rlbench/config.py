@@ -134,6 +134,7 @@ class _What(BaseModel):
     steps: Annotated[int, Knob(1, 10_000_000, unit="versions", help="budget: training batches", apply="now")] = 60
     minutes: Annotated[float, Knob(0, 1e6, unit="min", help="budget: wall time, 0 for none", apply="now")] = 0.0
     tokens: Annotated[int, Knob(0, 10**15, unit="tokens", help="budget: generated tokens, 0 for none", apply="now")] = 0
+    dollars_per_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of the machines, 0 if it is not known", apply="now")] = 0.0
     preflight: Annotated[int, Knob(0, 100_000, unit="tasks", help="training tasks tried before the run, 0 for none", live=False)] = 48
     preflight_k: Annotated[int, Knob(1, 1024, unit="rollouts per task", live=False)] = 8
 
@@ -405,8 +406,8 @@ def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
 
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {
-    "budget": ("steps", "minutes", "tokens"),
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
+    "budget": ("steps", "minutes", "tokens", "dollars_per_hour"),
     "queue": ("staleness", "overdue", "oversample", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "advantage", "loss", "correction", "aggregation"),

@@ -138,9 +138,41 @@ class _Looking:
     evals = property(lambda self: self.table("evals"), doc="A row per finished evaluation.")
     commands = property(lambda self: self.table("commands"), doc="What was asked, by whom, and what became of it.")
 
+# %% ../nbs/80_run.ipynb #run-class-seeing
+@dataclass(frozen=True)
+class _Seeing(_Looking):
+    "What of a run is seen in a notebook."
+
+    def panel(self, author: str = "", readonly: bool = False):
+        "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
+        from rlbench.panel import Panel
+
+        return Panel(self.folder, author, readonly)
+
+    def figure(self, card: str):
+        "A card of the panel as an interactive plotly figure; a card of several charts gives the first. Raises ValueError for an unknown card."
+        from rlbench.panel import figures
+
+        return figures(self.folder, card)[0]
+
+    def frame(self, card: str) -> "pl.DataFrame":
+        "The table behind a card of the panel. Raises ValueError for an unknown card."
+        from rlbench.panel import card_of
+
+        return card_of(card).frame(self.folder)
+
+    def _ipython_display_(self) -> None:
+        from IPython import get_ipython
+
+        if getattr(get_ipython(), "kernel", None) is None:
+            return print(repr(self))  # no page to put a panel on
+        from rlbench.panel import panel_of
+
+        panel_of(self.folder.resolve())._ipython_display_()
+
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Looking):
+class Run(_Seeing):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
