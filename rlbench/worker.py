@@ -12,6 +12,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
+import inspect
 import sys
 import time
 import traceback
@@ -225,7 +226,7 @@ class Functions:
 
 def warm(function: Callable) -> Callable:
     "Import now what a captured function needs, before a deadline runs; one that cannot be imported says so when it is called."
-    inner = getattr(function, "func", function)
+    inner = inspect.unwrap(getattr(function, "func", function))
     try:
         inner.load() if isinstance(inner, FileFunction) else None
     except Exception:
