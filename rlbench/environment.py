@@ -120,7 +120,9 @@ class Judged:
 
 def function_name(function: Callable) -> str:
     "The name to show for a function, bound parameters or not."
-    inner = function.func if isinstance(function, partial) else function
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
     return getattr(inner, "__name__", type(inner).__name__)
 
 
@@ -129,8 +131,8 @@ def _trace(error: BaseException) -> str:
     tb = error.__traceback__
     while (
         tb is not None
-        and tb.tb_frame.f_globals.get("__name__") == __name__
-        and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play", "call")
+        and tb.tb_frame.f_globals.get("__name__") in (__name__, "rlbench.knobs")
+        and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play", "call", "__call__")
     ):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb, limit=-20)).rstrip()
