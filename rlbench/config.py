@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts', 'Deadlines', 'knobs_in',
-           'default_placement', 'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted',
-           'parse_assignment', 'load_config', 'apply_point', 'value_of', 'check_built', 'with_knob', 'LiveKnob',
-           'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'default_placement', 'GuardConfig', 'check_guard', 'RunConfig', 'check_sinks', 'make_config', 'presets',
+           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'apply_point', 'value_of', 'check_built',
+           'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import os
@@ -24,11 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from .advantage import ADVANTAGES, MIN_GROUP
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
+from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .reward import REWARDS, VERIFIERS
 from .staleness import OVERDUE
 from .tasks import TASK_SETS
+from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
@@ -212,8 +214,65 @@ class _Where(BaseModel):
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
 
+# %% ../nbs/50_config.ipynb #config-watch
+class GuardConfig(BaseModel):
+    "One `[[guards]]` table."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    when: str
+    do: str = "alert"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, value):
+        return {**value, "when": str(parse_condition(value["when"]))} if isinstance(value, Mapping) and "when" in value else value
+
+    @field_validator("do")
+    @classmethod
+    def _action(cls, value):
+        parse_action(value)
+        return value.strip()
+
+
+class _Watch(BaseModel):
+    "What is watched, and who is told."
+
+    guards: tuple[GuardConfig, ...] = ()
+    alerts: Annotated[tuple[str, ...], Knob(live=False, help="conditions that are journalled when they come true")] = ALERTS
+    webhook: Annotated[str, Knob(live=False, help="address, or $NAME of one in the environment, that every firing is posted to")] = ""
+
+    @field_validator("alerts", mode="before")
+    @classmethod
+    def _alerts(cls, value):
+        texts = {True: ALERTS, False: ()}[value] if isinstance(value, bool) else [value] if isinstance(value, str) else value
+        return tuple(str(parse_condition(text)) for text in texts) if isinstance(texts, (list, tuple)) else texts
+
+    @field_validator("guards", mode="before")
+    @classmethod
+    def _guards(cls, value):
+        return tuple(value) if isinstance(value, list) else value
+
+
+def _check_watch(c: "RunConfig") -> None:
+    for when in (*c.alerts, *(g.when for g in c.guards)):
+        check_guard(c, when)
+    for guard in c.guards:
+        knob, value = parse_action(guard.do)
+        if value is not None:
+            apply_point(knob, c)
+    if c.webhook:
+        check_address(c.webhook)
+
+
+def check_guard(config: "RunConfig", when: str, do: str = "alert", extra=None) -> None:
+    "ValueError for a condition on figures that the run does not have, or for an action that it would refuse now."
+    check_condition(parse_condition(when), [*(e.name for e in config.eval), "preflight"])
+    knob, value = parse_action(do)
+    if value is not None:
+        with_knob(config, knob, value, extra)
+
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_What, _Generation, _Data, _Training, _Where):
+class RunConfig(_Watch, _What, _Generation, _Data, _Training, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -243,6 +302,7 @@ class RunConfig(_What, _Generation, _Data, _Training, _Where):
     def _together(self):
         _check_ranges(self)
         _check_together(self)
+        _check_watch(self)
         return self
 
 # %% ../nbs/50_config.ipynb #config-together
@@ -294,7 +354,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "virtual": VirtualCosts, "deadlines": Deadlines}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS_FILE', 'ENDED', 'DiskFull', 'write_json', 'read_json', 'create_run_folder', 'remove_weights', 'polars_schema',
-           'Ledger', 'Place', 'read_table', 'count_rows', 'Follower', 'Ballast', 'Status', 'write_status',
+           'Ledger', 'Place', 'read_table', 'count_rows', 'read_rows', 'Follower', 'Ballast', 'Status', 'write_status',
            'read_status', 'state_of', 'alive', 'Command', 'send_command', 'read_commands', 'mark_done']
 
 # %% ../nbs/03_ledger.ipynb #ledger-imports
@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -519,6 +520,24 @@ def count_rows(folder: str | Path, table: str) -> int:
     sealed = max((last + 1 for _, last, _ in _segments(where)), default=0) if where.is_dir() else 0
     return max(sealed, start + len(lines))
 
+# %% ../nbs/03_ledger.ipynb #ledger-rows
+def read_rows(folder: str | Path, table: str, seqs: Iterable[int], columns: Sequence[str] | None = None) -> "pl.DataFrame":
+    "The rows of a table with these `seq`, in that table's order; numbers that are not there are left out. Raises ValueError as `read_table`."
+    import polars as pl
+
+    _check_schema(Path(folder))
+    where, wanted, schema = Path(folder) / "ledger" / table, sorted({int(seq) for seq in seqs}), polars_schema(table)
+    _, start, _, lines = _tail_lines(where, Place())
+    segments = _segments(where) if where.is_dir() and wanted else []
+    sealed = max((high for _, high, _ in segments), default=-1)
+    held = [path for low, high, path in segments if bisect_left(wanted, low) < bisect_right(wanted, high)]
+    mine = [lines[seq - start] for seq in wanted if seq > sealed and start <= seq < start + len(lines)]
+    frames = [_frame(mine, table, columns)[0]]
+    if held:
+        scan = pl.scan_parquet(held, schema=schema, missing_columns="insert", extra_columns="ignore", glob=False)
+        frames.insert(0, scan.filter(pl.col("seq").is_in(wanted)).select(list(polars_schema(table, columns))).collect())
+    return pl.concat(frames)
+
 # %% ../nbs/03_ledger.ipynb #ledger-follower
 class Follower:
     "Reads what is new in some tables of a run. `tables`: names, or a mapping from name to the columns wanted (None: all)."
@@ -586,6 +605,7 @@ class Status:
     changed: dict[str, list] = field(default_factory=dict)  # knob -> value in force, version since which, of knobs that were turned
     ramps: dict[str, list] = field(default_factory=dict)  # knob -> value it goes to, version at which it gets there
     asked: dict[str, object] = field(default_factory=dict)  # knob -> value that waits for its apply point
+    guards: list[dict[str, object]] = field(default_factory=list)  # as in `guard.Guard`: condition, action, whether it is armed
 
 
 def write_status(folder: str | Path, status: Status) -> None:

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'FRUITLESS_BATCHES',
            'FAILED_BATCHES', 'FAILED_LEAST', 'HANDLERS', 'DECISIONS', 'FINISHED', 'Started', 'Generated', 'Scored',
-           'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost', 'Start', 'Item',
-           'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'RolloutRow', 'GroupRow',
-           'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp',
-           'Replaced', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held',
-           'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group', 'doom', 'dissolve',
-           'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved',
-           'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command', 'in_place',
-           'remember', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'decide_score', 'decide_settle',
-           'settle', 'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train',
-           'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost', 'Measured',
+           'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'Tell',
+           'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Member', 'GroupState',
+           'Evaluation', 'Ramp', 'Replaced', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled',
+           'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group',
+           'doom', 'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
+           'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal',
+           'decide_command', 'in_place', 'remember', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
+           'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
+           'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit',
+           'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -26,9 +27,10 @@ from operator import index
 import numpy as np
 
 from .advantage import MIN_GROUP, informative
-from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, value_of, with_knob
+from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import Curriculum, draw, observe
 from .environment import function_name
+from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
 from .queue import Waiting, take
 from .records import Fate, Outcome, Sampling, StopReason
@@ -127,7 +129,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Commanded:
-    "Somebody asks for a change: a knob with its value, or a verb (pause, go, step, publish, stop, eval)."
+    "Somebody asks for a change: a knob with its value, or a verb (`VERBS`). `reason`: the figure for which a guard asks."
 
     id: str
     author: str
@@ -135,6 +137,7 @@ class Commanded:
     value: object = None
     over: int = 0
     at: float = 0.0
+    reason: str = ""
     pool: Pool | None = None  # what was made if it asks for other tasks
 
 
@@ -154,6 +157,14 @@ class Lost:
     cause: str
     tokens: tuple[tuple[tuple[int, int], int], ...] = ()
     at_work: tuple[tuple[int, int], ...] = ()
+    at: float = 0.0
+
+# %% ../nbs/51_loop.ipynb #loop-events-three
+@dataclass(frozen=True)
+class Measured:
+    "The figures of the row of a finished batch or evaluation."
+    version: int
+    figures: Mapping[str, float | None]
     at: float = 0.0
 
 # %% ../nbs/51_loop.ipynb #loop-actions
@@ -234,6 +245,12 @@ class Write:
     "One row for a table."
     table: str
     row: object
+
+# %% ../nbs/51_loop.ipynb #loop-actions-three
+@dataclass(frozen=True)
+class Tell:
+    "A guard has fired: whoever wants to hear of it is told."
+    firing: Firing
 
 # %% ../nbs/51_loop.ipynb #loop-rows
 @dataclass(frozen=True)
@@ -412,6 +429,7 @@ class LoopState:
     staged: list[tuple[int, int, int, int]] = field(default_factory=list)  # (group, task, scored, solved)
     commands: list[Commanded] = field(default_factory=list)
     ramps: list[Ramp] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     evaluated: dict[str, int] = field(default_factory=dict)  # name -> version last evaluated
     asked_eval: bool = False
@@ -436,6 +454,7 @@ def start_state(
 ) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
     state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config)
+    state.guards = first_guards(config.alerts, [(g.when, g.do) for g in config.guards])
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
     return state
@@ -703,7 +722,7 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
     state.training = []
 
 # %% ../nbs/51_loop.ipynb #loop-decide-command
-VERBS = ("pause", "go", "step", "publish", "stop", "eval")
+VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard")
 
 
 def due(state: LoopState, apply: str) -> bool:
@@ -733,10 +752,11 @@ def decide_command(state: LoopState, actions: list) -> None:
                 waiting.append(command)
                 continue
             _verb(state, command, actions) if command.knob in VERBS else _turn_knob(state, command, actions)
-            status, reason = "applied", ""
-            chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
+            status, reason = "applied", command.reason
+            if command.knob not in ("guard", "unguard"):  # they watch, and change nothing
+                chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
-            apply, status, reason = "", "refused", str(error)
+            apply, status, reason = "", "refused", str(error) + (f" ({command.reason})" if command.reason else "")
         actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
@@ -757,6 +777,8 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             raise ValueError("eval: the run has no evaluation set; give it one under [[eval]]")
         case "eval":
             state.asked_eval = True
+        case "guard" | "unguard":
+            _change_guards(state, command)
         case "stop":
             state.phase, state.reason = "stopping", f"stopped by {command.author}"
             dissolve(state, Fate.LEFT_AT_STOP, True, actions)
@@ -896,6 +918,32 @@ def stage(state: LoopState, group: GroupState, scored: int, solved: int) -> None
     "Evidence for the curriculum, if the task is still one of those that are served."
     if group.pool == state.pool:
         state.staged.append((group.id, group.task, scored, solved))
+
+# %% ../nbs/51_loop.ipynb #loop-guards
+def _change_guards(state: LoopState, command: Commanded) -> None:
+    if command.knob == "unguard":
+        state.guards = without(state.guards, str(command.value))
+        return
+    match command.value:
+        case {"when": str(when), "do": str(do), **rest} if not rest:
+            check_guard(state.config, when, do, state.functions)
+            state.guards.append(Guard(command.id, str(parse_condition(when)), do.strip()))
+        case _:
+            raise ValueError(f'guard: {command.value!r} is no guard; give a table, e.g. {{"when": "entropy < 0.1", "do": "pause"}}')
+
+
+def on_measured(state: LoopState, e: Measured, actions: list) -> None:
+    "Look at every guard; those that fire ask for what they are there for."
+    looked = [look(guard, e.figures, e.version) for guard in state.guards]
+    state.guards = [guard for guard, _ in looked]
+    for firing in (firing for _, firing in looked if firing):
+        knob, value = parse_action(firing.do)
+        command = Commanded(f"{firing.guard}-at-{firing.version}", f"guard: {firing.when}", knob, value, 0, e.at, firing.text)
+        if knob == ALERT:
+            actions.append(journal(state, command, "applied", firing.text, "now"))
+        else:
+            state.commands.append(command)
+        actions.append(Tell(firing))
 
 # %% ../nbs/51_loop.ipynb #loop-decide-settle
 def decide_score(state: LoopState, actions: list) -> None:
@@ -1250,7 +1298,7 @@ def abandon(state: LoopState, reason: str) -> list:
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost,
+    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
 }
 DECISIONS = (
     decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_train, decide_evaluate,

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'STOP_SECONDS', 'BUTTONS', 'STYLE', 'STILL_SECONDS',
-           'TABLE_ROWS', 'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'same', 'fit', 'tell', 'setting',
-           'said', 'show', 'Knobs', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'controls', 'opener', 'draw',
-           'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of', 'figures',
-           'open_card']
+           'TABLE_ROWS', 'PLOTLY', 'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'same', 'fit', 'tell',
+           'setting', 'said', 'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel',
+           'build', 'controls', 'opener', 'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still',
+           'panel_of', 'card_of', 'charts_of', 'shown_output', 'open_card']
 
 # %% ../nbs/64_panel.ipynb #panel-imports
 import json
@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 
 from .cards import CARDS, card_html, light, still_html, strip_html, style_html
 from .config import LiveKnob, captured_functions, live_knobs
-from .figures import to_plotly
+from .figures import to_plotly, to_svg
 from .knobs import unknown
+from .knobsets import apply_knobs, knob_presets, save_knobs
 from .ledger import ENDED
-from .steer import ask, in_force, me
+from .steer import ask, ask_guard, drop_guard, in_force, me
 from .view import View
 
 if TYPE_CHECKING:
@@ -216,19 +217,21 @@ GROUPS = {"generator": "Generator", "data": "Data", "queue": "Queue", "environme
 class Knobs:
     "The rows of all live knobs, and where they stand."
 
-    def __init__(self, send: Callable[[str, object], str]):
+    def __init__(self, send: Callable[[str, object], str], folder: Path, author: str):
         import ipywidgets as w
 
         self.send, self.rows = send, {}
         self.first = w.Box().add_class("rl-knobs")
         self.boxes = {group: w.Box().add_class("rl-knobs") for group in GROUPS}
-        self.groups = w.Tab(children=list(self.boxes.values()), titles=list(GROUPS.values()))
+        self.pages = {"Guards": Watch(folder, author), "Kept": Kept(folder, author)}
+        self.groups = w.Tab(children=[*self.boxes.values(), *(page.widget for page in self.pages.values())], titles=[*GROUPS.values(), *self.pages])
         self.groups.layout.display = "none"
         self.more = w.ToggleButton(description="All knobs", icon="sliders", tooltip="Every knob that can be turned while the run lives").add_class("rl-more-knobs")
         self.more.observe(lambda change: setattr(self.groups.layout, "display", "" if change["new"] else "none"), "value")
 
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
         "Bring every row up to date; make rows for knobs that are new, drop those of functions no longer in use."
+        self.pages["Guards"].update(status)
         known = {k.field: k for k in knobs}
         if {field: type(row.k.value) for field, row in self.rows.items()} != {field: type(k.value) for field, k in known.items()}:
             kept = {field: row for field, row in self.rows.items() if field in known and type(row.k.value) is type(known[field].value)}
@@ -240,6 +243,67 @@ class Knobs:
             since = status.changed.get(field, [None, None])[1] if status else None
             ramp = status.ramps.get(field) if status else None
             show(self.rows[field], k.value, since, ramp, status.asked.get(field) if status else None, outcomes)
+
+# %% ../nbs/64_panel.ipynb #panel-watch
+class Watch:
+    "The page of guards."
+
+    def __init__(self, folder: Path, author: str):
+        import ipywidgets as w
+
+        self.folder, self.author = folder, author
+        self.when = w.Text(placeholder="entropy < 0.1 for 3", continuous_update=False, tooltip="A column of the steps table or an evaluation, a comparison, a number; for N rows in a row")
+        self.do = w.Combobox(value="pause", options=["pause", "stop", "alert"], tooltip="pause, stop, alert, or a knob: temperature = 0.8")
+        self.add, self.drop = w.Button(description="Watch", icon="eye"), w.Button(description="Take away", icon="times")
+        self.known, self.listed, self.said = w.Dropdown(tooltip="Guards of this run"), w.HTML(), w.HTML()
+        self.add.on_click(lambda _: self.attempt(lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author), f"asked to watch {self.when.value!r}"))
+        self.drop.on_click(lambda _: self.attempt(lambda: drop_guard(self.folder, self.known.value, self.author), f"asked to take {self.known.value!r} away"))
+        rows = [w.HBox([w.HTML("when"), self.when, w.HTML("do"), self.do, self.add]), w.HBox([self.known, self.drop]), self.said, self.listed]
+        self.widget = w.VBox([row.add_class("rl-bar") if isinstance(row, w.HBox) else row for row in rows]).add_class("rl-guards")
+
+    def attempt(self, act: Callable, done: str) -> None:
+        "Ask, and say what came of it."
+        tell(self.said, attempted(act, done))
+
+    def update(self, status) -> None:
+        "The guards as the run last told."
+        guards = status.guards if status else []
+        names = list(dict.fromkeys(g["when"] for g in guards))
+        if list(self.known.options) != names:
+            self.known.options = names
+        rows = [f"<tr><td>{escape(g['when'])}</td><td>{escape(g['do'])}</td><td>{'fired at v' + str(g['fired']) if g['fired'] >= 0 else 'watching'}</td></tr>" for g in guards]
+        tell(self.listed, f'<table class="rl-log-table" aria-label="guards"><tbody>{"".join(rows)}</tbody></table>')
+
+
+def attempted(act: Callable, done: str) -> str:
+    "Do something that may be refused; what to say of it."
+    try:
+        found = act()
+        return f'<div class="rl-said">{escape(str(found) if done == "" else done)}</div>'
+    except (ValueError, OSError) as error:
+        return f'<div class="rl-refused">{escape(str(error))}</div>'
+
+# %% ../nbs/64_panel.ipynb #panel-kept
+class Kept:
+    "The page of knobs kept under a name."
+
+    def __init__(self, folder: Path, author: str):
+        import ipywidgets as w
+
+        self.folder = folder
+        self.name = w.Text(placeholder="careful", continuous_update=False, tooltip="A name for the settings in force")
+        self.save, self.apply = w.Button(description="Save settings in force", icon="save"), w.Button(description="Apply", icon="check")
+        self.known, self.said = w.Dropdown(tooltip="Knobs kept beside the runs of this folder"), w.HTML()
+        self.save.on_click(lambda _: (tell(self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")), self.update()))
+        self.apply.on_click(lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), "")))
+        self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-bar"), w.HBox([self.known, self.apply]).add_class("rl-bar"), self.said]).add_class("rl-kept")
+        self.update()
+
+    def update(self) -> None:
+        "The names there are."
+        names = knob_presets(self.folder.parent)
+        if list(self.known.options) != names:
+            self.known.options = names
 
 # %% ../nbs/64_panel.ipynb #panel-buttons
 STOP_SECONDS = 3.0
@@ -313,7 +377,7 @@ class Panel:
         self.view, self.light, self.snapshot, self.config = View(self.folder), None, None, None
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.Lock()
-        self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send), Buttons(self.send))
+        self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(self.send))
         self.parts = build(self)
         self.widget = self.parts["root"]
         self.frame()
@@ -352,6 +416,7 @@ class Panel:
 
 # %% ../nbs/64_panel.ipynb #panel-build
 STYLE = """
+.rl-still{display:none}
 .rl-panel{container-type:inline-size;gap:8px}
 .rl-panel .rl-grid{display:grid;gap:8px;grid-template-columns:repeat(3,minmax(0,1fr))}
 .rl-panel .rl-card{position:relative;min-width:0;border:1px solid var(--jp-border-color2,#ddd);border-radius:4px;padding:6px 8px}
@@ -368,7 +433,8 @@ STYLE = """
 .rl-log-table{font-size:12px;line-height:1.5;border-collapse:collapse}.rl-log-table td{padding:0 14px 0 0;text-align:left;vertical-align:top}
 .rl-panel .rl-bar{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{flex-wrap:wrap}
 .rl-panel .rl-detail{border-top:1px solid var(--jp-border-color2,#ddd);padding-top:4px}
-.rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:190px}
+.rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:170px;margin-left:14px}
+.rl-panel .rl-bar .widget-button,.rl-panel .rl-bar .widget-toggle-button{width:auto}
 @container (max-width:900px){.rl-panel .rl-grid{grid-template-columns:repeat(2,minmax(0,1fr))}}
 @container (max-width:560px){.rl-panel .rl-grid{grid-template-columns:minmax(0,1fr)}}
 """
@@ -402,7 +468,7 @@ def controls(panel: Panel) -> list:
         return []
     over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", style={"description_width": "70px"}, tooltip="Versions over which the next change of a number is spread; 0: at once")
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
-    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions (0: at once)</span>')]).add_class("rl-bar")
+    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions, for the next change; 0: at once</span>')]).add_class("rl-bar")
     return [panel.knobs.first, panel.knobs.groups, bar]
 
 
@@ -470,8 +536,11 @@ def show_panel(panel: Panel) -> None:
 
 
 def still_picture(panel: Panel) -> str:
-    "The picture as HTML."
-    return f'<div class="rl-still">{still_html(panel.snapshot, panel.light)}</div>' if panel.snapshot else ""
+    "The picture as HTML, with the moment it was taken."
+    if not panel.snapshot:
+        return ""
+    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(panel.snapshot.now))
+    return f'<div class="rl-still"><style>.rl-still .rl-late{{display:none}}</style>{still_html(panel.snapshot, panel.light)}<small>picture of {taken}; the panel lives while its kernel does: run the cell again</small></div>'
 
 
 def still(panel: Panel) -> None:
@@ -499,9 +568,18 @@ def card_of(key: str):
     return CARDS[key]
 
 
-def figures(folder: Path, key: str) -> list:
-    "The plotly figures of a card."
-    return [to_plotly(chart) for chart in card_of(key).charts(View(folder).poll())]
+def charts_of(folder: Path, key: str) -> tuple:
+    "The charts of a card as it is now."
+    return card_of(key).charts(View(folder).poll())
+
+
+def shown_output(chart) -> dict:
+    "A chart as an output of a cell: interactive where the page can draw plotly figures, else as SVG."
+    data = {PLOTLY: json.loads(to_plotly(chart).to_json()), "text/html": f'<div style="max-width:900px">{to_svg(chart, 900, 300)}</div>'}
+    return {"output_type": "display_data", "data": data, "metadata": {}}
+
+
+PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def open_card(panel: Panel, key: str) -> None:
@@ -513,9 +591,8 @@ def open_card(panel: Panel, key: str) -> None:
         return
     try:
         frame = card_of(key).frame(panel.folder)
-        for figure in figures(panel.folder, key):
-            detail.append_display_data(figure)
-        detail.append_display_data(frame.tail(TABLE_ROWS))
-        detail.append_stdout(f"the last {min(TABLE_ROWS, len(frame)):,} of {len(frame):,} rows; all of them: run.frame({key!r})\n")
+        rows = f"the last {min(TABLE_ROWS, len(frame)):,} of {len(frame):,} rows; all of them: run.frame({key!r})\n"
+        table = {"output_type": "display_data", "data": {"text/html": frame.tail(TABLE_ROWS)._repr_html_()}, "metadata": {}}
+        detail.outputs = (*map(shown_output, charts_of(panel.folder, key)), table, {"output_type": "stream", "name": "stdout", "text": rows})
     except (ValueError, OSError) as error:
-        detail.append_stdout(f"{error}\n")
+        detail.outputs = ({"output_type": "stream", "name": "stderr", "text": f"{error}\n"},)

@@ -108,6 +108,27 @@ def test_another_function_brings_other_knobs(live):
     until(lambda: "loss.high" in frame(panel).knobs.rows)
 
 
+def test_guards_and_kept_knobs(live):
+    "A guard asked for on the panel is watched by the run; a name that cannot be one is refused in words; kept knobs come back."
+    panel = frame(Panel(live.folder, author="anna"))
+    watch, kept = panel.knobs.pages["Guards"], panel.knobs.pages["Kept"]
+    watch.when.value = "entropi < 0.1"
+    watch.add.click()
+    assert "entropy" in watch.said.value and "rl-refused" in watch.said.value
+    watch.when.value, watch.do.value = "entropy < 0.0001", "alert"
+    watch.add.click()
+    until(lambda: any(g["when"] == "entropy < 0.0001" for g in live.status.guards))
+    assert "entropy &lt; 0.0001" in frame(panel).knobs.pages["Guards"].listed.value
+    kept.name.value = "before"
+    kept.save.click()
+    live.set(temperature=1.2)
+    until(lambda: live.settings.temperature == 1.2)
+    kept.known.value = "before"
+    kept.apply.click()
+    until(lambda: live.settings.temperature != 1.2)
+    assert live.commands.tail(1)["author"].item() == "anna"
+
+
 def test_pause_step_go_and_stop(live):
     "Pause holds the version, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
