@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import CAPTURABLE, FUNCTIONS, RunConfig, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, read_config, to_toml
+from .config import FUNCTIONS, RunConfig, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, read_config, to_toml
 from .driver import make_pools
-from .knobs import Captured, capture, save_function, unknown
+from .knobs import Captured, FileFunction, capture, save_function, unknown
 from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, state_of
 from .process import clear, close_books
@@ -35,11 +35,11 @@ def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict
     plain, extra, captures = dict(knobs), {}, []
     for field, value in knobs.items():
         if callable(value):
-            if field not in CAPTURABLE:
-                raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(CAPTURABLE)}")
+            if field not in FUNCTIONS:
+                raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(FUNCTIONS)}")
             captured = capture(value)
             plain[field] = {"name": captured.name, "source": f"functions/{captured.name}-{captured.hash}.py"}
-            extra[field] = {captured.name: value}
+            extra[field] = {captured.stem: FileFunction(captured, f"functions/{captured.stem}.py")}
             captures.append(captured)
     return plain, extra, captures
 
