@@ -1,6 +1,6 @@
 # make run     everything a first run needs, then that run       (make run NAME=monday ARGS="--set steps=20")
 # make test    what developers need besides, then all tests      (make test ARGS="tests/test_ledger.py")
-# make lab     JupyterLab on the notebooks, with its settings kept in this folder
+# make lab     JupyterLab on the workbench, with its settings kept in this folder
 # make readme  README.md from nbs/index.ipynb
 # make clean   everything that was installed or built here; runs/ stays
 
@@ -15,25 +15,36 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOG := .venv/install.log
 BRIEF := tee $(LOG) | sed -un -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Processing .*\/\([^-]*-[^-]*\)-.*/  \1/p' -e 's/^Installing .*/  unpacking/p' || { tail -n 40 $(LOG); exit 1; }
 export PIP_REQUIRE_VIRTUALENV := 1
-export JUPYTER_CONFIG_DIR := $(CURDIR)/.jupyter/config
-export JUPYTER_DATA_DIR := $(CURDIR)/.jupyter/data
-export JUPYTER_RUNTIME_DIR := $(CURDIR)/.jupyter/runtime
-export JUPYTERLAB_SETTINGS_DIR := $(CURDIR)/.jupyter/settings
-export JUPYTERLAB_WORKSPACES_DIR := $(CURDIR)/.jupyter/workspaces
-export IPYTHONDIR := $(CURDIR)/.jupyter/ipython
+# what JupyterLab would write into the user's home, and the notebooks it shows
+STATE ?= $(CURDIR)/.jupyter
+NOTEBOOKS ?= nbs
+export JUPYTER_CONFIG_DIR := $(STATE)/config
+export JUPYTER_DATA_DIR := $(STATE)/data
+export JUPYTER_RUNTIME_DIR := $(STATE)/runtime
+export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
+export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
+export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test lab readme clean
+.PHONY: help run test browser lab readme clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 run: .venv/.run
 	@$(BIN)/rlbench run $(PRESET) $(if $(NAME),--set name=$(NAME)) $(ARGS)
 
-test: .venv/.dev
+test: $(if $(ARGS),,browser) .venv/.dev
 	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
 
+# the tests drive a Chromium; Debian's, where there is none
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need a browser: install Debian's package chromium, or put google-chrome on PATH" >&2; exit 1; }; \
+	echo "installing chromium (once)"; export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null
+
 lab: .venv/.dev
-	@$(BIN)/jupyter lab --notebook-dir=nbs --LabApp.default_url=/lab/tree/index.ipynb --LabApp.news_url= --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
+	--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 readme: .venv/.dev
 	@$(BIN)/python tests/readme.py

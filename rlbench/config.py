@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['FUNCTIONS', 'CAPTURABLE', 'FILTERS', 'SINK_NAMES', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
-           'Deadlines', 'knobs_in', 'default_placement', 'RunConfig', 'check_sinks', 'make_config', 'presets',
-           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'apply_point', 'value_of', 'check_built',
+           'Deadlines', 'knobs_in', 'default_placement', 'GuardConfig', 'check_guard', 'RunConfig', 'check_sinks',
+           'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment', 'load_config',
+           'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
            'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
+import ast
 import os
+import re
 import tomllib
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
@@ -24,11 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from .advantage import ADVANTAGES, MIN_GROUP
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
-from .knobs import Knob, check_value, knobs_of, load_function, resolve, unknown
+from .guard import ALERTS, check_condition, parse_action, parse_condition
+from .knobs import Captured, Knob, check_value, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .reward import REWARDS, VERIFIERS
 from .staleness import OVERDUE
 from .tasks import TASK_SETS
+from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
@@ -133,6 +139,7 @@ class _What(BaseModel):
     steps: Annotated[int, Knob(1, 10_000_000, unit="versions", help="budget: training batches", apply="now")] = 60
     minutes: Annotated[float, Knob(0, 1e6, unit="min", help="budget: wall time, 0 for none", apply="now")] = 0.0
     tokens: Annotated[int, Knob(0, 10**15, unit="tokens", help="budget: generated tokens, 0 for none", apply="now")] = 0
+    dollars_per_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of the machines, 0 if it is not known", apply="now")] = 0.0
     preflight: Annotated[int, Knob(0, 100_000, unit="tasks", help="training tasks tried before the run, 0 for none", live=False)] = 48
     preflight_k: Annotated[int, Knob(1, 1024, unit="rollouts per task", live=False)] = 8
 
@@ -210,8 +217,65 @@ class _Where(BaseModel):
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
 
+# %% ../nbs/50_config.ipynb #config-watch
+class GuardConfig(BaseModel):
+    "One `[[guards]]` table."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    when: str
+    do: str = "alert"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, value):
+        return {**value, "when": str(parse_condition(value["when"]))} if isinstance(value, Mapping) and "when" in value else value
+
+    @field_validator("do")
+    @classmethod
+    def _action(cls, value):
+        parse_action(value)
+        return value.strip()
+
+
+class _Watch(BaseModel):
+    "What is watched, and who is told."
+
+    guards: tuple[GuardConfig, ...] = ()
+    alerts: Annotated[tuple[str, ...], Knob(live=False, help="conditions that are journalled when they come true")] = ALERTS
+    webhook: Annotated[str, Knob(live=False, help="address, or $NAME of one in the environment, that every firing is posted to")] = ""
+
+    @field_validator("alerts", mode="before")
+    @classmethod
+    def _alerts(cls, value):
+        texts = {True: ALERTS, False: ()}[value] if isinstance(value, bool) else [value] if isinstance(value, str) else value
+        return tuple(str(parse_condition(text)) for text in texts) if isinstance(texts, (list, tuple)) else texts
+
+    @field_validator("guards", mode="before")
+    @classmethod
+    def _guards(cls, value):
+        return tuple(value) if isinstance(value, list) else value
+
+
+def _check_watch(c: "RunConfig") -> None:
+    for when in (*c.alerts, *(g.when for g in c.guards)):
+        check_guard(c, when)
+    for guard in c.guards:
+        knob, value = parse_action(guard.do)
+        if value is not None:
+            apply_point(knob, c)
+    if c.webhook:
+        check_address(c.webhook)
+
+
+def check_guard(config: "RunConfig", when: str, do: str = "alert", extra=None) -> None:
+    "ValueError for a condition on figures that the run does not have, or for an action that it would refuse now."
+    check_condition(parse_condition(when), [*(e.name for e in config.eval), "preflight"])
+    knob, value = parse_action(do)
+    if value is not None:
+        with_knob(config, knob, value, extra)
+
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_What, _Generation, _Data, _Training, _Where):
+class RunConfig(_Watch, _What, _Generation, _Data, _Training, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -241,6 +305,7 @@ class RunConfig(_What, _Generation, _Data, _Training, _Where):
     def _together(self):
         _check_ranges(self)
         _check_together(self)
+        _check_watch(self)
         return self
 
 # %% ../nbs/50_config.ipynb #config-together
@@ -292,7 +357,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "virtual": VirtualCosts, "deadlines": Deadlines}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -322,7 +387,7 @@ def read_table_file(source: str) -> dict:
     else:
         raise ConfigError(str(unknown("config", source, presets())) + "; or give the path of a .toml file")
     try:
-        return tomllib.loads(text)
+        return beside(tomllib.loads(text), path.parent)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
@@ -353,14 +418,56 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 
 def load_config(source: str | Mapping | RunConfig, overrides: Mapping[str, object] | None = None, extra=None) -> RunConfig:
-    "Preset, TOML path, table or config, with overrides (dotted names allowed)."
+    "Preset, TOML path, table or config, with overrides (dotted names allowed). Functions named by file are imported."
     if isinstance(source, RunConfig):
         table = source.model_dump()
     else:
         table = dict(source) if isinstance(source, Mapping) else read_table_file(source)
     for field, value in (overrides or {}).items():
         set_dotted(table, field, value)
-    return make_config(table, extra)
+    files = functions_of_files(table)
+    return make_config(table, {field: {**files.get(field, {}), **(extra or {}).get(field, {})} for field in (*files, *(extra or {}))})
+
+# %% ../nbs/50_config.ipynb #config-files
+_KEPT = re.compile(r"functions/\w+-[0-9a-f]{12}\.py")
+
+
+def named_by_file(value: object) -> bool:
+    "Whether the table of a function names a file of the user's."
+    return isinstance(value, Mapping) and bool(value.get("source")) and not _KEPT.fullmatch(str(value["source"]))
+
+
+def beside(table: dict, folder: Path) -> dict:
+    "The table of a configuration file in `folder`, with the function files that lie beside it found from anywhere."
+    here = {f: {**v, "source": str(folder / v["source"])} for f, v in table.items() if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()}
+    return {**table, **here}
+
+
+def function_file(field: str, table: Mapping) -> Captured:
+    "The function that a table names by file, with the whole file as its source. Raises ConfigError."
+    name, path = str(table.get("name", "")), Path(str(table["source"]))
+    try:
+        text = path.read_text(encoding="utf-8")
+        known = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"{field}: source {str(path)!r} cannot be read ({error}); name a Python file") from None
+    if name not in known:
+        raise ConfigError(str(unknown(f"{field}: in {path.name}", name, known or ["no function"])))
+    return Captured(name, text)
+
+
+def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
+    "The functions that a configuration takes from files, by field. Raises ConfigError for one that cannot be imported."
+    found: dict[str, dict[str, Callable]] = {}
+    for field in (f for f in FUNCTIONS if named_by_file(table.get(f))):
+        captured, path = function_file(field, table[field]), Path(str(table[field]["source"]))
+        module = types.ModuleType(path.stem)
+        try:
+            exec(compile(captured.source, str(path), "exec"), module.__dict__)
+        except Exception as error:
+            raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; a copy of it must run by itself") from None
+        found[field] = dict.fromkeys((captured.name, path.stem), getattr(module, captured.name))
+    return found
 
 # %% ../nbs/50_config.ipynb #config-live
 def _knob(field: str, config: RunConfig) -> Knob:
@@ -400,11 +507,13 @@ def check_built(target: RunConfig, built: RunConfig | None) -> None:
 def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
     "The configuration with one field changed. Raises ValueError with the reason if it cannot be."
     apply_point(field, config)
-    return load_config(config, {field: value}, extra)
+    table = config.model_dump()
+    set_dotted(table, field, value)
+    return make_config(table, extra)
 
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {
-    "budget": ("steps", "minutes", "tokens"),
+    "budget": ("steps", "minutes", "tokens", "dollars_per_hour"),
     "data": ("band", "sampler", "group", "batch", "filter"),
     "queue": ("staleness", "overdue", "oversample", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward"),

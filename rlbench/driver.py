@@ -6,15 +6,16 @@
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'make_pools', 'provenance', 'Means',
            'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'note_failure', 'heard_ready',
            'heard_trained', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
-           'carry_train', 'carry_publish', 'send_load', 'note_changes', 'in_force', 'coming', 'carry_score',
-           'carry_configure', 'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck',
-           'commands', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
-           'start_process', 'all_prompts']
+           'carry_train', 'carry_publish', 'send_load', 'note_changes', 'in_force', 'coming', 'carry_tell',
+           'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'write_rollout', 'write_group',
+           'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'next_events',
+           'busy', 'stuck', 'commands', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost',
+           'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -30,12 +31,14 @@ from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import RunConfig, captured_functions, live_knobs, read_config
 from .environment import ScoreRequest, ScoreResult
+from .guard import eval_figures, step_figures
 from .ledger import Ballast, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Publish, Published, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Ticked, Train, Trained, Write, abandon, books_closed, start_state, step)
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Measured, Publish, Published, RolloutRow, Save,
+                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, Write, abandon, books_closed, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
 from .records import Group, Meter, Rollout, Task, prompt_segment, span, stream_key
 from .tasks import make_tasks
+from .webhook import Webhook, address
 from .worker import (AbortJob, BatchTrained, ConfigureJob, EnvironmentReady, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, worker_main)
 
@@ -119,6 +122,7 @@ class Memory:
     loading: set[str] = field(default_factory=set)
     trained_at: dict[int, float] = field(default_factory=dict)  # when a version was made, as long as it may still be published
     publish_seconds: float | None = None  # since the last step row
+    measured: list[Measured] = field(default_factory=list)  # rows that guards have not seen yet
     in_force: dict[str, object] = field(default_factory=dict)  # live knobs
     changed: dict[str, list] = field(default_factory=dict)  # knob -> value, version since which, of knobs that were turned
     pending: list[str] = field(default_factory=list)  # ids of commands that the status shows as waiting
@@ -305,6 +309,19 @@ def coming(state: LoopState) -> dict[str, list]:
     "Knobs on a ramp: the value they go to, and the version at which they get there."
     return {r.knob: [list(r.end) if isinstance(r.end, tuple) else r.end, r.since + r.over] for r in state.ramps}
 
+# %% ../nbs/55_driver.ipynb #driver-tell
+def carry_tell(driver: "Driver", action: Tell) -> None:
+    "Post a firing to the webhook."
+    f = action.firing
+    if driver.webhook:
+        figure = f.figure if math.isfinite(f.figure) else None
+        driver.webhook.tell({"run": driver.folder.name, "version": f.version, "when": f.when, "figure": figure, "do": f.do, "text": f.text, "guard": f.guard})
+
+
+def note_figures(driver: "Driver", version: int, figures: dict[str, float | None]) -> None:
+    "Have the guards look at a row that was written."
+    driver.memory.measured.append(Measured(version, figures))
+
 # %% ../nbs/55_driver.ipynb #driver-carry-two
 def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored."
@@ -334,6 +351,7 @@ CARRY = {
     Configure: carry_configure,
     Start: carry_start,
     Publish: carry_publish,
+    Tell: carry_tell,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),
@@ -393,10 +411,12 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
     waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
     metrics = {f.name: getattr(m.metrics[row.version].metrics, f.name) for f in fields(m.metrics[row.version].metrics) if f.name != "optimizer_steps"}
-    driver.append("steps", version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
-                  prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
-                  kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
-                  publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **metrics, **times, **waits)
+    columns = dict(version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
+                   prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
+                   kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
+                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **metrics, **times, **waits)
+    driver.append("steps", **columns)
+    note_figures(driver, row.version, step_figures({**columns, "at": now}))
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
     m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
     del m.metrics[row.version]
@@ -413,6 +433,7 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
     if row.eval != PREFLIGHT:
         columns.pop("zero_advantage", None)
     driver.append("evals", eval=row.eval, version=row.version, k=row.k, temperature=row.temperature, **columns)
+    note_figures(driver, row.version, eval_figures(row.eval, {"k": row.k, "temperature": row.temperature, **columns}))
 
 
 def write_command(driver: "Driver", row) -> None:
@@ -437,6 +458,7 @@ class Driver:
     def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]]):
         self.folder, self.pools, self.inline = folder, pools, config.clock == "virtual"
         self.layout = layout(config.placement, config.generators)
+        self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start_state(
             config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}, captured_functions(folder)
         )
@@ -505,7 +527,7 @@ def drive(driver: Driver) -> LoopState:
                 log(driver, event)
                 for action in step(driver.state, replace(event, at=driver.clock.now())):
                     log(driver, action)
-                    if driver.state.phase not in FINISHED or isinstance(action, Write):
+                    if driver.state.phase not in FINISHED or isinstance(action, (Write, Tell)):
                         CARRY[type(action)](driver, action)
             if (waiting := [command.id for command in driver.state.commands]) != driver.memory.pending:
                 driver.memory.pending = waiting
@@ -524,6 +546,7 @@ def drive(driver: Driver) -> LoopState:
         driver.write_status()
         driver.ballast.release()
         close_ledger(driver)
+        driver.webhook.close() if driver.webhook else None
 
 
 def close_ledger(driver: Driver) -> None:
@@ -540,6 +563,9 @@ GATHER = 0.003  # seconds between two looks at the pipes
 
 def next_events(driver: Driver) -> list:
     "What happened since; at least a tick."
+    if driver.memory.measured:
+        measured, driver.memory.measured = driver.memory.measured, []
+        return measured
     names, handles = list(driver.handles), list(driver.handles.values())
     events, heard = [], False
     if driver.inline:
@@ -697,6 +723,7 @@ def status_of(driver: Driver) -> Status:
         changed=driver.memory.changed,
         ramps=coming(s),
         asked={command.knob: command.value for command in s.commands},
+        guards=[asdict(guard) for guard in s.guards],
         books_closed=books_closed(s) and s.phase in FINISHED,
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
     )

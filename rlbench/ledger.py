@@ -605,6 +605,7 @@ class Status:
     changed: dict[str, list] = field(default_factory=dict)  # knob -> value in force, version since which, of knobs that were turned
     ramps: dict[str, list] = field(default_factory=dict)  # knob -> value it goes to, version at which it gets there
     asked: dict[str, object] = field(default_factory=dict)  # knob -> value that waits for its apply point
+    guards: list[dict[str, object]] = field(default_factory=list)  # as in `guard.Guard`: condition, action, whether it is armed
 
 
 def write_status(folder: str | Path, status: Status) -> None:

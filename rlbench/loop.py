@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'HANDLERS', 'DECISIONS',
            'FINISHED', 'Started', 'Generated', 'Scored', 'Trained', 'Published', 'Saved', 'Commanded', 'Ticked', 'Lost',
-           'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
-           'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Member', 'GroupState',
-           'Evaluation', 'Ramp', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary',
-           'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group', 'doom',
-           'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published',
-           'on_saved', 'on_commanded', 'on_ticked', 'on_lost', 'due', 'journal', 'decide_command', 'decide_score',
-           'decide_settle', 'settle', 'advantage_of', 'spent', 'hopeless', 'decide_budget', 'decide_publish',
-           'decide_train', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
-           'abandon', 'step']
+           'Measured', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
+           'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Member',
+           'GroupState', 'Evaluation', 'Ramp', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled',
+           'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group',
+           'doom', 'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
+           'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_lost', 'due', 'journal', 'decide_command',
+           'on_measured', 'decide_score', 'decide_settle', 'settle', 'advantage_of', 'spent', 'hopeless',
+           'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit',
+           'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -25,8 +25,9 @@ from functools import partial
 import numpy as np
 
 from .advantage import ADVANTAGES, MIN_GROUP, informative
-from .config import EvalConfig, RunConfig, apply_point, check_built, value_of, with_knob
+from .config import EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import SAMPLERS, Curriculum, draw, observe
+from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, resolve
 from .queue import Waiting, take
 from .records import Fate, Outcome, Sampling, StopReason
@@ -105,7 +106,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Commanded:
-    "Somebody asks for a change: a knob with its value, or a verb (pause, go, step, publish, stop, eval)."
+    "Somebody asks for a change: a knob with its value, or a verb (`VERBS`). `reason`: the figure for which a guard asks."
 
     id: str
     author: str
@@ -113,6 +114,7 @@ class Commanded:
     value: object = None
     over: int = 0
     at: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,14 @@ class Lost:
     cause: str
     tokens: tuple[tuple[tuple[int, int], int], ...] = ()
     at_work: tuple[tuple[int, int], ...] = ()
+    at: float = 0.0
+
+# %% ../nbs/51_loop.ipynb #loop-events-three
+@dataclass(frozen=True)
+class Measured:
+    "The figures of the row of a finished batch or evaluation."
+    version: int
+    figures: Mapping[str, float | None]
     at: float = 0.0
 
 # %% ../nbs/51_loop.ipynb #loop-actions
@@ -211,6 +221,12 @@ class Write:
     "One row for a table."
     table: str
     row: object
+
+# %% ../nbs/51_loop.ipynb #loop-actions-three
+@dataclass(frozen=True)
+class Tell:
+    "A guard has fired: whoever wants to hear of it is told."
+    firing: Firing
 
 # %% ../nbs/51_loop.ipynb #loop-rows
 @dataclass(frozen=True)
@@ -378,6 +394,7 @@ class LoopState:
     staged: list[tuple[int, int, int, int]] = field(default_factory=list)  # (group, task, scored, solved)
     commands: list[Commanded] = field(default_factory=list)
     ramps: list[Ramp] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     evaluated: dict[str, int] = field(default_factory=dict)  # name -> version last evaluated
     asked_eval: bool = False
@@ -402,6 +419,7 @@ def start_state(
 ) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
     state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config)
+    state.guards = first_guards(config.alerts, [(g.when, g.do) for g in config.guards])
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
     return state
@@ -653,7 +671,7 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
     state.training = []
 
 # %% ../nbs/51_loop.ipynb #loop-decide-command
-VERBS = ("pause", "go", "step", "publish", "stop", "eval")
+VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard")
 
 
 def due(state: LoopState, apply: str) -> bool:
@@ -675,6 +693,7 @@ def decide_command(state: LoopState, actions: list) -> None:
     "Apply what has reached its apply point, follow ramps."
     waiting = []
     for command in state.commands:
+        apply = ""
         try:
             if state.phase not in ("running", "draining"):
                 raise ValueError(f"{command.knob}: the run is already {state.phase}")
@@ -683,10 +702,14 @@ def decide_command(state: LoopState, actions: list) -> None:
                 waiting.append(command)
                 continue
             _verb(state, command, actions) if command.knob in VERBS else _turn_knob(state, command, actions)
-            status, reason = "applied", ""
-            chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
+            status, reason = "applied", command.reason
+            if command.knob not in ("guard", "unguard"):  # they watch, and change nothing
+                chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
-            apply, status, reason = "", "refused", str(error)
+            if waiting and apply and command.knob not in VERBS:  # perhaps it is right once those before it are in force
+                waiting.append(command)
+                continue
+            apply, status, reason = "", "refused", str(error) + (f" ({command.reason})" if command.reason else "")
         actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
@@ -707,6 +730,8 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             raise ValueError("eval: the run has no evaluation set; give it one under [[eval]]")
         case "eval":
             state.asked_eval = True
+        case "guard" | "unguard":
+            _change_guards(state, command)
         case "stop":
             state.phase, state.reason = "stopping", f"stopped by {command.author}"
             dissolve(state, Fate.LEFT_AT_STOP, True, actions)
@@ -744,6 +769,32 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
             actions.append(Write("commands", row))
         return
     actions.append(Configure(state.config))
+
+# %% ../nbs/51_loop.ipynb #loop-guards
+def _change_guards(state: LoopState, command: Commanded) -> None:
+    if command.knob == "unguard":
+        state.guards = without(state.guards, str(command.value))
+        return
+    match command.value:
+        case {"when": str(when), "do": str(do), **rest} if not rest:
+            check_guard(state.config, when, do, state.functions)
+            state.guards.append(Guard(command.id, str(parse_condition(when)), do.strip()))
+        case _:
+            raise ValueError(f'guard: {command.value!r} is no guard; give a table, e.g. {{"when": "entropy < 0.1", "do": "pause"}}')
+
+
+def on_measured(state: LoopState, e: Measured, actions: list) -> None:
+    "Look at every guard; those that fire ask for what they are there for."
+    looked = [look(guard, e.figures, e.version) for guard in state.guards]
+    state.guards = [guard for guard, _ in looked]
+    for firing in (firing for _, firing in looked if firing):
+        knob, value = parse_action(firing.do)
+        command = Commanded(f"{firing.guard}-at-{firing.version}", f"guard: {firing.when}", knob, value, 0, e.at, firing.text)
+        if knob == ALERT:
+            actions.append(journal(state, command, "applied", firing.text, "now"))
+        else:
+            state.commands.append(command)
+        actions.append(Tell(firing))
 
 # %% ../nbs/51_loop.ipynb #loop-decide-settle
 def decide_score(state: LoopState, actions: list) -> None:
@@ -1085,7 +1136,7 @@ def abandon(state: LoopState, reason: str) -> list:
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, Published: on_published,
-    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost,
+    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
 }
 DECISIONS = (
     decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_train, decide_evaluate,

@@ -383,11 +383,11 @@ advantage | float | | advantage it was trained with, null if not trained
 COMMANDS = (*ROW, *_columns("""
 command | str | | command id
 author | str | | who asked
-knob | str | | what was to change
+knob | str | | what was to change, or a verb
 value | str | | to what, as JSON
 over | int | versions | versions a ramp takes, 0 for a jump
 status | str | | asked, applied or refused
-reason | str | | why it was refused
+reason | str | | why it was refused, or the figure for which a guard asked
 apply | str | | apply point: now, dispatch or version
 version | int | versions | policy version when it took effect
 dispatched | int | groups | groups dispatched when it took effect

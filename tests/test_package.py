@@ -91,7 +91,7 @@ def test_locks_cover_the_requirements():
     config.read(ROOT / "settings.ini", encoding="utf-8")
     run, dev = lock("requirements-run.lock"), lock("requirements-dev.lock")
     assert run.items() <= dev.items()
-    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("hub_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev)):
+    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev)):
         for requirement in map(Requirement, config["DEFAULT"][key].split()):
             version = pinned.get(canonicalize_name(requirement.name))
             assert version and requirement.specifier.contains(version), f"{key}: {requirement} is locked as {version}"

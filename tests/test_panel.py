@@ -1,0 +1,205 @@
+"""The panel without a browser: frames of real runs, handlers from any thread, what the journal says of them."""
+import threading
+import time
+
+import pytest
+from rlbench.config import load_config
+from rlbench.ledger import read_commands, send_command
+from rlbench.panel import Panel, panel_of
+from rlbench.run import attach, run
+
+SCRIPTED = {"generator": "scripted", "clock": "virtual", "group": 4, "batch": 32, "staleness": 2, "preflight": 0, "eval": [], "concurrency": 16}
+
+
+def until(question, seconds: float = 30.0):
+    "Wait for something to become true."
+    limit = time.monotonic() + seconds
+    while not (found := question()):
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    "A real run of the embedded policy that goes on until it is stopped."
+    r = run("tiny", runs=tmp_path_factory.mktemp("runs"), name="live", steps=10_000, preflight=0, eval=[], filter="none", batch=64, group=8)
+    until(lambda: r.status and r.status.version >= 2, 120)
+    yield r
+    if r.state in ("running", "paused", "starting"):
+        r.stop()
+        r.wait(60)
+
+
+def frame(panel: Panel) -> Panel:
+    "One more frame, without an error."
+    panel.frame()
+    assert not getattr(panel, "trace", ""), panel.trace
+    return panel
+
+
+def test_the_panel_shows_a_live_run(live):
+    "Strip, default cards, knobs in force; hidden cards are not drawn until they are asked for."
+    panel = frame(Panel(live.folder))
+    assert panel.parts["strip"].value and "<svg" in panel.parts["queue"].value and panel.parts["health"].value == ""
+    panel.parts["toggles"]["health"].value = True
+    assert "<svg" in panel.parts["health"].value
+    assert panel.knobs.rows["staleness"].control.value == live.settings.staleness
+    assert set(panel.knobs.rows) >= {"staleness", "band", "temperature", "loss", "loss.high", "sampler.unexplored", "learning_rate"}
+
+
+def test_a_slider_moves_the_run_from_any_thread(live):
+    "The handler writes one command; the journal says who asked; the row shows asked, then in force and since when."
+    panel = frame(Panel(live.folder, author="anna"))
+    row = panel.knobs.rows["temperature"]
+    mover = threading.Thread(target=lambda: setattr(row.control, "value", 0.85))
+    mover.start()
+    mover.join()
+    assert "asked <b>0.85</b>" in row.said.value
+    journal = until(lambda: live.commands.filter(live.commands["knob"] == "temperature").to_dicts())
+    assert journal[-1]["author"] == "anna" and journal[-1]["value"] == "0.85" and journal[-1]["status"] == "applied"
+    assert live.settings.temperature == 0.85
+    until(lambda: "since v" in frame(panel).knobs.rows["temperature"].said.value and "asked" not in row.said.value)
+
+
+def test_two_panels_and_the_command_line_agree(live):
+    "What one asks for, the other shows, and neither sends it a second time."
+    first, second = frame(Panel(live.folder, author="anna")), frame(Panel(live.folder, author="ben"))
+    before = len(live.commands)
+    first.knobs.rows["staleness"].control.value = 3
+    until(lambda: frame(second).knobs.rows["staleness"].control.value == 3)
+    live.set(staleness=2, author="script")
+    until(lambda: frame(first).knobs.rows["staleness"].control.value == 2 and frame(second).knobs.rows["staleness"].control.value == 2)
+    assert [(c["author"], c["knob"]) for c in live.commands.to_dicts()[before:]] == [("anna", "staleness"), ("script", "staleness")]
+    assert "anna" in frame(second).parts["log"].value and "script" in second.parts["log"].value
+
+
+def test_a_ramp_is_shown_on_its_way(live):
+    "The box beside the buttons spreads the next change over versions."
+    panel = frame(Panel(live.folder))
+    panel.over = 500
+    panel.knobs.rows["learning_rate"].typed.value = 1e-4
+    until(lambda: live.status.ramps.get("learning_rate"))
+    frame(panel)
+    assert "→ <b>0.0001</b> by v" in panel.knobs.rows["learning_rate"].said.value
+    panel.over = 0
+    panel.knobs.rows["learning_rate"].typed.value = 3e-4
+    until(lambda: live.settings.learning_rate == 3e-4 and not live.status.ramps)
+
+
+def test_a_refusal_says_why_and_puts_the_control_back(live):
+    "Whoever refuses: the panel before it is sent, or the run."
+    panel = frame(Panel(live.folder))
+    batch = panel.knobs.rows["batch"]
+    batch.typed.value = 63
+    assert "not a whole number of groups" in batch.said.value and batch.typed.value == 64
+    ghost = send_command(live.folder, "script", "batch", 63)
+    until(lambda: any(c["command"] == ghost and c["status"] == "refused" for c in live.commands.to_dicts()))
+    assert "refused" in frame(panel).parts["log"].value
+
+
+def test_another_function_brings_other_knobs(live):
+    "The parameters of the loss in force are rows; those of the old one leave."
+    panel = frame(Panel(live.folder))
+    assert "loss.high" in panel.knobs.rows
+    panel.knobs.rows["loss"].control.value = "reinforce"
+    until(lambda: "loss.high" not in frame(panel).knobs.rows)
+    panel.knobs.rows["loss"].control.value = "ppo"
+    until(lambda: "loss.high" in frame(panel).knobs.rows)
+
+
+def test_guards_and_kept_knobs(live):
+    "A guard asked for on the panel is watched by the run; a name that cannot be one is refused in words; kept knobs come back."
+    panel = frame(Panel(live.folder, author="anna"))
+    watch, kept = panel.knobs.pages["Guards"], panel.knobs.pages["Kept"]
+    watch.when.value = "entropi < 0.1"
+    watch.add.click()
+    assert "entropy" in watch.said.value and "rl-refused" in watch.said.value
+    watch.when.value, watch.do.value = "entropy < 0.0001", "alert"
+    watch.add.click()
+    until(lambda: any(g["when"] == "entropy < 0.0001" for g in live.status.guards))
+    assert "entropy &lt; 0.0001" in frame(panel).knobs.pages["Guards"].listed.value
+    kept.name.value = "before"
+    kept.save.click()
+    live.set(temperature=1.2)
+    until(lambda: live.settings.temperature == 1.2)
+    kept.known.value = "before"
+    kept.apply.click()
+    until(lambda: live.settings.temperature != 1.2)
+    assert live.commands.tail(1)["author"].item() == "anna"
+
+
+def test_pause_step_go_and_stop(live):
+    "Pause holds the version, step makes one more, go releases, stop asks twice."
+    panel = frame(Panel(live.folder))
+    click = lambda verb: frame(panel).buttons.all[verb].click()
+    click("pause")
+    until(lambda: live.state == "paused")
+    time.sleep(1.0)  # a batch in training is finished
+    version = live.status.version
+    time.sleep(1.5)
+    assert live.status.version == version and panel.buttons.all["pause"].disabled is False
+    assert frame(panel).light.word == "paused" and panel.buttons.all["pause"].disabled
+    click("step")
+    until(lambda: live.status.version == version + 1)
+    time.sleep(1.0)
+    assert live.status.version == version + 1
+    click("go")
+    until(lambda: live.status.version > version + 2)
+    click("stop")
+    assert live.state == "running"
+    panel.buttons.all["stop"].click()
+    assert live.wait(60) == "stopped"
+    assert frame(panel).light.word == "stopped" and all(button.disabled for button in panel.buttons.all.values())
+
+
+def test_who_only_looks_has_no_controls(live):
+    "A read-only panel holds no widget that could ask for anything."
+    import ipywidgets as w
+
+    panel = frame(Panel(live.folder, readonly=True))
+    found, queue = [], [panel.widget]
+    while queue:
+        found.append(queue.pop())
+        queue += getattr(found[-1], "children", ())
+    assert not [x for x in found if isinstance(x, (w.IntSlider, w.FloatSlider, w.FloatRangeSlider, w.Dropdown, w.BoundedIntText, w.Text))]
+    for button in (x for x in found if isinstance(x, w.Button)):
+        button.click()
+    assert read_commands(live.folder) == []
+
+
+def test_the_panel_of_a_run_that_has_not_started_or_is_gone(tmp_path):
+    "Empty folders, ended runs and removed folders make a frame, not a traceback."
+    r = run(SCRIPTED, runs=tmp_path, name="short", steps=4)
+    panel = frame(Panel(r.folder, period=0.05))
+    assert r.wait(60) == "finished"
+    panel.start()
+    panel.thread.join(20)
+    assert not panel.thread.is_alive() and panel.light.word == "finished"  # the thread leaves with the run
+    for path in sorted(r.folder.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    r.folder.rmdir()
+    panel.frame()
+    assert panel.parts["message"].value
+
+
+def test_shown_twice_it_is_one_panel(live):
+    "A cell that is run again does not add a second reader."
+    assert panel_of(live.folder) is panel_of(attach(live.folder).folder)
+
+
+def test_all_live_knobs_have_a_control():
+    "Every knob of every function that can be named gets a control that can show its value."
+    from rlbench.config import FUNCTIONS, live_knobs
+    from rlbench.panel import KnobRow
+
+    rows = 0
+    for field, functions in FUNCTIONS.items():
+        for name in functions:
+            if field == "tasks":
+                continue
+            for k in live_knobs(load_config({field: name})):
+                row = KnobRow(k, lambda *_: pytest.fail("nobody has moved anything"))
+                row.put(k.value)
+                rows += 1
+    assert rows > 300
