@@ -182,24 +182,6 @@ class _Seeing(_Looking):
 
         return card_of(card).frame(self.folder)
 
-    def browse(self, **filters):
-        "The rollout browser; `filters` as in `inspector.find_rollouts`: fate, level, reward, lag, text, task, version."
-        from rlbench.inspector import browse
-
-        return browse(self.folder, **filters)
-
-    def rollout(self, rollout: int, attempt: int | None = None):
-        "One rollout with its tokens, log-probabilities and versions. Raises ValueError if it is not stored."
-        from rlbench.inspector import read_rollout
-
-        return read_rollout(self.folder, rollout, attempt)
-
-    def rank(self, author: str = ""):
-        "Pairs of responses to the same task; which is better? The answers are kept as preferences in the run folder."
-        from rlbench.ranking import rank
-
-        return rank(self.folder, author)
-
     def _ipython_display_(self) -> None:
         from IPython import get_ipython
 
