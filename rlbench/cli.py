@@ -438,10 +438,10 @@ def guard_command(
     if as_json:
         return emit({"guards": watched})
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("when", "do", "last fired", ""):
+    for column in ("when", "do", "last fired", "now"):
         table.add_column(column)
     for g in watched:
-        table.add_row(Text(g.when), Text(g.do), f"version {g.fired}" if g.fired >= 0 else "never", "armed" if g.armed else "armed again when it is false")
+        table.add_row(Text(g.when), Text(g.do), f"version {g.fired}" if g.fired >= 0 else "never", "armed" if g.armed else "still true")
     Console().print(table if watched else "nothing is watched")
 
 # %% ../nbs/91_cli.ipynb #cli-knobs
@@ -501,12 +501,14 @@ def _knob_table(rows: list[dict]) -> Table:
         return "-".join(map(brief, value)) if isinstance(value, (list, tuple)) else f"{value:g}" if isinstance(value, float) else str(value)
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    for column in ("knob", "in force", "asked", "range", "unit", "acts on", "since"):
+    for column in ("knob", "in force", "asked", "range", "since"):
         table.add_column(column, justify="right" if column == "in force" else "left", overflow="fold", no_wrap=column in ("knob", "in force", "since"))
     before = ""
     for row in sorted(rows, key=lambda row: row["acts_on"]):
         asked = "" if row["asked"] is None else brief(row["asked"]) + row["when"]
-        table.add_row(row["knob"], brief(row["in_force"]), asked, Text(row["range"]), row["unit"], row["acts_on"] if row["acts_on"] != before else "", f"version {row['since']}" if row["since"] else "start")
+        if row["acts_on"] != before:
+            table.add_row(Text(row["acts_on"], style="bold"))
+        table.add_row(f" {row['knob']}", brief(row["in_force"]), asked, Text(f"{row['range']} {row['unit']}".strip()), f"version {row['since']}" if row["since"] else "start")
         before = row["acts_on"]
     return table
 
