@@ -7,7 +7,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'main']
+           'doctor', 'compare_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -678,6 +678,32 @@ def doctor(as_json: JsonOption = False) -> None:
         return emit({"checks": [{"name": n, "ok": ok, "found": text} for n, ok, text in found], "ok": all(ok for _, ok, _ in found)})
     for n, ok, text in found:
         print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
+
+# %% ../nbs/91_cli.ipynb #cli-compare
+@app.command("compare")
+def compare_command(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names under the runs folder, or paths")],
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Runs beside each other: what they reached, at what cost, and what was different."
+    from rlbench.compare import compare, end_rows
+
+    with friendly():
+        found = compare(*names, runs=runs)
+    if as_json:
+        differ = [{"field": d.field, "values": {each.name: value for each, value in zip(found.compared, d.values, strict=True)}} for d in found.differences]
+        return emit({"runs": found.endings, "differences": differ, "cautions": found.cautions})
+    console = Console()
+    for caution in found.cautions:
+        console.print(Text(caution, style="yellow"), soft_wrap=True)
+    for title, rows in (("end figures", end_rows(found.endings)), ("what was different", [(d.field, d.values) for d in found.differences])):
+        table = Table(title, box=None, padding=(0, 2), header_style="bold")
+        for each in found.compared:
+            table.add_column(Text(each.name), justify="right", overflow="fold")
+        for label, values in rows:
+            table.add_row(Text(label, style="dim"), *(Text(str(value)) for value in values))
+        console.print(table if rows else f"{title}: nothing")
 
 # %% ../nbs/91_cli.ipynb #cli-doctor
 def checks() -> list[tuple[str, bool, str]]:

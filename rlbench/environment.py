@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Observation', 'Done', 'Episode', 'SingleTurn', 'play', 'DeadlinePassed', 'has_alarm', 'within', 'Judged',
            'function_name', 'judge', 'ScoreRequest', 'ScoreResult', 'score_one', 'EnvironmentActor', 'scripted_verdict',
-           'ScriptedEnvironment']
+           'ScriptedEnvironment', 'FunctionFailed', 'guarded']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import signal
@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Protocol
 
 import numpy as np
@@ -120,7 +120,9 @@ class Judged:
 
 def function_name(function: Callable) -> str:
     "The name to show for a function, bound parameters or not."
-    inner = function.func if isinstance(function, partial) else function
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
     return getattr(inner, "__name__", type(inner).__name__)
 
 
@@ -129,20 +131,22 @@ def _trace(error: BaseException) -> str:
     tb = error.__traceback__
     while (
         tb is not None
-        and tb.tb_frame.f_globals.get("__name__") == __name__
-        and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play")
+        and tb.tb_frame.f_globals.get("__name__") in (__name__, "rlbench.knobs")
+        and tb.tb_frame.f_code.co_name in ("_call", "within", "score_one", "play", "call", "__call__")
     ):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb, limit=-20)).rstrip()
 
 # %% ../nbs/26_environment.ipynb #environment-call
-def _call(kind: str, function: Callable, deadline: float, *args) -> tuple[object, Outcome, str]:
-    "(value, outcome, message) of one call of a user's function."
+def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "score_deadline") -> tuple[object, Outcome, str]:
+    "(value, outcome, message) of one call of a user's function. `knob` sets its deadline; at infinity no clock runs."
     name = f"{kind} {function_name(function)}"
     try:
-        return within(deadline, function, *args), Outcome.OK, ""
+        return (function(*args) if deadline == float("inf") else within(deadline, function, *args)), Outcome.OK, ""
     except DeadlinePassed:
-        return None, Outcome.TIMEOUT, f"{name}: passed its deadline of {deadline:g} s; make it faster or raise score_deadline"
+        if deadline == float("inf"):  # somebody else's
+            raise
+        return None, Outcome.TIMEOUT, f"{name}: passed its deadline of {deadline:g} s; make it faster or raise {knob}"
     except (Exception, SystemExit) as error:
         return None, Outcome.FUNCTION_ERROR, f"{name}: raised {type(error).__name__}: {error}\n{_trace(error)}"
 
@@ -253,3 +257,24 @@ class ScriptedEnvironment(EnvironmentActor):
     def _score(self, request: ScoreRequest) -> ScoreResult:
         rollout = request.rollout
         return ScoreResult((rollout.id, rollout.attempt), scripted_verdict(self.seed, request, self.ease, self.failures, self.seconds))
+
+# %% ../nbs/26_environment.ipynb #environment-guarded
+class FunctionFailed(ValueError):
+    "A user's function gave no result. The text says which one and why, with the traceback from its second line on; `field` is the field of the configuration it stands in."
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
+def guarded(field: str, function: Callable, deadline: float = float("inf"), knob: str = "deadlines.function") -> Callable:
+    "The function, raising FunctionFailed for whatever it raises and, after `deadline` seconds, for being late."
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        value, outcome, message = _call(field, partial(function, **kwargs), deadline, *args, knob=knob)
+        if outcome is not Outcome.OK:
+            raise FunctionFailed(field, message)
+        return value
+
+    return call

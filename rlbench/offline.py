@@ -72,7 +72,8 @@ def evaluate(
 ) -> list[Evaluated]:
     "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
     sets = config.eval if sets is None else sets
-    pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count)[: e.count] for e in sets]
+    task_sets = {**FUNCTIONS["tasks"], **(extra or {}).get("tasks", {})}
+    pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count, task_sets)[: e.count] for e in sets]
     writer, _ = build_halves(config, [t.prompt for pool in pools for t in pool], ("generator",))
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
     verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)

@@ -28,14 +28,14 @@ def run_main(connection, folder: str, supervisor: int) -> None:
     "Main function of the run process."
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from rlbench.config import read_config
+    from rlbench.config import captured_functions, read_config
     from rlbench.driver import Driver, make_pools, provenance
 
     place = Path(folder)
     try:
         config = read_config(place)
         write_json(place / "provenance.json", provenance())
-        driver = Driver(place, config, make_pools(config))
+        driver = Driver(place, config, make_pools(config, captured_functions(place)))
     except (ValueError, OSError) as error:
         write_status(place, Status("failed", supervisor=supervisor, host=platform.node(), started=time.time(), updated=time.time(), reason=str(error), books_closed=True))
         return

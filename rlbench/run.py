@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import CAPTURABLE, FUNCTIONS, RunConfig, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, read_config, to_toml
+from .config import FUNCTIONS, RunConfig, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, read_config, to_toml
 from .driver import make_pools
-from .knobs import Captured, capture, save_function, unknown
+from .knobs import Captured, FileFunction, capture, save_function, unknown
 from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, state_of
 from .process import clear, close_books
+from .rescore import give, rescore
 from .steer import ask, ask_guard, drop_guard, guards, in_force, me
 from .webhook import address
 
@@ -35,11 +36,11 @@ def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict
     plain, extra, captures = dict(knobs), {}, []
     for field, value in knobs.items():
         if callable(value):
-            if field not in CAPTURABLE:
-                raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(CAPTURABLE)}")
+            if field not in FUNCTIONS:
+                raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(FUNCTIONS)}")
             captured = capture(value)
-            plain[field] = {"name": captured.name, "source": f"functions/{captured.name}-{captured.hash}.py"}
-            extra[field] = {captured.name: value}
+            plain[field] = {"name": captured.name, "source": f"functions/{captured.stem}.py"}
+            extra[field] = {captured.stem: FileFunction(captured, f"functions/{captured.stem}.py")}
             captures.append(captured)
     return plain, extra, captures
 
@@ -62,8 +63,8 @@ def run(source: str | Mapping | RunConfig = "tiny", *, runs: str | Path = "runs"
     name = config.name or free_name(root, stem)
     check_sinks(config.sinks)
     check_watch(config, extra)
+    make_pools(config, {**functions_of_files(config.model_dump()), **extra})  # what the task files refuse is refused now
     config, copies = keep_files(config)
-    make_pools(config)  # what the task files refuse is refused now
     folder = create_run_folder(root, name)
     for captured in (*captures, *copies):
         save_function(captured, folder / "functions")
@@ -182,6 +183,24 @@ class _Seeing(_Looking):
 
         return card_of(card).frame(self.folder)
 
+    def browse(self, **filters):
+        "The rollout browser; `filters` as in `inspector.find_rollouts`: fate, level, reward, lag, text, task, version."
+        from rlbench.inspector import browse
+
+        return browse(self.folder, **filters)
+
+    def rollout(self, rollout: int, attempt: int | None = None):
+        "One rollout with its tokens, log-probabilities and versions. Raises ValueError if it is not stored."
+        from rlbench.inspector import read_rollout
+
+        return read_rollout(self.folder, rollout, attempt)
+
+    def rank(self, author: str = ""):
+        "Pairs of responses to the same task; which is better? The answers are kept as preferences in the run folder."
+        from rlbench.ranking import rank
+
+        return rank(self.folder, author)
+
     def _ipython_display_(self) -> None:
         from IPython import get_ipython
 
@@ -215,14 +234,44 @@ class _Guarding(_Looking):
         "Ask for every saved setting that differs from what is in force; says which were refused and why."
         return apply_knobs(self.folder, name, author)
 
+# %% ../nbs/80_run.ipynb #run-class-giving
+def _giver(field: str, help: str) -> Callable:
+    def decorator(self, function: Callable) -> Callable:
+        self.set({field: function})
+        return function
+
+    decorator.__name__, decorator.__doc__ = field, f"Give the live run this {help} Returns the function. Raises ValueError, with its traceback if it fails on what the run has stored."
+    return decorator
+
+
+@dataclass(frozen=True)
+class _Giving(_Looking):
+    "What a run takes from a cell."
+
+    reward = _giver("reward", "reward: rollout -> number, or (number, parts).")
+    verifier = _giver("verifier", "verifier: response, answer -> bool.")
+    advantage = _giver("advantage", "advantage: rewards of a group -> advantages.")
+    loss = _giver("loss", "loss: log-probs, old log-probs, advantages -> LossTerms.")
+    correction = _giver("correction", "correction: old log-probs, the sampler's -> weights.")
+    aggregation = _giver("aggregation", "aggregation: mask, totals -> weights.")
+    sampler = _giver("sampler", "sampler: curriculum, uniform numbers, band, progress -> index of a task.")
+    tasks = _giver("tasks", "task set: split, seed, count -> tasks.")
+
+    def rescore(self, function: Callable, last: int = 10_000, field: str = "reward", **parameters) -> "pl.DataFrame":
+        "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.rescore.rescore`."
+        return rescore(self.folder, function, last, field, **parameters)
+
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Seeing, _Guarding):
+class Run(_Seeing, _Guarding, _Giving):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
-        "Change knobs of the live run, at once or over some versions; dotted names go into `table`. Raises ValueError for what the run would refuse."
-        return [ask(self.folder, knob, value, over, author) for knob, value in {**(table or {}), **knobs}.items()]
+        """Change knobs of the live run, at once or over some versions; dotted names go into `table`. A function is captured and tried on what the run has stored.
+        Raises ValueError for what the run would refuse, with the traceback of a function that fails; nothing is sent then."""
+        asked = {**(table or {}), **knobs}
+        values = {knob: give(self.folder, knob, value) if callable(value) else value for knob, value in asked.items()}
+        return [ask(self.folder, knob, values[knob], over, author) for knob in sorted(values, key=lambda knob: "." in knob)]
 
     def pause(self, author: str = "") -> str:
         "Hold training and new rollouts; what is being written is finished."

@@ -9,6 +9,7 @@ __all__ = ['ONE_IN', 'SPLITS', 'Problem', 'EXTRACT', 'MANY', 'TASK_SETS', 'held_
            'read_split', 'canonical', 'hub_tasks', 'hub', 'check_tasks', 'make_tasks']
 
 # %% ../nbs/20_tasks.ipynb #tasks-imports
+import inspect
 import json
 import math
 import re
@@ -532,5 +533,8 @@ def make_tasks(
 ) -> list[Task]:
     "The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks, None for as many as the set gives by itself."
     named = resolve("tasks", functions, table)
-    wanted = {} if count is None else {"count": count}
-    return check_tasks(named.name, bind(functions, named)(split=split, seed=seed, **wanted))
+    bound, wanted = bind(functions, named), {"split": split, "seed": seed} | ({} if count is None else {"count": count})
+    parameters = inspect.signature(bound).parameters
+    if missing := [name for name in ("split", "seed", "count") if name not in parameters]:
+        raise ValueError(f'tasks.{named.name}: takes no {missing[0]!r}; a task set begins with def {named.name}(*, split="train", seed=0, count=1000)')
+    return check_tasks(named.name, bound(**wanted))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Forward', 'TrainerConfig', 'Row', 'Arrays', 'prepare', 'parts', 'split', 'padding', 'Micro', 'cut', 'Seen',
            'start_logprobs', 'accumulate', 'learning_rate', 'weights_of', 'optimizer_step', 'TrainResult', 'measure',
-           'train_arrays', 'Trainer']
+           'train_arrays', 'undo', 'Trainer']
 
 # %% ../nbs/35_trainer.ipynb #trainer-imports
 import math
@@ -296,15 +296,27 @@ def train_arrays(
     began = time.perf_counter()
     old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 else None
     seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
-    for done, rows in enumerate(pieces):
-        micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows])]
-        began = time.perf_counter()
-        seen += accumulate(forward, objective, arrays, micros, old_RT, device)
-        norms.append(optimizer_step(optimizer, config, steps + done))
-        compute += time.perf_counter() - began
-        cuts += micros
+    try:
+        for done, rows in enumerate(pieces):
+            micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows])]
+            began = time.perf_counter()
+            seen += accumulate(forward, objective, arrays, micros, old_RT, device)
+            norms.append(optimizer_step(optimizer, config, steps + done))
+            compute += time.perf_counter() - began
+            cuts += micros
+    except Exception:
+        undo(optimizer, before)
+        raise
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(weights_of(optimizer), before)]).norm()
     return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.widths_R, cuts)), compute
+
+# %% ../nbs/35_trainer.ipynb #trainer-undo
+@torch.no_grad()
+def undo(optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:
+    "Drop the gradients and put the weights back."
+    optimizer.zero_grad(set_to_none=True)
+    for parameter, old in zip(weights_of(optimizer), before):
+        parameter.copy_(old)
 
 # %% ../nbs/35_trainer.ipynb #trainer-trainer
 class Trainer:
