@@ -491,9 +491,7 @@ class Driver:
         self.folder, self.pools, self.inline = folder, pools, config.clock == "virtual"
         self.layout = layout(config.placement, config.generators)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
-        self.state: LoopState = start_state(
-            config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}
-        )
+        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
         self.state.functions = known_functions(self)
