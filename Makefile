@@ -42,9 +42,14 @@ browser:
 	echo "installing chromium (once)"; export DEBIAN_FRONTEND=noninteractive; \
 	apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null
 
-lab: .venv/.dev
+QUIET := $(STATE)/settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings
+$(QUIET):
+	@mkdir -p $(@D)
+	@echo '{"fetchNews": "false", "checkForUpdates": false}' > $@
+
+lab: .venv/.dev $(QUIET)
 	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
-	--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+	--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LanguageServerManager.autodetect=False $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 readme: .venv/.dev
 	@$(BIN)/python tests/readme.py

@@ -299,10 +299,11 @@ def comparison_frame(compared: Sequence[Compared]) -> "pl.DataFrame":
 # %% ../nbs/67_compare.ipynb #compare-html
 STYLE = (
     f".rl-compare{{container-type:inline-size;color:{INK};font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}"
-    ".rl-compare .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:14px 20px;margin:6px 0 12px}"
+    ".rl-compare .charts{display:grid;grid-template-columns:1fr 1fr;gap:14px 24px;margin:6px 0 12px;max-width:1800px}"
+    "@container (min-width:1400px){.rl-compare .charts{grid-template-columns:repeat(4,1fr)}}@container (max-width:520px){.rl-compare .charts{grid-template-columns:1fr}}"
     ".rl-compare .scroll{overflow-x:auto;margin:0 0 12px}.rl-compare table{border-collapse:collapse;margin:0;width:auto;max-width:100%;font-size:13px;table-layout:auto}"
-    f".rl-compare th,.rl-compare td{{padding:3px 18px 3px 0;border:0;border-bottom:1px solid {GRID};text-align:left;vertical-align:top;background:none;color:{INK};white-space:normal;overflow-wrap:anywhere;max-width:46em;font-weight:400}}"
-    ".rl-compare th{font-weight:600}.rl-compare td:first-child{color:" + SOFT + ";white-space:nowrap;overflow-wrap:normal}.rl-compare h4{font-size:13px;font-weight:600;margin:10px 0 4px}"
+    f".rl-compare .scroll th,.rl-compare .scroll td{{padding:3px 18px 3px 0;border:0;border-bottom:1px solid {GRID};text-align:right;vertical-align:top;background:none;color:{INK};white-space:normal;overflow-wrap:anywhere;max-width:46em;font-weight:400}}"
+    ".rl-compare .scroll th{font-weight:600}.rl-compare .scroll td:first-child{text-align:left;color:" + SOFT + ";white-space:nowrap;overflow-wrap:normal}.rl-compare h4{font-size:13px;font-weight:600;margin:10px 0 4px}"
     ".rl-compare ul{margin:0 0 8px;padding:6px 10px 6px 26px;border-left:3px solid #d55e00}.rl-compare .key{display:inline-block;vertical-align:3px;margin-right:6px}"
 )
 

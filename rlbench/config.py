@@ -5,12 +5,16 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts', 'Deadlines', 'knobs_in',
            'default_placement', 'GuardConfig', 'check_guard', 'RunConfig', 'check_sinks', 'make_config', 'presets',
-           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'apply_point', 'value_of', 'check_built',
-           'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside',
+           'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'LiveKnob',
+           'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
+import ast
 import os
+import re
 import tomllib
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
@@ -25,7 +29,7 @@ from .advantage import ADVANTAGES, MIN_GROUP
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
 from .guard import ALERTS, check_condition, parse_action, parse_condition
-from .knobs import Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
+from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .reward import REWARDS, VERIFIERS
 from .staleness import OVERDUE
@@ -384,7 +388,7 @@ def read_table_file(source: str) -> dict:
     else:
         raise ConfigError(str(unknown("config", source, presets())) + "; or give the path of a .toml file")
     try:
-        return tomllib.loads(text)
+        return beside(tomllib.loads(text), path.parent)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
@@ -415,14 +419,56 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 
 def load_config(source: str | Mapping | RunConfig, overrides: Mapping[str, object] | None = None, extra=None) -> RunConfig:
-    "Preset, TOML path, table or config, with overrides (dotted names allowed)."
+    "Preset, TOML path, table or config, with overrides (dotted names allowed). Functions named by file are imported."
     if isinstance(source, RunConfig):
         table = source.model_dump()
     else:
         table = dict(source) if isinstance(source, Mapping) else read_table_file(source)
     for field, value in (overrides or {}).items():
         set_dotted(table, field, value)
-    return make_config(table, extra)
+    files = functions_of_files(table)
+    return make_config(table, {field: {**files.get(field, {}), **(extra or {}).get(field, {})} for field in (*files, *(extra or {}))})
+
+# %% ../nbs/50_config.ipynb #config-files
+_KEPT = re.compile(r"functions/\w+-[0-9a-f]{12}\.py")
+
+
+def named_by_file(value: object) -> bool:
+    "Whether the table of a function names a file of the user's."
+    return isinstance(value, Mapping) and bool(value.get("source")) and not _KEPT.fullmatch(str(value["source"]))
+
+
+def beside(table: dict, folder: Path) -> dict:
+    "The table of a configuration file in `folder`, with the function files that lie beside it found from anywhere."
+    here = {f: {**v, "source": str(folder / v["source"])} for f, v in table.items() if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()}
+    return {**table, **here}
+
+
+def function_file(field: str, table: Mapping) -> Captured:
+    "The function that a table names by file, with the whole file as its source. Raises ConfigError."
+    name, path = str(table.get("name", "")), Path(str(table["source"]))
+    try:
+        text = path.read_text(encoding="utf-8")
+        known = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"{field}: source {str(path)!r} cannot be read ({error}); name a Python file") from None
+    if name not in known:
+        raise ConfigError(str(unknown(f"{field}: in {path.name}", name, known or ["no function"])))
+    return Captured(name, text)
+
+
+def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
+    "The functions that a configuration takes from files, by field. Raises ConfigError for one that cannot be imported."
+    found: dict[str, dict[str, Callable]] = {}
+    for field in (f for f in FUNCTIONS if named_by_file(table.get(f))):
+        captured, path = function_file(field, table[field]), Path(str(table[field]["source"]))
+        module = types.ModuleType(path.stem)
+        try:
+            exec(compile(captured.source, str(path), "exec"), module.__dict__)
+        except Exception as error:
+            raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; a copy of it must run by itself") from None
+        found[field] = dict.fromkeys((captured.name, path.stem), getattr(module, captured.name))
+    return found
 
 # %% ../nbs/50_config.ipynb #config-live
 def _knob(field: str, config: RunConfig) -> Knob:
@@ -462,7 +508,9 @@ def check_built(target: RunConfig, built: RunConfig | None) -> None:
 def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
     "The configuration with one field changed. Raises ValueError with the reason if it cannot be."
     apply_point(field, config)
-    return load_config(config, {field: value}, extra)
+    table = config.model_dump()
+    set_dotted(table, field, value)
+    return make_config(table, extra)
 
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {

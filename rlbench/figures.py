@@ -11,6 +11,7 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'tokens_by_fate', 'reward', 'health', 'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,7 @@ class Chart:
     references: tuple[Reference, ...] = ()
     aria: str = ""
     empty: str = "nothing to draw yet"
+    x_ticks: bool = True
 
     def __repr__(self) -> str:
         return f"<{spoken(self)}>"
@@ -370,7 +372,7 @@ def frame(chart: Chart, width: float, height: float) -> Frame:
         foot = LINE * 2 + 4 if isinstance(bars, Ribbons) else 4
         note = max((text_width(t, SIZE) for t in getattr(bars, "notes", ())), default=0) + 10
         return Frame(min(left, 0.4 * width), width - note, top, height - foot, extent(chart), tuple(header), tuple(notes), (), (), ())
-    bottom = height - (LINE * 2 + 4 if chart.x_label else LINE + 4)
+    bottom = height - (LINE * 2 + 4 if chart.x_label else LINE + 4 if chart.x_ticks else 6)
     area = extent(chart)
     marks = tuple(ticks(area[2], area[3], max(2, int((bottom - top) / 38))))
     left = max(text_width(number(t), SIZE) for t in marks) + 8 if marks else 8
@@ -383,9 +385,11 @@ def _axis(label: str, unit: str) -> str:
 
 # %% ../nbs/60_figures.ipynb #figures-paths
 def _path(x: np.ndarray, y: np.ndarray) -> str:
-    "SVG path of a polyline, in tenths of pixels; steps are relative, which halves its length."
-    parts, before = [], None
-    for a, b in zip(np.round(x * 10).tolist(), np.round(y * 10).tolist(), strict=True):
+    "SVG path of a polyline, in tenths of pixels; steps are relative, which halves its length, and points within a level stretch are left out."
+    parts, before, x, y = [], None, np.round(x * 10), np.round(y * 10)
+    level = np.zeros(len(y), bool)
+    level[1:-1] = (y[1:-1] == y[:-2]) & (y[1:-1] == y[2:])
+    for a, b in zip(x[~level].tolist(), y[~level].tolist(), strict=True):
         if not (math.isfinite(a) and math.isfinite(b)):
             before = None
             continue
@@ -504,7 +508,7 @@ def _grid(f: Frame, chart: Chart) -> str:
         for t in f.y_ticks
         for y in [float(f.y(t))]
     )
-    if not any(isinstance(s, Bars) for s in chart.series):
+    if chart.x_ticks and not any(isinstance(s, Bars) for s in chart.series):
         whole = chart.x_unit in ("versions", "tokens") or chart.x_label in ("version", "versions")
         base = f.bottom + LINE
         out += "".join(
@@ -513,7 +517,7 @@ def _grid(f: Frame, chart: Chart) -> str:
             for x in [float(f.x(t))]
         )
     axis = _axis(chart.x_label, chart.x_unit if chart.x_unit != f"{chart.x_label}s" else "")
-    return out + (_text(f.right, f.bottom + 2 * LINE - 1, axis, "s", "end") if axis else "")
+    return out + (_text(f.right, f.bottom + 2 * LINE - 1, axis, "s", "end") if chart.x_label else "")
 
 
 def _furniture(f: Frame, chart: Chart) -> str:
@@ -528,14 +532,15 @@ def _furniture(f: Frame, chart: Chart) -> str:
             y = float(f.y(r.y))
             front += f'<path d="M{f.left:.1f} {y:.1f}H{f.right:.1f}" stroke="{colour("vermilion")}" stroke-dasharray="5 4"/>'
             front += _text(f.left + 4, y + 12 if y - f.top < 14 else y - 4, r.label, "s h") if r.label else ""
-    edge = -math.inf
+    edge, lines = -math.inf, ""
     for m in sorted((m for m in chart.marks if f.range[0] <= m.x <= f.range[1]), key=lambda m: m.x):
         x, wide = float(f.x(m.x)), text_width(m.label, 10)
-        front += f'<path d="M{x:.1f} {f.top - 2:.1f}V{f.bottom:.1f}" stroke="{SOFT}" stroke-opacity="0.55" stroke-dasharray="1.5 2.5"/>'
+        lines += f"M{x:.0f} {f.top - 2:.0f}V{f.bottom:.0f}"
         start = min(max(x - wide / 2, 0), f.right - wide)
         if m.label and start > edge + 3:
             front += _text(start, f.top - 5, m.label, "s", "start", 10)
             edge = start + wide
+    front += f'<path d="{lines}" stroke="{SOFT}" stroke-opacity="0.55" stroke-dasharray="1.5 2.5"/>' if lines else ""
     return f"{behind}\0{front}"
 
 # %% ../nbs/60_figures.ipynb #figures-names
@@ -717,9 +722,19 @@ def command_marks(commands, x: str = "version", numbered: bool = False) -> tuple
     rows = zip(items(commands, "status"), items(commands, "knob"), items(commands, "value"), over, strict=True)
     for n, (status, knob, value, versions) in enumerate(rows):
         if status == "applied" and math.isfinite(places[n]):
-            label = f"{knob} {value}".replace('"', "")[:24] + (f" over {versions}" if versions else "")
+            label = f"{knob} {_said(value)}".strip()[:24] + (f" over {versions}" if versions else "")
             marks.append(Mark(float(places[n]), str(n + 1) if numbered else label))
     return tuple(marks)
+
+
+def _said(value: str) -> str:
+    "A command's value, which is JSON: a function by its name, a verb's null as nothing."
+    try:
+        found = json.loads(value)
+    except (TypeError, ValueError):
+        return str(value)
+    found = found.get("name", "") if isinstance(found, dict) else found
+    return "" if found is None else " to ".join(f"{v}" for v in found) if isinstance(found, list) else f"{found:g}" if isinstance(found, float) else str(found)
 
 # %% ../nbs/60_figures.ipynb #figures-solve
 def _x_axis(x: str) -> dict:

@@ -744,6 +744,7 @@ def decide_command(state: LoopState, actions: list) -> None:
     "Apply what has reached its apply point, follow ramps."
     waiting = []
     for command in state.commands:
+        apply = ""
         try:
             if state.phase not in ("running", "draining"):
                 raise ValueError(f"{command.knob}: the run is already {state.phase}")
@@ -756,6 +757,9 @@ def decide_command(state: LoopState, actions: list) -> None:
             if command.knob not in ("guard", "unguard"):  # they watch, and change nothing
                 chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
+            if waiting and apply and command.knob not in VERBS:  # perhaps it is right once those before it are in force
+                waiting.append(command)
+                continue
             apply, status, reason = "", "refused", str(error) + (f" ({command.reason})" if command.reason else "")
         actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'STOP_SECONDS', 'BUTTONS', 'STYLE', 'STILL_SECONDS',
-           'TABLE_ROWS', 'PLOTLY', 'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'same', 'fit', 'tell',
-           'setting', 'said', 'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel',
-           'build', 'controls', 'opener', 'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still',
-           'panel_of', 'card_of', 'charts_of', 'shown_output', 'open_card']
+           'ALONE', 'TABLE_ROWS', 'PLOTLY', 'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'same', 'fit',
+           'tell', 'setting', 'said', 'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock',
+           'Panel', 'build', 'controls', 'opener', 'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture',
+           'still', 'panel_of', 'card_of', 'charts_of', 'shown_output', 'open_card']
 
 # %% ../nbs/64_panel.ipynb #panel-imports
 import json
@@ -259,7 +259,7 @@ class Watch:
         self.add.on_click(lambda _: self.attempt(lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author), f"asked to watch {self.when.value!r}"))
         self.drop.on_click(lambda _: self.attempt(lambda: drop_guard(self.folder, self.known.value, self.author), f"asked to take {self.known.value!r} away"))
         rows = [w.HBox([w.HTML("when"), self.when, w.HTML("do"), self.do, self.add]), w.HBox([self.known, self.drop]), self.said, self.listed]
-        self.widget = w.VBox([row.add_class("rl-bar") if isinstance(row, w.HBox) else row for row in rows]).add_class("rl-guards")
+        self.widget = w.VBox([row.add_class("rl-row") if isinstance(row, w.HBox) else row for row in rows]).add_class("rl-guards")
 
     def attempt(self, act: Callable, done: str) -> None:
         "Ask, and say what came of it."
@@ -296,7 +296,7 @@ class Kept:
         self.known, self.said = w.Dropdown(tooltip="Knobs kept beside the runs of this folder"), w.HTML()
         self.save.on_click(lambda _: (tell(self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")), self.update()))
         self.apply.on_click(lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), "")))
-        self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-bar"), w.HBox([self.known, self.apply]).add_class("rl-bar"), self.said]).add_class("rl-kept")
+        self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-row"), w.HBox([self.known, self.apply]).add_class("rl-row"), self.said]).add_class("rl-kept")
         self.update()
 
     def update(self) -> None:
@@ -417,9 +417,10 @@ class Panel:
 # %% ../nbs/64_panel.ipynb #panel-build
 STYLE = """
 .rl-still{display:none}
-.rl-panel{container-type:inline-size;gap:8px}
-.rl-panel .rl-grid{display:grid;gap:8px;grid-template-columns:repeat(3,minmax(0,1fr))}
-.rl-panel .rl-card{position:relative;min-width:0;border:1px solid var(--jp-border-color2,#ddd);border-radius:4px;padding:6px 8px}
+.rl-panel.widget-vbox{gap:8px}.rl-panel .rl-knobs,.rl-panel .rl-row,.rl-panel .rl-log,.rl-panel .widget-tab{max-width:1640px}
+.rl-panel .jupyter-widgets-disconnected::before{display:none}
+.rl-panel.jupyter-widgets-disconnected{opacity:.6}
+.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}
 .rl-panel .rl-card .widget-html,.rl-panel .rl-card .widget-html-content{width:100%;margin:0;line-height:normal}
 .rl-panel .rl-open{position:absolute;top:2px;right:2px;width:26px;padding:0;background:transparent;opacity:.55}
 .rl-panel .rl-open:hover,.rl-panel .rl-open:focus{opacity:1}
@@ -431,12 +432,10 @@ STYLE = """
 .rl-name{font-weight:600;display:block;line-height:1.15;overflow-wrap:anywhere}.rl-said{font-size:11px;line-height:1.35;color:var(--jp-ui-font-color1,#222)}
 .rl-help{color:var(--jp-ui-font-color2,#666)}.rl-refused{color:var(--jp-error-color1,#b84a00)}
 .rl-log-table{font-size:12px;line-height:1.5;border-collapse:collapse}.rl-log-table td{padding:0 14px 0 0;text-align:left;vertical-align:top}
-.rl-panel .rl-bar{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{flex-wrap:wrap}
+.rl-panel .rl-row{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{flex-wrap:wrap}
 .rl-panel .rl-detail{border-top:1px solid var(--jp-border-color2,#ddd);padding-top:4px}
 .rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:170px;margin-left:14px}
-.rl-panel .rl-bar .widget-button,.rl-panel .rl-bar .widget-toggle-button{width:auto}
-@container (max-width:900px){.rl-panel .rl-grid{grid-template-columns:repeat(2,minmax(0,1fr))}}
-@container (max-width:560px){.rl-panel .rl-grid{grid-template-columns:minmax(0,1fr)}}
+.rl-panel .rl-row .widget-button,.rl-panel .rl-row .widget-toggle-button{width:auto}
 """
 
 
@@ -454,8 +453,8 @@ def build(panel: Panel) -> dict:
         toggle.observe(lambda change, key=key: (setattr(cards[key].layout, "display", "" if change["new"] else "none"), panel.frame()), "value")
     parts |= {"cards": cards, "toggles": toggles, "detail": w.Output().add_class("rl-detail")}
     parts["detail"].layout.display = "none"
-    more = w.HBox([*toggles.values(), *([panel.knobs.more] if panel.knobs else [])]).add_class("rl-bar")
-    parts["root"] = w.VBox([parts["style"], parts["strip"], w.Box(list(cards.values())).add_class("rl-grid"), more, parts["detail"], *controls(panel), parts["message"], parts["log"]])
+    more = w.HBox([*toggles.values(), *([panel.knobs.more] if panel.knobs else [])]).add_class("rl-row")
+    parts["root"] = w.VBox([parts["style"], parts["strip"], w.Box(list(cards.values())).add_class("rl-cards"), more, parts["detail"], *controls(panel), parts["message"], parts["log"]])
     parts["root"].add_class("rl-panel")
     return parts
 
@@ -468,7 +467,7 @@ def controls(panel: Panel) -> list:
         return []
     over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", style={"description_width": "70px"}, tooltip="Versions over which the next change of a number is spread; 0: at once")
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
-    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions, for the next change; 0: at once</span>')]).add_class("rl-bar")
+    bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions, for the next change; 0: at once</span>')]).add_class("rl-row")
     return [panel.knobs.first, panel.knobs.groups, bar]
 
 
@@ -540,7 +539,7 @@ def still_picture(panel: Panel) -> str:
     if not panel.snapshot:
         return ""
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(panel.snapshot.now))
-    return f'<div class="rl-still"><style>.rl-still .rl-late{{display:none}}</style>{still_html(panel.snapshot, panel.light)}<small>picture of {taken}; the panel lives while its kernel does: run the cell again</small></div>'
+    return f'<div class="rl-still"><style>.rl-still .rl-late{{display:none}}{ALONE}</style>{still_html(panel.snapshot, panel.light)}<small>picture of {taken}; the panel lives while its kernel does: run the cell again</small></div>'
 
 
 def still(panel: Panel) -> None:
@@ -550,6 +549,9 @@ def still(panel: Panel) -> None:
     for handle in panel.stills:
         if handle is not None:
             handle.update(HTML(still_picture(panel)))
+
+
+ALONE = ".jp-OutputArea-child:not(:has(.rl-panel)):has(+.jp-OutputArea-child .rl-still){display:none}"  # "model not found", where the panel was
 
 
 @lru_cache(16)
