@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'VERBS', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
-           'STARTING', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
+           'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
            'window', 'room', 'facts', 'judge', 'percent', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts',
            'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts', 'parts_lines',
@@ -50,11 +50,12 @@ class Facts:
     scoring: float
     queue: float
     room: float
-    running: float
     held: bool  # no more groups may be started: the room is used up whenever a batch is finished
     unusable: float  # share of groups that ended without a signal
     solved: float  # share of groups that were all right
     stale: float  # share of rollouts dropped for staleness
+    publishing: float = 0.0  # share of the generator's time
+    cache: float = 0.0  # share of the KV budget in use
 
 
 def window(s: Snapshot) -> np.ndarray:
@@ -90,8 +91,10 @@ def facts(s: Snapshot) -> Facts | None:
     most = room(s)
     behind = most - value(s, "batch") / value(s, "group")  # of them, while new weights are on their way
     return Facts(
-        len(rows), value(s, "placement") == "colocated", works("generator"), mean["generator_wait"] / total, works("trainer"), mean["trainer_wait"] / total,
-        mean["environment_compute"] / total, mean["queue_depth"], most, mean["running"], mean["live_groups"] >= 0.85 * behind, share("filtered"), mean["all_pass"], share("stale"))
+        steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
+        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most,
+        held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
+        publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
 
 # %% ../nbs/62_cards.ipynb #cards-rule
 WAITS, FULL, STALE, IDLE, SHARE, LEARNED = 0.15, 0.9, 0.02, 0.25, 0.6, 0.75
@@ -122,6 +125,8 @@ def why(word: str, f: Facts) -> str:
     if word == "generation-bound":
         cause = (
             f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
+            else f"KV budget {percent(f.cache)} used" if f.cache > 0.9
+            else f"publishing {percent(f.publishing)}" if f.publishing > WAITS
             else f"generator waits {percent(f.generator_waits)}: they take turns" if f.generator_waits > IDLE
             else f"{percent(f.unusable)} of groups carry no signal" if f.unusable > 0.4
             else f"generator busy {percent(f.generator_works)}"
@@ -136,10 +141,10 @@ def why(word: str, f: Facts) -> str:
 def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
     if word == "generation-bound":
-        if f.scoring > 0.75 and not f.colocated:
-            return (("lower", "score_retries"),)
-        if f.solved > LEARNED:
+        if f.scoring > 0.75 or f.solved > LEARNED:
             return ()
+        if f.publishing > WAITS or f.cache > 0.9:
+            return (("raise", "publish_every"),) if f.publishing > WAITS else (("lower", "max_tokens"),)
         first = (("lower" if f.solved > 0.2 else "raise", "band"),) if f.unusable > 0.4 else ()
         staleness, concurrency = ("raise", "staleness"), ("raise", "concurrency")
         if f.colocated:
@@ -167,6 +172,8 @@ def shown(found: object) -> str:
 
 def helps(word: str, f: Facts, s: Snapshot) -> str:
     "`raise concurrency (8), or staleness (1)`."
+    if word == "generation-bound" and f.scoring > 0.75:
+        return "no knob: a faster reward"
     if word == "generation-bound" and f.solved > LEARNED:
         return "no knob: these tasks are learned; stop, or start a run on harder ones"
     found = remedies(word, f, s)
@@ -251,12 +258,16 @@ def seconds(span: float) -> str:
     return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
 
 # %% ../nbs/62_cards.ipynb #cards-marks
+MANY = 40  # marks
+
+
 def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
     "The newest commands as marks for a plot `wide` pixels wide; those without room for their name are bare. Knobs come before verbs, new ones before old ones."
     version = s.steps["version"]
     lo, hi = (version[0], version[-1]) if len(version) else (0.0, 1.0)
-    apart = max(1.0, hi - lo) / wide * 4  # marks nearer than four pixels are one
-    marks = list({m.x // apart: m for m in command_marks(s.commands)}.values())
+    marks = list(command_marks(s.commands))
+    if len(marks) > MANY:  # those nearer than four pixels are one
+        marks = list({m.x * wide // (4 * max(1.0, hi - lo)): m for m in marks}.values())
     taken, named = [], set()
     for i in sorted(range(len(marks)), key=lambda i: (marks[i].label in VERBS, -i)):
         half = text_width(marks[i].label, 10) / 2
@@ -526,17 +537,18 @@ CARDS: dict[str, CardSpec] = {
 
 # %% ../nbs/62_cards.ipynb #cards-style
 CARD_STYLE = (
-    ".rl-panel{container:rl-panel/inline-size;color:%(ink)s;font:12px/1.35 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}"
-    ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px;max-width:1640px}"
+    ".rl-panel{container:rl-panel/inline-size;max-width:1640px;color:%(ink)s;font:12px/1.35 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}"
+    ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}"
     "@container rl-panel (max-width:1040px){.rl-cards.rl-cards{grid-template-columns:repeat(2,minmax(0,1fr))}}"
     "@container rl-panel (max-width:640px){.rl-cards.rl-cards{grid-template-columns:minmax(0,1fr)}}"
+    "@container rl-panel (min-width:1400px){.rl-face.rl-face,.rl-numbers span{font-size:14px}.rl-bar.rl-bar{font-size:15px}}"
     ".rl-face{border:1px solid %(grid)s;border-radius:4px;padding:6px 8px;background:%(ground)s;color:%(ink)s;font-size:12px;line-height:1.35;box-sizing:border-box;height:100%%;overflow:hidden}"
     '[data-jp-theme-light="false"] .rl-face{--rl-blue:#56B4E9;--rl-grey:#999}'
     ".rl-face figure{margin:0;min-width:0;flex:1 1 100%%}.rl-two figure{flex-basis:40%%}.rl-plots{display:flex;flex-wrap:wrap;gap:4px 12px}"
     ".rl-face figcaption,.rl-face header{display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline;color:%(soft)s;min-height:17px}.rl-face b{color:%(ink)s;font-weight:600}"
     ".rl-face header b{font-size:13px}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
     ".rl-bar{display:flex;flex-wrap:wrap;align-items:center;gap:6px 18px;border:1px solid %(grid)s;border-radius:4px;padding:7px 12px;background:%(ground)s;color:%(ink)s;"
-    "line-height:1.35;max-width:1640px;box-sizing:border-box;font-size:13px}"
+    "line-height:1.35;box-sizing:border-box;font-size:13px}"
     ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:17px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
     ".rl-numbers{display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
     "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
