@@ -10,7 +10,7 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'VERBS', 'WAITS', 'FULL', 'STALE', 'IDLE',
            'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts', 'parts_lines',
            'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame',
            'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'strip_html', 'legend_html', 'plain',
-           'lean', 'areas', 'figure_html', 'card_html', 'still_html']
+           'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import json
@@ -368,7 +368,7 @@ def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
     note = f"of v{s.batch}; {late:,} tokens past bound" if len(counts) else ""
     said = ", ".join(f"{int(n):,} tokens {lag} versions old" for lag, n in enumerate(counts) if n)
     edge = Line("", [bound + 0.5] * 2, [0.0, float(max(counts, default=0))], "vermilion", "6 3")
-    return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
+    return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions old", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
                   marks=(Mark(bound + 0.5, f"bound {bound}"),), aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else ""),)
 
 
@@ -426,7 +426,7 @@ class Fit:
 
 
 def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
-    "y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from six points on, a line from four; None for fewer or for points of one x."
+    "y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from five points on, a line through four; None for fewer or for points of one x."
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) < 4 or np.ptp(x) < 1e-9:
@@ -434,7 +434,7 @@ def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
     at = np.linspace(x.min(), x.max(), points)
     slope, start = np.polyfit(x, y, 1)
     best = (float(np.sum((slope * x + start - y) ** 2)), f"line: {slope:+.2f} a factor of ten", slope * at + start)
-    if len(x) >= 6:
+    if len(x) >= 5:
         for top in np.linspace(max(float(y.max()), 0.05) * 1.005, 1.0, 40):
             k, m = np.polyfit(x, np.log(np.clip(y, 1e-3, None) / np.clip(top - y, 1e-3, None)), 1, w=np.sqrt(np.clip(y * (top - y), 1e-4, None)))
             sigmoid = lambda v: top / (1 + np.exp(-(k * v + m)))
@@ -466,7 +466,7 @@ def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, True),) if len(x) else ()
     more = (Line("fit", curve.x, curve.y, "vermilion", "6 3"),) if curve else ()
     marks = tuple(Mark(float(tokens(np.array([m.x]))[0]), m.label) for m in marks_of(s))
-    bought = Chart("Held-out by tokens", (*held, *more), curve.said if curve else "too few evaluations for a fit", x_label="log10 of generated tokens", y_label="share correct", marks=marks,
+    bought = Chart("Held-out by tokens", (*held, *more), curve.said if curve else "too few evaluations for a fit", x_label="log10 of tokens generated", y_label="share correct", marks=marks,
                    empty="no evaluation since the first batch")
     return speed, fates, bought
 
@@ -523,16 +523,16 @@ class CardSpec:
 
 BATCH = ("rollouts", "tokens", "commands")
 CARDS: dict[str, CardSpec] = {
-    "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (118, 66), needs=("steps", "evals", "commands")),
-    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (118, 66)),
-    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (54, 46, 60)),
-    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max"), (96, 88)),
-    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (204,), needs=BATCH),
-    "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (204,), needs=BATCH),
-    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74,) * 6, 2),
-    "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (80, 92, 92),
+    "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
+    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
+    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 74)),
+    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max"), (94, 102)),
+    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (216,), needs=BATCH),
+    "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
+    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
+    "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
-    "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 84, 84), needs=("steps", "commands", "rollouts")),
+    "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 
 # %% ../nbs/62_cards.ipynb #cards-style
@@ -541,15 +541,16 @@ CARD_STYLE = (
     ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}"
     "@container rl-panel (max-width:1040px){.rl-cards.rl-cards{grid-template-columns:repeat(2,minmax(0,1fr))}}"
     "@container rl-panel (max-width:640px){.rl-cards.rl-cards{grid-template-columns:minmax(0,1fr)}}"
+    "@container rl-panel (max-width:1040px){.rl-told{min-height:58px}}"
     "@container rl-panel (min-width:1400px){.rl-face.rl-face,.rl-numbers span{font-size:14px}.rl-bar.rl-bar{font-size:15px}}"
     ".rl-face{border:1px solid %(grid)s;border-radius:4px;padding:6px 8px;background:%(ground)s;color:%(ink)s;font-size:12px;line-height:1.35;box-sizing:border-box;height:100%%;overflow:hidden}"
-    '[data-jp-theme-light="false"] .rl-face{--rl-blue:#56B4E9;--rl-grey:#999}'
+    '[data-jp-theme-light="false"] :is(.rl-face,.rl-bar){--rl-blue:#56B4E9;--rl-grey:#999}'
     ".rl-face figure{margin:0;min-width:0;flex:1 1 100%%}.rl-two figure{flex-basis:40%%}.rl-plots{display:flex;flex-wrap:wrap;gap:4px 12px}"
     ".rl-face figcaption,.rl-face header{display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline;color:%(soft)s;min-height:17px}.rl-face b{color:%(ink)s;font-weight:600}"
-    ".rl-face header b{font-size:13px}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
+    ".rl-face header b{font-size:1.08em}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
     ".rl-bar{display:flex;flex-wrap:wrap;align-items:center;gap:6px 18px;border:1px solid %(grid)s;border-radius:4px;padding:7px 12px;background:%(ground)s;color:%(ink)s;"
     "line-height:1.35;box-sizing:border-box;font-size:13px}"
-    ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:17px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
+    ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:18px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
     ".rl-numbers{display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
     "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
 ) % {"ink": INK, "soft": SOFT, "grid": GRID, "ground": GROUND, "warn": colour("vermilion")}
@@ -604,12 +605,12 @@ def legend_html(chart: Chart) -> str:
 DRAWN = 90  # points of a line on a card
 
 
-def plain(chart: Chart, marked: bool, ticked: bool) -> Chart:
-    "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free."
+def plain(chart: Chart, marked: bool, ticked: bool, last: bool) -> Chart:
+    "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free; `last`: its axis is named."
     bare = tuple(lean(part) for s in chart.series for part in (areas(s) if isinstance(s, Stack) else [s]))
     timed = chart.x_unit == "versions"
     marks = (*chart.marks, Mark(math.nan, " ")) if marked and timed else chart.marks if not timed else tuple(Mark(m.x) for m in chart.marks)
-    return replace(chart, title="", subtitle="", y_label="", y_unit="", x_label="", series=bare, marks=marks, aria=spoken(chart), x_ticks=ticked)
+    return replace(chart, title="", subtitle="", y_label="", y_unit="", x_label=chart.x_label if last else "", series=bare, marks=marks, aria=spoken(chart), x_ticks=ticked)
 
 
 def lean(s):
@@ -631,15 +632,15 @@ def areas(stack: Stack) -> list[Band]:
         found.append(Band("", x, 0 * top, top, stack.roles[i], 1.0))
     return found
 
-
+# %% ../nbs/62_cards.ipynb #cards-figure
 NOTED = ("time", "staleness", "throughput")  # cards whose charts say more than their names
 
 
-def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool) -> str:
+def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:
     "A chart with its caption."
     note = f"<span>{escape(chart.subtitle)}</span>" if card in NOTED and chart.subtitle else ""
     legend = "" if card == "time" else legend_html(chart)
-    svg = to_svg(plain(chart, marked, ticked), width, height).replace(_INLINE, "")
+    svg = to_svg(plain(chart, marked, ticked, last), width, height).replace(_INLINE, "")
     return f"<figure><figcaption><b>{escape(chart.title)}</b>{note}{legend}</figcaption>{svg}</figure>"
 
 
@@ -648,11 +649,21 @@ def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
     spec, charts = CARDS[key], CARDS[key].charts(snapshot)
     wide = (width or WIDTH) / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
-    drawn = [figure_html(chart, key, wide, high, i == 0, spec.across > 1 or i == last or key != "time") for i, (chart, high) in enumerate(zip(charts, spec.heights, strict=False))]
+    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, spec.heights, strict=False))]
     legend = legend_html(charts[0]) if key == "time" else ""
     note = spec.note(snapshot)
     header = f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>" if charts[0].title != spec.title else ""
     return f"<div class='rl-face{' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
+
+
+def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
+    "Keys of the cards that look different from before: some table they are made of has new rows, or a knob moved."
+    if before is None or before.config != now.config:
+        return tuple(CARDS)
+    tables = {name for name, rows in now.seen.items() if rows != before.seen.get(name)}
+    if (before.status and before.status.changed) != (now.status and now.status.changed):
+        tables.add("commands")
+    return tuple(key for key, spec in CARDS.items() if tables & set(spec.needs))
 
 
 def still_html(snapshot: Snapshot, light: Light) -> str:
