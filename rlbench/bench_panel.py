@@ -262,7 +262,7 @@ def measure_slider(bench: Bench, number: int) -> dict[str, float]:
     follower, seen = Follower(live.folder, ["commands"]), {path.name for path in live.folder.glob("commands/**/*.json")}
     follower.poll()
     handle = page.locator(".jupyter-widgets.rl-panel .rl-knob-temperature .noUi-handle")
-    released = drag(page, handle, 0.25 + 0.1 * (number % 2))
+    released = drag(page, handle, 0.3 + 0.1 * (number % 2))
     file = until(lambda: [p for p in live.folder.glob("commands/**/*.json") if p.name not in seen] and time.time(), every=0.002)
     row = until(lambda: follower.poll()["commands"].height and time.time(), every=0.002)
     page.wait_for_timeout(1000)
