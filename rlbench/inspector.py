@@ -365,7 +365,7 @@ def _facts(r: StoredRollout) -> str:
     mean = f"{_signed(float(np.nanmean(r.logprobs)), 3)}" if len(r.logprobs) else ""
     facts = {"reward parts": rewards, "advantage": "" if r.advantage is None else number(r.advantage), "tokens": f"{r.length:,}" + (", cut at the limit" if r.reason == "length" else ""),
              "mean log-prob": mean, "temperature": f"{r.temperature:g}", "level": str(r.level), "task": r.task, "set": r.set, "group": str(r.group) if r.group >= 0 else "",
-             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "generated in": f"{number(r.seconds)} s" if r.seconds else ""}
+             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "generated in": "" if not r.seconds else f"{number(r.seconds)} s" if r.seconds >= 1 else f"{1000 * r.seconds:.3g} ms"}
     return '<p class="facts">' + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value) + "</p>"
 
 # %% ../nbs/66_inspector.ipynb #inspector-html
