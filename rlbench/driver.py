@@ -7,9 +7,9 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GR
            'Means', 'Fitting', 'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'note_failure',
            'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running',
            'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'note_changes',
-           'in_force', 'coming', 'carry_tell', 'note_figures', 'carry_score', 'carry_configure', 'carry_start',
-           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
-           'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'refuse', 'known_functions',
+           'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure',
+           'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served',
+           'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'refuse', 'known_functions',
            'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive',
            'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
@@ -350,6 +350,15 @@ def carry_tell(driver: "Driver", action: Tell) -> None:
         driver.webhook.tell({"run": driver.folder.name, "version": f.version, "when": f.when, "figure": figure, "do": f.do, "text": f.text, "guard": f.guard})
 
 
+def tell_failed(driver: "Driver") -> None:
+    "Post that the run has failed, and give what still waits a moment."
+    if driver.webhook:
+        if driver.state.phase == "failed":
+            reason = (driver.refused or driver.state.reason).strip()
+            driver.webhook.tell({"run": driver.folder.name, "version": driver.state.version, "when": "the run failed", "figure": None, "do": "", "text": reason, "guard": ""})
+        driver.webhook.close()
+
+
 def note_figures(driver: "Driver", version: int, figures: dict[str, float | None]) -> None:
     "Have the guards look at a row that was written."
     driver.memory.measured.append(Measured(version, figures))
@@ -491,9 +500,7 @@ class Driver:
         self.folder, self.pools, self.inline = folder, pools, config.clock == "virtual"
         self.layout = layout(config.placement, config.generators)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
-        self.state: LoopState = start_state(
-            config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}
-        )
+        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
         self.state.functions = known_functions(self)
@@ -579,7 +586,7 @@ def drive(driver: Driver) -> LoopState:
         driver.write_status()
         driver.ballast.release()
         close_ledger(driver)
-        driver.webhook.close() if driver.webhook else None
+        tell_failed(driver)
 
 
 def close_ledger(driver: Driver) -> None:

@@ -117,7 +117,7 @@ class Saved:
     path: str
     at: float = 0.0
 
-
+# %% ../nbs/51_loop.ipynb #loop-events-asked
 @dataclass(frozen=True)
 class Pool:
     "Tasks that were made for a command: the name they have, the level of each, and the table they come from."

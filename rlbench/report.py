@@ -591,7 +591,7 @@ def origin(data: RunData) -> str:
         if listed
         else ""
     )
-    settings = "".join(f"<div><dt>{text(name)}</dt><dd class=code>{text(value)}</dd></div>" for name, value in flat(data.config))
+    settings = "".join(f"<div><dt>{text(name)}</dt><dd class=code>{text(value)}</dd></div>" for name, value in flat(data.config) if name != "webhook")
     whole = f"<details open><summary>All settings at the start</summary><dl class=glance>{settings}</dl></details>" if settings else ""
     note = "" if data.provenance else "<p class=note>provenance.json is missing or cannot be read.</p>"
     return f"{note}<dl class=glance>{facts}</dl>{rest}{whole}"

@@ -94,7 +94,8 @@ def read_source(folder: str | Path) -> Source:
     "What a sink has to know about a run before its first row. Raises FileNotFoundError if there is no run."
     folder = Path(folder).resolve()
     written, text = (folder / "config.toml").stat().st_mtime_ns, (folder / "config.toml").read_text(encoding="utf-8")
-    return Source(folder, f"{folder.name}-{sha256(f'{folder.name} {written}'.encode()).hexdigest()[:8]}", written / 1e9, flat(tomllib.loads(text)))
+    settings = {name: value for name, value in flat(tomllib.loads(text)).items() if name != "webhook"}  # whoever has the address can write there
+    return Source(folder, f"{folder.name}-{sha256(f'{folder.name} {written}'.encode()).hexdigest()[:8]}", written / 1e9, settings)
 
 # %% ../nbs/63_sinks.ipynb #sinks-protocol
 class Sink(Protocol):

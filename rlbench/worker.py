@@ -131,7 +131,7 @@ class BatchFailed:
     message: str
     field: str
 
-
+# %% ../nbs/54_worker.ipynb #worker-said-two
 @dataclass(frozen=True)
 class Fitted:
     "Why the prompts of a command do not fit; empty if they do."

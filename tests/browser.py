@@ -66,7 +66,7 @@ class Lab:
         self.server = subprocess.Popen(command, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         self.playwright = sync_playwright().start()
         self.browser = self.playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
-        self.theme("light")
+        self.follow_theme()
         until(self.answers)
 
     def answers(self) -> bool:
@@ -75,11 +75,11 @@ class Lab:
         with socket.socket() as one:
             return one.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def theme(self, name: str) -> None:
-        "light or dark, for pages opened from now on."
+    def follow_theme(self) -> None:
+        "JupyterLab takes light or dark from the browser: `page.emulate_media(color_scheme=...)` switches it while it is open."
         place = self.state / "settings/@jupyterlab/apputils-extension"
         place.mkdir(parents=True, exist_ok=True)
-        (place / "themes.jupyterlab-settings").write_text(json.dumps({"theme": f"JupyterLab {name.title()}"}))
+        (place / "themes.jupyterlab-settings").write_text('{"adaptive-theme": true}')
 
     def page(self, width: int = WIDTH, height: int = HEIGHT) -> Page:
         "An empty page with nothing remembered from earlier ones."
@@ -140,20 +140,37 @@ def run_all(page: Page) -> None:
             if not unrun(page):
                 return
             page.wait_for_timeout(200)
-            if unrun(page) == code_cells(page).count():
-                continue
     raise AssertionError("the cells were not run")
 
 
-def run_cell(page: Page, index: int) -> str:
-    "Run one code cell and wait until it is done; the text it gave."
+def run_cell(page: Page, index: int) -> Locator:
+    "Run one code cell and wait until it is done; the cell."
     cell = code_cells(page).nth(index)
     cell.locator(".jp-InputPrompt").click()
     page.keyboard.press("Control+Enter")
     page.wait_for_timeout(300)
-    idle(page)
+    return ran(page, cell)
+
+
+def ran(page: Page, cell: Locator) -> Locator:
+    "Wait until a cell is done, and see that it raised nothing."
     expect(cell.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]:"), timeout=1000 * SLOW)
-    return cell.locator(".jp-Cell-outputWrapper").inner_text()
+    idle(page)
+    assert not cell.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count(), cell.inner_text()
+    return cell
+
+
+def write_cell(page: Page, text: str) -> Locator:
+    "Write a new cell at the end, run it, and wait until it is done; the cell."
+    before = code_cells(page).count()
+    code_cells(page).last.locator(".jp-InputPrompt").click()
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    cell = code_cells(page).nth(before)
+    cell.locator(".cm-content").click()
+    page.keyboard.insert_text(text)
+    page.keyboard.press("Control+Enter")
+    return ran(page, cell)
 
 
 def save(page: Page) -> None:

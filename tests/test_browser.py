@@ -1,0 +1,216 @@
+"""The live panel in a real JupyterLab, driven as a person drives it: each move is looked for in the run's journal and in what it did."""
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from browser import ROOT, SLOW, Lab, drag, expect, idle, notebook, restart_kernel, run_all, run_cell, save, until, write_cell
+
+import rlbench as rl
+from rlbench.steer import in_force
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    "One server and one browser for all of this file."
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def shot(tmp_path_factory):
+    "Keep a picture of a page: in the folder RLBENCH_SHOTS, or among the files of the tests."
+    place = Path(os.environ.get("RLBENCH_SHOTS") or tmp_path_factory.mktemp("shots"))
+    place.mkdir(parents=True, exist_ok=True)
+    return lambda page, name: page.screenshot(path=place / f"{name}.png")
+
+
+def attached(lab: Lab, name: str) -> rl.Run:
+    "The run of a notebook, seen from here."
+    return until(lambda: (lab.notebooks / "runs" / name / "status.json").exists() and rl.attach(name, runs=lab.notebooks / "runs"))
+
+
+def journal(run: rl.Run, knob: str, status: str = "applied") -> list[dict]:
+    "Commands about a knob with an outcome."
+    return run.commands.filter((pl.col("knob") == knob) & (pl.col("status") == status)).to_dicts()
+
+
+def wait_applied(page, run: rl.Run, knob: str, more_than: int = 0) -> dict:
+    "The newest command about a knob, once it is applied."
+    until(lambda: len(journal(run, knob)) > more_than, page=page)
+    return journal(run, knob)[-1]
+
+
+def versions(page, run: rl.Run, more: int) -> None:
+    "Wait for more versions."
+    goal = run.status.version + more
+    until(lambda: run.status.version >= goal, page=page)
+
+
+def panel(page):
+    "The last live panel of a page; the pictures kept in the cells are not meant."
+    return page.locator(".jupyter-widgets.rl-panel").last
+
+
+def knob(page, field: str):
+    "The row of a knob on the panel."
+    return panel(page).locator(f".rl-knob-{field}")
+
+
+def handle(page, field: str, number: int = 0):
+    "A handle of a knob's slider."
+    return knob(page, field).locator(".noUi-handle").nth(number)
+
+
+def click(page, verb: str) -> None:
+    "Click a button of the panel."
+    panel(page).locator(f".rl-{verb}").click()
+
+
+def strip(page) -> str:
+    "What the line at the top says, on one line."
+    return " ".join(panel(page).locator(".rl-strip").inner_text().split())
+
+
+def shows(page, field: str, value: int) -> None:
+    "A whole number's slider stands there."
+    expect(handle(page, field)).to_have_attribute("aria-valuenow", re.compile(rf"^{value}(\.0)?$"), timeout=1000 * SLOW)
+
+
+def lives(page, run: rl.Run) -> None:
+    "The panel follows the run."
+    version = run.status.version
+    until(lambda: run.status.version > version and int(re.search(r"version ([\d,]+)", strip(page))[1].replace(",", "")) > version, page=page)
+
+
+def opened(lab: Lab, name: str = "workbench.ipynb", **size):
+    "A page with a notebook whose first two cells were run: a run, and its panel."
+    page = lab.open_notebook(name, **size)
+    run_cell(page, 0)
+    run_cell(page, 1)
+    panel(page).wait_for()
+    return page
+
+
+def simple(lab: Lab, name: str) -> str:
+    "A notebook that starts a run of this name and shows it."
+    notebook(lab.notebooks / f"{name}.ipynb", f'import rlbench as rl\nrun = rl.run("tiny", name="{name}", steps=100_000)', "run")
+    return f"{name}.ipynb"
+
+
+REWARD = """@run.reward
+def brief(r: rl.Rollout, weight: rl.Knob(0, 1, help="price of 64 tokens") = 0.1):
+    "Correct, minus a price for every token."
+    return r.correct - weight * r.length / 64
+"""
+
+
+def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
+    "Opened, watched, steered, reloaded, restarted, attached again, stopped."
+    shutil.copy(ROOT / "nbs/workbench.ipynb", lab.notebooks)
+    page = opened(lab, height=1500)
+    run = attached(lab, "tiny-1")
+    versions(page, run, 3)
+    until(lambda: re.search(r"(generation-bound|balanced|trainer-bound) .* version \d+ of", strip(page)), page=page)
+    expect(panel(page).locator(".rl-card-solve svg").first).to_be_visible()
+
+    steer_by_mouse(page, run)
+    pause_step_go(page, run)
+    #swap_reward(page, run)
+    shot(page, "workbench")
+
+    save(page)
+    page.reload()
+    idle(page)
+    shows(page, "staleness", in_force(run.folder).staleness)
+    lives(page, run)
+
+    restart_and_attach(page, run, shot)
+    click(page, "stop")
+    page.wait_for_timeout(700)
+    assert run.state == "running" and not journal(run, "stop")
+    click(page, "stop")
+    assert run.wait(SLOW) == "stopped" and run.status.books_closed
+    assert wait_applied(page, run, "stop")["author"].endswith("(panel)")
+    until(lambda: "stopped" in strip(page), page=page)
+    shot(page, "stopped")
+    page.context.close()
+
+
+def steer_by_mouse(page, run: rl.Run) -> None:
+    "Staleness, one end of the band, and temperature over some versions."
+    drag(page, handle(page, "staleness"), 0.5)
+    asked = json.loads(wait_applied(page, run, "staleness")["value"])
+    assert 2 <= asked <= 6 and in_force(run.folder).staleness == asked
+    since = run.status.changed["staleness"][1]
+    until(lambda: f"in force {asked} versions since v{since}" in " ".join(knob(page, "staleness").inner_text().split()), page=page)
+    until(lambda: run.steps.filter(pl.col("version") > since)["lag_max"].max() in range(2, asked + 1), page=page)
+
+    drag(page, handle(page, "band", 1), 0.95)
+    low, high = json.loads(wait_applied(page, run, "band")["value"])
+    assert low == 0.2 and 0.9 <= high <= 1.0 and in_force(run.folder).band == (low, high)
+
+    box = panel(page).locator(".rl-over input")
+    box.fill("4")
+    box.press("Enter")
+    drag(page, handle(page, "temperature"), 0.4)
+    row = wait_applied(page, run, "temperature")
+    asked = json.loads(row["value"])
+    assert row["over"] == 4 and 1.2 < asked < 2.0
+    sampled = lambda: run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") >= row["version"])).sort("dispatched")["temperature"].unique(maintain_order=True).to_list()
+    until(lambda: sampled()[-1:] == [pytest.approx(asked)], page=page)
+    assert sampled() == sorted(sampled()) and len(sampled()) >= 4, sampled()
+    box.fill("0")
+    box.press("Enter")
+
+
+def pause_step_go(page, run: rl.Run) -> None:
+    "Held, the version stands still; a step makes one more; released, it goes on."
+    click(page, "pause")
+    wait_applied(page, run, "pause")
+    until(lambda: run.state == "paused" and "paused" in strip(page), page=page)
+    page.wait_for_timeout(2000)
+    held = run.status.version
+    page.wait_for_timeout(2500)
+    assert run.status.version == held and run.state == "paused"
+    click(page, "step")
+    wait_applied(page, run, "step")
+    until(lambda: run.status.version > held, page=page)
+    page.wait_for_timeout(2500)
+    assert run.status.version == held + 1 and run.state == "paused" and run.steps["version"][-1] == held + 1
+    click(page, "go")
+    wait_applied(page, run, "go")
+    versions(page, run, 2)
+
+
+def swap_reward(page, run: rl.Run) -> None:
+    "A reward written in a cell comes into force, and its keyword becomes a knob of the panel."
+    write_cell(page, REWARD)
+    row = wait_applied(page, run, "reward")
+    assert in_force(run.folder).reward["name"] == "brief"
+    until(lambda: run.status.version >= row["version"] + 3, page=page)
+    trained = run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct"))
+    assert len(trained) and trained.select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6
+    panel(page).locator(".rl-more-knobs").click()
+    page.locator(".rl-panel .lm-TabBar-tab, .rl-panel .p-TabBar-tab").filter(has_text="Environment").click()
+    expect(knob(page, "reward-weight")).to_be_visible()
+    panel(page).locator(".rl-more-knobs").click()
+
+
+def restart_and_attach(page, run: rl.Run, shot) -> None:
+    "The run outlives the kernel; the panel of the dead kernel says that it is old; attached again, everything is there."
+    restart_kernel(page)
+    version = run.status.version
+    until(lambda: run.status.version > version + 1, page=page)
+    expect(panel(page).locator(".rl-late").first).to_have_css("opacity", "1")
+    shot(page, "kernel-gone")
+    write_cell(page, 'import rlbench as rl\nrl.attach("tiny-1")')
+    expect(page.locator(".jupyter-widgets.rl-panel")).to_have_count(2)
+    expect(panel(page).locator(".rl-late").first).to_have_css("opacity", "0")
+    shows(page, "staleness", in_force(run.folder).staleness)
+    #assert "→ brief" in panel(page).locator(".rl-log").inner_text()
+    lives(page, run)
