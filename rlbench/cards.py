@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'VERBS', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
-           'STARTING', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
+           'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
            'window', 'room', 'facts', 'judge', 'percent', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts',
            'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts', 'parts_lines',
            'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame',
            'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'strip_html', 'legend_html', 'plain',
-           'lean', 'areas', 'figure_html', 'card_html', 'still_html']
+           'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import json
@@ -50,11 +50,12 @@ class Facts:
     scoring: float
     queue: float
     room: float
-    running: float
     held: bool  # no more groups may be started: the room is used up whenever a batch is finished
     unusable: float  # share of groups that ended without a signal
     solved: float  # share of groups that were all right
     stale: float  # share of rollouts dropped for staleness
+    publishing: float = 0.0  # share of the generator's time
+    cache: float = 0.0  # share of the KV budget in use
 
 
 def window(s: Snapshot) -> np.ndarray:
@@ -90,8 +91,10 @@ def facts(s: Snapshot) -> Facts | None:
     most = room(s)
     behind = most - value(s, "batch") / value(s, "group")  # of them, while new weights are on their way
     return Facts(
-        len(rows), value(s, "placement") == "colocated", works("generator"), mean["generator_wait"] / total, works("trainer"), mean["trainer_wait"] / total,
-        mean["environment_compute"] / total, mean["queue_depth"], most, mean["running"], mean["live_groups"] >= 0.85 * behind, share("filtered"), mean["all_pass"], share("stale"))
+        steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
+        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most,
+        held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
+        publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
 
 # %% ../nbs/62_cards.ipynb #cards-rule
 WAITS, FULL, STALE, IDLE, SHARE, LEARNED = 0.15, 0.9, 0.02, 0.25, 0.6, 0.75
@@ -122,6 +125,8 @@ def why(word: str, f: Facts) -> str:
     if word == "generation-bound":
         cause = (
             f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
+            else f"KV budget {percent(f.cache)} used" if f.cache > 0.9
+            else f"publishing {percent(f.publishing)}" if f.publishing > WAITS
             else f"generator waits {percent(f.generator_waits)}: they take turns" if f.generator_waits > IDLE
             else f"{percent(f.unusable)} of groups carry no signal" if f.unusable > 0.4
             else f"generator busy {percent(f.generator_works)}"
@@ -136,10 +141,10 @@ def why(word: str, f: Facts) -> str:
 def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
     if word == "generation-bound":
-        if f.scoring > 0.75 and not f.colocated:
-            return (("lower", "score_retries"),)
-        if f.solved > LEARNED:
+        if f.scoring > 0.75 or f.solved > LEARNED:
             return ()
+        if f.publishing > WAITS or f.cache > 0.9:
+            return (("raise", "publish_every"),) if f.publishing > WAITS else (("lower", "max_tokens"),)
         first = (("lower" if f.solved > 0.2 else "raise", "band"),) if f.unusable > 0.4 else ()
         staleness, concurrency = ("raise", "staleness"), ("raise", "concurrency")
         if f.colocated:
@@ -167,6 +172,8 @@ def shown(found: object) -> str:
 
 def helps(word: str, f: Facts, s: Snapshot) -> str:
     "`raise concurrency (8), or staleness (1)`."
+    if word == "generation-bound" and f.scoring > 0.75:
+        return "no knob: a faster reward"
     if word == "generation-bound" and f.solved > LEARNED:
         return "no knob: these tasks are learned; stop, or start a run on harder ones"
     found = remedies(word, f, s)
@@ -251,12 +258,16 @@ def seconds(span: float) -> str:
     return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
 
 # %% ../nbs/62_cards.ipynb #cards-marks
+MANY = 40  # marks
+
+
 def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
     "The newest commands as marks for a plot `wide` pixels wide; those without room for their name are bare. Knobs come before verbs, new ones before old ones."
     version = s.steps["version"]
     lo, hi = (version[0], version[-1]) if len(version) else (0.0, 1.0)
-    apart = max(1.0, hi - lo) / wide * 4  # marks nearer than four pixels are one
-    marks = list({m.x // apart: m for m in command_marks(s.commands)}.values())
+    marks = list(command_marks(s.commands))
+    if len(marks) > MANY:  # those nearer than four pixels are one
+        marks = list({m.x * wide // (4 * max(1.0, hi - lo)): m for m in marks}.values())
     taken, named = [], set()
     for i in sorted(range(len(marks)), key=lambda i: (marks[i].label in VERBS, -i)):
         half = text_width(marks[i].label, 10) / 2
@@ -357,7 +368,7 @@ def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
     note = f"of v{s.batch}; {late:,} tokens past bound" if len(counts) else ""
     said = ", ".join(f"{int(n):,} tokens {lag} versions old" for lag, n in enumerate(counts) if n)
     edge = Line("", [bound + 0.5] * 2, [0.0, float(max(counts, default=0))], "vermilion", "6 3")
-    return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
+    return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions old", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
                   marks=(Mark(bound + 0.5, f"bound {bound}"),), aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else ""),)
 
 
@@ -415,7 +426,7 @@ class Fit:
 
 
 def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
-    "y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from six points on, a line from four; None for fewer or for points of one x."
+    "y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from five points on, a line through four; None for fewer or for points of one x."
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) < 4 or np.ptp(x) < 1e-9:
@@ -423,7 +434,7 @@ def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
     at = np.linspace(x.min(), x.max(), points)
     slope, start = np.polyfit(x, y, 1)
     best = (float(np.sum((slope * x + start - y) ** 2)), f"line: {slope:+.2f} a factor of ten", slope * at + start)
-    if len(x) >= 6:
+    if len(x) >= 5:
         for top in np.linspace(max(float(y.max()), 0.05) * 1.005, 1.0, 40):
             k, m = np.polyfit(x, np.log(np.clip(y, 1e-3, None) / np.clip(top - y, 1e-3, None)), 1, w=np.sqrt(np.clip(y * (top - y), 1e-4, None)))
             sigmoid = lambda v: top / (1 + np.exp(-(k * v + m)))
@@ -455,7 +466,7 @@ def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, True),) if len(x) else ()
     more = (Line("fit", curve.x, curve.y, "vermilion", "6 3"),) if curve else ()
     marks = tuple(Mark(float(tokens(np.array([m.x]))[0]), m.label) for m in marks_of(s))
-    bought = Chart("Held-out by tokens", (*held, *more), curve.said if curve else "too few evaluations for a fit", x_label="log10 of generated tokens", y_label="share correct", marks=marks,
+    bought = Chart("Held-out by tokens", (*held, *more), curve.said if curve else "too few evaluations for a fit", x_label="log10 of tokens generated", y_label="share correct", marks=marks,
                    empty="no evaluation since the first batch")
     return speed, fates, bought
 
@@ -512,32 +523,34 @@ class CardSpec:
 
 BATCH = ("rollouts", "tokens", "commands")
 CARDS: dict[str, CardSpec] = {
-    "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (118, 66), needs=("steps", "evals", "commands")),
-    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (118, 66)),
-    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (54, 46, 60)),
-    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max"), (96, 88)),
-    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (204,), needs=BATCH),
-    "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (204,), needs=BATCH),
-    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74,) * 6, 2),
-    "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (80, 92, 92),
+    "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
+    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
+    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 74)),
+    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max"), (94, 102)),
+    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (216,), needs=BATCH),
+    "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
+    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
+    "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
-    "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 84, 84), needs=("steps", "commands", "rollouts")),
+    "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 
 # %% ../nbs/62_cards.ipynb #cards-style
 CARD_STYLE = (
-    ".rl-panel{container:rl-panel/inline-size;color:%(ink)s;font:12px/1.35 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}"
-    ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px;max-width:1640px}"
+    ".rl-panel{container:rl-panel/inline-size;max-width:1640px;color:%(ink)s;font:12px/1.35 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}"
+    ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}"
     "@container rl-panel (max-width:1040px){.rl-cards.rl-cards{grid-template-columns:repeat(2,minmax(0,1fr))}}"
     "@container rl-panel (max-width:640px){.rl-cards.rl-cards{grid-template-columns:minmax(0,1fr)}}"
+    "@container rl-panel (max-width:1040px){.rl-told{min-height:58px}}"
+    "@container rl-panel (min-width:1400px){.rl-face.rl-face,.rl-numbers span{font-size:14px}.rl-bar.rl-bar{font-size:15px}}"
     ".rl-face{border:1px solid %(grid)s;border-radius:4px;padding:6px 8px;background:%(ground)s;color:%(ink)s;font-size:12px;line-height:1.35;box-sizing:border-box;height:100%%;overflow:hidden}"
-    '[data-jp-theme-light="false"] .rl-face{--rl-blue:#56B4E9;--rl-grey:#999}'
+    '[data-jp-theme-light="false"] :is(.rl-face,.rl-bar){--rl-blue:#56B4E9;--rl-grey:#999}'
     ".rl-face figure{margin:0;min-width:0;flex:1 1 100%%}.rl-two figure{flex-basis:40%%}.rl-plots{display:flex;flex-wrap:wrap;gap:4px 12px}"
     ".rl-face figcaption,.rl-face header{display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline;color:%(soft)s;min-height:17px}.rl-face b{color:%(ink)s;font-weight:600}"
-    ".rl-face header b{font-size:13px}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
+    ".rl-face header b{font-size:1.08em}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
     ".rl-bar{display:flex;flex-wrap:wrap;align-items:center;gap:6px 18px;border:1px solid %(grid)s;border-radius:4px;padding:7px 12px;background:%(ground)s;color:%(ink)s;"
-    "line-height:1.35;max-width:1640px;box-sizing:border-box;font-size:13px}"
-    ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:17px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
+    "line-height:1.35;box-sizing:border-box;font-size:13px}"
+    ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:18px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
     ".rl-numbers{display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
     "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
 ) % {"ink": INK, "soft": SOFT, "grid": GRID, "ground": GROUND, "warn": colour("vermilion")}
@@ -592,12 +605,12 @@ def legend_html(chart: Chart) -> str:
 DRAWN = 90  # points of a line on a card
 
 
-def plain(chart: Chart, marked: bool, ticked: bool) -> Chart:
-    "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free."
+def plain(chart: Chart, marked: bool, ticked: bool, last: bool) -> Chart:
+    "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free; `last`: its axis is named."
     bare = tuple(lean(part) for s in chart.series for part in (areas(s) if isinstance(s, Stack) else [s]))
     timed = chart.x_unit == "versions"
     marks = (*chart.marks, Mark(math.nan, " ")) if marked and timed else chart.marks if not timed else tuple(Mark(m.x) for m in chart.marks)
-    return replace(chart, title="", subtitle="", y_label="", y_unit="", x_label="", series=bare, marks=marks, aria=spoken(chart), x_ticks=ticked)
+    return replace(chart, title="", subtitle="", y_label="", y_unit="", x_label=chart.x_label if last else "", series=bare, marks=marks, aria=spoken(chart), x_ticks=ticked)
 
 
 def lean(s):
@@ -619,15 +632,15 @@ def areas(stack: Stack) -> list[Band]:
         found.append(Band("", x, 0 * top, top, stack.roles[i], 1.0))
     return found
 
-
+# %% ../nbs/62_cards.ipynb #cards-figure
 NOTED = ("time", "staleness", "throughput")  # cards whose charts say more than their names
 
 
-def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool) -> str:
+def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:
     "A chart with its caption."
     note = f"<span>{escape(chart.subtitle)}</span>" if card in NOTED and chart.subtitle else ""
     legend = "" if card == "time" else legend_html(chart)
-    svg = to_svg(plain(chart, marked, ticked), width, height).replace(_INLINE, "")
+    svg = to_svg(plain(chart, marked, ticked, last), width, height).replace(_INLINE, "")
     return f"<figure><figcaption><b>{escape(chart.title)}</b>{note}{legend}</figcaption>{svg}</figure>"
 
 
@@ -636,11 +649,21 @@ def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
     spec, charts = CARDS[key], CARDS[key].charts(snapshot)
     wide = (width or WIDTH) / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
-    drawn = [figure_html(chart, key, wide, high, i == 0, spec.across > 1 or i == last or key != "time") for i, (chart, high) in enumerate(zip(charts, spec.heights, strict=False))]
+    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, spec.heights, strict=False))]
     legend = legend_html(charts[0]) if key == "time" else ""
     note = spec.note(snapshot)
     header = f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>" if charts[0].title != spec.title else ""
     return f"<div class='rl-face{' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
+
+
+def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
+    "Keys of the cards that look different from before: some table they are made of has new rows, or a knob moved."
+    if before is None or before.config != now.config:
+        return tuple(CARDS)
+    tables = {name for name, rows in now.seen.items() if rows != before.seen.get(name)}
+    if (before.status and before.status.changed) != (now.status and now.status.changed):
+        tables.add("commands")
+    return tuple(key for key, spec in CARDS.items() if tables & set(spec.needs))
 
 
 def still_html(snapshot: Snapshot, light: Light) -> str:

@@ -734,7 +734,7 @@ def _said(value: str) -> str:
     except (TypeError, ValueError):
         return str(value)
     found = found.get("name", "") if isinstance(found, dict) else found
-    return "" if found is None else " to ".join(f"{v}" for v in found) if isinstance(found, list) else f"{found:g}" if isinstance(found, float) else str(found)
+    return "" if found is None else "–".join(f"{v}" for v in found) if isinstance(found, list) else f"{found:g}" if isinstance(found, float) else str(found)
 
 # %% ../nbs/60_figures.ipynb #figures-solve
 def _x_axis(x: str) -> dict:

@@ -149,7 +149,7 @@ class Snapshot:
     status: Status | None
     alive_at: float  # the last sign of life, since 1970; 0 if there was none
     config: Mapping[str, object]  # as it was started
-    seen: Mapping[str, int]  # rows read, by table
+    seen: Mapping[str, int]  # rows there are, by table
     steps: Mapping[str, np.ndarray]  # bins; levels as "level 2"
     low: Mapping[str, np.ndarray]  # their smallest values
     high: Mapping[str, np.ndarray]
@@ -267,7 +267,6 @@ class View:
         self.follower = Follower(self.folder, TABLE_COLUMNS)
         self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask")})
         self.frames: dict[str, pl.DataFrame] = {}
-        self.seen = dict.fromkeys([*TABLE_COLUMNS, "tokens"], 0)
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
 
     def poll(self) -> Snapshot:
@@ -297,7 +296,6 @@ def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:
     import polars as pl
 
     for table, frame in fresh.items():
-        view.seen[table] += len(frame)
         before = view.frames.get(table)
         if table != "steps" and (before is None or len(frame)):
             whole = frame if before is None else pl.concat([before, frame])
@@ -357,7 +355,7 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
     served = frames["rollouts"].filter((pl.col("fate") != "evaluated") & pl.col("reward").is_not_null())
     version, lags, ribbons = view.batch
     return Snapshot(
-        name=view.folder.resolve().name, now=now, state=state_of(status), status=status, alive_at=alive_at, config=view.config, seen=dict(view.seen),
+        name=view.folder.resolve().name, now=now, state=state_of(status), status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),
