@@ -3,20 +3,26 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import polars as pl
 import pytest
-from browser import ROOT, SLOW, Lab, drag, expect, idle, notebook, restart_kernel, run_all, run_cell, save, until, write_cell
+from browser import ROOT, MadeLab
+from playwright.sync_api import expect
 
 import rlbench as rl
+from rlbench.browser import SLOW, Lab, code_cells, drag, free_port, idle, notebook, restart_kernel, run_cell, save, until, write_cell
 from rlbench.steer import in_force
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     "One server and one browser for all of this file."
-    lab = Lab(tmp_path_factory.mktemp("lab"))
+    lab = MadeLab(tmp_path_factory.mktemp("lab"))
     yield lab
     lab.close()
 
@@ -120,7 +126,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
 
     steer_by_mouse(page, run)
     pause_step_go(page, run)
-    #swap_reward(page, run)
+    swap_reward(page, run)
     shot(page, "workbench")
 
     save(page)
@@ -212,5 +218,57 @@ def restart_and_attach(page, run: rl.Run, shot) -> None:
     expect(page.locator(".jupyter-widgets.rl-panel")).to_have_count(2)
     expect(panel(page).locator(".rl-late").first).to_have_css("opacity", "0")
     shows(page, "staleness", in_force(run.folder).staleness)
-    #assert "→ brief" in panel(page).locator(".rl-log").inner_text()
+    assert "→ brief" in panel(page).locator(".rl-log").inner_text()
     lives(page, run)
+
+
+def test_two_viewers_of_one_run(lab, shot):
+    "What one asks is seen by the other, with its author; the knobs of both follow."
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000, eval=[])
+    for who in ("ada", "emmy"):
+        notebook(lab.notebooks / f"{who}.ipynb", "import rlbench as rl", f'rl.attach("shared").panel(author="{who}")')
+    ada, emmy = (opened(lab, f"{who}.ipynb", height=1300) for who in ("ada", "emmy"))
+    versions(ada, run, 3)
+    drag(ada, handle(ada, "staleness"), 0.5)
+    row = wait_applied(ada, run, "staleness")
+    asked = json.loads(row["value"])
+    assert row["author"] == "ada"
+    for page in (ada, emmy):
+        shows(page, "staleness", asked)
+        expect(panel(page).locator(".rl-log")).to_contain_text(re.compile(rf"ada\s*staleness → {asked}"), timeout=1000 * SLOW)
+    click(emmy, "pause")
+    assert wait_applied(emmy, run, "pause")["author"] == "emmy"
+    until(lambda: "paused" in strip(ada), page=ada)
+    run.set(concurrency=96, author="a script")
+    expect(panel(emmy).locator(".rl-log")).to_contain_text(re.compile("a script\\s*concurrency → 96"), timeout=1000 * SLOW)
+    click(ada, "go")
+    until(lambda: "paused" not in strip(emmy), page=emmy)
+    shot(emmy, "second-viewer")
+    run.stop()
+    assert run.wait(SLOW) == "stopped"
+    for page in (ada, emmy):
+        page.context.close()
+
+
+def test_a_saved_notebook_shows_the_last_picture(lab, shot):
+    "Opened again without its kernel, the cell shows the run as it was."
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="kept", steps=3, eval=[], preflight=0)
+    assert run.wait(SLOW) == "finished"
+    notebook(lab.notebooks / "kept.ipynb", "import rlbench as rl", 'rl.attach("kept")')
+    page = opened(lab, "kept.ipynb")
+    until(lambda: "finished" in strip(page), page=page)
+    page.wait_for_timeout(2000)
+    save(page)
+    assert page.evaluate("document.querySelectorAll('.rl-still').length") == 1 and not page.locator(".rl-still").is_visible()
+    shut = page.evaluate("""async token => {
+        const told = await (await fetch('/api/sessions?token=' + token)).json();
+        for (const one of told.filter(s => s.path == 'kept.ipynb')) await fetch('/api/sessions/' + one.id + '?token=' + token, {method: 'DELETE', headers: {Authorization: 'token ' + token}});
+        return told.length }""", lab.token)
+    assert shut
+    page.context.close()
+    page = lab.open_notebook("kept.ipynb", height=1300)
+    still = page.locator(".rl-still")
+    expect(still).to_be_visible()
+    assert "finished" in still.inner_text() and still.locator("svg").count() >= 6
+    shot(page, "reopened")
+    page.context.close()
