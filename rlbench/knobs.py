@@ -211,7 +211,8 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
     if name not in scope:
         raise ValueError(f"{owner}: the name {name!r} is not defined; define it or import it inside the function")
     value = scope[name]
-    line = _import_line(name, value)
+    beside = isinstance(value, types.FunctionType) and value.__name__ == name and value.__module__ == scope.get("__name__")
+    line = None if beside and not value.__module__.startswith("rlbench.") else _import_line(name, value)
     if line:
         return line
     if isinstance(value, types.FunctionType) and value.__name__ == name:
@@ -248,7 +249,10 @@ def _bound(node: ast.stmt) -> set[str]:
     "Names that a line of a captured source defines."
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return {alias.asname or alias.name for alias in node.names}
-    return {node.name} if isinstance(node, ast.FunctionDef) else {t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)}
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
 
 # %% ../nbs/01_knobs.ipynb #knobs-file
 class FileFunction:

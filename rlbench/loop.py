@@ -117,7 +117,7 @@ class Saved:
     path: str
     at: float = 0.0
 
-# %% ../nbs/51_loop.ipynb #loop-events-asked
+# %% ../nbs/51_loop.ipynb #loop-events-commanded
 @dataclass(frozen=True)
 class Pool:
     "Tasks that were made for a command: the name they have, the level of each, and the table they come from."
@@ -804,7 +804,7 @@ def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
         state.config = target
         actions.append(Configure(state.config))
 
-
+# %% ../nbs/51_loop.ipynb #loop-ramps
 def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
     "Move a ramped knob to where it should be now; a value that is refused (a batch between two multiples of the group) is skipped."
     share = min(1.0, (state.version - ramp.since) / ramp.over)

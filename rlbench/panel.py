@@ -420,7 +420,7 @@ STYLE = """
 .rl-panel.widget-vbox{gap:8px}.rl-panel .rl-knobs,.rl-panel .rl-row,.rl-panel .rl-log,.rl-panel .widget-tab{max-width:1640px}
 .rl-panel .jupyter-widgets-disconnected::before{display:none}
 .rl-panel.jupyter-widgets-disconnected{opacity:.6}
-.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}
+.rl-panel.widget-vbox{padding:2px 4px}.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}.rl-panel .rl-card header{padding-right:24px}
 .rl-panel .rl-card .widget-html,.rl-panel .rl-card .widget-html-content{width:100%;margin:0;line-height:normal}
 .rl-panel .rl-open{position:absolute;top:2px;right:2px;width:26px;padding:0;background:transparent;opacity:.55}
 .rl-panel .rl-open:hover,.rl-panel .rl-open:focus{opacity:1}

@@ -296,7 +296,8 @@ def rescore(folder: Path, function: Callable, last: int = 10_000, field: str = "
     own = captured(function)
     table = resolve(field, {own.captured.stem: own}, {"name": own.__name__, "source": own.where, **parameters}).table()
     rows = list(_rows(folder, field, bind({own.captured.stem: own}, table), table, last, limits))
-    return pl.DataFrame(rows, infer_schema_length=None)
+    types = {"parts": pl.List(pl.Struct({"part": pl.String, "value": pl.Float64}))} if rows and "parts" in rows[0] else None
+    return pl.DataFrame(rows, schema_overrides=types, infer_schema_length=None)
 
 
 def captured(function: Callable) -> FileFunction:

@@ -123,7 +123,7 @@ class BatchTrained:
     metrics: TrainMetrics
     advantages: dict[int, float]
 
-
+# %% ../nbs/54_worker.ipynb #worker-said-two
 @dataclass(frozen=True)
 class BatchFailed:
     "A batch could not be trained, and the weights are as before; `field`: where the function stands that raised, if that is known."
@@ -131,7 +131,7 @@ class BatchFailed:
     message: str
     field: str
 
-# %% ../nbs/54_worker.ipynb #worker-said-two
+
 @dataclass(frozen=True)
 class Fitted:
     "Why the prompts of a command do not fit; empty if they do."

@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import module_from_spec, spec_from_file_location
 
 import polars as pl
 import pytest
 from inline import check_books, inline_run
 
 import rlbench as rl
+from rlbench.knobs import capture
 from rlbench.ledger import read_status, read_table
 from rlbench.loss import LossTerms
 from rlbench.steer import guards
@@ -185,16 +187,23 @@ def test_knobs_are_kept_and_put_to_work(tmp_path):
 
 
 REWARD = """#| export
-FREE = 10
+FREE: int = 10
 
 class Excess:
     "A helper that only the whole module has."
     def __call__(self, length):
         return max(0, length - FREE)
 
-def shorter(r: Rollout, w: Knob(0, 1, help="price of a token") = 0.01) -> float:
+def shorter(r: Rollout, w: Knob(0, 1, help="price of a token") = 0.01, slack: Knob(0, 99) = FREE) -> float:
     "Right, less the price of what is too long."
-    return r.correct - w * Excess()(r.length)"""
+    return r.correct - w * (Excess()(r.length) + 0 * slack)
+
+def steep(r):
+    "Calls a function beside it."
+    return shorter_by(r, 2)
+
+def shorter_by(r, power):
+    return r.correct - r.length**power"""
 
 
 def a_notebook(path, *sources):
@@ -207,14 +216,17 @@ def test_a_notebook_becomes_a_reward(tmp_path):
     "Exported, named in a configuration, copied into the run's folder by its hash, and in force after the original is gone; then guarded, steered and watched by the command line."
     a_notebook(tmp_path / "my.ipynb", "#| default_exp my_rewards", "#| export\nfrom rlbench import Knob, Rollout", REWARD)
     module = told(tmp_path, "export", "my.ipynb", "--to", "modules")
-    assert module["functions"] == ["shorter"] and (tmp_path / module["path"]).name == "my_rewards.py"
+    assert module["functions"] == ["shorter", "steep", "shorter_by"] and (tmp_path / module["path"]).name == "my_rewards.py"
     table = "".join(f"{key} = {json.dumps(value)}\n" for key, value in SMALL.items())
     (tmp_path / "modules" / "mine.toml").write_text(table + 'reward = {name = "shorter", source = "my_rewards.py", w = 0.5}\n')
     told(tmp_path, "run", "modules/mine.toml", "--name", "mine", "-d")
+    spec = spec_from_file_location("my_rewards", tmp_path / "modules" / "my_rewards.py")
+    spec.loader.exec_module(imported := module_from_spec(spec))
+    assert "def shorter_by" in capture(imported.steep).source and "import" not in capture(imported.steep).source  # a run takes what lies beside it along
     (tmp_path / "modules" / "my_rewards.py").unlink()
     run = rl.attach("mine", runs=tmp_path / "runs")
     until(lambda: run.status and run.status.version >= 2)
-    assert run.config.reward == {"name": "shorter", "w": 0.5, "source": f"functions/shorter-{module['hash']}.py"} and (run.folder / run.config.reward["source"]).is_file()
+    assert run.config.reward == {"name": "shorter", "w": 0.5, "slack": 10, "source": f"functions/shorter-{module['hash']}.py"} and (run.folder / run.config.reward["source"]).is_file()
     scored = run.rollouts.filter(pl.col("reward").is_not_null()).head(50)
     assert [row["correct"] - 0.5 * max(0, row["length"] - 10) for row in scored.to_dicts()] == pytest.approx(scored["reward"].to_list())
 
