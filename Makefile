@@ -47,7 +47,9 @@ $(QUIET):
 	@mkdir -p $(@D)
 	@echo '{"fetchNews": "false", "checkForUpdates": false}' > $@
 
+# trusted: what these notebooks keep of an earlier execution is shown whole, widgets and pictures too
 lab: .venv/.dev $(QUIET)
+	@$(BIN)/jupyter trust $(NOTEBOOKS)/*.ipynb >/dev/null
 	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
 	--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LanguageServerManager.autodetect=False $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 

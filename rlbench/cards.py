@@ -9,7 +9,7 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'VERBS', 'WAITS', 'FULL', 'STALE', 'IDLE',
            'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
            'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts',
            'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
-           'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'strip_html',
+           'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html',
            'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
@@ -50,6 +50,7 @@ class Facts:
     scoring: float
     queue: float
     room: float
+    batch: float  # groups in a batch
     held: bool  # no more groups may be started: the room is used up whenever a batch is finished
     unusable: float  # share of groups that ended without a signal
     solved: float  # share of groups that were all right
@@ -89,10 +90,11 @@ def facts(s: Snapshot) -> Facts | None:
     ended = s.groups.filter(s.groups["at"] > s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]]) if len(s.groups) else s.groups
     share = lambda fate: float(np.nan_to_num((ended["size"] * (ended["fate"] == fate)).sum() / max(1, ended["size"].sum()))) if len(ended) else 0.0
     most = room(s)
-    behind = most - value(s, "batch") / value(s, "group")  # of them, while new weights are on their way
+    batch = value(s, "batch") / value(s, "group")
+    behind = most - batch  # of them, while new weights are on their way
     return Facts(
         steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
-        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most,
+        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
         held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
         publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
 
@@ -121,7 +123,7 @@ def why(word: str, f: Facts) -> str:
     "The reason, in words with figures."
     if f.colocated:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
-    queue = f"queue {number(f.queue, 2)} of {f.room:g} groups"
+    queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
         cause = (
             f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
@@ -584,15 +586,22 @@ def state_html(told: Light) -> str:
 
 
 def numbers_html(s: Snapshot) -> str:
-    "Version, lag, held-out, age of the data, and a mark that appears by itself when no new frame comes."
+    "Version, staleness, held-out, time, sign of life, and a mark that appears by itself when no new frame comes."
     lag, rate = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:], column(s.evals, "avg")
     facts = [(f"version of {value(s, 'steps'):,}", f"{s.version:,}")]
-    facts += [(f"lag, bound {value(s, 'staleness')}", number(float(lag[0]), 2))] if len(lag) else []
-    facts += [("held-out", f"{rate[-1]:.3f}")] if len(rate) else []
+    facts += [(f"staleness, bound {value(s, 'staleness')}", number(float(lag[0]), 2))] if len(lag) else []
+    facts += [(f"held-out at v{items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
+    facts += [("time", clock(s.status.seconds))] if s.status else []
     live = s.state not in (*ENDED, "dead")
-    facts += [("age of data", seconds(s.age))] if live else []
+    facts += [("last heard", f"{seconds(s.age)} ago")] if live else []
     late = "<span class='rl-late'>STALE<br>no new picture</span>" if live else ""
     return "<div class='rl-numbers' aria-hidden='true'>" + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts) + f"{late}</div>"
+
+
+def clock(seconds: float) -> str:
+    "Hours, minutes and seconds."
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def strip_html(snapshot: Snapshot, light: Light) -> str:

@@ -1,5 +1,6 @@
 """JupyterLab for the tests: started as a user starts it, by `make lab`, with a home in which nothing may appear."""
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,11 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 
 class MadeLab(Lab):
-    "A server started by `make lab`."
+    "A server started by `make lab`, on a copy of the workbench."
 
     def __init__(self, folder: Path):
         self.home = folder / "home"
         self.home.mkdir()
+        (folder / "nbs").mkdir()
+        shutil.copy(ROOT / "nbs/workbench.ipynb", folder / "nbs")
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__(folder, self.make, {"HOME": str(self.home), "PYTHONPATH": paths})
 

@@ -2,20 +2,19 @@
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import polars as pl
 import pytest
-from browser import ROOT, MadeLab
+from browser import MadeLab
 from playwright.sync_api import expect
 
 import rlbench as rl
-from rlbench.browser import SLOW, Lab, code_cells, drag, free_port, idle, notebook, restart_kernel, run_cell, save, until, write_cell
+from rlbench.browser import SLOW, Lab, drag, free_port, idle, notebook, restart_kernel, run_cell, save, until, write_cell
 from rlbench.steer import in_force
 
 
@@ -90,7 +89,7 @@ def shows(page, field: str, value: int) -> None:
 def lives(page, run: rl.Run) -> None:
     "The panel follows the run."
     version = run.status.version
-    until(lambda: run.status.version > version and int(re.search(r"version ([\d,]+)", strip(page))[1].replace(",", "")) > version, page=page)
+    until(lambda: int(panel(page).locator(".rl-numbers b").first.inner_text().replace(",", "")) > version, page=page)
 
 
 def opened(lab: Lab, name: str = "workbench.ipynb", **size):
@@ -117,11 +116,10 @@ def brief(r: rl.Rollout, weight: rl.Knob(0, 1, help="price of 64 tokens") = 0.1)
 
 def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     "Opened, watched, steered, reloaded, restarted, attached again, stopped."
-    shutil.copy(ROOT / "nbs/workbench.ipynb", lab.notebooks)
     page = opened(lab, height=1500)
     run = attached(lab, "tiny-1")
     versions(page, run, 3)
-    until(lambda: re.search(r"(generation-bound|balanced|trainer-bound) .* version \d+ of", strip(page)), page=page)
+    expect(panel(page).locator(".rl-word")).to_have_text(re.compile("generation-bound|balanced|trainer-bound"), timeout=1000 * SLOW)
     expect(panel(page).locator(".rl-card-solve svg").first).to_be_visible()
 
     steer_by_mouse(page, run)
@@ -144,6 +142,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     assert wait_applied(page, run, "stop")["author"].endswith("(panel)")
     until(lambda: "stopped" in strip(page), page=page)
     shot(page, "stopped")
+    assert not page.locator(".Toastify__toast").count() and not list(lab.home.rglob("*")), "toasts, or files in the user's home"
     page.context.close()
 
 
@@ -198,9 +197,9 @@ def swap_reward(page, run: rl.Run) -> None:
     write_cell(page, REWARD)
     row = wait_applied(page, run, "reward")
     assert in_force(run.folder).reward["name"] == "brief"
-    until(lambda: run.status.version >= row["version"] + 3, page=page)
-    trained = run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct"))
-    assert len(trained) and trained.select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6
+    correct = lambda: run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct"))
+    until(lambda: len(correct()), page=page)
+    assert correct().select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6
     panel(page).locator(".rl-more-knobs").click()
     page.locator(".rl-panel .lm-TabBar-tab, .rl-panel .p-TabBar-tab").filter(has_text="Environment").click()
     expect(knob(page, "reward-weight")).to_be_visible()
@@ -272,3 +271,60 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     assert "finished" in still.inner_text() and still.locator("svg").count() >= 6
     shot(page, "reopened")
     page.context.close()
+
+
+EXECUTE = """async ([kernel, name]) => {
+    const socket = new WebSocket(`ws://${location.host}/api/kernels/${kernel}/channels?session_id=other`);
+    await new Promise((done, failed) => { socket.onopen = done; socket.onerror = failed });
+    const header = {msg_id: 'one', username: '', session: 'other', msg_type: 'execute_request', version: '5.3', date: new Date().toISOString()};
+    const content = {code: `open(${JSON.stringify(name)}, 'w')`, silent: false, store_history: false, user_expressions: {}, allow_stdin: false, stop_on_error: false};
+    socket.send(JSON.stringify({header, parent_header: {}, metadata: {}, content, channel: 'shell', buffers: []}));
+    await new Promise(done => setTimeout(done, 3000)) }"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    "`rlbench serve` of a live run: the run, the address without its token, the token, and the process."
+    run = rl.run("tiny", runs=tmp_path / "runs", name="shown", steps=100_000, eval=[], preflight=0)
+    port, home = free_port(), tmp_path / "home"
+    home.mkdir()
+    command = [sys.executable, "-m", "rlbench.cli", "serve", "shown", f"--port={port}"]
+    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HOME": str(home)})
+    told = server.stdout.readline()
+    address, token = re.search(rf"look at (http://127.0.0.1:{port}/)[?]token=(\S+)", told).groups()
+    yield run, address, token, server
+    if server.poll() is None:
+        server.kill()
+    if run.state not in ("stopped", "failed", "dead"):
+        run.stop()
+    assert not list(home.rglob("*")), "serving writes into the user's home"
+
+
+def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path, shot):
+    "With the token, the live panel without controls; without it, a login page; no code is executed for a visitor; Ctrl-C ends it."
+    run, address, token, server = served
+    page = lab.page(height=1100)
+
+    def answers():
+        try:
+            return urllib.request.urlopen(address, timeout=5)
+        except OSError:
+            return None
+
+    refused = until(answers)
+    assert "/login" in refused.url and "rl-panel" not in refused.read().decode()
+    sockets = []
+    page.on("websocket", lambda socket: sockets.append(socket.url))
+    page.goto(f"{address}?token={token}")
+    panel(page).wait_for()
+    versions(page, run, 2)
+    lives(page, run)
+    assert not page.locator(".rl-knob, .rl-buttons, .rl-over, .widget-slider").count()
+    shot(page, "served")
+    kernel = re.search(r"kernels/([0-9a-f-]{36})/", " ".join(sockets))[1]
+    page.evaluate(EXECUTE, [kernel, str(tmp_path / "written")])
+    assert not (tmp_path / "written").exists() and not run.commands.height and not list((run.folder / "commands").glob("*.json"))
+    lives(page, run)
+    page.context.close()
+    server.send_signal(signal.SIGINT)
+    assert server.wait(30) == 0 and run.state == "running"
