@@ -128,8 +128,7 @@ def browser_share(page, seconds: float) -> float:
 # %% ../nbs/84_bench_panel.ipynb #panelbench-window
 def next_step(follower: Follower, page) -> int:
     "Wait for a step to end; tokens trained in all steps since the last call."
-    rows = until(lambda: (found := follower.poll()["steps"]).height and found, every=0.02, page=page)
-    return int(rows["trained_tokens"].sum())
+    return until(lambda: int(follower.poll()["steps"]["trained_tokens"].sum()), every=0.02, page=page)
 
 
 def window(measured: Run, page, seconds: float) -> float:
