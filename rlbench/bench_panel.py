@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NEWEST', 'TARGETS', 'DRAWN', 'STEADY', 'CELLS', 'SHOW', 'START', 'CLOSE', 'WRITE', 'TIMES', 'HISTORY', 'PAGE_SECONDS',
-           'longer', 'write_history', 'PanelBench', 'cpu_seconds', 'processes_of', 'browser_processes', 'browser_share',
-           'next_step', 'window', 'measure_open', 'Bench', 'with_lab', 'with_live', 'showing', 'measure_page',
-           'measure_pair', 'measure_slider', 'piece', 'source_run', 'bench_panel']
+           'later', 'longer', 'write_history', 'PanelBench', 'cpu_seconds', 'processes_of', 'browser_processes',
+           'browser_share', 'next_step', 'window', 'measure_open', 'Bench', 'with_lab', 'with_live', 'showing',
+           'measure_page', 'measure_pair', 'measure_slider', 'piece', 'source_run', 'bench_panel']
 
 # %% ../nbs/84_bench_panel.ipynb #panelbench-imports
 import json
@@ -25,12 +25,17 @@ from .ledger import Follower, Ledger, Status, create_run_folder, read_json, read
 from .run import Run, attach, free_name, run, wait
 
 # %% ../nbs/84_bench_panel.ipynb #panelbench-history
+def later(value, by):
+    "A number, or each of a list of numbers, moved on."
+    return [each + by for each in value] if isinstance(value, list) else value + by
+
+
 def longer(rows: list[dict], count: int, numbers: Mapping[str, int], last: Mapping[str, float]) -> Iterator[dict]:
     "`count` rows made by repeating `rows`: columns in `numbers` go on from their start by the length given in `last` per repetition."
     for n, row in enumerate(islice(cycle(rows), count)):
         turn = n // len(rows)
         told = {name: value for name, value in row.items() if name not in ("seq", "attempt") and value is not None}
-        yield {**told, **{name: told[name] + start + turn * last[name] for name, start in numbers.items() if name in told}}
+        yield {**told, **{name: later(told[name], start + turn * last[name]) for name, start in numbers.items() if name in told}}
 
 # %% ../nbs/84_bench_panel.ipynb #panelbench-write
 NEWEST = 100  # steps whose rollouts, groups and tokens are written
@@ -49,7 +54,7 @@ def write_history(source: Run, root: Path, steps: int, name: str = "history") ->
     for table, turn in begin.items():
         rows = read_table(source.folder, table).to_dicts()
         count = round(len(rows) * (steps / versions if turn == 0 else turns))
-        numbers = {"version": versions, "trained_at": versions, "dispatched": versions, "oldest": versions, "newest": versions, "at": seconds, "rollout": 10**6, "group": 10**5}
+        numbers = {"version": versions, "trained_at": versions, "dispatched": versions, "oldest": versions, "newest": versions, "versions": versions, "at": seconds, "rollout": 10**6, "group": 10**5}
         ledger.extend(table, longer(rows, count, {n: turn * each for n, each in numbers.items()}, numbers))
         ledger.flush()
     for n in range(200):
