@@ -432,6 +432,7 @@ STYLE = """
 .rl-panel.widget-vbox{padding:2px 4px}.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}.rl-panel .rl-card header,.rl-panel .rl-card figure:first-child figcaption{padding-right:24px}
 .rl-panel .rl-card .widget-html,.rl-panel .rl-card .widget-html-content{width:100%;margin:0;line-height:normal}
 .rl-panel .rl-strip.widget-box{flex-direction:row}.rl-panel .rl-strip .widget-html-content{display:flex;align-items:center;gap:6px 14px}.rl-panel .rl-strip>.rl-state{flex:1 1 480px;width:auto}.rl-panel .rl-strip>.widget-html{width:auto;margin:0}
+.rl-panel .rl-knob-band .widget-readout{min-width:90px}
 .rl-panel .rl-open{position:absolute;top:2px;right:2px;width:26px;padding:0;background:transparent;opacity:.55}
 .rl-panel .rl-open:hover,.rl-panel .rl-open:focus{opacity:1}
 .rl-panel .rl-knobs{display:grid;gap:4px 18px;grid-template-columns:repeat(auto-fill,minmax(310px,1fr));align-items:start}
