@@ -383,7 +383,7 @@ class Panel:
 
     def __init__(self, folder: str | Path, author: str = "", readonly: bool = False, period: float = 0.5):
         self.folder, self.author, self.readonly, self.period = Path(folder), author or f"{me()} (panel)", readonly, period
-        self.view, self.light, self.snapshot, self.drawn, self.config = View(self.folder), None, None, None, None
+        self.view, self.light, self.snapshot, self.drawn, self.turnable = View(self.folder), None, None, None, None
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.Lock()
         self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(self.send))
@@ -518,9 +518,9 @@ def knobs_now(panel: Panel) -> list[LiveKnob]:
     "The live knobs with the values in force; looked up again only when something was turned."
     status = panel.snapshot.status
     turned = status.changed if status else {}
-    if panel.config is None or turned != panel.turned:
-        panel.config, panel.turned = in_force(panel.folder), dict(turned)
-    return live_knobs(panel.config, captured_functions(panel.folder))
+    if panel.turnable is None or turned != panel.turned:
+        panel.turnable, panel.turned = live_knobs(in_force(panel.folder), captured_functions(panel.folder)), dict(turned)
+    return panel.turnable
 
 # %% ../nbs/64_panel.ipynb #panel-thread
 STILL_SECONDS = 15.0
