@@ -6,11 +6,11 @@
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'VERBS', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
            'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
            'window', 'room', 'facts', 'judge', 'percent', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
-           'seconds', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts',
-           'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts', 'parts_lines',
-           'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame',
-           'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'strip_html', 'legend_html', 'plain',
-           'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
+           'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
+           'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts',
+           'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
+           'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html',
+           'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import json
@@ -50,6 +50,7 @@ class Facts:
     scoring: float
     queue: float
     room: float
+    batch: float  # groups in a batch
     held: bool  # no more groups may be started: the room is used up whenever a batch is finished
     unusable: float  # share of groups that ended without a signal
     solved: float  # share of groups that were all right
@@ -89,10 +90,11 @@ def facts(s: Snapshot) -> Facts | None:
     ended = s.groups.filter(s.groups["at"] > s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]]) if len(s.groups) else s.groups
     share = lambda fate: float(np.nan_to_num((ended["size"] * (ended["fate"] == fate)).sum() / max(1, ended["size"].sum()))) if len(ended) else 0.0
     most = room(s)
-    behind = most - value(s, "batch") / value(s, "group")  # of them, while new weights are on their way
+    batch = value(s, "batch") / value(s, "group")
+    behind = most - batch  # of them, while new weights are on their way
     return Facts(
         steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
-        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most,
+        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
         held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
         publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
 
@@ -121,14 +123,14 @@ def why(word: str, f: Facts) -> str:
     "The reason, in words with figures."
     if f.colocated:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
-    queue = f"queue {number(f.queue, 2)} of {f.room:g} groups"
+    queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
         cause = (
             f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
             else f"KV budget {percent(f.cache)} used" if f.cache > 0.9
             else f"publishing {percent(f.publishing)}" if f.publishing > WAITS
             else f"generator waits {percent(f.generator_waits)}: they take turns" if f.generator_waits > IDLE
-            else f"{percent(f.unusable)} of groups carry no signal" if f.unusable > 0.4
+            else f"{percent(f.unusable)} of groups filtered" if f.unusable > 0.4
             else f"generator busy {percent(f.generator_works)}"
         )
         return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause}"
@@ -261,15 +263,24 @@ def seconds(span: float) -> str:
 MANY = 40  # marks
 
 
+def one_a_place(marks: Sequence[Mark], width: float = 0.0) -> list[Mark]:
+    "Marks of one version (or of one stretch of `width` versions) as one, named after the newest knob among them: `staleness 2 +1`."
+    places: dict[float, list[Mark]] = {}
+    for m in marks:
+        places.setdefault(m.x // width if width else m.x, []).append(m)
+    chief = lambda found: next((m for m in reversed(found) if m.label.split(" ")[0] not in VERBS), found[-1])
+    return [Mark(chief(found).x, chief(found).label + (f" +{len(found) - 1}" if len(found) > 1 else "")) for found in places.values()]
+
+
 def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
     "The newest commands as marks for a plot `wide` pixels wide; those without room for their name are bare. Knobs come before verbs, new ones before old ones."
     version = s.steps["version"]
     lo, hi = (version[0], version[-1]) if len(version) else (0.0, 1.0)
-    marks = list(command_marks(s.commands))
+    marks = one_a_place(command_marks(s.commands))
     if len(marks) > MANY:  # those nearer than four pixels are one
-        marks = list({m.x * wide // (4 * max(1.0, hi - lo)): m for m in marks}.values())
+        marks = one_a_place(marks, 4 * max(1.0, hi - lo) / wide)
     taken, named = [], set()
-    for i in sorted(range(len(marks)), key=lambda i: (marks[i].label in VERBS, -i)):
+    for i in sorted(range(len(marks)), key=lambda i: (marks[i].label.split(" ")[0] in VERBS, -i)):
         half = text_width(marks[i].label, 10) / 2
         place = min((marks[i].x - lo) / max(1.0, hi - lo) * wide, wide - half)
         if 2 * half < wide and all(abs(place - other) > half + wider + 4 for other, wider in taken):
@@ -344,9 +355,10 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
     for actor in ACTORS:
         chart = actor_time(s.steps, actor, marks_of(s), colocated=colocated)
         parts = {part: float(np.nan_to_num(s.recent[f"{actor}_{part}"][rows]).sum()) for part in PARTS}
-        total = sum(parts.values()) or 1.0
-        said = " · ".join(f"{part} {percent(spent / total)}" for part, spent in parts.items() if part in ("compute", "wait") or spent >= 0.005 * total) if len(rows) else ""
-        found.append(replace(chart, title=actor.capitalize(), subtitle=said, aria=f"Time of the {actor}, newest {len(rows)} batches: {said}" if said else chart.aria))
+        shares = {part: 100 * spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
+        said = f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other {shares['publish'] + shares['overhead']:.0f} %" if len(rows) else ""
+        aria = f"Time of the {actor}, newest {len(rows)} batches: " + ", ".join(f"{part} {share:.0f} %" for part, share in shares.items()) if len(rows) else chart.aria
+        found.append(replace(chart, title=actor.capitalize(), subtitle=said, aria=aria))
     return tuple(found)
 
 
@@ -541,18 +553,20 @@ CARD_STYLE = (
     ".rl-cards.rl-cards{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:8px}"
     "@container rl-panel (max-width:1040px){.rl-cards.rl-cards{grid-template-columns:repeat(2,minmax(0,1fr))}}"
     "@container rl-panel (max-width:640px){.rl-cards.rl-cards{grid-template-columns:minmax(0,1fr)}}"
-    "@container rl-panel (max-width:1040px){.rl-told{min-height:58px}}"
+    "@container rl-panel (max-width:1040px){.rl-judged{min-height:58px}}"
     "@container rl-panel (min-width:1400px){.rl-face.rl-face,.rl-numbers span{font-size:14px}.rl-bar.rl-bar{font-size:15px}}"
     ".rl-face{border:1px solid %(grid)s;border-radius:4px;padding:6px 8px;background:%(ground)s;color:%(ink)s;font-size:12px;line-height:1.35;box-sizing:border-box;height:100%%;overflow:hidden}"
     '[data-jp-theme-light="false"] :is(.rl-face,.rl-bar){--rl-blue:#56B4E9;--rl-grey:#999}'
     ".rl-face figure{margin:0;min-width:0;flex:1 1 100%%}.rl-two figure{flex-basis:40%%}.rl-plots{display:flex;flex-wrap:wrap;gap:4px 12px}"
     ".rl-face figcaption,.rl-face header{display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline;color:%(soft)s;min-height:17px}.rl-face b{color:%(ink)s;font-weight:600}"
+    ".rl-face>header,.rl-plots>figure:first-child figcaption{padding-right:22px}"
     ".rl-face header b{font-size:1.08em}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
     ".rl-bar{display:flex;flex-wrap:wrap;align-items:center;gap:6px 18px;border:1px solid %(grid)s;border-radius:4px;padding:7px 12px;background:%(ground)s;color:%(ink)s;"
     "line-height:1.35;box-sizing:border-box;font-size:13px}"
     ".rl-shape{font-size:30px;line-height:1;width:34px;text-align:center}.rl-told{flex:1 1 420px;min-width:0}.rl-word{font-size:18px;font-weight:650;margin-right:10px}.rl-soft{color:%(soft)s}"
-    ".rl-numbers{display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
-    "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
+    ".rl-numbers{position:relative;display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
+    "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;position:absolute;inset:0;padding:0 10px;background:%(ground)s;"
+    "border:2px solid %(warn)s;border-radius:4px;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
 ) % {"ink": INK, "soft": SOFT, "grid": GRID, "ground": GROUND, "warn": colour("vermilion")}
 
 
@@ -567,20 +581,27 @@ def state_html(told: Light) -> str:
     turning = f" <span class='rl-soft'>(turning {escape(told.leaning)})</span>" if told.leaning else ""
     return (
         f"<span class='rl-shape' aria-hidden='true' style='color:{colour(told.role)}'>{told.shape}</span>"
-        f"<div class='rl-told'><div><span class='rl-word' role='status'>{escape(told.word)}</span>{escape(told.reason)}{turning}</div>{helps}</div>"
+        f"<div class='rl-told{' rl-judged' if told.word in JUDGED else ''}'><div><span class='rl-word' role='status'>{escape(told.word)}</span>{escape(told.reason)}{turning}</div>{helps}</div>"
     )
 
 
 def numbers_html(s: Snapshot) -> str:
-    "Version, lag, held-out, age of the data, and a mark that appears by itself when no new frame comes."
+    "Version, staleness, held-out, time, sign of life, and a mark that appears by itself when no new frame comes."
     lag, rate = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:], column(s.evals, "avg")
     facts = [(f"version of {value(s, 'steps'):,}", f"{s.version:,}")]
-    facts += [(f"lag, bound {value(s, 'staleness')}", number(float(lag[0]), 2))] if len(lag) else []
-    facts += [("held-out", f"{rate[-1]:.3f}")] if len(rate) else []
+    facts += [(f"staleness, bound {value(s, 'staleness')}", number(float(lag[0]), 2))] if len(lag) else []
+    facts += [(f"held-out at v{items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
+    facts += [("time", clock(s.status.seconds))] if s.status else []
     live = s.state not in (*ENDED, "dead")
-    facts += [("age of data", seconds(s.age))] if live else []
+    facts += [("last heard", f"{seconds(s.age)} ago")] if live else []
     late = "<span class='rl-late'>STALE<br>no new picture</span>" if live else ""
     return "<div class='rl-numbers' aria-hidden='true'>" + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts) + f"{late}</div>"
+
+
+def clock(seconds: float) -> str:
+    "Hours, minutes and seconds."
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def strip_html(snapshot: Snapshot, light: Light) -> str:

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches', 'FolderOption', 'friendly', 'plain', 'emit',
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
-           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'eval_command',
-           'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'compare_command', 'serve_command', 'checks',
-           'engine', 'trl', 'overhead', 'modes', 'faults', 'panel', 'main']
+           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
+           'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
+           'doctor', 'compare_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
+           'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -29,11 +30,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .config import captured_functions, default_placement, load_config, parse_assignment, presets
+from .config import captured_functions, default_placement, live_knobs, load_config, parse_assignment, presets
 from .ledger import ENDED, Status
 from .report import summary, write_report
 from .run import Run, attach, list_runs, run
 from .sinks import SINKS, export_run, writes_itself
+from .user_module import export_notebook
 
 # %% ../nbs/91_cli.ipynb #cli-errors
 def _app() -> typer.Typer:
@@ -410,9 +412,127 @@ for _name, _help in (
     ("pause", "Hold training and new rollouts."),
     ("go", "Release a paused run."),
     ("step", "One more version, then hold."),
+    ("publish", "Hand the newest weights to the generators now."),
     ("stop", "Finish the batch in training, save the policy, close the books. Of a dead run, close the books."),
 ):
     _verb(_name, _help)
+
+# %% ../nbs/91_cli.ipynb #cli-guard
+@app.command("guard")
+def guard_command(
+    name: RunName,
+    when: Annotated[str, typer.Argument(help="'entropy < 0.1', 'ess < 0.3 for 3', 'held_out < 0.2', 'loss is nan'; without one, list what is watched")] = "",
+    do: Annotated[str, typer.Argument(help="alert, pause, stop, or 'temperature = 0.8'")] = "alert",
+    remove: Annotated[str, typer.Option("--remove", metavar="GUARD", help="take a guard away, by its condition or its id")] = "",
+    author: Annotated[str, typer.Option(help="who asks")] = "",
+    runs: RunsOption = "runs",
+    seconds: WaitOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    "Have a run watch a condition and act when it comes true; without a condition, list what it watches."
+    if remove:
+        return tell(name, runs, as_json, lambda r: [r.unguard(remove, author)], seconds)
+    if when:
+        return tell(name, runs, as_json, lambda r: [r.guard(when, do, author)], seconds)
+    with friendly():
+        watched = attach(name, runs=runs).guards
+    if as_json:
+        return emit({"guards": watched})
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("when", "do", "last fired", "now"):
+        table.add_column(column)
+    for g in watched:
+        table.add_row(Text(g.when), Text(g.do), f"version {g.fired}" if g.fired >= 0 else "never", "armed" if g.armed else "still true")
+    Console().print(table if watched else "nothing is watched")
+
+# %% ../nbs/91_cli.ipynb #cli-knobs
+def knob_rows(r: Run) -> list[dict]:
+    "Every live knob of a run: field, value in force, value asked for, range, unit, what it acts on, version since which."
+    status = r.status or Status("starting")
+    asked = {**{field: value for field, (value, _) in status.ramps.items()}, **status.asked}
+    reached = {field: f" by version {at}" for field, (_, at) in status.ramps.items() if field not in status.asked}
+    rows = []
+    for k in live_knobs(r.settings, captured_functions(r.folder)):
+        limits = ", ".join(map(str, k.knob.choices)) or " to ".join("" if v is None else f"{v:g}" for v in (k.knob.low, k.knob.high)).strip()
+        since = status.changed.get(k.field, [None, 0])[1]
+        rows.append({"knob": k.field, "in_force": k.value, "asked": asked.get(k.field), "when": reached.get(k.field, ""), "range": "" if limits == "to" else limits,
+                     "unit": k.knob.unit, "acts_on": k.group, "applies": k.knob.apply, "since": since, "help": k.knob.help})
+    return rows
+
+
+@app.command("knobs")
+def knobs_command(
+    name: RunName,
+    save: Annotated[str, typer.Option("--save", metavar="NAME", help="keep the settings in force under this name, for the runs of the folder")] = "",
+    apply: Annotated[str, typer.Option("--apply", metavar="NAME", help="ask for the settings kept under this name")] = "",
+    author: Annotated[str, typer.Option(help="who asks")] = "",
+    runs: RunsOption = "runs",
+    seconds: WaitOption = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    "The live knobs of a run; or keep their settings under a name, or put kept ones to work."
+    with friendly():
+        r = attach(name, runs=runs)
+        if apply:
+            return _apply_knobs(r, apply, author, seconds, as_json)
+        if save:
+            path = r.save_knobs(save)
+            return emit({"saved": path}) if as_json else print(path)
+    rows = knob_rows(r)
+    emit({"knobs": rows}) if as_json else Console().print(_knob_table(rows))
+
+# %% ../nbs/91_cli.ipynb #cli-knobs-table
+def _apply_knobs(r: Run, name: str, author: str, seconds: float, as_json: bool) -> None:
+    done = r.apply_knobs(name, author)
+    rows = outcome_of(r, list(done.sent.values()), seconds)
+    if as_json:
+        emit({"commands": rows, "waiting": len(done.sent) - len(rows), "refused": done.refused})
+    else:
+        print(done)
+        for row in rows:
+            print(f"{row['knob']} = {row['value']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
+    if done.refused or any(row["status"] == "refused" for row in rows):
+        raise typer.Exit(2)
+
+
+def _knob_table(rows: list[dict]) -> Table:
+    def brief(value) -> str:
+        if isinstance(value, dict):
+            return value["name"]
+        return "-".join(map(brief, value)) if isinstance(value, (list, tuple)) else f"{value:g}" if isinstance(value, float) else str(value)
+
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for column in ("knob", "in force", "asked", "range", "since"):
+        table.add_column(column, justify="right" if column == "in force" else "left", overflow="fold", no_wrap=column in ("knob", "in force", "since"))
+    before = ""
+    for row in sorted(rows, key=lambda row: row["acts_on"]):
+        asked = "" if row["asked"] is None else brief(row["asked"]) + row["when"]
+        if row["acts_on"] != before:
+            table.add_row(Text(row["acts_on"], style="bold"))
+        table.add_row(f" {row['knob']}", brief(row["in_force"]), asked, Text(f"{row['range']} {row['unit']}".strip()), f"version {row['since']}" if row["since"] else "start")
+        before = row["acts_on"]
+    return table
+
+# %% ../nbs/91_cli.ipynb #cli-attach
+@app.command("attach")
+def attach_command(
+    name: RunName,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Watch a run that is already going, until it ends. Ctrl-C leaves it alone."
+    console = Console(stderr=as_json)
+    with friendly():
+        r = attach(name, runs=runs)
+    try:
+        _show(r, console, quiet)
+    except KeyboardInterrupt:
+        console.print(f"left alone; look with: rlbench show {r.name}")
+    state = r.state
+    outcome(r, console) if state in (*ENDED, "dead") else None
+    emit(facts(r)) if as_json else None
+    raise typer.Exit(int(state in ("failed", "dead")))
 
 # %% ../nbs/91_cli.ipynb #cli-policy
 def _policy(r: Run):
@@ -475,15 +595,17 @@ def sample(
 # %% ../nbs/91_cli.ipynb #cli-export
 @app.command()
 def export(
-    name: RunName,
-    folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder")] = None,
-    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio")] = "policy",
+    name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook of yours (.ipynb) that becomes a module")],
+    folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder, modules lie beside their notebook")] = None,
+    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
     runs: RunsOption = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    "Copy the trained policy of a run as a Hugging Face folder, or its tables --to an experiment tracker."
+    "Copy the trained policy of a run as a Hugging Face folder, or its tables --to an experiment tracker; or make a module of the export cells of a notebook."
     with friendly():
+        if name.endswith(".ipynb"):
+            return _to_module(name, folder if to == "policy" else Path(to), as_json)
         r = attach(name, runs=runs)
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
@@ -491,6 +613,15 @@ def export(
             raise ValueError(f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}")
         shutil.copytree(_policy(r).model, folder)
     emit({"policy": folder}) if as_json else print(folder)
+
+
+def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
+    module = export_notebook(notebook, folder)
+    if as_json:
+        return emit(module)
+    print(f"{module.path}  {module.hash}")
+    for function in module.functions:
+        print(f'  {function}: name it in a configuration as {{name = "{function}", source = "{module.path}"}}')
 
 
 def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: bool) -> None:

@@ -299,8 +299,8 @@ def comparison_frame(compared: Sequence[Compared]) -> "pl.DataFrame":
 # %% ../nbs/67_compare.ipynb #compare-html
 STYLE = (
     f".rl-compare{{container-type:inline-size;color:{INK};font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}"
-    ".rl-compare .charts{display:grid;grid-template-columns:1fr 1fr;gap:14px 24px;margin:6px 0 12px;max-width:1800px}"
-    "@container (min-width:1400px){.rl-compare .charts{grid-template-columns:repeat(4,1fr)}}@container (max-width:520px){.rl-compare .charts{grid-template-columns:1fr}}"
+    ".rl-compare .charts{display:grid;grid-template-columns:minmax(0,460px) minmax(0,460px);gap:14px 24px;margin:6px 0 12px}"
+    "@container (min-width:1400px){.rl-compare .charts{grid-template-columns:repeat(4,minmax(0,460px))}}@container (max-width:520px){.rl-compare .charts{grid-template-columns:1fr}}"
     ".rl-compare .scroll{overflow-x:auto;margin:0 0 12px}.rl-compare table{border-collapse:collapse;margin:0;width:auto;max-width:100%;font-size:13px;table-layout:auto}"
     f".rl-compare .scroll th,.rl-compare .scroll td{{padding:3px 18px 3px 0;border:0;border-bottom:1px solid {GRID};text-align:right;vertical-align:top;background:none;color:{INK};white-space:normal;overflow-wrap:anywhere;max-width:46em;font-weight:400}}"
     ".rl-compare .scroll th{font-weight:600}.rl-compare .scroll td:first-child{text-align:left;color:" + SOFT + ";white-space:nowrap;overflow-wrap:normal}.rl-compare h4{font-size:13px;font-weight:600;margin:10px 0 4px}"
@@ -311,7 +311,7 @@ STYLE = (
 def comparison_html(c: Comparison) -> str:
     "Cautions, charts, end figures, differences, with the styles they need."
     cautions = "".join(f"<li>{text(each)}</li>" for each in c.cautions)
-    drawn = "".join(f"<div>{to_svg(chart, 420, 230)}</div>" for chart in c.charts)
+    drawn = "".join(f"<div>{to_svg(chart, 340, 210)}</div>" for chart in c.charts)
     names = ["", *(f"{_key(each)}{text(each.name)}" for each in c.compared)]
     every = range(len(names))
     ends = table(names, [[text(label), *map(text, cells)] for label, cells in end_rows(c.endings)], every)

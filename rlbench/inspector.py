@@ -365,7 +365,7 @@ def _facts(r: StoredRollout) -> str:
     mean = f"{_signed(float(np.nanmean(r.logprobs)), 3)}" if len(r.logprobs) else ""
     facts = {"reward parts": rewards, "advantage": "" if r.advantage is None else number(r.advantage), "tokens": f"{r.length:,}" + (", cut at the limit" if r.reason == "length" else ""),
              "mean log-prob": mean, "temperature": f"{r.temperature:g}", "level": str(r.level), "task": r.task, "set": r.set, "group": str(r.group) if r.group >= 0 else "",
-             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "generated in": f"{number(r.seconds)} s" if r.seconds else ""}
+             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "generated in": "" if not r.seconds else f"{number(r.seconds)} s" if r.seconds >= 1 else f"{1000 * r.seconds:.3g} ms"}
     return '<p class="facts">' + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value) + "</p>"
 
 # %% ../nbs/66_inspector.ipynb #inspector-html
@@ -485,6 +485,8 @@ class Parts:
     last: object
     again: object
     beside: object
+    up: object
+    down: object
     before: object
     after: object
     place: object
@@ -508,8 +510,9 @@ def make_parts(b: Bounds) -> Parts:
         last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)], value=10_000, description="Among", tooltip="how many of the newest rollouts to search"),
         again=w.Button(description="Look again", tooltip="take in what the run has written since"),
         beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Beside it", tooltip="what stands beside the selected rollout"),
+        up=w.Button(description="▲ up", tooltip="the rollout above"), down=w.Button(description="▼ down", tooltip="the rollout below"),
         before=w.Button(description="‹ newer", tooltip="the page of newer rollouts"), after=w.Button(description="older ›", tooltip="the page of older rollouts"),
-        place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="the rollouts found; arrow keys go through them"), view=w.HTML(), note=w.HTML(),
+        place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="the rollouts found"), view=w.HTML(), note=w.HTML(),
     )
 
 
@@ -558,9 +561,9 @@ BROWSER_STYLE = PALETTE + (
     ".rl-browser.rl-browser{display:block;container-type:inline-size;width:100%;overflow:hidden!important}.rl-browser .rl-filters{display:flex;flex-flow:row wrap;gap:2px 10px}"
     ".rl-browser .rl-filters>*{width:auto;flex:1 1 260px;max-width:400px;min-width:0}.rl-browser .rl-filters>button{flex:0 0 auto}.rl-browser .widget-label{min-width:0}"
     ".rl-browser .rl-body{display:grid;grid-template-columns:minmax(0,2fr) minmax(0,3fr);gap:12px;overflow:visible!important}@container (max-width:1000px){.rl-browser .rl-body{grid-template-columns:minmax(0,1fr)}}"
-    ".rl-browser .rl-list,.rl-browser .rl-detail{display:block}.rl-browser .rl-list>.widget-select{width:auto;height:auto;margin:0 0 4px}.rl-browser .rl-list .widget-label{display:none}"
+    ".rl-browser .rl-list,.rl-browser .rl-detail{display:block}.rl-browser .rl-list>.widget-select{width:auto;height:auto;margin:0 0 4px}.rl-browser .rl-list .widget-label{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}"
     ".rl-browser select[multiple],.rl-browser .widget-select select{font:12px/1.5 var(--jp-code-font-family,ui-monospace,monospace);width:100%;max-width:none;height:30em}"
-    "@container (max-width:1000px){.rl-browser .widget-select select{height:13em}}.rl-browser .rl-pages{display:flex;flex-flow:row wrap;align-items:center;gap:4px 8px}"
+    "@container (max-width:1000px){.rl-browser .widget-select select{height:13em}}.rl-browser .rl-pages{display:flex;flex-flow:row wrap;align-items:center;gap:2px 6px}.rl-browser .rl-pages button{width:auto;margin:0}"
     ".rl-browser .rl-heading{margin:0;height:auto}.rl-browser .rl-heading pre{font:12px/1.4 var(--jp-code-font-family,ui-monospace,monospace);margin:0 0 0 5px;padding:0;overflow:hidden;background:none}"
     f".rl-browser .rl-error{{border-left:3px solid var(--rl-no,#b84a00);padding:4px 10px;margin:4px 0;color:{INK}}}.rl-browser .soft{{color:{SOFT}}}.rl-browser .widget-html-content{{line-height:1.4}}"
 )
@@ -573,7 +576,7 @@ def boxed(p: Parts):
         kind = {"found": "rl-found", "view": "rl-view"}.get(name, f"rl-filter-{name}" if name in ("fate", "level", "reward", "lag", "version", "text", "last") else f"rl-browse-{name}")
         getattr(p, name).add_class(kind)
     filters = _box(w, "rl-filters", p.fate, p.level, p.reward, p.lag, p.version, p.text, p.last, p.again)
-    pages = _box(w, "rl-pages", p.before, p.after, p.place)
+    pages = _box(w, "rl-pages", p.up, p.down, p.before, p.after, p.place)
     body = _box(w, "rl-body", _box(w, "rl-list", w.HTML(f'<pre class="soft">{HEADING}</pre>').add_class("rl-heading"), p.found, pages), _box(w, "rl-detail", p.beside, p.view))
     return _box(w, "rl-browser", w.HTML(f"<style>{BROWSER_STYLE}{LOOK_STYLE}</style>"), filters, p.note, body)
 
@@ -601,6 +604,8 @@ class Browser:
         p.again.on_click(lambda _: self.again())
         p.before.on_click(lambda _: self.turn(-1))
         p.after.on_click(lambda _: self.turn(1))
+        p.up.on_click(lambda _: self.step(-1))
+        p.down.on_click(lambda _: self.step(1))
 
     def search(self) -> None:
         "Look for what the filters ask, and show the first page of it."
@@ -609,6 +614,10 @@ class Browser:
     def turn(self, pages: int) -> None:
         "Go some pages on, towards older rollouts."
         self._do(lambda: _turn(self, self.page + pages))
+
+    def step(self, rollouts: int) -> None:
+        "Select the rollout so many lines down the list, on the next page where this one ends."
+        self._do(lambda: _step(self, rollouts))
 
     def show(self) -> None:
         "Show the selected rollout."
@@ -651,6 +660,15 @@ def _turn(b: Browser, page: int) -> None:
     first = b.page * PAGE
     p.place.value = f'<span class="soft">{first + 1:,} – {first + len(here):,} of {total:,} found</span>' if total else '<span class="soft">nothing found; widen a filter</span>'
     _show(b)
+
+
+def _step(b: Browser, rollouts: int) -> None:
+    at = b.page * PAGE + (b.parts.found.index or 0) + rollouts
+    if 0 <= at < len(b.rows):
+        if at // PAGE != b.page:
+            _turn(b, at // PAGE)
+        b.parts.found.index = at % PAGE
+        _show(b)
 
 
 def _show(b: Browser) -> None:

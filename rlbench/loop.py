@@ -757,7 +757,7 @@ def decide_command(state: LoopState, actions: list) -> None:
             if command.knob not in ("guard", "unguard"):  # they watch, and change nothing
                 chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
-            if waiting and apply and command.knob not in VERBS:  # perhaps it is right once those before it are in force
+            if apply and _right_later(state, waiting, command):
                 waiting.append(command)
                 continue
             apply, status, reason = "", "refused", str(error) + (f" ({command.reason})" if command.reason else "")
@@ -767,6 +767,18 @@ def decide_command(state: LoopState, actions: list) -> None:
         _follow_ramp(state, ramp, actions)
 
 # %% ../nbs/51_loop.ipynb #loop-verbs
+def _right_later(state: LoopState, waiting: list[Commanded], command: Commanded) -> bool:
+    "Whether a value that is refused now is right once the commands that wait before it are in force."
+    config = state.config
+    try:
+        for each in (*waiting, command):
+            config = with_knob(config, each.knob, each.value, state.functions)
+        check_built(config, state.built)
+    except ValueError:
+        return False
+    return bool(waiting)
+
+
 def _verb(state: LoopState, command: Commanded, actions: list) -> None:
     match command.knob:
         case "pause":

@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cards import CARDS, card_html, light, still_html, strip_html, style_html
+from .cards import CARDS, card_html, light, moved, numbers_html, state_html, still_html, style_html
 from .config import LiveKnob, captured_functions, live_knobs
 from .figures import to_plotly, to_svg
 from .knobs import unknown
@@ -239,6 +239,15 @@ class Knobs:
             self.first.children = [self.rows[field].widget for field in FIRST]
             for group, box in self.boxes.items():
                 box.children = [self.rows[k.field].widget for k in knobs if k.group == group and k.field not in FIRST]
+        self.each(known, status, outcomes)
+
+    def point(self, fields: tuple[str, ...]) -> None:
+        "Mark the knobs that the light says would help."
+        for field, row in self.rows.items():
+            (row.widget.add_class if field in fields else row.widget.remove_class)("rl-points")
+
+    def each(self, known: Mapping[str, LiveKnob], status, outcomes: Mapping) -> None:
+        "Bring the rows up to date."
         for field, k in known.items():
             since = status.changed.get(field, [None, None])[1] if status else None
             ramp = status.ramps.get(field) if status else None
@@ -374,7 +383,7 @@ class Panel:
 
     def __init__(self, folder: str | Path, author: str = "", readonly: bool = False, period: float = 0.5):
         self.folder, self.author, self.readonly, self.period = Path(folder), author or f"{me()} (panel)", readonly, period
-        self.view, self.light, self.snapshot, self.config = View(self.folder), None, None, None
+        self.view, self.light, self.snapshot, self.drawn, self.turnable = View(self.folder), None, None, None, None
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.Lock()
         self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(self.send))
@@ -420,12 +429,14 @@ STYLE = """
 .rl-panel.widget-vbox{gap:8px}.rl-panel .rl-knobs,.rl-panel .rl-row,.rl-panel .rl-log,.rl-panel .widget-tab{max-width:1640px}
 .rl-panel .jupyter-widgets-disconnected::before{display:none}
 .rl-panel.jupyter-widgets-disconnected{opacity:.6}
-.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}
+.rl-panel.widget-vbox{padding:2px 4px}.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}.rl-panel .rl-card header,.rl-panel .rl-card figure:first-child figcaption{padding-right:24px}
 .rl-panel .rl-card .widget-html,.rl-panel .rl-card .widget-html-content{width:100%;margin:0;line-height:normal}
+.rl-panel .rl-strip.widget-box{flex-direction:row}.rl-panel .rl-strip .widget-html-content{display:flex;align-items:center;gap:6px 14px}.rl-panel .rl-strip>.rl-state{flex:1 1 480px;width:auto}.rl-panel .rl-strip>.widget-html{width:auto;margin:0}
+.rl-panel .rl-knob-band .widget-readout{min-width:90px}
 .rl-panel .rl-open{position:absolute;top:2px;right:2px;width:26px;padding:0;background:transparent;opacity:.55}
 .rl-panel .rl-open:hover,.rl-panel .rl-open:focus{opacity:1}
 .rl-panel .rl-knobs{display:grid;gap:4px 18px;grid-template-columns:repeat(auto-fill,minmax(310px,1fr));align-items:start}
-.rl-panel .rl-knob{min-width:0}.rl-panel .rl-knob-controls{align-items:center}
+.rl-panel .rl-knob{min-width:0;padding-left:6px;border-left:3px solid transparent}.rl-panel .rl-points{border-left-color:#D55E00}.rl-panel .rl-knob-controls{align-items:center}
 .rl-panel .rl-knob-controls>*{margin:0 4px 0 0}.rl-panel .rl-knob-controls>.widget-html{flex:0 0 104px;min-width:0}
 .rl-panel .rl-knob-controls .widget-slider,.rl-panel .rl-knob-controls .widget-dropdown,.rl-panel .rl-knob-controls>.widget-text:nth-child(2){flex:1 1 90px;width:auto;min-width:60px}
 .rl-panel .rl-knob-controls .widget-text:last-child:not(:nth-child(2)){flex:0 0 84px;width:84px}
@@ -443,7 +454,7 @@ def build(panel: Panel) -> dict:
     "The widgets of a panel by name."
     import ipywidgets as w
 
-    parts = {name: w.HTML().add_class(f"rl-{name}") for name in ("style", "strip", "message", "log")}
+    parts = {name: w.HTML().add_class(f"rl-{name}") for name in ("style", "state", "numbers", "message", "log")}
     parts["style"].value = f"{style_html()}<style>{STYLE}</style>"
     parts |= {key: w.HTML() for key in CARDS}
     cards = {key: w.Box([parts[key], opener(panel, key)]).add_class("rl-card").add_class(f"rl-card-{key}") for key in CARDS}
@@ -454,7 +465,7 @@ def build(panel: Panel) -> dict:
     parts |= {"cards": cards, "toggles": toggles, "detail": w.Output().add_class("rl-detail")}
     parts["detail"].layout.display = "none"
     more = w.HBox([*toggles.values(), *([panel.knobs.more] if panel.knobs else [])]).add_class("rl-row")
-    parts["root"] = w.VBox([parts["style"], parts["strip"], w.Box(list(cards.values())).add_class("rl-cards"), more, parts["detail"], *controls(panel), parts["message"], parts["log"]])
+    parts["root"] = w.VBox([parts["style"], w.Box([parts["state"], parts["numbers"]]).add_class("rl-strip").add_class("rl-bar"), w.Box(list(cards.values())).add_class("rl-cards"), more, parts["detail"], *controls(panel), parts["message"], parts["log"]])
     parts["root"].add_class("rl-panel")
     return parts
 
@@ -483,10 +494,15 @@ def opener(panel: Panel, key: str):
 def draw(panel: Panel) -> None:
     "Bring all widgets up to date with the snapshot."
     parts, snapshot = panel.parts, panel.snapshot
-    tell(parts["strip"], strip_html(snapshot, panel.light))
+    tell(parts["state"], state_html(panel.light))
+    tell(parts["numbers"], numbers_html(snapshot))
+    fresh = moved(panel.drawn, snapshot)
     for key, spec in CARDS.items():
-        if spec.default or parts["toggles"][key].value:
+        if (spec.default or parts["toggles"][key].value) and (key in fresh or not parts[key].value):
             tell(parts[key], card_html(key, snapshot))
+        elif key in fresh:
+            tell(parts[key], "")  # drawn when it is asked for
+    panel.drawn = snapshot
     commands = [] if snapshot.commands is None else snapshot.commands.tail(200).to_dicts()
     tell(parts["log"], log_html(commands))
     if not panel.readonly:
@@ -495,15 +511,16 @@ def draw(panel: Panel) -> None:
         tell(parts["message"], f'<div class="rl-refused">{escape(error)}</div>' if error else "")
         outcomes = {c["command"]: (c["status"], c["reason"] or "") for c in commands}
         panel.knobs.update(knobs_now(panel), snapshot.status, outcomes)
+        panel.knobs.point(panel.light.knobs)
 
 
 def knobs_now(panel: Panel) -> list[LiveKnob]:
     "The live knobs with the values in force; looked up again only when something was turned."
     status = panel.snapshot.status
     turned = status.changed if status else {}
-    if panel.config is None or turned != panel.turned:
-        panel.config, panel.turned = in_force(panel.folder), dict(turned)
-    return live_knobs(panel.config, captured_functions(panel.folder))
+    if panel.turnable is None or turned != panel.turned:
+        panel.turnable, panel.turned = live_knobs(in_force(panel.folder), captured_functions(panel.folder)), dict(turned)
+    return panel.turnable
 
 # %% ../nbs/64_panel.ipynb #panel-thread
 STILL_SECONDS = 15.0

@@ -117,6 +117,10 @@ def test_browser_reads_what_a_live_run_adds(tmp_path):
     first = b.parts.found.value
     b.parts.after.click()
     assert b.parts.found.value[0] < first[0] and not b.parts.before.disabled and "51 – " in b.parts.place.value
+    b.parts.up.click()
+    assert b.parts.found.index == 49 and b.page == 0
+    b.parts.down.click()
+    assert b.parts.found.index == 0 and b.page == 1
     b.parts.before.click()
     assert b.parts.found.value == first
     ledger = Ledger(folder, 1)

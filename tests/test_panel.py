@@ -41,7 +41,7 @@ def frame(panel: Panel) -> Panel:
 def test_the_panel_shows_a_live_run(live):
     "Strip, default cards, knobs in force; hidden cards are not drawn until they are asked for."
     panel = frame(Panel(live.folder))
-    assert panel.parts["strip"].value and "<svg" in panel.parts["queue"].value and panel.parts["health"].value == ""
+    assert panel.parts["state"].value and "version" in panel.parts["numbers"].value and "<svg" in panel.parts["queue"].value and panel.parts["health"].value == ""
     panel.parts["toggles"]["health"].value = True
     assert "<svg" in panel.parts["health"].value
     assert panel.knobs.rows["staleness"].control.value == live.settings.staleness

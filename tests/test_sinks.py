@@ -240,8 +240,8 @@ def test_a_sink_that_is_told_to_end_keeps_what_it_has(tmp_path, environment, bes
     "SIGTERM is an end like any other."
     folder, lives = inline_run(tmp_path, "monday", SMALL, TOLD).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["wandb"], lives.pid)
-    until(lambda: list(folder.glob("wandb/offline-run-*/*.wandb")))
-    time.sleep(1.0)
+    written = lambda: [path.stat().st_size for path in folder.glob("wandb/offline-run-*/*.wandb")]
+    until(lambda: written() and (before := written()) and not time.sleep(2.0) and before == written())  # it has come to the end of the tables
     beside[0].terminate()
     assert beside[0].wait(15) == 0
     assert_holds("wandb", folder, environment)
