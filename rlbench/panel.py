@@ -232,13 +232,13 @@ class Knobs:
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
         "Bring every row up to date; make rows for knobs that are new, drop those of functions no longer in use."
         self.pages["Guards"].update(status)
-        known = {k.field: k for k in knobs}
+        known = {k.field: k for k in knobs if k.field in FIRST or self.more.value or k.field in self.rows}  # a page with all of them opens in twice the time
         if {field: type(row.k.value) for field, row in self.rows.items()} != {field: type(k.value) for field, k in known.items()}:
             kept = {field: row for field, row in self.rows.items() if field in known and type(row.k.value) is type(known[field].value)}
             self.rows = {field: kept.get(field) or KnobRow(k, self.send) for field, k in known.items()}
             self.first.children = [self.rows[field].widget for field in FIRST]
             for group, box in self.boxes.items():
-                box.children = [self.rows[k.field].widget for k in knobs if k.group == group and k.field not in FIRST]
+                box.children = [self.rows[k.field].widget for k in known.values() if k.group == group and k.field not in FIRST]
         self.each(known, status, outcomes)
 
     def point(self, fields: tuple[str, ...]) -> None:
@@ -477,6 +477,7 @@ def controls(panel: Panel) -> list:
     if panel.readonly:
         return []
     over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", style={"description_width": "70px"}, tooltip="Versions over which the next change of a number is spread; 0: at once")
+    panel.knobs.more.observe(lambda _: panel.frame(), "value")
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
     bar = w.HBox([panel.buttons.widget, over, w.HTML('<span class="rl-help">versions, for the next change; 0: at once</span>')]).add_class("rl-row")
     return [panel.knobs.first, panel.knobs.groups, bar]
