@@ -45,6 +45,8 @@ def test_the_panel_shows_a_live_run(live):
     panel.parts["toggles"]["health"].value = True
     assert "<svg" in panel.parts["health"].value
     assert panel.knobs.rows["staleness"].control.value == live.settings.staleness
+    assert "loss.high" not in panel.knobs.rows  # made when they are looked at
+    panel.knobs.more.value = True
     assert set(panel.knobs.rows) >= {"staleness", "band", "temperature", "loss", "loss.high", "sampler.unexplored", "learning_rate"}
 
 
@@ -90,6 +92,7 @@ def test_a_ramp_is_shown_on_its_way(live):
 def test_a_refusal_says_why_and_puts_the_control_back(live):
     "Whoever refuses: the panel before it is sent, or the run."
     panel = frame(Panel(live.folder))
+    panel.knobs.more.value = True
     batch = panel.knobs.rows["batch"]
     batch.typed.value = 63
     assert "not a whole number of groups" in batch.said.value and batch.typed.value == 64
@@ -101,6 +104,7 @@ def test_a_refusal_says_why_and_puts_the_control_back(live):
 def test_another_function_brings_other_knobs(live):
     "The parameters of the loss in force are rows; those of the old one leave."
     panel = frame(Panel(live.folder))
+    panel.knobs.more.value = True
     assert "loss.high" in panel.knobs.rows
     panel.knobs.rows["loss"].control.value = "reinforce"
     until(lambda: "loss.high" not in frame(panel).knobs.rows)
