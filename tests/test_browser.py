@@ -328,3 +328,41 @@ def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path,
     page.context.close()
     server.send_signal(signal.SIGINT)
     assert server.wait(30) == 0 and run.state == "running"
+
+
+FITS = """() => {
+    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), told = [];
+    const seen = e => e.offsetParent !== null || e.ownerSVGElement, box = e => e.getBoundingClientRect();
+    const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
+    const all = selector => [...panel.querySelectorAll(selector)].filter(seen), outer = box(panel);
+    for (const selector of ['.rl-card', '.rl-knob', '.rl-buttons button, .rl-over']) {
+        const found = all(selector);
+        found.forEach((a, i) => found.slice(i + 1).forEach(b => apart(box(a), box(b)) || told.push(`${selector} ${i} is overlapped by another`)));
+    }
+    for (const e of all('*')) if (box(e).right > outer.right + 1 && !e.closest('.rl-detail')) told.push(`${e.tagName} ${e.className.baseVal ?? e.className} is wider than the panel`);
+    for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) told.push(`${e.textContent} is cut`);
+    for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5) told.push(`${e.textContent} is too small to be read`);
+    for (const svg of all('svg')) for (const e of svg.querySelectorAll('text')) if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2) told.push(`${e.textContent} leaves its chart`);
+    return [...new Set(told)] }"""
+
+
+def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shot):
+    "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough."
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="wide", steps=100_000)
+    notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("wide")')
+    page = opened(lab, "wide.ipynb", height=2000)
+    run.set(staleness=3)
+    versions(page, run, 8)
+    problems = {}
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        expect(page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
+        for width, height in ((760, 2400), (1280, 1400), (1920, 1200)):
+            page.set_viewport_size({"width": width, "height": height})
+            page.wait_for_timeout(1500)
+            problems |= {f"{theme} {width}": found} if (found := page.evaluate(FITS)) else {}
+            shot(page, f"{theme}-{width}")
+    assert not problems, problems
+    run.stop()
+    assert run.wait(SLOW) == "stopped"
+    page.context.close()
