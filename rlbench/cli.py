@@ -478,7 +478,7 @@ def knobs_command(
         if save:
             path = r.save_knobs(save)
             return emit({"saved": path}) if as_json else print(path)
-    rows = knob_rows(r)
+        rows = knob_rows(r)
     emit({"knobs": rows}) if as_json else Console().print(_knob_table(rows))
 
 # %% ../nbs/91_cli.ipynb #cli-knobs-table

@@ -46,6 +46,8 @@ def parse_condition(text: str) -> Condition:
     names, sign, bound, nan, rows = found.groups()
     if rows and not 1 <= int(rows) <= 100_000:
         raise ValueError(f"guard: 'for {rows}' asks for {rows} rows in a row; use 1 to 100000")
+    if not math.isfinite(float(bound or 0)):
+        raise ValueError(f"guard: {bound} in {text!r} is too large for a number; for figures that are not finite write 'loss is nan'")
     return Condition(tuple(name.strip() for name in names.split("+")), "is nan" if nan else sign, float(bound or 0), int(rows or 1))
 
 # %% ../nbs/43_guard.ipynb #guard-figures

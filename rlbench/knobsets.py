@@ -20,7 +20,7 @@ import tomli_w
 from .config import FUNCTIONS, RunConfig, apply_point, captured_functions, check_built, live_knobs, read_config, value_of, with_knob
 from .knobs import unknown
 from .ledger import send_command
-from .steer import check_live, in_force, me
+from .steer import check_live, in_force, me, together
 
 # %% ../nbs/58_knobsets.ipynb #knobsets-file
 def knob_file(runs: str | Path, name: str) -> Path:
@@ -97,21 +97,10 @@ def apply_knobs(folder: Path, name: str, author: str = "") -> Applied:
     "Ask a live run for every saved setting that differs from what is in force. Raises FileNotFoundError, ValueError if the run takes no commands."
     folder = Path(folder)
     check_live(folder, "knobs")
-    config, start, extra = in_force(folder), read_config(folder), captured_functions(folder)
-    waiting, refused, order = differing(config, read_knobs(folder.parent, name)), {}, {}
-    while waiting:
-        refused = {}
-        for field_, value in sorted(waiting.items(), key=lambda item: _soonest(item[0], config)):
-            try:
-                target = with_knob(config, field_, value, extra)
-                check_built(target, start)
-                config, order[field_] = target, value
-            except ValueError as error:
-                refused[field_] = str(error)
-        if len(refused) == len(waiting):
-            break
-        waiting = {field_: waiting[field_] for field_ in refused}
-    return Applied({field_: send_command(folder, author or me(), field_, value) for field_, value in order.items()}, refused)
+    config = in_force(folder)
+    wanted = differing(config, read_knobs(folder.parent, name))
+    order, refused = together(folder, dict(sorted(wanted.items(), key=lambda item: _soonest(item[0], config))))
+    return Applied({field_: send_command(folder, author or me(), field_, value) for field_, value in order.items()}, {field_: str(error) for field_, error in refused.items()})
 
 
 def _soonest(field_: str, config: RunConfig) -> int:

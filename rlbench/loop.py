@@ -12,10 +12,10 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE',
            'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group',
            'doom', 'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
            'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal',
-           'decide_command', 'in_place', 'remember', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
-           'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
-           'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit',
-           'decide_send', 'decide_finish', 'abandon', 'step']
+           'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
+           'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate',
+           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -406,6 +406,7 @@ class LoopState:
     pool: str = "train"  # the one that is served
     replaced: list[Replaced] = field(default_factory=list)  # the last one last
     erring: dict[str, int] = field(default_factory=dict)  # field -> calls in a row that failed of the function in it
+    excused: set[int] = field(default_factory=set)  # rollouts that a replaced reward or verifier may still judge
     built: RunConfig | None = None  # what the workers were built from
     seq: int = 0
     at: float = 0.0
@@ -800,14 +801,19 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             dissolve(state, Fate.LEFT_AT_STOP, True, actions)
 
 
+def check_ramp(knob: str, value, over: int) -> None:
+    "ValueError for something else than a number, or numbers, that is to ramp."
+    if over and (not isinstance(value, (int, float, tuple, list)) or isinstance(value, bool)):
+        raise ValueError(f"{knob}: only numbers can ramp; leave out over")
+
+
 def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
     if command.knob.partition(".")[0] == "tasks":
         return _serve(state, command, actions)
     target = with_knob(state.config, command.knob, command.value, state.functions)
     check_built(target, state.built)
     start, end = value_of(state.config, command.knob), value_of(target, command.knob)
-    if command.over and (not isinstance(start, (int, float, tuple)) or isinstance(start, bool)):
-        raise ValueError(f"{command.knob}: only numbers can ramp; leave out over")
+    check_ramp(command.knob, start, command.over)
     state.ramps = [r for r in state.ramps if command.knob not in (r.knob, r.knob.partition(".")[0])]
     if command.over:
         state.ramps.append(Ramp(command.knob, start, end, state.version, command.over))
@@ -853,12 +859,19 @@ def remember(state: LoopState, target: RunConfig) -> None:
         old = getattr(state.config, name)
         if key_of(old) != key_of(getattr(target, name)):
             state.replaced.append(Replaced(name, old, state.version))
-            state.erring.pop(name, None)
+            excuse(state, name)
+
+
+def excuse(state: LoopState, name: str) -> None:
+    "Another function is in force: what is being judged at this moment may still be judged by the one before, and is not held against it."
+    state.erring.pop(name, None)
+    if name in ("verifier", "reward"):
+        state.excused = {m.id for m in state.members.values() if m.status == "scoring"}
 
 
 def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
     "Put the function back that the one in force in a field replaced, and journal it. False if there is none, or it does not go with the rest of the configuration any more."
-    state.erring.pop(name, None)
+    excuse(state, name)
     place = next((i for i, r in reversed([*enumerate(state.replaced)]) if r.field == name), None)
     if place is None:
         return False
@@ -881,6 +894,8 @@ def fail(state: LoopState, message: str) -> None:
 # %% ../nbs/51_loop.ipynb #loop-functions-two
 def note_call(state: LoopState, e: Scored, actions: list) -> None:
     "Count the calls of reward and verifier that fail in a row. A response without a verdict is the verifier's doing."
+    if e.rollout in state.excused:
+        return state.excused.discard(e.rollout)
     name = "verifier" if e.correct is None else "reward"
     if e.correct is not None:
         state.erring.pop("verifier", None)

@@ -231,7 +231,9 @@ class Knobs:
 
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
         "Bring every row up to date; make rows for knobs that are new, drop those of functions no longer in use."
-        self.pages["Guards"].update(status)
+        if self.more.value:
+            self.pages["Guards"].update(status)
+            self.pages["Kept"].update()
         known = {k.field: k for k in knobs if k.field in FIRST or self.more.value or k.field in self.rows}  # a page with all of them opens in twice the time
         if {field: type(row.k.value) for field, row in self.rows.items()} != {field: type(k.value) for field, k in known.items()}:
             kept = {field: row for field, row in self.rows.items() if field in known and type(row.k.value) is type(known[field].value)}
@@ -383,7 +385,7 @@ class Panel:
 
     def __init__(self, folder: str | Path, author: str = "", readonly: bool = False, period: float = 0.5):
         self.folder, self.author, self.readonly, self.period = Path(folder), author or f"{me()} (panel)", readonly, period
-        self.view, self.light, self.snapshot, self.drawn, self.turnable = View(self.folder), None, None, None, None
+        self.made, self.view, self.light, self.snapshot, self.drawn, self.turnable = 0, View(self.folder), None, None, None, None
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.Lock()
         self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(self.send))
@@ -399,15 +401,23 @@ class Panel:
     def frame(self) -> None:
         "Read what is new and draw one frame."
         try:
-            if not self.folder.is_dir():
-                raise FileNotFoundError(f"the run folder {self.folder} is gone; this is its last picture")
             with self.lock:  # a handler may draw, too
+                self.look()
                 self.snapshot = self.view.poll()
                 self.light = light(self.snapshot, self.light)
                 draw(self)
         except Exception as error:  # the run folder was removed, or is of a newer rlbench: say so, and look again
             tell(self.parts["message"], f'<div class="rl-refused">{escape(str(error) or repr(error))}</div>')
             self.trace = traceback.format_exc()
+
+    def look(self) -> None:
+        "Make sure that the folder is there, and still that of the same run: a name may be used again. Raises FileNotFoundError."
+        try:
+            made = (self.folder / "config.toml").stat().st_mtime_ns
+        except FileNotFoundError:
+            raise FileNotFoundError(f"the run folder {self.folder} is gone; this is its last picture") from None
+        if made != self.made:
+            self.made, self.view, self.light, self.drawn, self.turnable = made, View(self.folder), None, None, None
 
     def start(self) -> None:
         "Draw frames on a thread of its own until the run has ended or the panel is closed."
@@ -506,6 +516,7 @@ def draw(panel: Panel) -> None:
     panel.drawn = snapshot
     commands = [] if snapshot.commands is None else snapshot.commands.tail(200).to_dicts()
     tell(parts["log"], log_html(commands))
+    tell(parts["message"], "")
     if not panel.readonly:
         panel.buttons.update(snapshot.state)
         error = panel.buttons.error
@@ -611,8 +622,8 @@ def open_card(panel: Panel, key: str) -> None:
         return
     try:
         frame = card_of(key).frame(panel.folder)
-        rows = f"the last {min(TABLE_ROWS, len(frame)):,} of {len(frame):,} rows; all of them: run.frame({key!r})\n"
+        rows = f"as of version {panel.snapshot.version}; the last {min(TABLE_ROWS, len(frame)):,} of {len(frame):,} rows; all of them: run.frame({key!r})\n"
         table = {"output_type": "display_data", "data": {"text/html": frame.tail(TABLE_ROWS)._repr_html_()}, "metadata": {}}
         detail.outputs = (*map(shown_output, charts_of(panel.folder, key)), table, {"output_type": "stream", "name": "stdout", "text": rows})
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever it was, it is said where the card was to be
         detail.outputs = ({"output_type": "stream", "name": "stderr", "text": f"{error}\n"},)

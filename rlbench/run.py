@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process', 'attach',
-           'list_runs', 'Run', 'wait', 'reached', 'until']
+           'list_runs', 'Run', 'wait', 'leaving', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -21,10 +21,11 @@ from .config import FUNCTIONS, RunConfig, check_guard, check_sinks, function_fil
 from .driver import make_pools
 from .knobs import Captured, FileFunction, capture, save_function, unknown
 from .knobsets import Applied, apply_knobs, save_knobs
-from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, state_of
+from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
+from .loop import check_ramp
 from .process import clear, close_books
 from .rescore import give, rescore
-from .steer import ask, ask_guard, drop_guard, guards, in_force, me
+from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
 from .webhook import address
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def start_process(folder: Path) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(folder / "run.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlbench.process", str(folder)],
+            [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "rlbench.process", str(folder)],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -184,7 +185,7 @@ class _Seeing(_Looking):
         return card_of(card).frame(self.folder)
 
     def browse(self, **filters):
-        "The rollout browser; `filters` as in `inspector.find_rollouts`: fate, level, reward, lag, text, task, version."
+        "The rollout browser; `filters`: fate, level, reward, lag, version, text, last."
         from rlbench.inspector import browse
 
         return browse(self.folder, **filters)
@@ -270,8 +271,14 @@ class Run(_Seeing, _Guarding, _Giving):
         """Change knobs of the live run, at once or over some versions; dotted names go into `table`. A function is captured and tried on what the run has stored.
         Raises ValueError for what the run would refuse, with the traceback of a function that fails; nothing is sent then."""
         asked = {**(table or {}), **knobs}
+        for knob, value in asked.items():
+            check_live(self.folder, knob)
+            check_ramp(knob, value, over)
         values = {knob: give(self.folder, knob, value) if callable(value) else value for knob, value in asked.items()}
-        return [ask(self.folder, knob, values[knob], over, author) for knob in sorted(values, key=lambda knob: "." in knob)]
+        order, refused = together(self.folder, dict(sorted(values.items(), key=lambda item: "." in item[0])))
+        for error in refused.values():
+            raise error
+        return [send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value, over) for knob, value in order.items()]
 
     def pause(self, author: str = "") -> str:
         "Hold training and new rollouts; what is being written is finished."
@@ -321,10 +328,16 @@ def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
         if timeout is not None and time.monotonic() - began > timeout:
             raise TimeoutError(f"run {run.name!r} is still {run.state} after {timeout:g} s")
         time.sleep(poll)
-    last, status = time.monotonic(), run.status
-    while status and status.host == os.uname().nodename and (alive(status.pid) or alive(status.supervisor)) and time.monotonic() - last < REPORT_SECONDS:
+    last = time.monotonic()
+    while leaving(run) and time.monotonic() - last < REPORT_SECONDS:
         time.sleep(poll)
     return run.state
+
+
+def leaving(run: Run) -> bool:
+    "Whether processes of a run on this machine are still there, writing the report."
+    status = run.status
+    return bool(status) and status.host == os.uname().nodename and (alive(status.pid) or alive(status.supervisor))
 
 
 REPORT_SECONDS = 30.0  # for the report, after the books are closed
@@ -346,5 +359,8 @@ def reached(run: Run, eval: float | None, step: int | None) -> bool:
 async def until(run: Run, *, eval: float | None = None, step: int | None = None, poll: float = 0.3) -> str:
     "Wait, without blocking the kernel, until a held-out solve rate or a version is reached or the run has ended; returns its state."
     while run.state not in (*ENDED, "dead") and not reached(run, eval, step):
+        await asyncio.sleep(poll)
+    last = time.monotonic()
+    while run.state in (*ENDED, "dead") and leaving(run) and time.monotonic() - last < REPORT_SECONDS:
         await asyncio.sleep(poll)
     return run.state

@@ -207,3 +207,18 @@ def test_all_live_knobs_have_a_control():
                 row.put(k.value)
                 rows += 1
     assert rows > 300
+
+
+def test_a_name_used_again_is_another_run(tmp_path):
+    "The panel of a folder that was removed and made again shows the new run from its beginning."
+    import shutil
+
+    first = run(SCRIPTED, runs=tmp_path, name="again", steps=6)
+    assert first.wait(60) == "finished"
+    panel = frame(Panel(first.folder))
+    shutil.rmtree(first.folder)
+    panel.frame()
+    assert "is gone" in panel.parts["message"].value
+    assert run(SCRIPTED, runs=tmp_path, name="again", steps=2).wait(60) == "finished"
+    frame_of = frame(panel)
+    assert frame_of.snapshot.version == 2 and frame_of.snapshot.seen["steps"] == 2 and frame_of.parts["message"].value == ""

@@ -7,11 +7,13 @@ from inline import check_books, inline_run
 from test_run import SMALL, assert_books, ended, until
 
 import rlbench as rl
-from rlbench.config import captured_functions, make_config, to_toml
+from rlbench.config import FUNCTIONS, captured_functions, make_config, to_toml
 from rlbench.driver import CARRY, Driver, drive, make_pools
-from rlbench.knobs import capture, save_function
+from rlbench.knobs import Captured, FileFunction, capture, save_function
 from rlbench.ledger import create_run_folder, read_table, send_command
+from rlbench.loop import ERRORS_IN_A_ROW, Commanded, Member, Scored, Write, decide_command, note_call, start_state
 from rlbench.loss import LossTerms
+from rlbench.records import Outcome
 from rlbench.steer import in_force
 
 LONG = {**SMALL, "steps": 100_000, "eval": [], "staleness": 1, "correction": "tis"}
@@ -262,3 +264,31 @@ def test_a_function_of_a_file_with_postponed_annotations_keeps_its_knobs(tmp_pat
     assert config.reward["w"] == 0.3 and captured_functions(folder)["reward"][capture(own).stem](None, w=0.5) == 0.25
     with pytest.raises(ValueError, match="reward.w"):
         make_config({"reward": {"name": "own", "source": source_of(own), "w": 3}}, captured_functions(folder))
+
+
+def test_what_a_replaced_reward_still_says_is_not_held_against_the_one_before():
+    "Responses that were with the environment when a reward was put back may fail by the old one: one put-back, not two."
+    functions = {own.stem: FileFunction(own, f"functions/{own.stem}.py") for own in (Captured("good", "def good(r):\n    return 1.0\n"), Captured("bad", "def bad(r):\n    raise KeyError(1)\n"))}
+    state, actions = start_state(make_config({"preflight": 0}), [1] * 8, {}, {field: functions for field in FUNCTIONS}), []
+    for key in functions:
+        state.commands.append(Commanded(key, "anna", "reward", {"name": key.partition("-")[0], "source": f"functions/{key}.py"}))
+        decide_command(state, actions)
+    state.members = {i: Member(i, 0, i, status="scoring") for i in range(2 * ERRORS_IN_A_ROW)}
+    for i in state.members:
+        note_call(state, Scored(i, 0, None, True, Outcome.FUNCTION_ERROR, 0.0, "reward bad: raised KeyError"), actions)
+    assert state.config.reward["name"] == "good" and [a.row.author for a in actions if isinstance(a, Write)].count("rlbench") == 1
+
+
+def test_several_knobs_are_asked_for_together_or_not_at_all(tmp_path):
+    "One that would be refused keeps the others back; two that are right only together are sent in their order; what cannot ramp is refused here."
+    run = rl.run("tiny", runs=tmp_path, placement="colocated", **LONG)
+    until(lambda: run.status and run.status.state == "running")
+    for wrong in ({"temperature": 0.77, "learning_rate": -1.0}, {"temperature": None}, {"temperature": 0.77, "sampler": "uniform", "over": 5}):
+        with pytest.raises(ValueError):
+            run.set(**wrong)
+    size = run.settings.group
+    run.set(group=size + 1, batch=3 * (size + 1))
+    until(lambda: run.settings.group == size + 1 and run.settings.batch == 3 * (size + 1))
+    assert run.settings.temperature == 1.0
+    run.stop()
+    run.wait(60)
