@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process', 'attach',
-           'list_runs', 'Run', 'wait', 'leaving', 'reached', 'until']
+           'list_runs', 'Run', 'handed_over', 'wait', 'leaving', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -274,7 +274,7 @@ class Run(_Seeing, _Guarding, _Giving):
         for knob, value in asked.items():
             check_live(self.folder, knob)
             check_ramp(knob, value, over)
-        values = {knob: give(self.folder, knob, value) if callable(value) else value for knob, value in asked.items()}
+        values = {knob: handed_over(self.folder, knob, value) for knob, value in asked.items()}
         order, refused = together(self.folder, dict(sorted(values.items(), key=lambda item: "." in item[0])))
         for error in refused.values():
             raise error
@@ -319,6 +319,16 @@ class Run(_Seeing, _Guarding, _Giving):
     def __repr__(self) -> str:
         s = self.status
         return f"Run({self.name!r}: {self.state}, version {s.version if s else 0}, {self.folder})"
+
+# %% ../nbs/80_run.ipynb #run-handed-over
+def handed_over(folder: Path, field: str, value: object) -> object:
+    "A function, or the table that names one in a file of the user's, as the table of its copy in the run's folder; other values as they are. Raises ValueError."
+    if callable(value):
+        return give(folder, field, value)
+    if field in FUNCTIONS and named_by_file(value):
+        copy = function_file(field, value)
+        return {**give(folder, field, FileFunction(copy, f"functions/{copy.stem}.py")), **{k: v for k, v in value.items() if k != "source"}}
+    return value
 
 # %% ../nbs/80_run.ipynb #run-class-two
 def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
