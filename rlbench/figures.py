@@ -536,7 +536,7 @@ def _furniture(f: Frame, chart: Chart) -> str:
     for m in sorted((m for m in chart.marks if f.range[0] <= m.x <= f.range[1]), key=lambda m: m.x):
         x, wide = float(f.x(m.x)), text_width(m.label, 10)
         lines += f"M{x:.0f} {f.top - 2:.0f}V{f.bottom:.0f}"
-        start = min(max(x - wide / 2, 0), f.right - wide)
+        start = min(max(x - wide / 2, f.left), f.right - wide)
         if m.label and start > edge + 3:
             front += _text(start, f.top - 5, m.label, "s", "start", 10)
             edge = start + wide

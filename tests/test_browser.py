@@ -343,6 +343,11 @@ FITS = """() => {
     for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) told.push(`${e.textContent} is cut`);
     for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5) told.push(`${e.textContent} is too small to be read`);
     for (const svg of all('svg')) for (const e of svg.querySelectorAll('text')) if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2) told.push(`${e.textContent} leaves its chart`);
+    for (const svg of all('svg')) {
+        const texts = [...svg.querySelectorAll('text')];
+        const glyphs = e => { const {left, right, top, bottom, height} = box(e); return {left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height} };
+        texts.forEach((a, i) => texts.slice(i + 1).forEach(b => apart(glyphs(a), glyphs(b)) || told.push(`"${a.textContent}" and "${b.textContent}" in one place`)));
+    }
     return [...new Set(told)] }"""
 
 
