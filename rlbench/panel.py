@@ -406,6 +406,7 @@ class Panel:
                 self.snapshot = self.view.poll()
                 self.light = light(self.snapshot, self.light)
                 draw(self)
+                self.trace = ""
         except Exception as error:  # the run folder was removed, or is of a newer rlbench: say so, and look again
             tell(self.parts["message"], f'<div class="rl-refused">{escape(str(error) or repr(error))}</div>')
             self.trace = traceback.format_exc()

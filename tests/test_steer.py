@@ -286,9 +286,8 @@ def test_several_knobs_are_asked_for_together_or_not_at_all(tmp_path):
     for wrong in ({"temperature": 0.77, "learning_rate": -1.0}, {"temperature": None}, {"temperature": 0.77, "sampler": "uniform", "over": 5}):
         with pytest.raises(ValueError):
             run.set(**wrong)
-    size = run.settings.group
-    run.set(group=size + 1, batch=3 * (size + 1))
-    until(lambda: run.settings.group == size + 1 and run.settings.batch == 3 * (size + 1))
+    run.set(group=12, batch=48)  # 12 is no part of the 64 that are in force
+    until(lambda: run.settings.group == 12 and run.settings.batch == 48)
     assert run.settings.temperature == 1.0
     run.stop()
     run.wait(60)
