@@ -143,6 +143,7 @@ class Memory:
     measured: list[Measured] = field(default_factory=list)  # rows that guards have not seen yet
     in_force: dict[str, object] = field(default_factory=dict)  # live knobs
     changed: dict[str, list] = field(default_factory=dict)  # knob -> value, version since which, of knobs that were turned
+    unsaid: bool = False  # whether a batch was finished that the status does not tell yet
     pending: list[str] = field(default_factory=list)  # ids of commands that the status shows as waiting
 
 
@@ -461,7 +462,7 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
     m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
     del m.metrics[row.version]
-    driver.write_status()
+    m.unsaid = True  # the status is written when the rows of its rollouts are there, too
 
 
 def write_eval(driver: "Driver", row: EvalRow) -> None:
@@ -569,8 +570,8 @@ def drive(driver: Driver) -> LoopState:
                     log(driver, action)
                     if driver.state.phase not in FINISHED or isinstance(action, (Write, Tell)):
                         CARRY[type(action)](driver, action)
-            if (waiting := [command.id for command in driver.state.commands]) != driver.memory.pending:
-                driver.memory.pending = waiting
+            if (waiting := [command.id for command in driver.state.commands]) != driver.memory.pending or driver.memory.unsaid:
+                driver.memory.pending, driver.memory.unsaid = waiting, False
                 driver.write_status()
             driver.flush()
         return driver.state

@@ -116,6 +116,7 @@ def test_guards_and_kept_knobs(live):
     "A guard asked for on the panel is watched by the run; a name that cannot be one is refused in words; kept knobs come back."
     panel = frame(Panel(live.folder, author="anna"))
     watch, kept = panel.knobs.pages["Guards"], panel.knobs.pages["Kept"]
+    panel.knobs.more.value = True
     watch.when.value = "entropi < 0.1"
     watch.add.click()
     assert "entropy" in watch.said.value and "rl-refused" in watch.said.value
