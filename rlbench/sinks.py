@@ -265,13 +265,17 @@ def start_sinks(folder: str | Path, names: Iterable[str], pid: int = 0) -> list[
     check_sinks(names)
     environment = {**os.environ, "POLARS_MAX_THREADS": "1"}
     with open(folder / "sinks.log", "ab") as log:
-        return [
-            subprocess.Popen(
-                [sys.executable, "-m", "rlbench.sinks", str(folder), name, str(pid)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment,
-            )
-            for name in names
-        ]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child has its parent's mask from its first instruction on
+        try:
+            return [
+                subprocess.Popen(
+                    [sys.executable, "-m", "rlbench.sinks", str(folder), name, str(pid)],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment,
+                )
+                for name in names
+            ]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(folder: str, to: str, pid: str = "0") -> int:
