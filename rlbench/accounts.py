@@ -14,7 +14,7 @@ from math import comb, sqrt
 import numpy as np
 
 from .advantage import expected_zero_advantage
-from .records import Group, Rollout, StopReason, lag
+from .records import Group, Rollout, StopReason, lag, span
 from .reward import final_answer
 
 # %% ../nbs/44_accounts.ipynb #accounts-served
@@ -52,7 +52,7 @@ def served_columns(groups: Sequence[Group]) -> dict:
 # %% ../nbs/44_accounts.ipynb #accounts-batch
 def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int]) -> dict:
     "Lag, size and turn columns of a batch trained on weights of `version`."
-    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None]
+    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None and span(r)]
     lags = [lag(r, version) for r in rollouts]
     behind = [updates[version] - updates[version - each.total] for each in lags]
     return {
