@@ -8,7 +8,7 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW',
            'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost',
            'Measured', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
            'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState',
-           'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'LoopState', 'start_state', 'books_closed',
+           'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'LoopState', 'start_state', 'books_closed',
            'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups',
            'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started',
            'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded',
@@ -414,6 +414,16 @@ class Replaced:
     table: Mapping
     version: int
 
+# %% ../nbs/51_loop.ipynb #loop-state-late
+@dataclass
+class Late:
+    "What straggler strategies hold back, and the meters of what was thrown away."
+    buffer: list[int] = field(default_factory=list)  # stopped rollouts that come first when dispatch goes on
+    again: list[tuple[str, int]] = field(default_factory=list)  # (pool, task) of stopped groups that are sent again
+    tally: list[float] = field(default_factory=lambda: [0, 0, 0, 0])  # training attempts ended since the last batch, discarded ones, and their tokens
+    fill: float = -1.0  # share unfinished when the next batch was full; -1: it is not
+    filled: float = -1.0  # the same of the batch in training
+
 # %% ../nbs/51_loop.ipynb #loop-state-three
 @dataclass
 class LoopState:
@@ -443,11 +453,7 @@ class LoopState:
     to_send: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
-    buffer: list[int] = field(default_factory=list)  # stopped rollouts that come first when dispatch goes on
-    again: list[tuple[str, int]] = field(default_factory=list)  # (pool, task) of stopped groups that are sent again
-    tally: list[float] = field(default_factory=lambda: [0, 0, 0, 0])  # training attempts ended since the last batch, discarded ones, and their tokens
-    fill: float = -1.0  # share unfinished when the next batch was full; -1: it is not
-    filled: float = -1.0  # the same of the batch in training
+    late: Late = field(default_factory=Late)
     queue: list[Waiting] = field(default_factory=list)
     training: list[int] = field(default_factory=list)
     doomed: int = 0  # training groups that have a doom and are not closed yet
@@ -546,7 +552,7 @@ def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, train
     entry[2] += member.seconds
     if not state.groups[member.group].eval:
         thrown = fate in DISCARDED
-        state.tally = [a + b for a, b in zip(state.tally, (1, thrown, member.tokens, thrown * member.tokens))]
+        state.late.tally = [a + b for a, b in zip(state.late.tally, (1, thrown, member.tokens, thrown * member.tokens))]
     actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at)))
 
 
@@ -580,7 +586,7 @@ def own_fate(member: Member, group: GroupState, fate: Fate) -> Fate | None:
         return Fate.MASKED
     return Fate.SURPLUS if fate is Fate.ABORTED and member.reason is not StopReason.ABORTED else None
 
-
+# %% ../nbs/51_loop.ipynb #loop-doom
 def doom(state: LoopState, group: GroupState, fate: Fate) -> None:
     "Whatever its members still do, the group ends with this fate, as soon as their answers are in."
     state.doomed += not group.doom and not group.eval
@@ -591,7 +597,7 @@ def doom(state: LoopState, group: GroupState, fate: Fate) -> None:
 def dissolve(state: LoopState, fate: Fate, evaluations: bool, actions: list) -> None:
     "Doom every group outside training: what runs is aborted, the rest ends as soon as its answers are in."
     discard(state, [g for g in state.groups.values() if g.status != "training" and g.doom is None and (evaluations or not g.eval)], fate, actions)
-    state.again = []
+    state.late.again = []
 
 
 def discard(state: LoopState, groups: list[GroupState], fate: Fate, actions: list) -> None:
@@ -601,7 +607,7 @@ def discard(state: LoopState, groups: list[GroupState], fate: Fate, actions: lis
         for member in (state.members[i] for i in group.members):
             member.status = "done" if member.status in ("to_send", "partial", "written") else member.status
     ids = {i for g in groups for i in g.members}
-    state.to_send, state.buffer, state.written = ([i for i in each if i not in ids] for each in (state.to_send, state.buffer, state.written))
+    state.to_send, state.late.buffer, state.written = ([i for i in each if i not in ids] for each in (state.to_send, state.late.buffer, state.written))
     state.queue = [w for w in state.queue if state.groups[w.group].doom is None]
     stop_members(state, [state.members[i] for g in groups for i in g.members], "surplus", actions)
 
@@ -674,13 +680,13 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     state.version = e.version
     state.optimizer_steps += e.optimizer_steps
     batch = [state.members[i] for g in groups for i in g.members]
-    ended, thrown, tokens, thrown_tokens = state.tally
-    meters = thrown / (ended + len(batch)), thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)), max(0.0, state.filled)
+    ended, thrown, tokens, thrown_tokens = state.late.tally
+    meters = thrown / (ended + len(batch)), thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)), max(0.0, state.late.filled)
     actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters)))
     state.training = []
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
-    state.tally = [0, 0, 0, 0]
+    state.late.tally = [0, 0, 0, 0]
     for actor in state.actors.values():
         actor.restarts = 0
 
@@ -995,7 +1001,7 @@ def _serve(state: LoopState, command: Commanded, actions: list) -> None:
     if pool is None or command.over:
         raise ValueError("tasks: other tasks come at once, not over some versions" if command.over else "tasks: no tasks were made for this command")
     state.config = with_knob(state.config, "tasks", pool.table, state.functions)
-    state.pool, state.staged, state.again = pool.name, [], []
+    state.pool, state.staged, state.late.again = pool.name, [], []
     state.pools[pool.name] = len(pool.levels)
     state.curriculum = Curriculum(list(pool.levels), draws=state.curriculum.draws)
     state.fruitless = 0
@@ -1060,7 +1066,7 @@ def decide_settle(state: LoopState, actions: list) -> None:
         left = [i for i in group.members if state.members[i].status != "done"]
         if group.status == "open" and not left:
             settle(state, group, actions)
-        elif group.status == "open" and all(i in state.buffer for i in left):
+        elif group.status == "open" and all(i in state.late.buffer for i in left):
             group.status = "parted"
 
 
@@ -1177,8 +1183,8 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
-    if state.fill < 0 and len(state.queue) >= state.config.batch_groups:
-        state.fill = unfinished_share(state)
+    if state.late.fill < 0 and len(state.queue) >= state.config.batch_groups:
+        state.late.fill = unfinished_share(state)
     if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
         return
     if synchronous(state) and not settled(state):
@@ -1195,7 +1201,7 @@ def decide_train(state: LoopState, actions: list) -> None:
         for waiting in state.queue:
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
         state.queue = []
-    state.training, state.filled, state.fill = [w.group for w in taken.batch], state.fill, -1.0
+    state.training, state.late.filled, state.late.fill = [w.group for w in taken.batch], state.late.fill, -1.0
     for group in state.training:
         state.groups[group].status = "training"
     actions.append(Train(trainer(state), tuple(state.training), state.version + 1))
@@ -1260,11 +1266,11 @@ def interrupt(state: LoopState, members: list[Member], actions: list) -> None:
     "Stop these, to be sent again (requeue) or to go on later (partial)."
     c, groups = state.config, [state.groups[i] for i in dict.fromkeys(m.group for m in members)]
     if c.stragglers == "requeue" and whole(state):
-        state.again += [(g.pool, g.task) for g in groups if g.pool == state.pool]
+        state.late.again += [(g.pool, g.task) for g in groups if g.pool == state.pool]
         return discard(state, groups, Fate.ABORTED, actions) if groups else None
     stop_members(state, members, c.stragglers, actions)
     waiting = {m.id for m in members if m.status in ("to_send", "partial")} if synchronous(state) else ()
-    state.buffer += [i for i in state.to_send if i in waiting]
+    state.late.buffer += [i for i in state.to_send if i in waiting]
     state.to_send = [i for i in state.to_send if i not in waiting]
     state.touched += [g.id for g in groups]
 
@@ -1278,16 +1284,16 @@ def put_off(state: LoopState, member: Member, group: GroupState, cut: str, actio
         member = state.members[member.id] = Member(member.id, member.group, member.k, member.attempt + 1)
         state.dispatched += 1
     member.status = "partial" if member.tokens else "to_send"
-    state.buffer.append(member.id)
+    state.late.buffer.append(member.id)
     state.touched.append(group.id)
 
 
 def take_up(state: LoopState, actions: list) -> None:
     "What waits in the buffer comes before everything else."
-    waiting = [state.members[i] for i in state.buffer]
+    waiting = [state.members[i] for i in state.late.buffer]
     for member in waiting:
         state.groups[member.group].status = "open"
-    state.to_send, state.buffer = state.buffer + state.to_send, []
+    state.to_send, state.late.buffer = state.late.buffer + state.to_send, []
     for group in map(state.groups.get, dict.fromkeys(m.group for m in waiting if synchronous(state) or m.status == "partial")):
         finished = [m for m in map(state.members.get, group.members) if m.status not in UNFINISHED and not m.masked]
         if finished and whole(state) and old_tokens(state) != "train":
@@ -1306,7 +1312,7 @@ def leave(state: LoopState, member: Member, group: GroupState, fate: Fate, actio
     give_fate(state, member, fate, actions)
     del state.members[member.id]
     group.members.remove(member.id)
-    state.to_send, state.buffer, state.written = ([i for i in each if i != member.id] for each in (state.to_send, state.buffer, state.written))
+    state.to_send, state.late.buffer, state.written = ([i for i in each if i != member.id] for each in (state.to_send, state.late.buffer, state.written))
     state.touched.append(group.id)
 
 
@@ -1441,7 +1447,7 @@ def decide_admit(state: LoopState, actions: list) -> None:
     places = min(room(next_version(state), acknowledged, c.staleness, c.batch_groups, 0 if inside else c.oversample, live), left - live)
     ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
-        task = state.again.pop(0)[1] if state.again else draw_task(state, actions)
+        task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
         group = new_group(state, state.pool, task, "", c.group + inside, Sampling(c.temperature, c.top_p, c.top_k, c.max_tokens))
         group.need, places = c.group if inside else 0, places - 1
 
