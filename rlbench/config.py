@@ -87,6 +87,7 @@ class VirtualCosts(BaseModel):
     score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="one rollout scored")] = 0.001
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
+    scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
 
     @model_validator(mode="after")
