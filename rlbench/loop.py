@@ -14,8 +14,8 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE',
            'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal',
            'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
            'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
-           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate',
-           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'decide_overflow', 'places_in_line',
+           'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -32,7 +32,7 @@ from .curriculum import Curriculum, draw, observe
 from .environment import function_name
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
-from .queue import Waiting, take
+from .queue import Waiting, behind, capacity, overflow, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import may_start, room
 
@@ -1118,7 +1118,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     if synchronous(state) and not settled(state):
         return
     c = state.config
-    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state))
+    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
@@ -1126,7 +1126,7 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     state.queue = list(taken.left)
     if synchronous(state):
-        for waiting in state.queue:
+        for waiting in sorted(state.queue):
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
         state.queue = []
     state.training = [w.group for w in taken.batch]
@@ -1140,6 +1140,28 @@ def _unfinished_oldest(state: LoopState) -> Iterator[int]:
     for group in state.groups.values():
         if group.status == "open" and not group.eval and group.doom is None:
             yield min((m.oldest for m in map(state.members.get, group.members) if m.oldest >= 0), default=state.version)
+
+# %% ../nbs/51_loop.ipynb #loop-backlog
+def decide_overflow(state: LoopState, actions: list) -> None:
+    "Push out of the queue what it does not hold, if the generator does not wait for it."
+    c = state.config
+    if c.backlog != "drop_oldest" or held(state):  # a pause throws nothing away
+        return
+    state.queue, pushed = overflow(state.queue, capacity(c.queue_batches, c.staleness, c.batch_groups))
+    for waiting in pushed:
+        close_group(state, state.groups[waiting.group], Fate.STALE, actions)
+
+
+def places_in_line(state: LoopState, live: int) -> int:
+    "Training groups that the discipline of the queue lets in, with `live` of them in the system."
+    c, up = state.config, generators(state).values()
+    if c.backlog == "drop_oldest":
+        return 10**9
+    free = room(next_version(state), min(a.version for a in up), c.staleness, c.batch_groups, c.oversample, live)
+    if not c.queue_batches or synchronous(state):
+        return free
+    running = -(-sum(min(a.slots, c.concurrency) for a in up) // c.group)
+    return min(free, behind(c.queue_batches, c.batch_groups, running, live))
 
 # %% ../nbs/51_loop.ipynb #loop-decide-evaluate
 def wanted(state: LoopState, version: int) -> list[EvalConfig]:
@@ -1240,10 +1262,9 @@ def decide_admit(state: LoopState, actions: list) -> None:
         observe(state.curriculum, task, scored, solved)
     state.staged = []
     c = state.config
-    acknowledged = min(a.version for a in up.values())
     left = (c.steps - next_version(state)) * c.batch_groups
     live = live_groups(state)
-    places = min(room(next_version(state), acknowledged, c.staleness, c.batch_groups, c.oversample, live), left - live)
+    places = min(places_in_line(state, live), left - live)
     ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         new_group(state, state.pool, draw_task(state, actions), "", c.group, Sampling(c.temperature, c.top_p, c.top_k, c.max_tokens))
@@ -1332,7 +1353,7 @@ HANDLERS = {
     Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
 }
 DECISIONS = (
-    decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_train, decide_evaluate,
+    decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_train, decide_overflow, decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )
 FINISHED = ("done", "failed")

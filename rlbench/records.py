@@ -38,7 +38,7 @@ class Fate(StrEnum):
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
     MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
-    STALE = "stale"  # older than the bound when its batch was to be trained
+    STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
     ENVIRONMENT_ERROR = "environment_error"  # no reward after all retries
