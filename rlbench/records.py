@@ -38,7 +38,7 @@ class Fate(StrEnum):
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
     MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
-    STALE = "stale"  # older than the bound when its batch was to be trained
+    STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
     ENVIRONMENT_ERROR = "environment_error"  # no reward after all retries
@@ -304,6 +304,10 @@ lag_span | int | versions | most versions that passed inside one rollout of the 
 mixed_share | float | share | rollouts of the batch with tokens of more than one version
 lag_state | float | versions | mean over the episodes that met older writes: versions since their environment's oldest writes
 lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
+drop_bias | float | share | largest of the three below, the sign aside; over the last 20 batches
+bias_length | float | share | gap between the lengths of what was generated and of what was not dropped; below 0 the trained are shorter
+bias_level | float | share | the same in difficulty; below 0 they are easier
+bias_turns | float | share | the same in turns; below 0 they have fewer
 """)
 
 _STEPS_SERVED = _columns("""
