@@ -8,7 +8,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
            'doctor', 'compare_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
-           'panel', 'main']
+           'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -806,6 +806,14 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-stragglers
+@benches.command()
+def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+    "What each straggler strategy costs, on heavy-tailed lengths and the virtual clock."
+    from rlbench.bench_stragglers import bench_stragglers
+
+    _measure(lambda say: bench_stragglers(seed, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()

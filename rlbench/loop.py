@@ -7,18 +7,18 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW',
            'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED', 'Started', 'Generated',
            'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost',
            'Measured', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
-           'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState',
-           'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'LoopState', 'start_state', 'books_closed',
-           'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups',
-           'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started',
-           'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded',
-           'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command', 'check_ramp', 'in_place',
-           'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured',
-           'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget',
-           'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole',
-           'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate', 'new_group',
-           'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'Prepare', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow',
+           'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'LoopState', 'start_state',
+           'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version',
+           'live_groups', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members',
+           'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved',
+           'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command',
+           'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task',
+           'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
+           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
+           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
+           'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
+           'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -36,7 +36,7 @@ from .curriculum import Curriculum, draw, observe
 from .environment import function_name
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
-from .queue import Waiting, backpressure, capacity, overflow, take
+from .queue import Waiting, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import drains, fresh, may_start, room, stops, surplus
 
@@ -253,6 +253,12 @@ class Write:
     row: object
 
 # %% ../nbs/51_loop.ipynb #loop-actions-three
+@dataclass(frozen=True)
+class Prepare:
+    "Generators will want the weights of `version` once they are empty: have them ready, before the trainer begins the next batch."
+    version: int
+
+
 @dataclass(frozen=True)
 class MarkOld:
     "What these have written counts as an older policy's: `how` is mask or correct."
@@ -1174,7 +1180,9 @@ def decide_publish(state: LoopState, actions: list) -> None:
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
     due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining" or state.asked_publish
-    state.published = pinned[0] if pinned else state.version if due_now and not owed else state.published
+    before, state.published = state.published, pinned[0] if pinned else state.version if due_now and not owed else state.published
+    if drains(state.config.stragglers) and state.published > before:
+        actions.append(Prepare(state.published))
     for name, actor in behind.items():
         if actor.sent < state.published and emptied(state, name, actions):
             actor.sent = state.published
@@ -1183,14 +1191,12 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
-    if state.late.fill < 0 and len(state.queue) >= state.config.batch_groups:
-        state.late.fill = unfinished_share(state)
     if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
         return
     if synchronous(state) and not settled(state):
         return
     c = state.config
-    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
+    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state))
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
@@ -1198,7 +1204,7 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     state.queue = list(taken.left)
     if synchronous(state):
-        for waiting in sorted(state.queue):
+        for waiting in state.queue:
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
         state.queue = []
     state.training, state.late.filled, state.late.fill = [w.group for w in taken.batch], state.late.fill, -1.0
@@ -1211,7 +1217,7 @@ def decide_train(state: LoopState, actions: list) -> None:
 def _unfinished_oldest(state: LoopState) -> Iterator[int]:
     "The oldest version in each training group that is not finished yet, eldest group first: who looks for one at the edge finds it soon."
     for group in state.groups.values():
-        if group.status == "open" and not group.eval and group.doom is None:
+        if group.status in ("open", "parted") and not group.eval and group.doom is None:
             yield min((m.oldest for m in map(state.members.get, group.members) if m.oldest >= 0), default=state.version)
 
 # %% ../nbs/51_loop.ipynb #loop-stragglers
@@ -1227,6 +1233,8 @@ def unfinished(state: LoopState) -> list[Member]:
 def decide_stragglers(state: LoopState, actions: list) -> None:
     "Synchronously: the batch is full, so what still runs is stopped, unless the strategy waits for it."
     c = state.config
+    if state.late.fill < 0 and len(state.queue) >= c.batch_groups:
+        state.late.fill = unfinished_share(state)
     if not synchronous(state) or len(state.queue) < c.batch_groups or state.phase != "running" or state.training or held(state) or trainer(state) is None:
         return
     if c.stragglers in ("in_flight", "wait") or sum(fresh(w.oldest, state.version, 0) for w in state.queue) < c.batch_groups:
@@ -1340,28 +1348,6 @@ def unfinished_share(state: LoopState) -> float:
     alive = [m for g in state.groups.values() if g.status != "training" and not g.eval and g.doom is None for m in map(state.members.get, g.members)]
     return sum(m.status in UNFINISHED for m in alive) / max(1, len(alive))
 
-# %% ../nbs/51_loop.ipynb #loop-backlog
-def decide_overflow(state: LoopState, actions: list) -> None:
-    "Push out of the queue what it does not hold, if the generator does not wait for it."
-    c = state.config
-    if c.backlog != "drop_oldest" or held(state):  # a pause throws nothing away
-        return
-    state.queue, pushed = overflow(state.queue, capacity(c.queue_batches, c.staleness, c.batch_groups))
-    for waiting in pushed:
-        close_group(state, state.groups[waiting.group], Fate.STALE, actions)
-
-
-def places_in_line(state: LoopState, live: int, oversample: float) -> int:
-    "Training groups that the discipline of the queue lets in, with `live` of them in the system."
-    c, up = state.config, generators(state).values()
-    if c.backlog == "drop_oldest":
-        return 10**9
-    free = room(next_version(state), min(a.version for a in up), c.staleness, c.batch_groups, oversample, live)
-    if not c.queue_batches or synchronous(state):
-        return free
-    running = -(-sum(min(a.slots, c.concurrency) for a in up) // c.group)
-    return min(free, backpressure(c.queue_batches, c.batch_groups, running, live))
-
 # %% ../nbs/51_loop.ipynb #loop-decide-evaluate
 def wanted(state: LoopState, version: int) -> list[EvalConfig]:
     "The evaluation sets that are due when the generators serve `version`."
@@ -1462,10 +1448,11 @@ def decide_admit(state: LoopState, actions: list) -> None:
     state.staged = []
     take_up(state, actions)
     c = state.config
+    acknowledged = min(a.version for a in up.values())
     left = (c.steps - next_version(state)) * c.batch_groups
     live = live_groups(state)
     inside = ceil(c.oversample * c.group) if c.stragglers == "oversample" and c.straggler_unit == "rollout" else 0
-    places = min(places_in_line(state, live, 0 if inside else c.oversample), left - live)
+    places = min(room(next_version(state), acknowledged, c.staleness, c.batch_groups, 0 if inside else c.oversample, live), left - live)
     ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
@@ -1557,7 +1544,7 @@ HANDLERS = {
     Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
 }
 DECISIONS = (
-    decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_overflow, decide_evaluate,
+    decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )
 FINISHED = ("done", "failed")
