@@ -11,11 +11,11 @@ __all__ = ['PREFLIGHT', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE',
            'Evaluation', 'Ramp', 'Replaced', 'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled',
            'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group',
            'doom', 'dissolve', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
-           'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal',
-           'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
-           'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
-           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted', 'decide_evaluate',
-           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'place_of',
+           'journal', 'due', 'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail',
+           'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle',
+           'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'wanted',
+           'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -139,6 +139,7 @@ class Commanded:
     at: float = 0.0
     reason: str = ""
     pool: Pool | None = None  # what was made if it asks for other tasks
+    heard: int = -1  # number of the event with which it came in; -1: the loop itself asks
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,9 @@ class CommandRow:
     apply: str
     version: int
     dispatched: int
+    training: bool = False
+    event: int = -1  # number of the one at which this was decided
+    heard: int = -1  # number of the one with which the command came in
 
 # %% ../nbs/51_loop.ipynb #loop-state
 @dataclass
@@ -437,6 +441,7 @@ class LoopState:
     asked_publish: bool = False
     saved: int = -1
     saving: bool = False
+    until: int = -1  # version at which a replay has done what it is for; -1: none
     books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
     dispatched: int = 0
     dispatched_groups: int = 0
@@ -722,6 +727,19 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
         doom(state, group, Fate.LEFT_AT_STOP)
     state.training = []
 
+# %% ../nbs/51_loop.ipynb #loop-journal
+def place_of(state: LoopState) -> tuple[int, int, bool, int]:
+    "Where the run is: version, groups dispatched, whether a batch trains, number of the event."
+    return state.version, state.dispatched_groups, bool(state.training), state.seq
+
+
+def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
+    "The journal's row: what became of a command, and where in the run."
+    row = CommandRow(
+        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *place_of(state), command.heard
+    )
+    return Write("commands", row)
+
 # %% ../nbs/51_loop.ipynb #loop-decide-command
 VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard")
 
@@ -731,14 +749,6 @@ def due(state: LoopState, apply: str) -> bool:
     if apply == "dispatch":
         return wave_boundary(state) if synchronous(state) else True
     return apply == "now" or not state.training
-
-
-def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
-    "The journal's row: what became of a command, and where in the run."
-    row = CommandRow(
-        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups
-    )
-    return Write("commands", row)
 
 
 def decide_command(state: LoopState, actions: list) -> None:
@@ -882,7 +892,7 @@ def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
         return False
     state.ramps = [r for r in state.ramps if r.knob.partition(".")[0] != name]
     chain(state, ["command", name, table, 0, state.version, state.dispatched_groups])
-    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", state.version, state.dispatched_groups)
+    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", *place_of(state))
     actions.extend((Configure(state.config), Write("commands", row)))
     return True
 
@@ -1068,6 +1078,8 @@ def spent(state: LoopState) -> str:
     c = state.config
     if state.version >= c.steps:
         return f"steps: {c.steps} done"
+    if 0 <= state.until <= state.version:
+        return f"replayed up to version {state.until}"
     if c.minutes and state.at >= 60 * c.minutes:
         return f"minutes: {c.minutes:g} over"
     return f"tokens: {c.tokens} generated" if c.tokens and state.generated_tokens >= c.tokens else ""
@@ -1209,8 +1221,7 @@ def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
                     "applied",
                     reason,
                     "now",
-                    state.version,
-                    state.dispatched_groups,
+                    *place_of(state),
                 ),
             )
         )
