@@ -9,7 +9,7 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GR
            'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'note_changes',
            'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure',
            'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served',
-           'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'refuse', 'given',
+           'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'given',
            'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
            'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
@@ -612,7 +612,7 @@ def next_events(driver: Driver) -> list:
     if driver.memory.measured:
         measured, driver.memory.measured = driver.memory.measured, []
         return measured
-    if not driver.inline and (said := given(driver)):
+    if said := asked(driver):
         return said
     names, handles = list(driver.handles), list(driver.handles.values())
     events, heard = [], False
@@ -629,10 +629,6 @@ def next_events(driver: Driver) -> list:
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
         events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
         events += [e for name in names for e in overdue(driver, name)]
-    if time.monotonic() - driver.looked > LOOK_EVERY or (driver.inline and not events):
-        driver.looked = time.monotonic()
-        events += commands(driver, len(events))
-    events += given(driver, len(events)) if driver.inline else []
     driver.quiet = 0 if events or heard or busy(driver) else driver.quiet + 1
     if driver.quiet > QUIET_TICKS and not driver.state.paused:
         raise RuntimeError(f"stuck at version {driver.state.version}: {stuck(driver.state)}")
@@ -667,6 +663,16 @@ def stuck(state: LoopState) -> str:
     )
 
 # %% ../nbs/55_driver.ipynb #driver-commands
+def asked(driver: Driver) -> list:
+    "What a script says now, and the commands that have come since the last look. They come alone, so that a replay can put them between the same two events."
+    events = given(driver)
+    if time.monotonic() - driver.looked > LOOK_EVERY:
+        driver.looked = time.monotonic()
+        events += commands(driver, len(events))
+    driver.quiet = 0 if events else driver.quiet
+    return events
+
+
 def commands(driver: Driver, before: int = 0) -> list:
     "Commands from the folder, and the run's own wish to end. `before`: events that come before them."
     events = []
@@ -690,14 +696,14 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
                   apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
 
 # %% ../nbs/55_driver.ipynb #driver-given
-def given(driver: Driver, before: int = 0) -> list:
-    "What the script says now. `before`: events that come before it."
+def given(driver: Driver) -> list:
+    "What the script says now."
     script, s = driver.script, driver.state
     if not script:
         return []
     told = []
     if script.by == BY_EVENT:
-        while due_by_event(script.said, number := s.seq + before + len(told) + 1):
+        while due_by_event(script.said, number := s.seq + len(told) + 1):
             told += _say(driver, script.said.pop(0), number)
     elif not s.commands:
         resting = driver.quiet > QUIET_TICKS

@@ -116,7 +116,7 @@ def due_by_place(said: list[Said], place: tuple[int, int, bool]) -> int:
 
 
 def due_by_event(said: list[Said], number: int) -> int:
-    "Whether (1 or 0) the next command comes in before the event of this number is over."
+    "Whether (1 or 0) the next command is the event of this number, or should have been one before."
     return int(bool(said) and said[0].heard <= number)
 
 
