@@ -494,7 +494,8 @@ def run_all(jobs: Sequence[Job], base, folder: Path, at_once: int, say: Callable
 
 
 def _outcome(t: Trial) -> str:
-    return f"held-out {number(held_out(t))} in {duration(t.seconds)}" if t.finished else f"{t.state}, {t.reason}"
+    rate = f"held-out {number(held_out(t))} " * bool(t.rates)
+    return f"{rate}in {duration(t.seconds)}" if t.finished else f"{t.state}, {t.reason}"
 
 
 def _left(began: float, made: int, left: int) -> str:
