@@ -40,7 +40,7 @@ from .guard import eval_figures, step_figures
 from .knobs import key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, RolloutRow, Save,
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, Replayed, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
 from .records import Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
@@ -749,8 +749,8 @@ def given(driver: Driver) -> list:
         count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
         said, script.said = script.said[:count], script.said[count:]
         told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
-    if not script.said and not s.commands and not told:
-        s.until = script.until
+    if not script.said and not s.commands and not told and s.phase == "running" and s.version >= script.until and s.actors:
+        return [Replayed()]
     return told
 
 

@@ -6,19 +6,19 @@
 __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'FRUITLESS_BATCHES',
            'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED', 'Started', 'Generated',
            'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost',
-           'Measured', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
-           'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState',
-           'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'LoopState', 'start_state', 'books_closed',
-           'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups',
-           'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started',
-           'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded',
-           'on_ticked', 'on_training_failed', 'on_lost', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp',
-           'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
-           'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
-           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
-           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
-           'abandon', 'step']
+           'Measured', 'Replayed', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort',
+           'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
+           'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'LoopState',
+           'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer',
+           'next_version', 'live_groups', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard',
+           'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published',
+           'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of',
+           'journal', 'due', 'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail',
+           'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle',
+           'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
+           'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up',
+           'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'wanted', 'decide_evaluate', 'new_group',
+           'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import hashlib
@@ -170,6 +170,12 @@ class Measured:
     "The figures of the row of a finished batch or evaluation."
     version: int
     figures: Mapping[str, float | None]
+    at: float = 0.0
+
+# %% ../nbs/51_loop.ipynb #loop-events-replayed
+@dataclass(frozen=True)
+class Replayed:
+    "A replay has said all it has to say and is at the version that the original reached."
     at: float = 0.0
 
 # %% ../nbs/51_loop.ipynb #loop-actions
@@ -471,7 +477,6 @@ class LoopState:
     asked_publish: bool = False
     saved: int = -1
     saving: bool = False
-    until: int = -1  # version at which a replay has done what it is for; -1: none
     books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
     dispatched: int = 0
     dispatched_groups: int = 0
@@ -789,6 +794,13 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
     for group in [state.groups[i] for i in state.training]:
         doom(state, group, Fate.LEFT_AT_STOP)
     state.training = []
+
+# %% ../nbs/51_loop.ipynb #loop-on-replayed
+def on_replayed(state: LoopState, e: Replayed, actions: list) -> None:
+    "The run has done what it is for: it drains, as if a budget were spent."
+    if state.phase == "running":
+        state.phase, state.reason = "draining", f"replayed up to version {state.version}"
+        dissolve(state, Fate.LEFT_AT_STOP, False, actions)
 
 # %% ../nbs/51_loop.ipynb #loop-journal
 def place_of(state: LoopState) -> tuple[int, int, bool, int]:
@@ -1148,8 +1160,6 @@ def spent(state: LoopState) -> str:
     c = state.config
     if state.version >= c.steps:
         return f"steps: {c.steps} done"
-    if 0 <= state.until <= state.version:
-        return f"replayed up to version {state.until}"
     if c.minutes and state.at >= 60 * c.minutes:
         return f"minutes: {c.minutes:g} over"
     return f"tokens: {c.tokens} generated" if c.tokens and state.generated_tokens >= c.tokens else ""
@@ -1544,7 +1554,7 @@ def abandon(state: LoopState, reason: str) -> list:
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
+    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed,
 }
 DECISIONS = (
     decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
