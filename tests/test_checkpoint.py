@@ -67,14 +67,14 @@ def check_resumed(driver: Driver) -> None:
 SYNC = {"group": 4, "batch": 16, "steps": 8, "concurrency": 16, "preflight": 8, "preflight_k": 2, "eval": [{"count": 10, "every": 3}], "staleness": 0, "checkpoint_every": 2}
 
 
-@pytest.mark.parametrize("table", [{}, {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1}], ids=["scripted", "tiny"])
+@pytest.mark.parametrize("table", [{"generator": "scripted"}, {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1}], ids=["scripted", "tiny"])
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
-    "Killed at three moments and resumed, once again killed on the way: digest, steps and trained rollouts of the run that nobody touched."
+    "Killed at some moments and resumed, once again killed on the way: digest, steps and trained rollouts of the run that nobody touched."
     table = SYNC | table | {"placement": placement}
     whole = a_run(tmp_path / "whole", table)
     drive(whole)
-    for share in (0.45, 0.7, 0.95):
+    for share in (0.6, 0.95) if table["generator"] == "torch" else (0.45, 0.7, 0.95):
         copy = tmp_path / f"killed-{share}"
         first = a_run(tmp_path / f"first-{share}", table, {int(share * whole.state.seq): copy})
         drive(first)
@@ -90,17 +90,17 @@ def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
             assert read_table(driver.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_random_run_resumed_at_a_random_moment_closes_its_books(seed, tmp_path):
     "Whatever the configuration and the commands: what is resumed ends with closed books, and resumed again, too."
     r = random.Random(5000 + seed)
     table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))},
                            "checkpoint_every": r.choice((1, 1, 2, 3)), "after_resume": r.choice(("keep", "keep", "drop")), "checkpoints_kept": r.choice((1, 2, 5))}
     told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [(r.randint(20, 200), "checkpoint", None, 0)] * r.choice((0, 1))
-    copies = {r.randint(30, 300): tmp_path / f"copy-{i}" for i in range(3)}
+    copies = {r.randint(30, 300): tmp_path / f"copy-{i}" for i in range(2)}
     drive(a_run(tmp_path / "run", table, copies, told))
     for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
-        onward = {r.randint(30, 300): tmp_path / f"{copy.name}-{i}" for i in range(2)}
+        onward = {r.randint(30, 300): tmp_path / f"{copy.name}-onward"}
         driver = taken_up(copy, 1, onward)
         drive(driver)
         check_resumed(driver)
