@@ -10,10 +10,10 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GR
            'note_changes', 'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
            'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'dropped_checkpoint',
            'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
-           'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands', 'next_events', 'busy', 'stuck',
-           'commands', 'refuse', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted',
-           'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
-           'start_process', 'all_prompts']
+           'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room',
+           'next_events', 'busy', 'stuck', 'commands', 'refuse', 'known_functions', 'heard_command', 'show_tasks',
+           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
+           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -581,11 +581,7 @@ class Driver:
 
     def start(self, name: str) -> None:
         "Start a worker by name."
-        if name in self.handles:
-            self.handles[name].close(0.1)
-        self.handles[name] = (start_inline if self.inline else start_process)(self, name)
-        if self.begun:  # its configuration may have changed since the run's beginning
-            self.handles[name].submit(ConfigureJob(self.state.config), self.clock.now())
+        start_worker(self, name)
 
     def home(self, actor: str) -> str:
         "The worker that hosts an actor."
@@ -611,11 +607,8 @@ class Driver:
             self.disk_full(error)
 
     def disk_full(self, error: DiskFull) -> None:
-        "Drop a checkpoint that is being written, which may be room enough; else free the reserve so that the books can be closed, and end the run."
-        if self.saving:
-            return dropped_checkpoint(self, self.saving[1].version, error.strerror or str(error))
-        self.ballast.release()
-        self.asked_to_end = self.asked_to_end or f"machine: the disk is full ({error.filename})"
+        "Make room: see `make_room`."
+        make_room(self, error)
 
     def write_status(self) -> None:
         try:
@@ -744,6 +737,23 @@ def _forget_evaluations(driver: "Driver") -> None:
     m, going = driver.memory, {g for e in driver.state.evaluations.values() for g in e.groups}
     m.finished = {group: rollouts for group, rollouts in m.finished.items() if group in going}
     driver.eval_groups = {group: name for group, name in driver.eval_groups.items() if group in going}
+
+# %% ../nbs/55_driver.ipynb #driver-class-helpers
+def start_worker(driver: Driver, name: str) -> None:
+    "Start a worker; the one of this name that was there before is closed."
+    if name in driver.handles:
+        driver.handles[name].close(0.1)
+    driver.handles[name] = (start_inline if driver.inline else start_process)(driver, name)
+    if driver.begun:  # the configuration may have changed since the run's beginning
+        driver.handles[name].submit(ConfigureJob(driver.state.config), driver.clock.now())
+
+
+def make_room(driver: Driver, error: DiskFull) -> None:
+    "Drop a checkpoint that is being written, which may be room enough; else free the reserve so that the books can be closed, and end the run."
+    if driver.saving:
+        return dropped_checkpoint(driver, driver.saving[1].version, error.strerror or str(error))
+    driver.ballast.release()
+    driver.asked_to_end = driver.asked_to_end or f"machine: the disk is full ({error.filename})"
 
 # %% ../nbs/55_driver.ipynb #driver-next
 LOOK_EVERY, QUIET_TICKS = 0.1, 5  # seconds between two looks at the commands; ticks with nothing owed before the loop counts as stuck

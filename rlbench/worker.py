@@ -424,6 +424,16 @@ def written(worker: Worker, result: Result, rate: float) -> Written:
     text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
     return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
 
+# %% ../nbs/54_worker.ipynb #worker-handle-checkpoint
+def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
+    message = ""
+    with timed(spent, "trainer", "overhead", "save", 1):
+        try:
+            worker.learner.checkpoint(job.folder)
+        except Exception as error:  # the run goes on without it
+            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    said.append(CheckpointWritten(worker.trained, job.folder, message))
+
 # %% ../nbs/54_worker.ipynb #worker-handle
 def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
     for job in jobs.jobs:
@@ -478,16 +488,6 @@ def _save(worker: Worker, job: SaveJob, said: list, spent: list) -> None:
     with timed(spent, "trainer", "overhead", "save", 1):
         worker.learner.save(job.folder)
     said.append(PolicySaved(job.version, job.folder))
-
-
-def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
-    message = ""
-    with timed(spent, "trainer", "overhead", "save", 1):
-        try:
-            worker.learner.checkpoint(job.folder)
-        except Exception as error:  # the run goes on without it
-            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    said.append(CheckpointWritten(worker.trained, job.folder, message))
 
 
 def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> None:
