@@ -44,6 +44,7 @@ class WriteJob:
     prompt: str
     sampling: Sampling
     stream: int
+    partial: Segment | None = None  # what was written before it was stopped
 
 
 @dataclass(frozen=True)
@@ -439,7 +440,7 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
     for job in jobs.jobs:
         try:
             prompt = worker.prompts[job.key] = worker.writer.encode(job.prompt)
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop)])
+            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial)])
         except ValueError as error:  # the rollout's fault, not the worker's end
             print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
@@ -476,7 +477,8 @@ def _load(worker: Worker, job: LoadJob, said: list, spent: list) -> None:
 
 
 def _abort(worker: Worker, job: AbortJob, said: list, spent: list) -> None:
-    said.extend(written(worker, result, 0.0) for result in worker.writer.generator.abort(job.keys, job.keep))
+    stats = worker.writer.generator.stats()
+    said.extend(written(worker, result, stats.seconds / max(1, stats.decode_tokens)) for result in worker.writer.generator.abort(job.keys, job.keep))
 
 
 def _fit(worker: Worker, job: FitJob, said: list, spent: list) -> None:
