@@ -486,7 +486,7 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
             driver.ledger.flush(sync=True)
             path, driver.saving = finish_checkpoint(aside, told), None
             keep_newest(driver.folder, driver.state.config.checkpoints_kept, driver.begun.folder if driver.begun else None)
-            return [Stored(told.version, str(path))]
+            return [Stored(told.version, path.name)]
     except OSError as error:
         message = error.strerror or str(error)
     dropped_checkpoint(driver, told.version, message)
@@ -1040,12 +1040,10 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed():
+        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored():
             told = asdict(happened)
         case Snapshot(version=version, reason=reason):
             told = {"version": version, "reason": reason}
-        case Stored(version=version, path=path, message=message):
-            told = {"version": version, "path": Path(path).name, "message": message}
         case _:
             return
     driver.append("events", kind=type(happened).__name__, fields=json.dumps(told))

@@ -8,18 +8,18 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW',
            'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost',
            'Measured', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure',
            'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow',
-           'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Late', 'LoopState',
-           'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators',
-           'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom',
-           'dissolve', 'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained',
-           'chain', 'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due',
-           'journal', 'decide_command', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored',
-           'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
-           'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
-           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
-           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
-           'abandon', 'resume_state', 'step']
+           'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Late', 'Counts',
+           'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held',
+           'generators', 'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate',
+           'doom', 'dissolve', 'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored',
+           'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed',
+           'on_lost', 'due', 'journal', 'decide_command', 'check_ramp', 'saves_itself', 'due_snapshot',
+           'decide_snapshot', 'on_stored', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
+           'draw_task', 'stage', 'on_measured', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
+           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
+           'drop_surplus', 'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send',
+           'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -176,7 +176,7 @@ class Measured:
 # %% ../nbs/51_loop.ipynb #loop-events-stored
 @dataclass(frozen=True)
 class Stored:
-    "The checkpoint of `version` is on disk at `path`; or it was dropped, and `message` says why."
+    "The checkpoint of `version` is on disk, in the folder `path` of the run's checkpoints; or it was dropped, and `message` says why."
     version: int
     path: str = ""
     message: str = ""
@@ -446,9 +446,24 @@ class Late:
     fill: float = -1.0  # share unfinished when the next batch was full; -1: it is not
     filled: float = -1.0  # the same of the batch in training
 
+# %% ../nbs/51_loop.ipynb #loop-state-counts
+@dataclass(kw_only=True)
+class Counts:
+    "What a run has counted so far."
+    optimizer_steps: int = 0
+    generated_tokens: int = 0
+    books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
+    dispatched: int = 0
+    dispatched_groups: int = 0
+    next_rollout: int = 0
+    fruitless: int = 0  # filtered groups in a row
+    failures: int = 0  # failed scorings in a row
+    failure: str = ""
+    digest: str = ""
+
 # %% ../nbs/51_loop.ipynb #loop-state-three
 @dataclass
-class LoopState:
+class LoopState(Counts):
     "All that a run is, except tokens and weights."
     config: RunConfig
     curriculum: Curriculum
@@ -467,8 +482,6 @@ class LoopState:
     allow: int = 0  # while paused, versions up to this one may be made (step)
     version: int = 0
     published: int = 0  # newest version sent to a generator
-    optimizer_steps: int = 0
-    generated_tokens: int = 0
     actors: dict[str, ActorState] = field(default_factory=dict)
     groups: dict[int, GroupState] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
@@ -490,14 +503,6 @@ class LoopState:
     saved: int = -1
     saving: bool = False
     saves: Saves = field(default_factory=Saves)
-    books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
-    dispatched: int = 0
-    dispatched_groups: int = 0
-    next_rollout: int = 0
-    fruitless: int = 0  # filtered groups in a row
-    failures: int = 0  # failed scorings in a row
-    failure: str = ""
-    digest: str = ""
 
 # %% ../nbs/51_loop.ipynb #loop-snapshot-action
 @dataclass(frozen=True, eq=False)
