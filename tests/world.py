@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlbench.config import RunConfig
 from rlbench.driver import stuck
-from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
+from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, MarkOld, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
                           Served, Start, Started, StepRow, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
 from rlbench.records import Fate, Outcome, StopReason
 
@@ -19,7 +19,7 @@ class Machine:
     up: bool = False
     version: int = 0
     waiting: list = field(default_factory=list)
-    running: dict = field(default_factory=dict)  # (rollout, attempt) -> (oldest version, began, tokens)
+    running: dict = field(default_factory=dict)  # (rollout, attempt) -> (oldest version, began, tokens, of them there before)
     heard: float = 0.0  # when its last message arrives; a pipe keeps the order
 
 
@@ -37,13 +37,20 @@ class Watch:
     scoring: set = field(default_factory=set)
     training: tuple = ()
     lags: list = field(default_factory=list)
+    stopped: set = field(default_factory=set)  # answered with "aborted" and neither dead nor taken up again
+    partials: int = 0  # taken up with their tokens
+    weightless: set = field(default_factory=set)
 
     def generate(self, world: "World", a: Generate) -> None:
         state, actor = world.state, world.state.actors[a.actor]
         assert a.items and actor.up
         for item in a.items:
             key = (item.rollout, item.attempt)
-            assert key not in self.sent, f"{key} was sent twice"
+            assert key not in self.sent or key in self.stopped, f"{key} was sent twice"
+            assert key not in self.fates and item.partial == (self.told.get(key, (0,))[0] > 0), f"{key}: a stopped one is sent with its tokens, or from nothing under another attempt"
+            assert item.old_tokens == ("" if not item.partial else "mask" if state.config.staleness == 0 else state.config.old_tokens)
+            self.partials += item.partial
+            self.stopped.discard(key)
             self.sent[key] = item
             if item.eval:
                 assert actor.version == state.evaluations[item.eval].version
@@ -53,9 +60,12 @@ class Watch:
     def train(self, world: "World", a: Train) -> None:
         state = world.state
         assert not self.training and a.version == state.version + 1 and len(a.groups) == state.config.batch_groups == len(set(a.groups))
+        assert not set(a.groups) & set(self.groups), "a group that ended came back"
         self.training = a.groups
         for key, item in self.sent.items():
-            if item.group in a.groups and self.scores.get(key) is not None:
+            if item.group in a.groups and key not in self.fates:
+                assert key not in self.stopped, f"{key} is trained unfinished"
+            if item.group in a.groups and self.scores.get(key) is not None and key not in self.fates and key not in self.weightless:
                 self.lags.append(state.version - self.told[key][1])
                 assert 0 <= self.lags[-1] <= state.config.staleness, f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
 
@@ -65,6 +75,7 @@ class Watch:
                 key = (row.rollout, row.attempt)
                 assert key not in self.fates, f"{key} ended as {self.fates[key]} and as {row.fate}"
                 assert (row.trained_at > 0) == (row.fate is Fate.TRAINED)
+                assert not (row.fate is Fate.TRAINED and key in self.weightless) and not (row.fate is Fate.SURPLUS and key in self.stopped and self.told[key][0])
                 self.fates[key] = row.fate
             case GroupRow():
                 assert row.group not in self.groups
@@ -167,11 +178,17 @@ class World:
         self.later(self.random.uniform(0.01, 2 * self.state.config.batch * self.pace), self.trained, a.version)
 
     def do_publish(self, a: Publish) -> None:
+        machine = self.machines[a.actor]
         assert a.version <= self.state.version and self.state.actors[a.actor].up
+        assert self.state.config.stragglers in ("in_flight", "oversample") or not (machine.running or machine.waiting), "a generator is emptied before it loads"
         self.later(self.random.choice((0.01, 0.05, 0.4)), self.load, a.actor, a.version, self.machines[a.actor].life)
 
     def do_abort(self, a: Abort) -> None:
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
+
+    def do_markold(self, a: MarkOld) -> None:
+        for key in a.keys if a.how == "mask" else ():
+            self.watch.weightless.add(key)
 
     def do_save(self, a: Save) -> None:
         assert a.version == self.state.version
@@ -192,7 +209,9 @@ class World:
                 self.step(event)  # late: about an attempt that is over
             return
         if isinstance(event, Generated):
-            self.watch.told[event.rollout, event.attempt] = (event.tokens, event.oldest, event.newest)
+            key = (event.rollout, event.attempt)
+            self.watch.told[key] = (event.tokens, event.oldest, event.newest)
+            self.watch.stopped.update({key} if event.reason is StopReason.ABORTED else ())
         self.step(event)
 
     def fill(self, name: str) -> None:
@@ -200,13 +219,15 @@ class World:
         while machine.up and machine.waiting and len(machine.running) < min(machine.slots, self.state.config.concurrency):
             item = machine.waiting.pop(0)
             key, tokens = (item.rollout, item.attempt), 1 + min(200, int(self.random.lognormvariate(2.5, 0.8)))
-            machine.running[key] = (machine.version, self.now, tokens)
+            before, oldest, _ = self.watch.told[key] if item.partial else (0, machine.version, 0)
+            oldest = machine.version if item.old_tokens == "mask" else min(oldest, machine.version)
+            machine.running[key] = (oldest, self.now, before + tokens, before)
             self.later(tokens * 0.01, self.finish, name, key, machine.life)
 
     def finish(self, name: str, key: tuple, life: int) -> None:
         machine = self.machines[name]
         if machine.life == life and key in machine.running:
-            oldest, _, tokens = machine.running.pop(key)
+            oldest, _, tokens, _ = machine.running.pop(key)
             self.say(name, Generated(name, *key, self.random.choice((StopReason.STOP, StopReason.LENGTH)), tokens, oldest, machine.version, 0.01 * tokens, f"{key}{tokens}"))
             self.fill(name)
 
@@ -218,12 +239,13 @@ class World:
             if key in machine.running and self.random.random() < 0.2:
                 self.finish(name, key, life)  # the answer to an abort may be "finished"
             elif key in machine.running:
-                oldest, began, _ = machine.running.pop(key)
-                tokens = int((self.now - began) / 0.01)
-                self.say(name, Generated(name, *key, StopReason.ABORTED, tokens, oldest, machine.version, 0.0))
+                oldest, began, _, before = machine.running.pop(key)
+                tokens = before + int((self.now - began) / 0.01)
+                self.say(name, Generated(name, *key, StopReason.ABORTED, tokens, *((oldest, machine.version) if tokens else (-1, -1)), 0.0))
             elif any((i.rollout, i.attempt) == key for i in machine.waiting):
+                partial = next(i.partial for i in machine.waiting if (i.rollout, i.attempt) == key)
                 machine.waiting = [i for i in machine.waiting if (i.rollout, i.attempt) != key]
-                self.say(name, Generated(name, *key, StopReason.ABORTED, 0, -1, -1, 0.0))
+                self.say(name, Generated(name, *key, StopReason.ABORTED, *(self.watch.told[key] if partial else (0, -1, -1)), 0.0))
         self.fill(name)
 
     def load(self, name: str, version: int, life: int) -> None:
@@ -263,11 +285,11 @@ class World:
         name, reported = self.random.choice(names), ()
         if kind == "generator":
             machine = self.machines[name]
-            reported = tuple((key, int((self.now - began) / 0.01)) for key, (_, began, _) in machine.running.items() if self.random.random() < 0.5)
+            reported = tuple((key, before + int((self.now - began) / 0.01)) for key, (_, began, _, before) in machine.running.items() if self.random.random() < 0.5)
             machine.life, machine.up, machine.waiting, machine.running = machine.life + 1, False, [], {}
             alive = {(m.id, m.attempt): m for m in self.state.members.values() if m.actor == name and m.status == "generating"}
             for key in alive:  # what it had said without being heard is lost, too
-                self.watch.told[key] = (dict(reported).get(key, 0), -1, -1)
+                self.watch.told[key] = (max(self.watch.told[key][0] if self.watch.sent[key].partial else 0, dict(reported).get(key, 0)), -1, -1)
         elif kind == "environment":
             self.env_life += 1
             self.watch.scoring.clear()
