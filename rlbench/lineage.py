@@ -91,10 +91,11 @@ class Said:
 
 def said_of(journal: "pl.DataFrame", by: str, until: int) -> list[Said]:
     "The commands of a journal that a replay up to version `until` needs, in the order in which it needs them."
-    found = []
-    for row in journal.sort("seq").iter_rows(named=True):
+    found, undone, last = [], {row["command"] for row in journal.iter_rows(named=True) if row["status"] == "lost"}, journal["attempt"].max()
+    for row in journal.filter(~journal["command"].is_in(list(undone))).sort("seq").iter_rows(named=True):
         own, sent = row["author"] in OWN, (row["heard"] if row["heard"] is not None else -1) >= 0
-        if sent if by == BY_EVENT else row["status"] == "applied" and row["knob"] != "alert" and row["version"] <= until:
+        telling = row["knob"] not in ("alert", "checkpoint") and not (row["knob"] == "stop" and row["attempt"] < last)
+        if sent if by == BY_EVENT else row["status"] == "applied" and telling and row["version"] <= until:
             where = row["version"], row["dispatched"], bool(row["training"]), -1 if row["event"] is None else row["event"], row["heard"] if sent else -1
             found.append(Said(row["command"], row["author"], row["knob"], json.loads(row["value"]), row["over"], row["reason"] if not sent else "", *where, own and not sent))
     return sorted(found, key=lambda s: (s.heard, s.id)) if by == BY_EVENT else found

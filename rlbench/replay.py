@@ -61,7 +61,7 @@ def prepare_replay(folder: Path, name: str, runs: Path | None = None, anyway: bo
     by = BY_EVENT if config.clock == "virtual" and not doubt and not status.attempt else BY_PLACE
     made = create_run_folder(runs or folder.parent, name)
     shutil.copytree(folder / "functions", made / "functions", dirs_exist_ok=True)
-    config = config.model_copy(update={"name": name, "sinks": (), "webhook": "", **({"minutes": 0.0} if by == BY_PLACE else {})})
+    config = config.model_copy(update={"name": name, "sinks": (), "webhook": "", **({"minutes": 0.0, "checkpoint_every": 0, "checkpoint_minutes": 0.0} if by == BY_PLACE else {})})
     (made / "config.toml").write_text(to_toml(config), encoding="utf-8")
     write_script(made, journal_of(folder, by, status.version))
     write_family(made, folder, Family("", "replay", 0, {}, status.digest))
