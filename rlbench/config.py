@@ -31,6 +31,7 @@ from .curriculum import SAMPLERS
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
+from .objective import OLD
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
@@ -194,6 +195,7 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
+    old: Annotated[str, Knob(choices=OLD, help="whose log-probabilities the loss takes its ratio to: the trainer's at the batch's start, or the sampler's")] = "recomputed"
     learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
@@ -529,7 +531,7 @@ ACTS_ON = {
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "advantage", "loss", "correction", "aggregation"),
+    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation"),
 }  # the rest acts on the generator
 
 

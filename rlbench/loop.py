@@ -1240,7 +1240,7 @@ def decide_stragglers(state: LoopState, actions: list) -> None:
 
 def emptying(state: LoopState, actor: ActorState) -> bool:
     "Whether a generator is to load weights and gets nothing new until it has."
-    return drains(state.config.stragglers) and actor.sent < state.published
+    return drains(state.config.stragglers) and actor.version < max(actor.sent, state.published)
 
 
 def emptied(state: LoopState, name: str, actions: list) -> bool:

@@ -238,7 +238,7 @@ def warm(function: Callable) -> Callable:
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
-    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")))
+    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")), config.old)
 
 
 def device_of(config: RunConfig) -> str:
