@@ -7,8 +7,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'compare_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
-           'stragglers', 'panel', 'main']
+           'doctor', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks',
+           'engine', 'trl', 'overhead', 'modes', 'faults', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -597,6 +597,7 @@ def sample(
 def export(
     name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook of yours (.ipynb) that becomes a module")],
     folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder, modules lie beside their notebook")] = None,
+    script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
     to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
     runs: RunsOption = "runs",
@@ -607,6 +608,9 @@ def export(
         if name.endswith(".ipynb"):
             return _to_module(name, folder if to == "policy" else Path(to), as_json)
         r = attach(name, runs=runs)
+        if script:
+            path = r.export_script(folder)
+            return emit({"script": path}) if as_json else print(path)
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
@@ -680,6 +684,26 @@ def doctor(as_json: JsonOption = False) -> None:
     for n, ok, text in found:
         print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
 
+# %% ../nbs/91_cli.ipynb #cli-replay
+@app.command("replay")
+def replay_command(
+    name: RunName,
+    new: Annotated[str, typer.Option("--name", help="name of the replay; without it RUN-replay-1, -2, …")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="also a run that cannot be promised to repeat: asynchronous in real time")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
+    console = Console(stderr=as_json)
+    with friendly():
+        again = attach(name, runs=runs).replay(new, anyway)
+    follow(again.run, console, quiet)
+    with friendly():
+        told = again.verdict
+    emit({**plain(told), "folder": again.run.folder}) if as_json else print(told)
+    raise typer.Exit(int(not told.equal))
+
 # %% ../nbs/91_cli.ipynb #cli-compare
 @app.command("compare")
 def compare_command(
@@ -705,6 +729,53 @@ def compare_command(
         for label, values in rows:
             table.add_row(Text(label, style="dim"), *(Text(str(value)) for value in values))
         console.print(table if rows else f"{title}: nothing")
+
+# %% ../nbs/91_cli.ipynb #cli-ablate
+def axis_of(text: str) -> tuple[str, list]:
+    "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
+    field, value = parse_assignment(text)
+    if not isinstance(value, str):
+        values = value if isinstance(value, list) else [value]
+    else:
+        values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
+    return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
+
+
+@app.command("ablate")
+def ablate_command(
+    source: Annotated[str, typer.Argument(help="a preset or a .toml file: the base")],
+    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="what the arms differ in; several are crossed")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a setting of all arms, the base too")] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each arm, paired by seed")] = 5,
+    measure: Annotated[str, typer.Option(help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)")] = "held_out",
+    level: Annotated[float | None, typer.Option(help="held-out solve rate, for versions_to, tokens_to and seconds_to")] = None,
+    column: Annotated[str, typer.Option(help="for mean: ess, entropy, lag_max, …")] = "",
+    folder: Annotated[Path, typer.Option(help="where finished runs are kept; the command goes on from them")] = Path("ablations"),
+    no_null: Annotated[bool, typer.Option("--no-null", help="leave out the null arm")] = False,
+    page: Annotated[Path | None, typer.Option(help="write the result as an HTML page")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    "Run arms with paired seeds and compare them with the base. Ctrl-C loses nothing. Exit status 1 if the null arm is not null."
+    from rlbench.ablation import ablate, ablation_page
+
+    asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+    with friendly():
+        grid = dict(map(axis_of, axes))
+        fixed = dict(map(parse_assignment, set_ or []))
+        if twice := grid.keys() & fixed.keys():
+            raise ValueError(f"{min(twice)}: is an axis and is set for all arms; give it once")
+        try:
+            found = ablate(source, seeds=seeds, measure=asked, knobs={**fixed, **grid}, folder=folder, null=not no_null,
+                           say=Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        where = ablation_page(found, page) if page else None
+    if as_json:
+        emit({"measure": asked, "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds}, "base": found.arms[0].label, "differences": found.differences, "cautions": found.cautions,
+              "table": found.table().to_dicts(), "page": where})
+    else:
+        print(found, *([where] if where else []), sep="\n")
+    raise typer.Exit(int(bool(found.null) and not found.null.holds))
 
 # %% ../nbs/91_cli.ipynb #cli-serve
 @app.command("serve")

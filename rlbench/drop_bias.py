@@ -7,7 +7,6 @@ __all__ = ['KEPT', 'LEFT_OUT', 'SAID', 'WINDOW', 'Ended', 'ended', 'distribution
            'lost_by_level', 'Window', 'bias_columns']
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-imports
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -69,15 +68,14 @@ class Bias:
         return max(abs(self.length), abs(self.level), abs(self.turns))
 
 
-def bias_of(attempts: Sequence[Ended]) -> Bias | None:
-    "The bias of some attempts that ended; None if none of them came through."
-    kept = np.array([a.kept for a in attempts], bool)
+def bias_of(attempts: Sequence[Ended] | np.ndarray) -> Bias | None:
+    "The bias of some attempts that ended, records or rows [N, 5]; None if none of them came through."
+    length, level, turns, kept, finished = np.array(attempts, int).reshape(-1, len(Ended._fields)).T
+    kept, finished, known = kept.astype(bool), finished.astype(bool), np.ones(len(kept), bool)  # a level is known from the start
     if not kept.any():
         return None
     if kept.all():
         return Bias(0.0, 0.0, 0.0, 0.0, len(kept))
-    length, level, turns, _, finished = (np.array(column) for column in zip(*attempts))
-    known = np.ones(len(kept), bool)  # a level is known from the start
     return Bias(gap(length, finished, kept), gap(level, known, kept), gap(turns, finished, kept), float(1 - kept.mean()), len(kept))
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-words
@@ -105,20 +103,19 @@ WINDOW = 20  # batches
 
 @dataclass
 class Window:
-    "The attempts that ended in the last batches, and those since."
-    batches: deque[list[Ended]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    since: list[Ended] = field(default_factory=list)
+    "The attempts that ended in the last batches, and those since; the fields of each one behind the other, so that it is saved in little room."
+    batches: list[np.ndarray] = field(default_factory=list)  # int32 [5 N]
+    since: list[int] = field(default_factory=list)
 
     def add(self, attempt: Ended | None) -> None:
         "One more that ended, if it counts."
         if attempt is not None:
-            self.since.append(attempt)
+            self.since.extend(map(int, attempt))
 
     def close(self) -> Bias | None:
         "A batch is finished: the bias over the window."
-        self.batches.append(self.since)
-        self.since = []
-        return bias_of([attempt for batch in self.batches for attempt in batch])
+        self.batches, self.since = [*self.batches, np.array(self.since, np.int32)][-WINDOW:], []
+        return bias_of(np.concatenate(self.batches))
 
 
 def bias_columns(bias: Bias | None) -> dict[str, float]:
