@@ -6,21 +6,24 @@
 __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE',
            'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED',
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
-           'Ticked', 'Lost', 'Measured', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort',
-           'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
-           'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Late', 'Watching',
-           'LoopState', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators',
-           'trainer', 'next_version', 'live_groups', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve',
-           'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
-           'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'due', 'journal',
-           'decide_command', 'check_ramp', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
-           'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score',
-           'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish',
-           'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt',
-           'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'wanted',
-           'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'step']
+           'Ticked', 'Lost', 'Measured', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save',
+           'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
+           'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Late',
+           'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled',
+           'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate',
+           'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started', 'current',
+           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
+           'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command', 'check_ramp', 'saves_itself',
+           'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember', 'excuse', 'put_back', 'fail',
+           'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh',
+           'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
+           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
+           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
+           'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
+           'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -172,6 +175,15 @@ class Measured:
     figures: Mapping[str, float | None]
     at: float = 0.0
 
+# %% ../nbs/51_loop.ipynb #loop-events-stored
+@dataclass(frozen=True)
+class Stored:
+    "The checkpoint of `version` is on disk, in the folder `path` of the run's checkpoints; or it was dropped, and `message` says why."
+    version: int
+    path: str = ""
+    message: str = ""
+    at: float = 0.0
+
 # %% ../nbs/51_loop.ipynb #loop-actions
 @dataclass(frozen=True)
 class Start:
@@ -275,6 +287,7 @@ class RolloutRow:
     group: int
     fate: Fate
     trained_at: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -415,6 +428,16 @@ class Replaced:
     table: Mapping
     version: int
 
+# %% ../nbs/51_loop.ipynb #loop-state-saves
+@dataclass
+class Saves:
+    "Where a run stands with its checkpoints. `tries`: of rollouts that a resume dispatches again, the first try whose number is free."
+    asked: str = ""  # by whom one is asked for
+    writing: int = -1  # version of the one that is being written
+    version: int = 0  # of the last one begun
+    at: float = 0.0  # when that was
+    tries: dict[int, int] = field(default_factory=dict)
+
 # %% ../nbs/51_loop.ipynb #loop-state-late
 @dataclass
 class Late:
@@ -425,6 +448,21 @@ class Late:
     fill: float = -1.0  # share unfinished when the next batch was full; -1: it is not
     filled: float = -1.0  # the same of the batch in training
 
+# %% ../nbs/51_loop.ipynb #loop-state-counts
+@dataclass(kw_only=True)
+class Counts:
+    "What a run has counted so far."
+    optimizer_steps: int = 0
+    generated_tokens: int = 0
+    books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
+    dispatched: int = 0
+    dispatched_groups: int = 0
+    next_rollout: int = 0
+    fruitless: int = 0  # filtered groups in a row
+    failures: int = 0  # failed scorings in a row
+    failure: str = ""
+    digest: str = ""
+
 # %% ../nbs/51_loop.ipynb #loop-state-watching
 @dataclass(kw_only=True)
 class Watching:
@@ -434,7 +472,7 @@ class Watching:
 
 # %% ../nbs/51_loop.ipynb #loop-state-three
 @dataclass
-class LoopState(Watching):
+class LoopState(Counts, Watching):
     "All that a run is, except tokens and weights."
     config: RunConfig
     curriculum: Curriculum
@@ -453,8 +491,6 @@ class LoopState(Watching):
     allow: int = 0  # while paused, versions up to this one may be made (step)
     version: int = 0
     published: int = 0  # newest version sent to a generator
-    optimizer_steps: int = 0
-    generated_tokens: int = 0
     actors: dict[str, ActorState] = field(default_factory=dict)
     groups: dict[int, GroupState] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
@@ -474,14 +510,16 @@ class LoopState(Watching):
     asked_publish: bool = False
     saved: int = -1
     saving: bool = False
-    books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
-    dispatched: int = 0
-    dispatched_groups: int = 0
-    next_rollout: int = 0
-    fruitless: int = 0  # filtered groups in a row
-    failures: int = 0  # failed scorings in a row
-    failure: str = ""
-    digest: str = ""
+    saves: Saves = field(default_factory=Saves)
+
+# %% ../nbs/51_loop.ipynb #loop-snapshot-action
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    "Put the whole run on disk: this state, and of the trainer what belongs to it."
+    actor: str
+    version: int
+    reason: str
+    state: LoopState
 
 # %% ../nbs/51_loop.ipynb #loop-start
 PREFLIGHT = "preflight"
@@ -547,6 +585,11 @@ def live_groups(state: LoopState) -> int:
     "Training groups without a fate, those in training excepted. Counted by what they are not, so that it costs nothing to ask."
     return len(state.groups) - len(state.training) - state.doomed - sum(e.open for e in state.evaluations.values())
 
+# %% ../nbs/51_loop.ipynb #loop-next-try
+def next_try(state: LoopState, rollout: int, least: int) -> int:
+    "The number of a rollout's next attempt: one that no attempt of before a resume has."
+    return max(least, state.saves.tries.pop(rollout, 0))
+
 # %% ../nbs/51_loop.ipynb #loop-fates
 DISCARDED = (Fate.SURPLUS, Fate.ABORTED, Fate.STALE)
 
@@ -560,7 +603,7 @@ def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, train
     if not state.groups[member.group].eval:
         thrown = fate in DISCARDED
         state.late.tally = [a + b for a, b in zip(state.late.tally, (1, thrown, member.tokens, thrown * member.tokens))]
-    actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at)))
+    actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens)))
 
 
 def close_group(state: LoopState, group: GroupState, fate: Fate, actions: list, trained_at: int = -1) -> None:
@@ -769,7 +812,7 @@ def _lost_generator(state: LoopState, e: Lost, actions: list) -> None:
             state.touched.append(member.group)
         else:
             give_fate(state, member, Fate.LOST_GENERATOR, actions)
-            state.members[member.id] = Member(member.id, member.group, member.k, member.attempt + 1)
+            state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
             state.dispatched += 1
             state.to_send.insert(0, member.id)
             state.touched.append(member.group)
@@ -790,10 +833,10 @@ def _lost_environment(state: LoopState, e: Lost, actions: list) -> None:
 def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
     for group in [state.groups[i] for i in state.training]:
         doom(state, group, Fate.LEFT_AT_STOP)
-    state.training = []
+    state.training, state.saves.writing = [], -1
 
 # %% ../nbs/51_loop.ipynb #loop-decide-command
-VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard")
+VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard", "checkpoint")
 
 
 def due(state: LoopState, apply: str) -> bool:
@@ -820,13 +863,13 @@ def decide_command(state: LoopState, actions: list) -> None:
             if state.phase not in ("running", "draining"):
                 raise ValueError(f"{command.knob}: the run is already {state.phase}")
             apply = "now" if command.knob in VERBS else apply_point(command.knob, state.config)
-            if not due(state, apply):
+            if not due(state, apply) or command.knob == "stop" and _saved_first(state):
                 waiting.append(command)
                 continue
             _verb(state, command, actions) if command.knob in VERBS else _turn_knob(state, command, actions)
             status, reason = "applied", command.reason
             state.balance = touch(state.balance, command.knob, state.version) if command.author != BALANCE else state.balance
-            if command.knob not in ("guard", "unguard"):  # they watch, and change nothing
+            if command.knob not in ("guard", "unguard", "checkpoint"):  # they watch, and change nothing
                 chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
         except ValueError as error:
             if apply and _right_later(state, waiting, command):
@@ -867,6 +910,8 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             state.asked_eval = True
         case "guard" | "unguard":
             _change_guards(state, command)
+        case "checkpoint":
+            state.saves.asked = command.author or "somebody"
         case "stop":
             state.phase, state.reason = "stopping", f"stopped by {command.author}"
             dissolve(state, Fate.LEFT_AT_STOP, True, actions)
@@ -912,6 +957,54 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
             actions.append(Write("commands", row))
         return
     actions.append(Configure(state.config))
+
+# %% ../nbs/51_loop.ipynb #loop-snapshot
+def saves_itself(state: LoopState) -> bool:
+    "Whether the run is saved without being asked."
+    return bool(state.config.checkpoint_every or state.config.checkpoint_minutes)
+
+
+def due_snapshot(state: LoopState) -> str:
+    "Why the run is to be saved now, in words; empty if it is not."
+    c, s = state.config, state.saves
+    if s.asked:
+        return f"asked by {s.asked}"
+    if not saves_itself(state):
+        return ""
+    if any(command.knob == "stop" for command in state.commands):
+        return "before a stop"
+    if state.version == s.version:
+        return ""
+    if c.checkpoint_every and state.version // c.checkpoint_every > s.version // c.checkpoint_every:
+        return f"every {c.checkpoint_every} versions"
+    if c.checkpoint_minutes and state.at - s.at >= 60 * c.checkpoint_minutes:
+        return f"every {c.checkpoint_minutes:g} minutes"
+    return "before its end" if spent(state) else ""
+
+
+def decide_snapshot(state: LoopState, actions: list) -> None:
+    "Take the state for a checkpoint, if one is due and no batch trains."
+    if state.training or state.saves.writing >= 0 or state.phase != "running" or trainer(state) is None:
+        return
+    reason = due_snapshot(state)
+    if not reason or synchronous(state) and not settled(state) and reason != "before a stop":
+        return
+    taken = copy.deepcopy(state, {id(state.config): state.config, id(state.built): state.built, id(state.functions): {}})
+    state.saves = Saves("", state.version, state.version, state.at, state.saves.tries)
+    actions.append(Snapshot(trainer(state), state.version, reason, taken))
+
+
+def on_stored(state: LoopState, e: Stored, actions: list) -> None:
+    "The checkpoint is there, or the run goes on without it."
+    state.saves.writing = -1
+    if e.message:
+        row = CommandRow(f"checkpoint-{e.version}-{state.seq}", "rlbench", "checkpoint", None, 0, "refused", e.message, "", state.version, state.dispatched_groups)
+        actions.append(Write("commands", row))
+
+
+def _saved_first(state: LoopState) -> bool:
+    "Whether a stop waits for the end of the batch in training, to be preceded by a checkpoint."
+    return saves_itself(state) and bool(state.training) and state.phase == "running" and trainer(state) is not None
 
 # %% ../nbs/51_loop.ipynb #loop-functions
 ERRORS_IN_A_ROW = 8  # of a reward, a verifier or a sampler, until the function before it is put back
@@ -1340,7 +1433,7 @@ def put_off(state: LoopState, member: Member, group: GroupState, cut: str, actio
         return leave(state, member, group, Fate.ABORTED if member.reason is StopReason.ABORTED else Fate.SURPLUS, actions)
     if cut == "requeue" and member.tokens:
         give_fate(state, member, Fate.ABORTED, actions)
-        member = state.members[member.id] = Member(member.id, member.group, member.k, member.attempt + 1)
+        member = state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
         state.dispatched += 1
     member.status = "partial" if member.tokens else "to_send"
     state.late.buffer.append(member.id)
@@ -1479,7 +1572,7 @@ def new_group(state: LoopState, pool: str, task: int, name: str, size: int, samp
     ids = list(range(state.next_rollout, state.next_rollout + size))
     group = GroupState(state.dispatched_groups, pool, task, name, state.version, sampling, ids)
     state.groups[group.id] = group
-    state.members.update((i, Member(i, group.id, k)) for k, i in enumerate(ids))
+    state.members.update((i, Member(i, group.id, k, next_try(state, i, 0))) for k, i in enumerate(ids))
     state.to_send.extend(ids)
     state.next_rollout += size
     state.dispatched += size
@@ -1564,7 +1657,7 @@ def _send(state: LoopState, member: Member, group: GroupState, name: str) -> Ite
 # %% ../nbs/51_loop.ipynb #loop-decide-finish
 def decide_finish(state: LoopState, actions: list) -> None:
     "Save the policy and end, when nothing is alive."
-    if state.phase in ("running", *FINISHED) or state.groups or state.training or state.evaluations:
+    if state.phase in ("running", *FINISHED) or state.groups or state.training or state.evaluations or state.saves.writing >= 0:
         return
     if state.phase == "draining" and wanted(state, state.version):
         return
@@ -1589,13 +1682,66 @@ def abandon(state: LoopState, reason: str) -> list:
         close_group(state, group, group.doom, actions)
     return actions
 
+# %% ../nbs/51_loop.ipynb #loop-take-up
+def resume_state(state: LoopState, reported: Mapping[tuple[int, int], int], tries: Mapping[int, int], lost: tuple[int, int, float]) -> list:
+    """Make the state of a checkpoint one to go on from; returns the rows to write. `reported`: tokens of attempts that were in flight; `tries`: rollout -> first free try;
+    `lost`: attempts dispatched after the checkpoint, with their tokens and seconds."""
+    actions: list = []
+    state.actors, state.saving, state.saved, state.asked_publish, state.excused = {}, False, -1, False, set()
+    state.published = state.version  # what every generator starts with
+    state.saves = Saves(version=state.version, at=state.at, tries=dict(tries))
+    state.commands = [command for command in state.commands if command.knob != "stop"]
+    count, tokens, _ = lost
+    if count:
+        state.books["lost_resume"] = [sum(pair) for pair in zip(state.books.get("lost_resume", [0, 0, 0.0]), lost)]
+    state.dispatched, state.generated_tokens = state.dispatched + count, state.generated_tokens + tokens
+    for member in list(state.members.values()):
+        _again(state, member, reported, actions)
+    for group in [state.groups[i] for i in state.training]:
+        enqueue(state, group)
+    state.training = []
+    _drop_at_resume(state, actions)
+    state.to_send.sort(key=lambda i: (not state.groups[state.members[i].group].eval, state.members[i].status != "partial", i))
+    return actions
+
+
+def _again(state: LoopState, member: Member, reported: Mapping[tuple[int, int], int], actions: list) -> None:
+    "One rollout after a resume."
+    if member.status == "scoring":
+        member.status, member.tried = "written", member.tried - 1
+        state.written.append(member.id)
+    elif member.status == "generating":
+        new = max(0, reported.get((member.id, member.attempt), 0) - member.tokens)
+        member.tokens, state.generated_tokens = member.tokens + new, state.generated_tokens + new
+        state.touched.append(member.group)
+        if state.groups[member.group].doom:
+            member.status, member.lost = "done", Fate.LOST_RESUME
+        else:
+            give_fate(state, member, Fate.LOST_RESUME, actions)
+            state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
+            state.dispatched += 1
+            state.to_send.append(member.id)
+
+
+def _drop_at_resume(state: LoopState, actions: list) -> None:
+    "Evaluations of another version, and with `after_resume = \"drop\"` every training group."
+    gone = [e for e in state.evaluations.values() if e.version != state.version]
+    for evaluation in gone:
+        del state.evaluations[evaluation.name]
+        state.evaluated.pop(evaluation.name, None)
+    dropped = {i for e in gone for i in e.groups} | {g.id for g in state.groups.values() if not g.eval and state.config.after_resume == "drop"}
+    for group in [g for g in state.groups.values() if g.id in dropped]:
+        close_group(state, group, group.doom or Fate.LOST_RESUME, actions)
+    state.queue = [w for w in state.queue if w.group in state.groups]
+    state.to_send, state.late.buffer = ([i for i in each if i in state.members] for each in (state.to_send, state.late.buffer))
+
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
+    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
 }
 DECISIONS = (
-    decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
+    decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )
 FINISHED = ("done", "failed")
