@@ -11,6 +11,8 @@ import pytest
 from inline import check_books, inline_run
 
 import rlbench as rl
+from rlbench.balance import Balance
+from rlbench.checkpoint import Arrays, pack, unpack
 from rlbench.config import ConfigError, load_config, make_config, read_config, to_toml, value_of, with_knob
 from rlbench.ledger import read_status, read_table, write_status
 
@@ -122,3 +124,11 @@ def test_why_says_what_the_balance_did(tmp_path):
     write_status(driver.folder, replace(status, state="running", host="elsewhere", updated=time.time()))  # as it was a moment ago
     live = rl.attach(driver.folder).why()
     assert live.limit == "generator" and live.knobs[0] == "concurrency" and "Balancing advises, at version 4: trainer waited" in str(live) and live.versions[1] == 8
+
+
+def test_a_checkpoint_keeps_what_was_learned(tmp_path):
+    driver = inline_run(tmp_path, "kept", {**SMALL, "steps": 12, "balance": "act"})
+    arrays, learned = Arrays(), driver.state.balance
+    assert learned.rows and (learned.trial or learned.asked)
+    data = json.loads(json.dumps(pack(learned, arrays)))
+    assert unpack(Balance, data, arrays.joined()) == learned
