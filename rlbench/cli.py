@@ -8,7 +8,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
            'doctor', 'why_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command',
-           'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'panel', 'main']
+           'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'balance', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -885,6 +885,15 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-balance
+@benches.command()
+def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0 leaves them out")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, from its first batch on")] = 45.0,
+            folder: FolderOption = "bench-balance", as_json: JsonOption = False) -> None:
+    "Balancing against the best fixed setting of a grid on the virtual clock, and against none in real runs."
+    from rlbench.bench_balance import bench_balance
+
+    _measure(lambda say: bench_balance(folder, pairs, seconds, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()
