@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
-           'Deadlines', 'knobs_in', 'default_placement', 'GuardConfig', 'check_guard', 'RunConfig', 'check_sinks',
-           'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment', 'load_config',
+           'Deadlines', 'knobs_in', 'BalanceConfig', 'default_placement', 'GuardConfig', 'check_guard', 'RunConfig',
+           'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment', 'load_config',
            'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
            'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
@@ -26,6 +26,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .advantage import ADVANTAGES, MIN_GROUP
+from .balance import MODES, MOVES
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
 from .guard import ALERTS, check_condition, parse_action, parse_condition
@@ -89,6 +90,8 @@ class VirtualCosts(BaseModel):
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
+    sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
+    scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -125,6 +128,33 @@ def _check_ranges(config: BaseModel, prefix: str = ""):
         if isinstance(default, (int, float, str, bool)):
             check_value(prefix + name, knob, default, value)
     return config
+
+# %% ../nbs/50_config.ipynb #config-balance
+class BalanceConfig(BaseModel):
+    "Whether a run matches generator and trainer by itself, and inside which limits."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    mode: Annotated[str, Knob(choices=MODES, help="match generator and trainer: say what to turn, or turn it", apply="now")] = "off"
+    lag: Annotated[float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing stays under", apply="now")] = 2.0
+    concurrency: Annotated[tuple[int, int], Knob(1, 100_000, unit="sequences", live=False)] = (1, 1024)
+    oversample: Annotated[tuple[float, float], Knob(0, 16, unit="share of a batch", live=False)] = (0.0, 1.0)
+    decode_steps: Annotated[tuple[int, int], Knob(1, 10_000, unit="steps", live=False)] = (1, 64)
+    publish_every: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
+    staleness: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
+    leave: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="for which a knob is left alone that somebody else has set")] = 20
+
+    @field_validator(*MOVES, mode="before")
+    @classmethod
+    def _sequence(cls, value):
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _ranges(self):
+        _check_ranges(self, "balance.")
+        for name, (knob, _) in knobs_in(BalanceConfig).items():
+            if name in MOVES and not knob.low <= (pair := getattr(self, name))[0] <= pair[1] <= knob.high:
+                raise ValueError(f"balance.{name}: {list(pair)} is no range within [{knob.low:g}, {knob.high:g}]; give the lower end first")
+        return self
 
 # %% ../nbs/50_config.ipynb #config-run
 class _What(BaseModel):
@@ -222,6 +252,12 @@ class _Where(BaseModel):
     generator: Annotated[str, Knob(choices=("torch", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
+    balance: BalanceConfig = BalanceConfig()
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def _balance(cls, value):
+        return {"mode": value} if isinstance(value, str) else value
 
 # %% ../nbs/50_config.ipynb #config-watch
 class GuardConfig(BaseModel):
@@ -377,7 +413,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -415,6 +451,8 @@ def read_table_file(source: str) -> dict:
 def set_dotted(table: dict, field: str, value) -> None:
     "Put a value at a dotted field, e.g. `loss.high`; a function given by bare name becomes a table first."
     head, _, rest = field.partition(".")
+    if head == "balance" and not rest and isinstance(value, str):
+        rest = "mode"
     if not rest:
         table[head] = value
         return
@@ -494,9 +532,14 @@ def _knob(field: str, config: RunConfig) -> Knob:
     head, _, rest = field.partition(".")
     if head in FUNCTIONS:
         return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version")
+    if head == "balance":
+        knobs = knobs_in(BalanceConfig)
+        if (rest or "mode") not in knobs:
+            raise unknown("balance", rest, knobs)
+        return knobs[rest or "mode"][0]
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
-        raise unknown("knob", field, [*knobs, *FUNCTIONS])
+        raise unknown("knob", field, [*knobs, *FUNCTIONS, "balance"])
     return knobs[head][0]
 
 
@@ -512,6 +555,9 @@ def value_of(config: RunConfig, field: str):
     "The value of a field, dotted for a parameter of a named function (`loss.high`). Raises ValueError for an unknown one."
     head, _, rest = field.partition(".")
     _knob(head, config)
+    if head == "balance":
+        _knob(field, config)
+        return getattr(config.balance, rest or "mode")
     value = getattr(config, head)
     if rest and rest not in value:
         raise unknown(f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")])
@@ -554,6 +600,7 @@ def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob
     "Every live knob of a configuration and of the functions it names. `extra`: captured functions by field."
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
     found = [LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator")) for name, (knob, _) in knobs_in(RunConfig).items() if knob.live]
+    found += [LiveKnob(f"balance.{name}", knob, getattr(config.balance, name), "queue") for name, (knob, _) in knobs_in(BalanceConfig).items() if knob.live]
     for field in FUNCTIONS:
         functions, table = {**FUNCTIONS[field], **(extra or {}).get(field, {})}, getattr(config, field)
         knob = replace(_knob(field, config), choices=tuple(dict.fromkeys((*FUNCTIONS[field], table["name"]))))

@@ -1053,7 +1053,7 @@ def stated_cost(config: RunConfig):
     "Seconds of a piece of work on the virtual clock."
     v = config.virtual
     rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "score": v.score}
-    return lambda s: v.decode * s.units + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
+    return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
 
 
 def start_inline(driver: Driver, name: str) -> InlineHandle:

@@ -29,7 +29,7 @@ import numpy as np
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, captured_functions, read_config
 from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, guarded
-from .generator import Request, Result, ScriptedGenerator
+from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
 from .ledger import WEIGHTS_FILE
 from .objective import Objective
@@ -213,10 +213,12 @@ class Learner:
 def scripted_writer(config: RunConfig) -> Writer:
     "No model: scripted responses."
     v = config.virtual
-    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=config.concurrency, context=1_000_000)
+    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=max(1024, config.concurrency), context=1_000_000)
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
+        mean = v.scripted_length * v.scripted_growth ** min(1.0, version / config.steps)
+        generator.script = partial(scripted, mean=mean, tail=v.scripted_tail) if v.scripted_growth != 1 else generator.script
         return version
 
     return Writer(generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
