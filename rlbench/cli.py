@@ -8,7 +8,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'compare_command', 'axis_of',
-           'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'panel', 'main']
+           'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'crashes',
+           'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -903,6 +904,18 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-crashes
+@benches.command()
+def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has several")] = 30, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+            folder: FolderOption = "bench-crashes", as_json: JsonOption = False) -> None:
+    "Kill runs while they generate, train, publish and save, resume them, and look whether anything was trained twice or skipped; exit status 1 if so."
+    from rlbench.bench_crashes import bench_crashes
+
+    found = []
+    _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
+    done = found[0]
+    raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()
