@@ -9,7 +9,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'replay_command',
            'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead',
-           'modes', 'faults', 'crashes', 'panel', 'main']
+           'modes', 'faults', 'crashes', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -948,6 +948,14 @@ def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has sev
     _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
     done = found[0]
     raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-stragglers
+@benches.command()
+def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+    "What each straggler strategy costs, on heavy-tailed lengths and the virtual clock."
+    from rlbench.bench_stragglers import bench_stragglers
+
+    _measure(lambda say: bench_stragglers(seed, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()
