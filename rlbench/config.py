@@ -28,18 +28,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from .advantage import ADVANTAGES, MIN_GROUP
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
+from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .reward import REWARDS, VERIFIERS
 from .staleness import OVERDUE
+from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
 from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
     "tasks": TASK_SETS, "sampler": SAMPLERS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
-    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS,
+    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
 }
 FILTERS = ("zero_advantage", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -198,6 +200,16 @@ class _Training(BaseModel):
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
     device: Annotated[str, Knob(help="auto, cpu or cuda", live=False)] = "auto"
 
+# %% ../nbs/50_config.ipynb #config-turns
+class _Turns(BaseModel):
+    "The episodes."
+
+    environment: dict[str, Any] = Field(default="single", validate_default=True)
+    max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="responses in one episode", apply="now")] = 8
+    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="budget for what an episode shows between its responses")] = 64
+    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
+    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
+
 # %% ../nbs/50_config.ipynb #config-where
 def default_placement() -> str:
     "split where this process may use two cores, else colocated."
@@ -276,7 +288,7 @@ def check_guard(config: "RunConfig", when: str, do: str = "alert", extra=None) -
         with_knob(config, knob, value, extra)
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Watch, _What, _Generation, _Data, _Training, _Where):
+class RunConfig(_Watch, _What, _Generation, _Data, _Turns, _Training, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -474,7 +486,7 @@ def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
 def _knob(field: str, config: RunConfig) -> Knob:
     head, _, rest = field.partition(".")
     if head in FUNCTIONS:
-        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version")
+        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version", live=head != "environment")
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
         raise unknown("knob", field, [*knobs, *FUNCTIONS])
@@ -517,7 +529,7 @@ ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour"),
     "queue": ("staleness", "overdue", "oversample", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "verifier", "reward"),
+    "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "advantage", "loss", "correction", "aggregation"),
 }  # the rest acts on the generator
 
@@ -535,7 +547,7 @@ def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob
     "Every live knob of a configuration and of the functions it names. `extra`: captured functions by field."
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
     found = [LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator")) for name, (knob, _) in knobs_in(RunConfig).items() if knob.live]
-    for field in FUNCTIONS:
+    for field in (f for f in FUNCTIONS if _knob(f, config).live):
         functions, table = {**FUNCTIONS[field], **(extra or {}).get(field, {})}, getattr(config, field)
         knob = replace(_knob(field, config), choices=tuple(dict.fromkeys((*FUNCTIONS[field], table["name"]))))
         name = {"name": table["name"], "source": table["source"]} if "source" in table else table["name"]
