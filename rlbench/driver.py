@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools', 'provenance',
-           'Means', 'Fitting', 'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'note_failure',
-           'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running',
-           'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'note_changes',
-           'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure',
-           'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served',
-           'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck', 'commands', 'refuse', 'known_functions',
-           'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive',
-           'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'Means', 'Fitting', 'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored', 'judged_as',
+           'note_failure', 'tell', 'heard_ready', 'heard_trained', 'spoken', 'heard_turn', 'told_so_far',
+           'start_prompt', 'keep_turns', 'turn_columns', 'token_columns', 'heard_failed', 'heard_weights',
+           'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish',
+           'send_load', 'note_changes', 'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures',
+           'carry_score', 'carry_configure', 'carry_start', 'write_rollout', 'write_group', 'write_step', 'write_eval',
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'next_events', 'busy', 'stuck',
+           'commands', 'refuse', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted',
+           'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
+           'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -28,18 +30,20 @@ from functools import partial, wraps
 from importlib.metadata import distributions
 from pathlib import Path
 
+import numpy as np
+
 from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, read_config, with_knob
-from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, guarded, within
+from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
 from .guard import eval_figures, step_figures
-from .knobs import key_of
+from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Measured, Pool, Publish, Published, RolloutRow, Save,
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Measured, Observed, Pool, Publish, Published, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Group, Meter, Rollout, Task, prompt_segment, span, stream_key
+from .records import Fate, Group, Meter, Rollout, StopReason, Task, first_turns, later_turns, observation_segment, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
@@ -122,6 +126,7 @@ class Memory:
     told: set[str] = field(default_factory=set)  # failures already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
+    prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
@@ -157,11 +162,12 @@ def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     old = driver.memory.rollouts.get(w.key)
     if old is None:
         return
-    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), w.segment), text=w.text, reason=w.reason, seconds=stated(driver, w))
+    seconds = stated(driver, w)
+    rollout = spoken(old, w, seconds) if old.segments else replace(old, segments=(prompt_segment(w.prompt_tokens), w.segment), text=w.text, reason=w.reason, seconds=seconds)
     driver.memory.rollouts[w.key] = rollout
     oldest, newest = span(rollout) or (-1, -1)
     digest = hashlib.blake2b(w.segment.tokens.tobytes(), digest_size=8).hexdigest()
-    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, len(w.segment), oldest, newest, rollout.seconds, digest)
+    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, len(w.segment), oldest, newest, seconds, digest)
 
 
 def stated(driver: "Driver", w: Written) -> float:
@@ -174,10 +180,18 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     driver.scoring.pop(s.key, None)
     j, old = s.judged, driver.memory.rollouts.get(s.key)
     if old is not None:
-        driver.memory.rollouts[s.key] = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        driver.memory.rollouts[s.key] = rollout if s.text is None and not s.cut else judged_as(rollout, s)
         driver.memory.score_seconds[s.key] = j.seconds
         note_failure(driver, s.key, j.message)
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message)
+
+
+def judged_as(rollout: Rollout, s: ScoreResult) -> Rollout:
+    "The rollout with the text that was judged, and the limit that ended it."
+    *before, last = rollout.segments
+    reason = StopReason.TURNS if s.cut and rollout.reason is StopReason.STOP else rollout.reason
+    return replace(rollout, segments=(*before, replace(last, text=rollout.text)), text=rollout.text if s.text is None else s.text, reason=reason)
 
 
 def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
@@ -213,6 +227,75 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     m.trained_at[b.version] = driver.clock.now()
     yield Trained("trainer", b.version, b.metrics.optimizer_steps)
 
+# %% ../nbs/55_driver.ipynb #driver-turns
+def spoken(rollout: Rollout, w: Written, seconds: float) -> Rollout:
+    "The rollout with the response of a later turn; without the turn, if what the environment showed leaves no room for a response."
+    *before, shown = rollout.segments
+    if w.reason is StopReason.LENGTH and not len(w.segment):
+        return replace(rollout, segments=tuple(before), reason=w.reason)
+    response = replace(w.segment, turn=shown.turn, state=shown.state, writer=shown.writer)
+    return replace(rollout, segments=(*before, replace(shown, tokens=w.prompt_tokens), response), text=w.text, reason=w.reason, seconds=rollout.seconds + seconds)
+
+
+def heard_turn(driver: "Driver", worker: str, t: TurnResult) -> Iterable:
+    "Keep what the environment shows, tell the loop."
+    driver.scoring.pop(t.key, None)
+    old = driver.memory.rollouts.get(t.key)
+    if old is None:
+        return
+    *before, response = old.segments
+    shown = observation_segment(t.text, t.turn, t.state.id, t.state.writer)
+    driver.memory.rollouts[t.key] = replace(old, segments=(*before, replace(response, text=old.text), shown))
+    yield Observed(*t.key, t.turn, t.state.id, t.state.writer)
+
+
+def told_so_far(rollout: Rollout) -> tuple[str, np.ndarray | None]:
+    "What a generator has to read for the next turn: a text, and the tokens before it (None: it is the first turn)."
+    if not rollout.segments:
+        return "", None
+    *before, shown = rollout.segments
+    return shown.text, np.concatenate([s.tokens for s in before])
+
+
+def start_prompt(driver: "Driver", task: Task) -> str:
+    "What the policy is asked first. Raises FunctionFailed for an environment that cannot start on this task."
+    if key_of(driver.state.config.environment) == "single":
+        return task.prompt
+    if task not in driver.memory.prompts:
+        driver.memory.prompts[task] = guarded("environment", lambda: driver.environment().start(task), driver.state.config.score_deadline, "score_deadline")()
+    return driver.memory.prompts[task]
+
+
+def keep_turns(driver: "Driver", rollout: Rollout, row: RolloutRow) -> Rollout:
+    "Hand the turns that live on to the next attempt; returns the rest, which ends here."
+    if not row.kept:
+        return rollout
+    m, key = driver.memory, (row.rollout, row.attempt + 1)
+    m.rollouts[key] = replace(first_turns(rollout, row.kept), attempt=row.attempt + 1, seconds=row.kept_seconds)
+    m.members.setdefault(row.group, {})[rollout.k] = key
+    tokens = m.rollouts[key].length
+    driver.append("events", kind="Generated", fields=json.dumps({"rollout": row.rollout, "attempt": row.attempt + 1, "tokens": tokens}))
+    return replace(later_turns(rollout, row.kept), seconds=rollout.seconds - row.kept_seconds)
+
+
+def turn_columns(rollout: Rollout) -> dict:
+    "Columns of the rollout table for an episode of several turns."
+    if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
+        return {}
+    words = [s for s in rollout.segments if s.kind != "prompt"]
+    return {"said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
+
+
+def token_columns(rollout: Rollout) -> dict:
+    "Columns of the tokens table: the response tokens of all turns one after the other, and where the turns are."
+    responses, shown = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
+    if len(responses) == 1 and not shown:
+        r = responses[0]
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=r.trained.astype(int))
+    joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
+    return dict(**joined, mask=np.concatenate([r.trained for r in responses]).astype(int), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
+                observed=np.concatenate([[], *(s.tokens for s in shown)]).astype(int), observed_turn=np.repeat([s.turn for s in shown], [len(s) for s in shown]).astype(int))
+
 # %% ../nbs/55_driver.ipynb #driver-events-two
 def heard_failed(driver: "Driver", worker: str, b: BatchFailed) -> Iterable:
     "The batch is not trained; the loop decides what becomes of it."
@@ -246,6 +329,7 @@ def heard_running(driver: "Driver", worker: str, r: Running) -> Iterable:
 HEARD = {
     Written: heard_written,
     ScoreResult: heard_scored,
+    TurnResult: heard_turn,
     Ready: heard_ready,
     BatchTrained: heard_trained,
     BatchFailed: heard_failed,
@@ -287,12 +371,14 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
     jobs = []
     for item in action.items:
         task, key = driver.pools[item.pool][item.task], (item.rollout, item.attempt)
-        driver.memory.rollouts[key] = Rollout(
-            item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
-        )
+        if item.turn == 0:
+            driver.memory.rollouts[key] = Rollout(
+                item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
+            )
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
-        jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout)))
+        text, before = told_so_far(driver.memory.rollouts[key]) if item.turn else (start_prompt(driver, task), None)
+        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before))
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -369,7 +455,7 @@ def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored."
     key = (action.rollout, action.attempt)
     driver.scoring[key] = None
-    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline))
+    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline, action.last))
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
@@ -408,20 +494,20 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         driver.append("rollouts", rollout=row.rollout, **{"try": row.attempt}, group=row.group, fate=row.fate.value, length=0, trained_at=-1)
         return
     m.members[r.group].pop(r.k, None)
+    prompt_tokens = r.segments[0].tokens if r.segments else []
+    r = keep_turns(driver, r, row)
     if not m.members[r.group]:
         del m.members[r.group]
     pool = driver.eval_groups.get(r.group, "")
-    if pool:
+    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.REWOUND):  # the next attempt answers for it
         m.finished.setdefault(r.group, []).append(r)
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
                   length=r.length, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, trained_at=row.trained_at, temperature=r.temperature,
-                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer)
+                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
-        first, response = r.segments[0], r.responses[0]
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=first.tokens, tokens=response.tokens, logprobs=response.logprobs, versions=response.versions,
-                      mask=response.trained.astype(int), advantage=m.advantages.pop(r.id, None))
+        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))
 
 # %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -505,6 +591,7 @@ class Driver:
         self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
         self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
         self.state.functions = known_functions(self)
+        self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
@@ -733,7 +820,7 @@ def show_tasks(driver: Driver, said: Commanded) -> None:
     name = next(name for n in range(2, len(used) + 3) if (name := f"train-{n}") not in used)
     worker = next(worker for worker, actors in driver.layout.items() if any(kind_of(actor) == "generator" for actor in actors))
     fitting[said.id] = Fitting(replace(said, pool=Pool(name, tuple(t.level for t in tasks), table)), tasks, worker)
-    driver.handles[worker].submit(FitJob(said.id, tuple(t.prompt for t in tasks)), driver.clock.now())
+    driver.handles[worker].submit(FitJob(said.id, tuple(start_prompt(driver, t) for t in tasks)), driver.clock.now())
 
 
 def heard_fitted(driver: Driver, f: Fitted) -> Iterable:
@@ -844,7 +931,8 @@ def log(driver: Driver, happened) -> None:
         case Generate(actor=actor, items=items):
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
-            told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
+            known = driver.memory.rollouts.get((rollout, attempt))  # all its turns
+            told = {"rollout": rollout, "attempt": attempt, "tokens": known.length if known else tokens}
         case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed():
             told = asdict(happened)
         case _:
@@ -880,4 +968,4 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
 
 def all_prompts(driver: Driver) -> list[str]:
     "Every prompt of the run, so that a generator can refuse what does not fit."
-    return [t.prompt for tasks in driver.pools.values() for t in tasks]
+    return [start_prompt(driver, t) for tasks in driver.pools.values() for t in tasks]

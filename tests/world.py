@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rlbench.config import RunConfig
 from rlbench.driver import stuck
-from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
+from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, Observed, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
                           Served, Start, Started, StepRow, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
 from rlbench.records import Fate, Outcome, StopReason
 
@@ -26,8 +26,10 @@ class Machine:
 @dataclass
 class Watch:
     "What was seen, and whether it may be."
-    sent: dict = field(default_factory=dict)  # (rollout, attempt) -> Item
-    told: dict = field(default_factory=dict)  # (rollout, attempt) -> (tokens, oldest, newest)
+    sent: dict = field(default_factory=dict)  # (rollout, attempt) -> Item of its newest turn
+    turns: dict = field(default_factory=dict)  # (rollout, attempt) -> [(tokens, oldest, newest)] by turn
+    states: dict = field(default_factory=dict)  # (rollout, attempt) -> [(name, writer)] in which its turns began
+    rewound: int = 0
     scores: dict = field(default_factory=dict)  # (rollout, attempt) -> reward or None
     fates: dict = field(default_factory=dict)
     groups: dict = field(default_factory=dict)
@@ -43,12 +45,21 @@ class Watch:
         assert a.items and actor.up
         for item in a.items:
             key = (item.rollout, item.attempt)
-            assert key not in self.sent, f"{key} was sent twice"
+            assert item.turn == len(self.turns.get(key, ())), f"{key} was sent twice, or in another turn than it is in"
+            assert not item.turn or item.sampling.max_tokens == world.config.max_tokens - self.tokens(key) > 0, "the budget is that of the whole episode"
             self.sent[key] = item
             if item.eval:
                 assert actor.version == state.evaluations[item.eval].version
-            else:
+            elif not item.turn:
                 assert state.version + bool(state.training) - actor.version <= state.config.staleness, "started too late to be trained in time"
+
+    def tokens(self, key: tuple) -> int:
+        return sum(tokens for tokens, _, _ in self.turns.get(key, ()))
+
+    def versions(self, key: tuple) -> tuple[int, int]:
+        "Oldest and newest version among the tokens of all turns."
+        known = [(oldest, newest) for _, oldest, newest in self.turns[key] if oldest >= 0]
+        return (min(oldest for oldest, _ in known), max(newest for _, newest in known)) if known else (-1, -1)
 
     def train(self, world: "World", a: Train) -> None:
         state = world.state
@@ -56,16 +67,30 @@ class Watch:
         self.training = a.groups
         for key, item in self.sent.items():
             if item.group in a.groups and self.scores.get(key) is not None:
-                self.lags.append(state.version - self.told[key][1])
+                self.lags.append(state.version - self.versions(key)[0])
                 assert 0 <= self.lags[-1] <= state.config.staleness, f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
 
-    def write(self, row) -> None:
+    def hand_on(self, row: RolloutRow, world: "World") -> None:
+        "The first turns go to the next attempt; of a rewound one only those after the state that its rule allows may be gone."
+        key, heir = (row.rollout, row.attempt), (row.rollout, row.attempt + 1)
+        states = [("", -1), *self.states.get(key, ())]
+        if row.fate is Fate.REWOUND:
+            c, now = world.state.config, world.state.version
+            fresh = [t for t, (_, writer) in enumerate(states) if writer < 0 or writer >= now - c.max_state_lag]
+            assert row.kept == (0 if c.on_resume == "restart" else fresh[-1]) < len(states) - 1 and c.on_resume != "continue"
+            self.rewound += 1
+        self.turns[heir], self.turns[key] = self.turns.get(key, [])[: row.kept], self.turns.get(key, [])[row.kept :]
+        self.states[heir] = states[1 : row.kept + 1]
+
+    def write(self, row, world: "World") -> None:
         match row:
             case RolloutRow():
                 key = (row.rollout, row.attempt)
                 assert key not in self.fates, f"{key} ended as {self.fates[key]} and as {row.fate}"
                 assert (row.trained_at > 0) == (row.fate is Fate.TRAINED)
                 self.fates[key] = row.fate
+                if row.fate in (Fate.REWOUND, Fate.LOST_GENERATOR):
+                    self.hand_on(row, world)
             case GroupRow():
                 assert row.group not in self.groups
                 self.groups[row.group] = row.fate
@@ -74,8 +99,8 @@ class Watch:
                 self.training = ()
                 self.steps.append(row)
             case EvalRow():
-                keys = [key for key, item in self.sent.items() if item.group in row.groups and key in self.told and self.fates[key] is not Fate.LOST_GENERATOR]
-                assert len(keys) == row.k * len(row.groups) and all(self.told[key][1:] == (row.version, row.version) for key in keys), "an evaluation mixes versions"
+                keys = [key for key, item in self.sent.items() if item.group in row.groups and self.turns.get(key) and self.fates[key] not in (Fate.LOST_GENERATOR, Fate.REWOUND)]
+                assert len(keys) == row.k * len(row.groups) and all(self.versions(key) == (row.version, row.version) for key in keys), "an evaluation mixes versions"
                 self.evals.append(row)
             case CommandRow():
                 self.commands.append(row)
@@ -86,8 +111,9 @@ class Watch:
 class World:
     "Carries the actions of a loop out on modelled actors. Everything is drawn from one random stream, so a world can be run again."
 
-    def __init__(self, config: RunConfig, seed: int, slots: tuple[int, ...] = (8,), commands: dict | None = None, faults: dict | None = None, errors: float = 0.0, pace: float = 0.001):
+    def __init__(self, config: RunConfig, seed: int, slots: tuple[int, ...] = (8,), commands: dict | None = None, faults: dict | None = None, errors: float = 0.0, pace: float = 0.001, turns: int = 1, waits: float = 0.0):
         self.random, self.config, self.errors, self.pace = random.Random(seed), config, errors, pace
+        self.turns, self.waits = turns, waits  # an episode has 1 to `turns` of them; share of turns after which it is left lying
         self.state = start_state(config, [1 + i % 3 for i in range(40)], {e.name: 10 for e in config.eval})
         self.machines = {f"generator-{i}": Machine(n) for i, n in enumerate(slots)}
         self.commands, self.faults, self.watch = commands or {}, faults or {}, Watch()
@@ -126,7 +152,7 @@ class World:
         for action in step(self.state, event):
             match action:
                 case Write():
-                    self.watch.write(action.row)
+                    self.watch.write(action.row, self)
                 case Configure():
                     self.config = action.config
                 case _:
@@ -158,9 +184,9 @@ class World:
 
     def do_score(self, a: Score) -> None:
         key = (a.rollout, a.attempt)
-        assert key in self.watch.told and key not in self.watch.scoring, "scored before it was written, or twice at once"
+        assert self.watch.turns.get(key) and key not in self.watch.scoring, "scored before it was written, or twice at once"
         self.watch.scoring.add(key)
-        self.later(0.05 * self.random.random(), self.scored, key, self.env_life)
+        self.later(0.05 * self.random.random(), self.scored, key, self.env_life, a.last)
 
     def do_train(self, a: Train) -> None:
         self.watch.train(self, a)
@@ -192,7 +218,7 @@ class World:
                 self.step(event)  # late: about an attempt that is over
             return
         if isinstance(event, Generated):
-            self.watch.told[event.rollout, event.attempt] = (event.tokens, event.oldest, event.newest)
+            self.watch.turns.setdefault((event.rollout, event.attempt), []).append((event.tokens, event.oldest, event.newest))
         self.step(event)
 
     def fill(self, name: str) -> None:
@@ -200,6 +226,7 @@ class World:
         while machine.up and machine.waiting and len(machine.running) < min(machine.slots, self.state.config.concurrency):
             item = machine.waiting.pop(0)
             key, tokens = (item.rollout, item.attempt), 1 + min(200, int(self.random.lognormvariate(2.5, 0.8)))
+            tokens = min(tokens, item.sampling.max_tokens) if self.turns > 1 else tokens
             machine.running[key] = (machine.version, self.now, tokens)
             self.later(tokens * 0.01, self.finish, name, key, machine.life)
 
@@ -235,7 +262,7 @@ class World:
 
     # the others
 
-    def scored(self, key: tuple, life: int) -> None:
+    def scored(self, key: tuple, life: int, last: bool) -> None:
         if life != self.env_life:
             return
         self.rolled[key] += 1
@@ -244,12 +271,27 @@ class World:
         if roll.random() < self.errors:
             self.watch.scores[key] = None
             self.step(Scored(*key, None, None, roll.choice((Outcome.TIMEOUT, Outcome.FUNCTION_ERROR, Outcome.ENVIRONMENT_ERROR)), 0.01, "it failed"))
+        elif not last and len(self.watch.turns[key]) < random.Random(key[0]).randint(1, self.turns):
+            self.observe(key, roll)
         else:
             right = roll.random() < 0.5
             self.watch.scores[key] = float(right)
             self.step(Scored(*key, float(right), right, Outcome.OK, 0.01))
         if roll.random() < 0.05:
             self.step(Scored(*key, 7.0, True, Outcome.OK, 0.01))  # said twice
+
+    def observe(self, key: tuple, roll: random.Random) -> None:
+        "The environment asks for another turn, in a state that this one may have written."
+        states, turn = self.watch.states.setdefault(key, []), len(self.watch.turns[key])
+        now = states[-1] if states else ("", -1)
+        state = (f"{key} {turn}", self.watch.turns[key][-1][2]) if roll.random() < 0.5 else roll.choice([now, ("", -1), *states])
+        states.append(state)
+        member = self.state.members.get(key[0])
+        if member and member.attempt == key[1] and roll.random() < self.waits:
+            member.waited = True
+        self.step(Observed(*key, turn, *state))
+        if roll.random() < 0.1:
+            self.step(Observed(*key, turn, *state))  # said twice
 
     def trained(self, version: int) -> None:
         if self.trainer_up:
@@ -267,7 +309,7 @@ class World:
             machine.life, machine.up, machine.waiting, machine.running = machine.life + 1, False, [], {}
             alive = {(m.id, m.attempt): m for m in self.state.members.values() if m.actor == name and m.status == "generating"}
             for key in alive:  # what it had said without being heard is lost, too
-                self.watch.told[key] = (dict(reported).get(key, 0), -1, -1)
+                self.watch.turns.setdefault(key, []).append((dict(reported).get(key, 0), -1, -1))
         elif kind == "environment":
             self.env_life += 1
             self.watch.scoring.clear()
@@ -286,7 +328,7 @@ class World:
         for key, fate in w.fates.items():
             entry = books.setdefault(fate.value, [0, 0])
             entry[0] += 1
-            entry[1] += w.told.get(key, (0,))[0]
+            entry[1] += w.tokens(key)
         assert books == {fate: entry[:2] for fate, entry in s.books.items()}, "fates and tokens"
         assert [row.version for row in w.steps] == list(range(1, s.version + 1))
         assert len({row.id for row in w.commands}) == len(w.commands)
