@@ -43,7 +43,7 @@ from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, Measured, Observed, Pool, Publish, Published, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Fate, Group, Meter, Rollout, StopReason, Task, first_turns, later_turns, observation_segment, prompt_segment, span, stream_key
+from .records import Fate, Group, Meter, Rollout, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
@@ -504,7 +504,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
-                  length=r.length, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, trained_at=row.trained_at, temperature=r.temperature,
+                  length=r.length, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
                   seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
         driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS', 'TABLES', 'ELSEWHERE',
            'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'observation_segment',
-           'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'Lag', 'lag', 'Group',
-           'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'Column']
+           'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'oldest_writer', 'Staleness',
+           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
@@ -166,7 +166,7 @@ def later_turns(rollout: Rollout, n: int) -> Rollout:
     "What `first_turns` leaves out."
     return replace(rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation"))
 
-# %% ../nbs/00_records.ipynb #records-lag
+# %% ../nbs/00_records.ipynb #records-span
 def span(rollout: Rollout) -> tuple[int, int] | None:
     "Oldest and newest policy version among tokens that carry weight; None if no token does."
     versions = [s.versions[s.trained] for s in rollout.segments if s.versions is not None and s.trained.any()]
@@ -175,24 +175,43 @@ def span(rollout: Rollout) -> tuple[int, int] | None:
     return int(min(v.min() for v in versions)), int(max(v.max() for v in versions))
 
 
+def oldest_writer(rollout: Rollout) -> int:
+    "Oldest version whose writes a turn of the episode began in; -1 if none did."
+    return min((s.writer for s in rollout.responses if s.writer >= 0), default=-1)
+
+# %% ../nbs/00_records.ipynb #records-staleness
 @dataclass(frozen=True)
-class Lag:
-    "Staleness of a rollout in versions, in its two parts."
-    in_flight: int
-    in_queue: int
+class Staleness:
+    "How far a rollout is behind the weights it is trained on, in versions. `state` is None where no turn met another's writes."
+    trajectory: int  # since it was dispatched
+    token_mean: float  # over the tokens that carry weight
+    token_max: int  # the oldest of them
+    span: int  # from the oldest of them to the newest
+    state: int | None = None  # the oldest writes in which a turn began
 
     @property
-    def total(self) -> int:
-        return self.in_flight + self.in_queue
+    def mixed(self) -> bool:
+        "Whether its tokens are of more than one version."
+        return self.span > 0
+
+    @property
+    def in_flight(self) -> int:
+        "Versions that passed while its tokens were written."
+        return self.span
+
+    @property
+    def in_queue(self) -> int:
+        "Versions that passed after its newest token."
+        return self.token_max - self.span
 
 
-def lag(rollout: Rollout, version: int) -> Lag:
+def staleness(rollout: Rollout, version: int) -> Staleness:
     "Staleness when training makes `version` + 1 out of weights of `version`. Raises if no token carries weight."
-    oldest_newest = span(rollout)
-    if oldest_newest is None:
+    ends, writer = span(rollout), oldest_writer(rollout)
+    if ends is None:
         raise ValueError(f"rollout {rollout.id}: no token carries weight, so it has no staleness")
-    oldest, newest = oldest_newest
-    return Lag(in_flight=newest - oldest, in_queue=version - newest)
+    mean = np.concatenate([s.versions[s.trained] for s in rollout.segments if s.versions is not None]).mean()
+    return Staleness(version - rollout.dispatched, version - float(mean), version - ends[0], ends[1] - ends[0], version - writer if writer >= 0 else None)
 
 # %% ../nbs/00_records.ipynb #records-group
 @dataclass(frozen=True, eq=False)
@@ -298,10 +317,15 @@ backlog_change | int | groups | finished groups waiting now, less those after th
 live_groups | int | groups | training groups dispatched and without a fate
 running | float | sequences | sequences being decoded, mean over the time since the batch before
 kv_used | float | share | part of the KV budget in use, mean over that time
-lag_in_flight | float | versions | mean over the batch: versions passed while a rollout was written
-lag_in_queue | float | versions | mean over the batch: versions passed while it waited
-lag_max | int | versions | largest staleness in the batch
-lag_updates | float | optimizer steps | mean staleness counted in optimizer steps
+lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
+lag_token | float | versions | mean over the batch's weighted tokens: versions since each was sampled
+lag_max | int | versions | largest of them
+lag_in_flight | float | versions | mean over the batch: versions passed while a rollout's tokens were written
+lag_in_queue | float | versions | mean over the batch: versions passed after its newest token
+lag_span | int | versions | most versions that passed inside one rollout of the batch
+mixed_share | float | share | rollouts of the batch with tokens of more than one version
+lag_state | float | versions | mean over the episodes that met older writes: versions since their environment's oldest writes
+lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
 """)
 
 _STEPS_SERVED = _columns("""
@@ -389,6 +413,7 @@ writers | list[int] | versions | version that issued the newest writes in each o
 dispatched | int | versions | policy version at dispatch
 oldest | int | versions | oldest version among tokens that carry weight
 newest | int | versions | newest of them
+writer | int | versions | oldest version in whose writes to the environment a turn began, -1 if none
 trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
@@ -463,6 +488,7 @@ TABLES = {"steps": STEPS, "groups": GROUPS, "rollouts": ROLLOUTS, "tokens": TOKE
 ELSEWHERE = {
     "queue_depth": {"TRL": "buffer_qsize", "PipelineRL": "stats/queue/batches", "prime-rl": "dispatcher/queued"},
     "trainer_wait": {"PipelineRL": "stats/time_waiting_for_data", "prime-rl": "time/wait_for_batch", "verl": "trainer/idle_ratio"},
+    "lag_trajectory": {"prime-rl": "off_policy/mean", "TRL": "staleness, from the start of the group"},
     "lag_in_flight": {"prime-rl": "off_policy/mean, in_flight part", "verl": "training/off_policy/trajectory_spans"},
     "lag_in_queue": {"prime-rl": "off_policy/mean, in_queue part", "verl": "training/off_policy/trajectory_staleness"},
     "lag_max": {"prime-rl": "off_policy/max", "verl": "training/off_policy/trajectory_staleness_worst", "PipelineRL": "stats/lag"},
