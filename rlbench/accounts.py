@@ -14,7 +14,7 @@ from math import comb, sqrt
 import numpy as np
 
 from .advantage import expected_zero_advantage
-from .records import Group, Rollout, StopReason, staleness
+from .records import Group, Rollout, StopReason, span, staleness
 from .reward import final_answer
 
 # %% ../nbs/44_accounts.ipynb #accounts-served
@@ -52,7 +52,7 @@ def served_columns(groups: Sequence[Group]) -> dict:
 # %% ../nbs/44_accounts.ipynb #accounts-batch
 def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int]) -> dict:
     "Staleness, size and turn columns of a batch trained on weights of `version`."
-    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None]
+    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None and span(r)]
     old = [staleness(r, version) for r in rollouts]
     weights = [int(sum(s.trained.sum() for s in r.segments)) for r in rollouts]
     states = [each.state for each in old if each.state is not None]

@@ -7,8 +7,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'compare_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
-           'panel', 'main']
+           'doctor', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
+           'overhead', 'modes', 'faults', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -705,6 +705,53 @@ def compare_command(
         for label, values in rows:
             table.add_row(Text(label, style="dim"), *(Text(str(value)) for value in values))
         console.print(table if rows else f"{title}: nothing")
+
+# %% ../nbs/91_cli.ipynb #cli-ablate
+def axis_of(text: str) -> tuple[str, list]:
+    "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
+    field, value = parse_assignment(text)
+    if not isinstance(value, str):
+        values = value if isinstance(value, list) else [value]
+    else:
+        values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
+    return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
+
+
+@app.command("ablate")
+def ablate_command(
+    source: Annotated[str, typer.Argument(help="a preset or a .toml file: the base")],
+    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="what the arms differ in; several are crossed")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a setting of all arms, the base too")] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each arm, paired by seed")] = 5,
+    measure: Annotated[str, typer.Option(help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)")] = "held_out",
+    level: Annotated[float | None, typer.Option(help="held-out solve rate, for versions_to, tokens_to and seconds_to")] = None,
+    column: Annotated[str, typer.Option(help="for mean: ess, entropy, lag_max, …")] = "",
+    folder: Annotated[Path, typer.Option(help="where finished runs are kept; the command goes on from them")] = Path("ablations"),
+    no_null: Annotated[bool, typer.Option("--no-null", help="leave out the null arm")] = False,
+    page: Annotated[Path | None, typer.Option(help="write the result as an HTML page")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    "Run arms with paired seeds and compare them with the base. Ctrl-C loses nothing. Exit status 1 if the null arm is not null."
+    from rlbench.ablation import ablate, ablation_page
+
+    asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+    with friendly():
+        grid = dict(map(axis_of, axes))
+        fixed = dict(map(parse_assignment, set_ or []))
+        if twice := grid.keys() & fixed.keys():
+            raise ValueError(f"{min(twice)}: is an axis and is set for all arms; give it once")
+        try:
+            found = ablate(source, seeds=seeds, measure=asked, knobs={**fixed, **grid}, folder=folder, null=not no_null,
+                           say=Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        where = ablation_page(found, page) if page else None
+    if as_json:
+        emit({"measure": asked, "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds}, "base": found.arms[0].label, "differences": found.differences, "cautions": found.cautions,
+              "table": found.table().to_dicts(), "page": where})
+    else:
+        print(found, *([where] if where else []), sep="\n")
+    raise typer.Exit(int(bool(found.null) and not found.null.holds))
 
 # %% ../nbs/91_cli.ipynb #cli-serve
 @app.command("serve")

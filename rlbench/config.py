@@ -32,8 +32,9 @@ from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
+from .objective import OLD
 from .reward import REWARDS, VERIFIERS
-from .staleness import OVERDUE
+from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
 from .webhook import check_address
@@ -178,6 +179,9 @@ class _Data(BaseModel):
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
     overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
     oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
+    stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what becomes of what still runs when new weights come or a batch is full", apply="dispatch")] = "in_flight"
+    straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="what a straggler strategy acts on", apply="dispatch")] = "group"
+    old_tokens: Annotated[str, Knob(choices=OLD_TOKENS, help="of partial rollouts, tokens that an older policy wrote", apply="dispatch")] = "train"
     score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="time one scoring may take", apply="now")] = 10.0
     score_retries: Annotated[int, Knob(0, 100, unit="retries", help="after a failed scoring", apply="now")] = 2
 
@@ -189,6 +193,7 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
+    old: Annotated[str, Knob(choices=OLD, help="whose log-probabilities the loss takes its ratio to: the trainer's at the batch's start, or the sampler's")] = "recomputed"
     learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
@@ -342,6 +347,8 @@ def _check_together(c: RunConfig) -> None:
     if c.publish_every - 1 > c.staleness:
         raise ValueError(f"publish_every: {c.publish_every} would make rollouts {c.publish_every - 1} versions old before new weights come, and staleness = {c.staleness} forbids to train them; "
                          f"use publish_every <= {c.staleness + 1}, or staleness >= {c.publish_every - 1}")
+    if c.stragglers == "partial" and c.staleness == 0 and c.old_tokens != "mask":
+        raise ValueError(f'old_tokens: "{c.old_tokens}" would train tokens of an older policy, and staleness = 0 forbids it; use old_tokens = "mask", or staleness >= 1')
     _known_sinks(c.sinks)
     names = [e.name for e in c.eval]
     if len(set(names)) < len(names) or "preflight" in names:
@@ -528,9 +535,9 @@ def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
 ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour"),
-    "queue": ("staleness", "overdue", "oversample", "publish_every"),
+    "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "advantage", "loss", "correction", "aggregation"),
+    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation"),
 }  # the rest acts on the generator
 
 

@@ -315,6 +315,9 @@ turns | float | turns | mean turns of a trained rollout
 queue_depth | float | groups | finished groups waiting, mean over the time since the batch before
 backlog_change | int | groups | finished groups waiting now, less those after the batch before
 live_groups | int | groups | training groups dispatched and without a fate
+discard_count | float | share | of the training attempts that ended since the batch before, those thrown away: surplus, aborted, stale
+discard_tokens | float | share | the same in response tokens
+unfinished_at_fill | float | share | of the training rollouts alive when the batch was full, those still to be written
 running | float | sequences | sequences being decoded, mean over the time since the batch before
 kv_used | float | share | part of the KV budget in use, mean over that time
 lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
@@ -432,7 +435,7 @@ prompt_tokens | list[int] | | token ids of the prompt
 tokens | list[int] | | token ids of the response
 logprobs | list[float] | nats | log-probability each was sampled with
 versions | list[int] | versions | policy version that sampled each
-mask | list[int] | | 1 where a token carries weight
+mask | list[int] | | 1 where a token carries weight, 2 where it is corrected as an older policy's
 turn | list[int] | turns | turn of each token; empty if there is one turn
 observed | list[int] | | token ids of the observations
 observed_turn | list[int] | turns | turn that each of them opens

@@ -44,6 +44,7 @@ class WriteJob:
     sampling: Sampling
     stream: int
     before: np.ndarray | None = None
+    partial: Segment | None = None  # what was written before it was stopped
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def warm(function: Callable) -> Callable:
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
-    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")))
+    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")), config.old)
 
 
 def device_of(config: RunConfig) -> str:
@@ -429,7 +430,7 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
                 if len(prompt) + job.sampling.max_tokens > worker.writer.room:
                     said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
                     continue
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop)])
+            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial)])
         except ValueError as error:  # the rollout's fault, not the worker's end
             print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
@@ -466,7 +467,8 @@ def _load(worker: Worker, job: LoadJob, said: list, spent: list) -> None:
 
 
 def _abort(worker: Worker, job: AbortJob, said: list, spent: list) -> None:
-    said.extend(written(worker, result, 0.0) for result in worker.writer.generator.abort(job.keys, job.keep))
+    stats = worker.writer.generator.stats()
+    said.extend(written(worker, result, stats.seconds / max(1, stats.decode_tokens)) for result in worker.writer.generator.abort(job.keys, job.keep))
 
 
 def _fit(worker: Worker, job: FitJob, said: list, spent: list) -> None:
