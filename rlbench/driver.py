@@ -194,7 +194,7 @@ def judged_as(rollout: Rollout, s: ScoreResult) -> Rollout:
     reason = StopReason.TURNS if s.cut and rollout.reason is StopReason.STOP else rollout.reason
     return replace(rollout, segments=(*before, replace(last, text=rollout.text)), text=rollout.text if s.text is None else s.text, reason=reason)
 
-
+# %% ../nbs/55_driver.ipynb #driver-events-told
 def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
     "Keep why a response has no reward; a failure of a new kind also goes to run.log, with its traceback."
     if not message:
@@ -210,7 +210,7 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
         driver.memory.told.add(kind)
         print(where + message, file=sys.stderr, flush=True)
 
-
+# %% ../nbs/55_driver.ipynb #driver-events-ready
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
     driver.refused = ""

@@ -415,27 +415,28 @@ def written(worker: Worker, result: Result, rate: float) -> Written:
     text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
     return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
 
-# %% ../nbs/54_worker.ipynb #worker-handle
-def read(writer: Writer, job: WriteJob) -> np.ndarray:
-    "Tokens of what is new in a job: the prompt, or what the environment shows."
-    return (writer.encode if job.before is None or writer.observe is None else writer.observe)(job.prompt)
+# %% ../nbs/54_worker.ipynb #worker-read
+def read(writer: Writer, job: WriteJob) -> tuple[np.ndarray, np.ndarray]:
+    "Tokens of what is new in a job (the prompt, or what the environment shows), and of all that the response follows."
+    if job.before is None:
+        return (new := writer.encode(job.prompt)), new
+    new = (writer.observe or writer.encode)(job.prompt)
+    return new, np.concatenate([job.before, new])
 
 
 def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
     for job in jobs.jobs:
         try:
-            prompt = worker.prompts[job.key] = read(worker.writer, job)
-            if job.before is not None:
-                prompt = np.concatenate([job.before, prompt])
-                if len(prompt) + job.sampling.max_tokens > worker.writer.room:
-                    said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
-                    continue
+            worker.prompts[job.key], prompt = read(worker.writer, job)
+            if job.before is not None and len(prompt) + job.sampling.max_tokens > worker.writer.room:
+                said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
+                continue
             worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial)])
         except ValueError as error:  # the rollout's fault, not the worker's end
             print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
 
-
+# %% ../nbs/54_worker.ipynb #worker-handle
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
         metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
