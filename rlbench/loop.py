@@ -6,22 +6,22 @@
 __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE',
            'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED',
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
-           'Ticked', 'Lost', 'Measured', 'Observed', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish',
-           'Save', 'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served',
-           'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced',
-           'Saves', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous',
-           'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'next_try',
-           'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started',
-           'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_observed', 'succeed', 'wake',
-           'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
-           'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command', 'check_ramp', 'saves_itself',
-           'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember', 'excuse', 'put_back', 'fail',
-           'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh',
-           'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
-           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
-           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
-           'abandon', 'resume_state', 'step']
+           'Ticked', 'Lost', 'Measured', 'Observed', 'Replayed', 'Stored', 'Start', 'Item', 'Generate', 'Score',
+           'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow',
+           'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member', 'GroupState', 'Evaluation',
+           'Ramp', 'Replaced', 'Saves', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state',
+           'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version',
+           'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard',
+           'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_observed',
+           'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded',
+           'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command',
+           'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember',
+           'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of',
+           'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
+           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
+           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
+           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -41,7 +41,7 @@ from .curriculum import Curriculum, draw, observe
 from .environment import State, function_name, resume_turn
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
-from .queue import Waiting, take
+from .queue import Waiting, backpressure, capacity, overflow, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import drains, fresh, may_start, room, stops, surplus
 
@@ -148,6 +148,7 @@ class Commanded:
     at: float = 0.0
     reason: str = ""
     pool: Pool | None = None  # what was made if it asks for other tasks
+    heard: int = -1  # number of the event with which it came in; -1: the loop itself asks
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,12 @@ class Observed:
     turn: int
     state: str = ""
     writer: int = -1
+    at: float = 0.0
+
+# %% ../nbs/51_loop.ipynb #loop-events-replayed
+@dataclass(frozen=True)
+class Replayed:
+    "A replay has said all it has to say and is at the version that the original reached."
     at: float = 0.0
 
 # %% ../nbs/51_loop.ipynb #loop-events-stored
@@ -362,6 +369,9 @@ class CommandRow:
     apply: str
     version: int
     dispatched: int
+    training: bool = False
+    event: int = -1  # number of the one at which this was decided
+    heard: int = -1  # number of the one with which the command came in
 
 # %% ../nbs/51_loop.ipynb #loop-state
 @dataclass
@@ -924,6 +934,26 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
         doom(state, group, Fate.LEFT_AT_STOP)
     state.training, state.saves.writing = [], -1
 
+# %% ../nbs/51_loop.ipynb #loop-on-replayed
+def on_replayed(state: LoopState, e: Replayed, actions: list) -> None:
+    "The run has done what it is for: it drains, as if a budget were spent."
+    if state.phase == "running":
+        state.phase, state.reason = "draining", f"replayed up to version {state.version}"
+        dissolve(state, Fate.LEFT_AT_STOP, False, actions)
+
+# %% ../nbs/51_loop.ipynb #loop-journal
+def place_of(state: LoopState) -> tuple[int, int, bool, int]:
+    "Where the run is: version, groups dispatched, whether a batch trains, number of the event."
+    return state.version, state.dispatched_groups, bool(state.training), state.seq
+
+
+def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
+    "The journal's row: what became of a command, and where in the run."
+    row = CommandRow(
+        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *place_of(state), command.heard
+    )
+    return Write("commands", row)
+
 # %% ../nbs/51_loop.ipynb #loop-decide-command
 VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard", "checkpoint")
 
@@ -933,14 +963,6 @@ def due(state: LoopState, apply: str) -> bool:
     if apply == "dispatch":
         return wave_boundary(state) if synchronous(state) else True
     return apply == "now" or not state.training
-
-
-def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
-    "The journal's row: what became of a command, and where in the run."
-    row = CommandRow(
-        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups
-    )
-    return Write("commands", row)
 
 
 def decide_command(state: LoopState, actions: list) -> None:
@@ -1135,7 +1157,7 @@ def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
         return False
     state.ramps = [r for r in state.ramps if r.knob.partition(".")[0] != name]
     chain(state, ["command", name, table, 0, state.version, state.dispatched_groups])
-    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", state.version, state.dispatched_groups)
+    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", *place_of(state))
     actions.extend((Configure(state.config), Write("commands", row)))
     return True
 
@@ -1431,7 +1453,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     if synchronous(state) and not settled(state):
         return
     c = state.config
-    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state))
+    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
@@ -1439,7 +1461,7 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     state.queue = list(taken.left)
     if synchronous(state):
-        for waiting in state.queue:
+        for waiting in sorted(state.queue):
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
         state.queue = []
     state.training, state.late.filled, state.late.fill = [w.group for w in taken.batch], state.late.fill, -1.0
@@ -1582,6 +1604,28 @@ def unfinished_share(state: LoopState) -> float:
     alive = [m for g in state.groups.values() if g.status != "training" and not g.eval and g.doom is None for m in map(state.members.get, g.members)]
     return sum(m.status in UNFINISHED for m in alive) / max(1, len(alive))
 
+# %% ../nbs/51_loop.ipynb #loop-backlog
+def decide_overflow(state: LoopState, actions: list) -> None:
+    "Push out of the queue what it does not hold, if the generator does not wait for it."
+    c = state.config
+    if c.backlog != "drop_oldest" or held(state):  # a pause throws nothing away
+        return
+    state.queue, pushed = overflow(state.queue, capacity(c.queue_batches, c.staleness, c.batch_groups))
+    for waiting in pushed:
+        close_group(state, state.groups[waiting.group], Fate.STALE, actions)
+
+
+def places_in_line(state: LoopState, live: int, oversample: float) -> int:
+    "Training groups that the discipline of the queue lets in, with `live` of them in the system."
+    c, up = state.config, generators(state).values()
+    if c.backlog == "drop_oldest":
+        return 10**9
+    free = room(next_version(state), min(a.version for a in up), c.staleness, c.batch_groups, oversample, live)
+    if not c.queue_batches or synchronous(state):
+        return free
+    running = -(-sum(min(a.slots, c.concurrency) for a in up) // c.group)
+    return min(free, backpressure(c.queue_batches, c.batch_groups, running, live))
+
 # %% ../nbs/51_loop.ipynb #loop-decide-evaluate
 def wanted(state: LoopState, version: int) -> list[EvalConfig]:
     "The evaluation sets that are due when the generators serve `version`."
@@ -1650,8 +1694,7 @@ def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
                     "applied",
                     reason,
                     "now",
-                    state.version,
-                    state.dispatched_groups,
+                    *place_of(state),
                 ),
             )
         )
@@ -1682,11 +1725,10 @@ def decide_admit(state: LoopState, actions: list) -> None:
     state.staged = []
     take_up(state, actions)
     c = state.config
-    acknowledged = min(a.version for a in up.values())
     left = (c.steps - next_version(state)) * c.batch_groups
     live = live_groups(state)
     inside = ceil(c.oversample * c.group) if c.stragglers == "oversample" and c.straggler_unit == "rollout" else 0
-    places = min(room(next_version(state), acknowledged, c.staleness, c.batch_groups, 0 if inside else c.oversample, live), left - live)
+    places = min(places_in_line(state, live, 0 if inside else c.oversample), left - live)
     ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
@@ -1832,10 +1874,11 @@ def _drop_at_resume(state: LoopState, actions: list) -> None:
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Observed: on_observed, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
+    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed,
 }
 DECISIONS = (
-    decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
+    decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_overflow,
+    decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )
 FINISHED = ("done", "failed")
