@@ -8,14 +8,14 @@ __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'G
            'heard_scored', 'judged_as', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'opened', 'spoken',
            'begun', 'heard_turn', 'told_so_far', 'start_prompt', 'keep_turns', 'turn_columns', 'token_columns',
            'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
-           'carry_train', 'carry_publish', 'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes',
-           'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure',
-           'carry_start', 'carry_snapshot', 'heard_checkpoint', 'dropped_checkpoint', 'write_rollout', 'write_group',
-           'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond',
-           'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked',
-           'commands', 'refuse', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted',
-           'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost',
-           'start_inline', 'start_process', 'all_prompts']
+           'carry_train', 'carry_publish', 'send_load', 'remask', 'with_mask_of', 'carry_prepare', 'carry_mark_old',
+           'note_changes', 'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
+           'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'dropped_checkpoint',
+           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
+           'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room',
+           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'given', 'known_functions', 'heard_command',
+           'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of',
+           'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -44,7 +44,7 @@ from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Publish, Published, Replayed, RolloutRow, Save,
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
 from .records import Fate, Group, Meter, Rollout, Segment, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
@@ -479,6 +479,15 @@ def with_mask_of(old: Rollout, segment: Segment) -> Segment:
     return replace(segment, mask=np.concatenate([before, np.ones(len(segment) - len(before), np.uint8)]))
 
 
+def carry_prepare(driver: "Driver", action: Prepare) -> None:
+    "Have the trainer hand its weights over now; generators of other workers load them when they are empty."
+    m, home = driver.memory, driver.home("trainer")
+    apart = any(kind_of(actor) == "generator" for worker, actors in driver.layout.items() for actor in actors if worker != home)
+    if apart and m.asked < action.version:
+        m.asked = action.version
+        driver.submit("trainer", PublishJob(action.version))
+
+
 def carry_mark_old(driver: "Driver", action: MarkOld) -> None:
     "What these have written counts as an older policy's."
     for key in action.keys:
@@ -558,6 +567,7 @@ CARRY = {
     Tell: carry_tell,
     Snapshot: lambda driver, a: carry_snapshot(driver, a),
     MarkOld: carry_mark_old,
+    Prepare: carry_prepare,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),

@@ -7,21 +7,22 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW',
            'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED',
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
            'Ticked', 'Lost', 'Measured', 'Observed', 'Replayed', 'Stored', 'Start', 'Item', 'Generate', 'Score',
-           'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow',
-           'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member', 'GroupState', 'Evaluation',
-           'Ramp', 'Replaced', 'Saves', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state',
-           'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version',
-           'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard',
-           'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_observed',
-           'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded',
-           'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command',
-           'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember',
-           'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of',
-           'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
-           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
-           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
-           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
-           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
+           'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'Prepare', 'MarkOld', 'Tell', 'RolloutRow',
+           'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member', 'GroupState',
+           'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot',
+           'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer',
+           'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve',
+           'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain',
+           'on_observed', 'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved',
+           'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due',
+           'decide_command', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place',
+           'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured',
+           'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches',
+           'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
+           'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up',
+           'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line',
+           'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon',
+           'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -287,6 +288,12 @@ class Write:
     row: object
 
 # %% ../nbs/51_loop.ipynb #loop-actions-three
+@dataclass(frozen=True)
+class Prepare:
+    "Generators will want the weights of `version` once they are empty: have them ready, before the trainer begins the next batch."
+    version: int
+
+
 @dataclass(frozen=True)
 class MarkOld:
     "What these have written counts as an older policy's: `how` is mask or correct."
@@ -1437,7 +1444,9 @@ def decide_publish(state: LoopState, actions: list) -> None:
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
     due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining" or state.asked_publish
-    state.published = pinned[0] if pinned else state.version if due_now and not owed else state.published
+    before, state.published = state.published, pinned[0] if pinned else state.version if due_now and not owed else state.published
+    if drains(state.config.stragglers) and state.published > before:
+        actions.append(Prepare(state.published))
     for name, actor in behind.items():
         if actor.sent < state.published and emptied(state, name, actions):
             actor.sent = state.published
@@ -1446,8 +1455,6 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
-    if state.late.fill < 0 and len(state.queue) >= state.config.batch_groups:
-        state.late.fill = unfinished_share(state)
     if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
         return
     if synchronous(state) and not settled(state):
@@ -1474,7 +1481,7 @@ def decide_train(state: LoopState, actions: list) -> None:
 def _unfinished_oldest(state: LoopState) -> Iterator[int]:
     "The oldest version in each training group that is not finished yet, eldest group first: who looks for one at the edge finds it soon."
     for group in state.groups.values():
-        if group.status == "open" and not group.eval and group.doom is None:
+        if group.status in ("open", "parted") and not group.eval and group.doom is None:
             yield min((m.oldest for m in map(state.members.get, group.members) if m.oldest >= 0), default=state.version)
 
 # %% ../nbs/51_loop.ipynb #loop-stragglers
@@ -1490,6 +1497,8 @@ def unfinished(state: LoopState) -> list[Member]:
 def decide_stragglers(state: LoopState, actions: list) -> None:
     "Synchronously: the batch is full, so what still runs is stopped, unless the strategy waits for it."
     c = state.config
+    if state.late.fill < 0 and len(state.queue) >= c.batch_groups:
+        state.late.fill = unfinished_share(state)
     if not synchronous(state) or len(state.queue) < c.batch_groups or state.phase != "running" or state.training or held(state) or trainer(state) is None:
         return
     if c.stragglers in ("in_flight", "wait") or sum(fresh(w.oldest, state.version, 0) for w in state.queue) < c.batch_groups:

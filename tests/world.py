@@ -210,6 +210,9 @@ class World:
     def do_abort(self, a: Abort) -> None:
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
 
+    def do_prepare(self, a) -> None:
+        assert a.version <= self.state.version
+
     def do_markold(self, a: MarkOld) -> None:
         for key in a.keys if a.how == "mask" else ():
             self.watch.weightless.add(key)
