@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools',
-           'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'heard_written', 'stated', 'heard_scored',
-           'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights', 'heard_loaded',
-           'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish', 'send_load',
-           'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'coming', 'carry_tell',
-           'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'write_rollout',
-           'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
-           'next_events', 'busy', 'stuck', 'commands', 'refuse', 'known_functions', 'heard_command', 'show_tasks',
-           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
-           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
+           'heard_scored', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights',
+           'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish',
+           'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'coming', 'carry_tell',
+           'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
+           'heard_checkpoint', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up',
+           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'commands', 'refuse',
+           'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
+           'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -47,6 +48,13 @@ from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
+
+# %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
+from .checkpoint import TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
+from .ledger import Resume, note_resume, read_table
+from .loop import Snapshot, Stored, resume_state
+from .records import StopReason
+from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../nbs/55_driver.ipynb #driver-pools
 def task_sets(extra: Mapping | None) -> dict[str, Callable]:
@@ -154,6 +162,22 @@ def rollouts_of(memory: Memory, group: int) -> list[Rollout]:
     "The living rollouts of a group, in order."
     return [memory.rollouts[key] for _, key in sorted(memory.members.get(group, {}).items()) if key in memory.rollouts]
 
+# %% ../nbs/55_driver.ipynb #driver-kept
+@dataclass
+class Kept:
+    "What is remembered in a checkpoint. `pools`: tasks that commands brought."
+    memory: Memory = field(default_factory=Memory)
+    eval_groups: dict[int, str] = field(default_factory=dict)
+    pools: dict[str, list[Task]] = field(default_factory=dict)
+
+
+def kept(driver: "Driver") -> Kept:
+    "What the driver remembers, as it is now."
+    m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
+    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None,
+                      measured=[each for each in m.measured if isinstance(each, Measured)])
+    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given})
+
 # %% ../nbs/55_driver.ipynb #driver-events
 def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     "Keep the response, tell the loop about it."
@@ -259,6 +283,7 @@ HEARD = {
     Running: heard_running,
     EnvironmentReady: lambda driver, worker, said: [Started("environment", "environment")],
     PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder)],
+    CheckpointWritten: lambda driver, worker, said: heard_checkpoint(driver, said),
 }
 
 # %% ../nbs/55_driver.ipynb #driver-events-all
@@ -430,11 +455,50 @@ CARRY = {
     Start: carry_start,
     Publish: carry_publish,
     Tell: carry_tell,
+    Snapshot: lambda driver, a: carry_snapshot(driver, a),
     MarkOld: carry_mark_old,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),
 }
+
+# %% ../nbs/55_driver.ipynb #driver-snapshot
+def carry_snapshot(driver: "Driver", action: Snapshot) -> None:
+    "Write the loop's half of a checkpoint, ask the trainer for its own."
+    try:
+        aside = begin_checkpoint(driver.folder, action.version, action.state, kept(driver))
+        told = Manifest(action.version, driver.clock.now(), action.state.digest, action.reason, driver.attempt, driver.ledger.last(), {}, action.state.config.model, time.time())
+        driver.saving = aside, told
+        driver.submit(action.actor, CheckpointJob(action.version, str(aside / TRAINER)))
+    except OSError as error:
+        dropped_checkpoint(driver, action.version, error.strerror or str(error))
+
+
+def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
+    "The trainer's half is there: make one of both."
+    if driver.saving is None or said.folder != str(driver.saving[0] / TRAINER):
+        return ()  # dropped meanwhile
+    (aside, told), message, path = driver.saving, said.message, Path()
+    if not message and said.version != told.version:
+        message = f"the trainer's weights were of version {said.version}"
+    try:
+        if not message:
+            driver.ledger.flush(sync=True)
+            path, driver.saving = finish_checkpoint(aside, told), None
+            keep_newest(driver.folder, driver.state.config.checkpoints_kept, driver.begun.folder if driver.begun else None)
+            return [Stored(told.version, path.name)]
+    except OSError as error:
+        message = error.strerror or str(error)
+    dropped_checkpoint(driver, told.version, message)
+    return ()
+
+
+def dropped_checkpoint(driver: "Driver", version: int, message: str) -> None:
+    "The run goes on without this checkpoint; the loop hears of it."
+    drop_aside(driver.folder)
+    driver.saving = None
+    print(f"the checkpoint of version {version} is dropped: {message}", file=sys.stderr, flush=True)
+    driver.memory.measured.append(Stored(version, message=f"the checkpoint of version {version} is dropped: {message}"))
 
 # %% ../nbs/55_driver.ipynb #driver-write
 def write_rollout(driver: "Driver", row: RolloutRow) -> None:
@@ -453,7 +517,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
-                  length=r.length, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
+                  length=r.length or row.tokens, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
                   seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer)
     if r.segments and r.length:
         first, response = r.segments[0], r.responses[0]
@@ -535,26 +599,26 @@ WRITE = {Served: note_served, RolloutRow: write_rollout, GroupRow: write_group, 
 class Driver:
     "Owns a run folder while its run is alive."
 
-    def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]]):
-        self.folder, self.pools, self.inline = folder, pools, config.clock == "virtual"
+    def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]], start: Checkpoint | None = None, attempt: int = 0):
+        had = start.remembered(Kept) if start else Kept()
+        self.folder, self.pools, self.inline = folder, {**pools, **had.pools}, config.clock == "virtual"
+        self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
         self.layout = layout(config.placement, config.generators)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
-        self.state: LoopState = start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
-        self.memory, self.clock = Memory(), VirtualClock() if self.inline else RealClock()
-        self.ledger, self.ballast = Ledger(folder, 0), Ballast(folder)
+        self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
+        self.memory, self.clock = had.memory, (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0)
+        self.ledger, self.ballast = Ledger(folder, attempt), Ballast(folder)
         self.state.functions = known_functions(self)
-        self.memory.in_force = in_force(self, config)
+        self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
-        self.eval_groups: dict[int, str] = {}
+        self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
 
     def start(self, name: str) -> None:
         "Start a worker by name."
-        if name in self.handles:
-            self.handles[name].close(0.1)
-        self.handles[name] = (start_inline if self.inline else start_process)(self, name)
+        start_worker(self, name)
 
     def home(self, actor: str) -> str:
         "The worker that hosts an actor."
@@ -580,9 +644,8 @@ class Driver:
             self.disk_full(error)
 
     def disk_full(self, error: DiskFull) -> None:
-        "Free the reserve so that the books can be closed, and end the run."
-        self.ballast.release()
-        self.asked_to_end = self.asked_to_end or f"machine: the disk is full ({error.filename})"
+        "Make room: see `make_room`."
+        make_room(self, error)
 
     def write_status(self) -> None:
         try:
@@ -595,6 +658,7 @@ class Driver:
 def drive(driver: Driver) -> LoopState:
     "The life of a run. Returns the final state; the books are on disk."
     try:
+        pick_up(driver) if driver.begun else None
         for name in driver.layout:
             driver.start(name)
         driver.write_status()
@@ -624,6 +688,7 @@ def drive(driver: Driver) -> LoopState:
         driver.flush()
         driver.write_status()
         driver.ballast.release()
+        drop_aside(driver.folder)
         close_ledger(driver)
         tell_failed(driver)
 
@@ -634,6 +699,98 @@ def close_ledger(driver: Driver) -> None:
         driver.ledger.close()
     except DiskFull as error:
         print(f"run: {error}; the last rows stay in the open tails", file=sys.stderr)
+
+# %% ../nbs/55_driver.ipynb #driver-beyond
+@dataclass
+class Beyond:
+    "What the tables hold after a checkpoint. Keys are (rollout, try)."
+    rows: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)  # last row, tokens, seconds
+    void: list[int] = field(default_factory=list)
+    groups: dict[tuple[int, int], int] = field(default_factory=dict)  # dispatched ones: their group, -1 in an evaluation
+    tokens: dict[tuple[int, int], int] = field(default_factory=dict)  # of written ones
+
+
+def beyond(folder: Path, last: Mapping[str, int], alive: set[tuple[int, int]]) -> Beyond:
+    "What lies after the rows `last`, for a checkpoint in which the attempts `alive` were alive."
+    found = Beyond()
+    for kind, text in read_table(folder, "events", ["kind", "fields"], last["events"]).iter_rows():
+        told = json.loads(text)
+        if kind == "Generate":
+            found.groups.update({(rollout, attempt): group for rollout, attempt, group in told["rollouts"]})
+        elif kind == "Generated":
+            found.tokens[told["rollout"], told["attempt"]] = told["tokens"]
+    for seq, rollout, attempt, tokens, seconds in read_table(folder, "rollouts", ["seq", "rollout", "try", "length", "seconds"], last["rollouts"], lost=True).iter_rows():
+        before = found.rows.get((rollout, attempt))
+        found.void += [seq] if (rollout, attempt) in alive else [before[0]] if before else []
+        found.rows[rollout, attempt] = seq, tokens, seconds or 0.0
+    return found
+
+# %% ../nbs/55_driver.ipynb #driver-pick-up
+def pick_up(driver: "Driver") -> None:
+    "Make the run go on from its checkpoint: say which rows are lost, book them, and put the loop's state in order."
+    start, state, m = driver.begun, driver.state, driver.memory
+    last, first = start.manifest.rows, {table: seq + 1 for table, seq in driver.ledger.last().items()}
+    alive = {(each.id, each.attempt) for each in state.members.values()}
+    found = beyond(driver.folder, last, alive)
+    drop_aside(driver.folder)
+    remove_weights(driver.folder)  # of versions that are lost
+    undone = undone_commands(driver, last["commands"])
+    if driver.attempt:
+        note_resume(driver.folder, Resume(driver.attempt, start.folder.name, start.manifest.version, last, first, tuple(sorted(found.void))))
+    lost = {key: found.rows.get(key, (-1, found.tokens.get(key, 0), 0.0)) for key in {*found.rows, *found.groups} - alive}
+    for (rollout, attempt), (row, tokens, _) in lost.items():
+        if row < 0:
+            driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
+    for key, rollout in m.rollouts.items():
+        if (member := state.members.get(key[0])) and member.status == "generating":
+            m.rollouts[key] = replace(rollout, segments=(), text="", reason=StopReason.ABORTED)
+    tries: dict[int, int] = {}
+    for rollout, attempt in {*found.rows, *found.groups}:
+        tries[rollout] = max(tries.get(rollout, 0), attempt + 1)
+    for action in resume_state(state, found.tokens, tries, (len(lost), sum(t for _, t, _ in lost.values()), sum(s for *_, s in lost.values()))):
+        CARRY[type(action)](driver, action)
+    _forget_evaluations(driver)
+    driver.append("events", kind="Resumed", fields=json.dumps({"attempt": driver.attempt, "checkpoint": start.folder.name, "version": state.version, "lost": len(lost), "undone": undone}))
+    state.commands += [event for event in commands(driver) if event.knob != "stop"]
+
+
+def undone_commands(driver: "Driver", last: int) -> list[str]:
+    "Journal the commands whose effect is lost, put back the files of those that never had one; returns the ids of the first."
+    rows = read_table(driver.folder, "commands")
+    answered = {*rows["command"], *(command.id for command in driver.state.commands)}
+    for path in (driver.folder / "commands" / "done").glob("*.json"):
+        if path.stem not in answered:
+            os.replace(path, driver.folder / "commands" / path.name)
+    undone = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")]
+    for row in undone:
+        told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
+        driver.append("commands", **told, status="lost", reason="it took effect after the checkpoint that the run was resumed from; ask again", apply="", version=driver.state.version,
+                      dispatched=driver.state.dispatched_groups)
+    return [row["command"] for row in undone]
+
+
+def _forget_evaluations(driver: "Driver") -> None:
+    "Finished groups of an evaluation that is dropped."
+    m, going = driver.memory, {g for e in driver.state.evaluations.values() for g in e.groups}
+    m.finished = {group: rollouts for group, rollouts in m.finished.items() if group in going}
+    driver.eval_groups = {group: name for group, name in driver.eval_groups.items() if group in going}
+
+# %% ../nbs/55_driver.ipynb #driver-class-helpers
+def start_worker(driver: Driver, name: str) -> None:
+    "Start a worker; the one of this name that was there before is closed."
+    if name in driver.handles:
+        driver.handles[name].close(0.1)
+    driver.handles[name] = (start_inline if driver.inline else start_process)(driver, name)
+    if driver.begun:  # the configuration may have changed since the run's beginning
+        driver.handles[name].submit(ConfigureJob(driver.state.config), driver.clock.now())
+
+
+def make_room(driver: Driver, error: DiskFull) -> None:
+    "Drop a checkpoint that is being written, which may be room enough; else free the reserve so that the books can be closed, and end the run."
+    if driver.saving:
+        return dropped_checkpoint(driver, driver.saving[1].version, error.strerror or str(error))
+    driver.ballast.release()
+    driver.asked_to_end = driver.asked_to_end or f"machine: the disk is full ({error.filename})"
 
 # %% ../nbs/55_driver.ipynb #driver-next
 LOOK_EVERY, QUIET_TICKS = 0.1, 5  # seconds between two looks at the commands; ticks with nothing owed before the loop counts as stuck
@@ -706,7 +863,7 @@ def commands(driver: Driver) -> list:
             refuse(driver, command, command.error)
         else:
             events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over))
-    if driver.asked_to_end and driver.state.phase in ("running", "draining"):
+    if driver.asked_to_end and driver.state.phase in ("running", "draining") and not any(command.knob == "stop" for command in driver.state.commands):
         events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop"))
     return events
 
@@ -802,7 +959,7 @@ def owed(driver: Driver, worker: str) -> list[str]:
         if known is None or not known.up:
             kinds += [] if known and known.given_up else ["start"]
         elif known.kind == "trainer":
-            kinds += ["train"] * bool(s.training) + ["save"] * s.saving + ["publish"] * (m.asked > m.weights)
+            kinds += ["train"] * bool(s.training) + ["save"] * (s.saving or s.saves.writing >= 0) + ["publish"] * (m.asked > m.weights)
         elif known.kind == "generator":
             kinds += ["generate"] * bool(known.load) + ["publish"] * (actor in m.loading)
         else:
@@ -855,7 +1012,7 @@ def status_of(driver: Driver) -> Status:
     return Status(
         state=word,
         version=s.version,
-        attempt=0,
+        attempt=driver.attempt,
         pid=os.getpid(),
         host=platform.node(),
         started=driver.started,
@@ -883,8 +1040,10 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed():
+        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored():
             told = asdict(happened)
+        case Snapshot(version=version, reason=reason):
+            told = {"version": version, "reason": reason}
         case _:
             return
     driver.append("events", kind=type(happened).__name__, fields=json.dumps(told))
@@ -894,13 +1053,13 @@ def stated_cost(config: RunConfig):
     "Seconds of a piece of work on the virtual clock."
     v = config.virtual
     rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "score": v.score}
-    return lambda s: v.decode * s.units + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
+    return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
 
 
 def start_inline(driver: Driver, name: str) -> InlineHandle:
     "An actor in this process, on the virtual clock."
-    config = driver.state.config
-    actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder))
+    config, begun = driver.state.config, driver.begun.folder if driver.begun else None
+    actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
     handle = InlineHandle(actor, stated_cost(config))
     handle.wake(driver.clock.now())
     return handle
@@ -911,7 +1070,7 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
     if name == "environment":
         handle = ProcessHandle(name, environment_main, (str(driver.folder),))
     else:
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver)))
+        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else ""))
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
 

@@ -417,7 +417,7 @@ author | str | | who asked
 knob | str | | what was to change, or a verb
 value | str | | to what, as JSON
 over | int | versions | versions a ramp takes, 0 for a jump
-status | str | | asked, applied or refused
+status | str | | applied, refused, or advised: what the balance rule would do
 reason | str | | why it was refused, or the figure for which a guard asked
 apply | str | | apply point: now, dispatch or version
 version | int | versions | policy version when it took effect

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'LoadJob', 'AbortJob', 'FitJob', 'SaveJob',
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
-           'WeightsLoaded', 'PolicySaved', 'Running', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner',
-           'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy', 'torch_writer', 'torch_learner',
-           'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written', 'EnvironmentReady', 'Scorer',
-           'build_halves', 'worker_main', 'environment_main']
+           'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
+           'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
+           'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written',
+           'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -26,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
+from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, captured_functions, read_config
 from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, guarded
-from .generator import Request, Result, ScriptedGenerator
+from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
 from .ledger import WEIGHTS_FILE
 from .objective import Objective
@@ -167,6 +168,21 @@ class Running:
     running: int
     kv_used: float
 
+# %% ../nbs/54_worker.ipynb #worker-checkpoint
+@dataclass(frozen=True)
+class CheckpointJob:
+    "Write the trainer's half of a checkpoint into a folder."
+    version: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    "The trainer's half is there, of the policy's `version`; or `message` says why it is not."
+    version: int
+    folder: str
+    message: str
+
 # %% ../nbs/54_worker.ipynb #worker-halves
 @dataclass
 class Writer:
@@ -191,15 +207,18 @@ class Learner:
     save: Callable[[str], None]
     configure: Callable[[RunConfig], None]
     name: str = ""
+    checkpoint: Callable[[str], None] = lambda folder: None  # writes all that training needs to go on
 
 # %% ../nbs/54_worker.ipynb #worker-scripted
 def scripted_writer(config: RunConfig) -> Writer:
     "No model: scripted responses."
     v = config.virtual
-    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=config.concurrency, context=1_000_000)
+    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=max(1024, config.concurrency), context=1_000_000)
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
+        mean = v.scripted_length * v.scripted_growth ** min(1.0, version / config.steps)
+        generator.script = partial(scripted, mean=mean, tail=v.scripted_tail) if v.scripted_growth != 1 else generator.script
         return version
 
     return Writer(generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
@@ -288,19 +307,20 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest)
 
 
-def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions) -> Learner:
-    "A trainer over a policy."
+def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
+    "A trainer over a policy, going on from the checkpoint `start` if there is one."
     from rlbench.model import save_policy
     from rlbench.trainer import Trainer, TrainerConfig
 
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
+    read_trainer(start / TRAINER, trainer) if start else None
 
     def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float]:
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute
 
     return Learner(train, publish, lambda folder: save_policy(policy, Path(folder)),
-                   lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name)
+                   lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
 def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int) -> int:
@@ -330,12 +350,12 @@ def misfit(writer: Writer, prompts: Iterable[str]) -> str:
 class Worker:
     "A generator, a trainer, or both in turns."
 
-    def __init__(self, config: RunConfig, writer: Writer | None, learner: Learner | None):
+    def __init__(self, config: RunConfig, writer: Writer | None, learner: Learner | None, trained: int = 0):
         self.config, self.writer, self.learner = config, writer, learner
         self.control: deque = deque()  # takes effect between two decode steps
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
-        self.started, self.trained = False, 0  # trained: version of the policy's weights
+        self.started, self.trained = False, trained  # trained: version of the policy's weights
         self.limit_concurrency()
 
     def limit_concurrency(self) -> None:
@@ -355,7 +375,7 @@ class Worker:
 
     def receive(self, message) -> None:
         "Sort a message by when it takes effect."
-        (self.heavy if isinstance(message, (TrainJob, SaveJob)) else self.control).append(message)
+        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob)) else self.control).append(message)
 
     def turn(self) -> Turn:
         "One unit of work."
@@ -406,6 +426,16 @@ def written(worker: Worker, result: Result, rate: float) -> Written:
     prompt, tokens = worker.prompts.pop(result.key), result.segment.tokens
     text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
     return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
+
+# %% ../nbs/54_worker.ipynb #worker-handle-checkpoint
+def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
+    message = ""
+    with timed(spent, "trainer", "overhead", "save", 1):
+        try:
+            worker.learner.checkpoint(job.folder)
+        except Exception as error:  # the run goes on without it
+            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    said.append(CheckpointWritten(worker.trained, job.folder, message))
 
 # %% ../nbs/54_worker.ipynb #worker-handle
 def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
@@ -471,7 +501,7 @@ def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> No
         worker.learner.configure(job.config)
 
 
-HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, ConfigureJob: _configure}
+HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, CheckpointJob: _checkpoint, ConfigureJob: _configure}
 
 # %% ../nbs/54_worker.ipynb #worker-env
 @dataclass(frozen=True)
@@ -514,17 +544,18 @@ class Scorer:
         return Turn(said, (Spent("environment", "compute", time.perf_counter() - began, "score", len(said)),))
 
 # %% ../nbs/54_worker.ipynb #worker-build
-def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None) -> tuple[Writer | None, Learner | None]:
-    "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder."
+def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None, start: Path | None = None) -> tuple[Writer | None, Learner | None]:
+    "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder. `start`: the checkpoint they go on from."
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
-        return scripted_writer(config) if writes else None, scripted_learner() if learns else None
+        return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
     policy = torch_policy(config)
+    read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
-    writer = torch_writer(config, prompts, policy, load) if writes else None
-    learner = torch_learner(config, policy, publish, Functions(folder)) if learns else None
+    writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
+    learner = torch_learner(config, policy, publish, Functions(folder), start) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
-        writer.version = max(0, writer.load(0, config.cache))  # nothing published yet: it starts with what it loaded from the checkpoint
+        writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
     gc.collect()
     gc.freeze()
     return writer, learner
@@ -556,13 +587,31 @@ def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callabl
         shared()
     return lambda generator, version, cache: shared().load(generator, cache), lambda version: shared().write(version, named)
 
+# %% ../nbs/54_worker.ipynb #worker-start
+def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
+    "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
+    if start:
+        from rlbench.publish import weights
+
+        writer.version = version_of(start)
+        writer.generator.load(writer.version, weights(model) if model is not None else None, "keep")
+    return writer
+
+
+def version_of(start: Path | None) -> int:
+    "The version of a checkpoint; 0 without one. ValueError if it is torn."
+    told = read_manifest(start) if start else None
+    if told and not isinstance(told, Manifest):
+        raise ValueError(f"checkpoint: {start.name} is torn: {told.reason}")
+    return told.version if told else 0
+
 # %% ../nbs/54_worker.ipynb #worker-mains
-def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str]) -> None:
-    "Process of a worker that hosts `parts`."
+def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "") -> None:
+    "Process of a worker that hosts `parts`; `start`: the checkpoint it goes on from."
 
     def build() -> Worker:
-        config = read_config(Path(folder))
-        return Worker(config, *build_halves(config, prompts, parts, Path(folder)))
+        config, begun = read_config(Path(folder)), Path(start) if start else None
+        return Worker(config, *build_halves(config, prompts, parts, Path(folder), begun), version_of(begun))
 
     serve(connection, build)
 

@@ -73,6 +73,8 @@ def test_books_bound_and_repeat(seed):
         assert world.state.phase == "done" and (world.state.version == config.steps or spent), world.state.reason
         if config.staleness == 0:
             assert set(world.watch.lags) <= {0}
+        if config.stragglers in ("wait", "requeue"):
+            assert all(oldest == newest for _, oldest, newest in world.watch.told.values()), "a response of two versions"
         if config.overdue == "wait" and not config.oversample and config.stragglers != "partial":
             assert Fate.STALE not in world.watch.fates.values()
         assert {(row.eval, row.version) for row in world.watch.evals} >= {(e.name, v) for e in config.eval for v in (0, world.state.version)}

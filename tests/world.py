@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rlbench.config import RunConfig
 from rlbench.driver import stuck
 from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, MarkOld, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
-                          Served, Start, Started, StepRow, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
+                          Served, Snapshot, Start, Started, StepRow, Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
 from rlbench.records import Fate, Outcome, StopReason
 
 
@@ -193,6 +193,10 @@ class World:
     def do_save(self, a: Save) -> None:
         assert a.version == self.state.version
         self.later(0.1, lambda: self.step(Saved(a.version, "policy")) if self.trainer_up else None)
+
+    def do_snapshot(self, a: Snapshot) -> None:
+        assert a.version == self.state.version and not self.watch.training, "the state is not that of the weights"
+        self.later(0.1 * self.random.random(), lambda: self.step(Stored(a.version, "checkpoint", self.random.choice(("", "", "no room")))) if self.trainer_up else None)
 
     # generators
 
