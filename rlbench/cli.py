@@ -8,7 +8,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
            'doctor', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
-           'overhead', 'modes', 'faults', 'panel', 'main']
+           'overhead', 'modes', 'faults', 'delay', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -853,6 +853,14 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-delay
+@benches.command()
+def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+    "Naive against decoupled PPO on data exactly 0 to 16 versions old."
+    from rlbench.delay import bench_delay
+
+    _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()
