@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LISTS', 'UNHASHED', 'CURVE', 'MEASURES', 'FORGOTTEN', 'SAY_EVERY', 'LOOK_EVERY', 'Arm', 'is_axis', 'said', 'crossed',
-           'hash_of', 'checked', 'told_apart', 'Trial', 'read_trial', 'load_trial', 'held_out', 'area', 'versions_to',
-           'tokens_to', 'seconds_to', 'seconds', 'mean', 't_quantile', 'interval', 'Difference', 'paired', 'Null',
-           'number', 'repeats', 'Ablation', 'measured', 'ablation_html', 'ablation_page', 'Job', 'take_up', 'run_all',
-           'ablate']
+           'hash_of', 'checked', 'told_apart', 'Trial', 'read_trial', 'trial_of', 'load_trial', 'held_out', 'area',
+           'versions_to', 'tokens_to', 'seconds_to', 'seconds', 'mean', 't_quantile', 'interval', 'Difference',
+           'paired', 'Null', 'number', 'repeats', 'Ablation', 'measured', 'ablation_html', 'ablation_page', 'Job',
+           'take_up', 'run_all', 'ablate']
 
 # %% ../nbs/81_ablation.ipynb #ablation-imports
 import hashlib
@@ -153,12 +153,16 @@ def read_trial(ended: Run, hash: str, seed: int, again: bool) -> Trial:
                  {column: tuple(steps[column]) for column in CURVE}, str(made.get("commit", "")), str(made.get("processor", "")))
 
 
+def trial_of(table: Mapping) -> Trial:
+    "A trial from its JSON data."
+    curve = {column: tuple(values) for column, values in table["curve"].items()}
+    return Trial(**{field: tuple(value) if isinstance(value, list) else value for field, value in {**table, "curve": curve}.items()})
+
+
 def load_trial(path: Path) -> Trial:
     "A stored trial. ValueError for a file that is none."
-    table = read_json(path)
     try:
-        curve = {column: tuple(values) for column, values in table["curve"].items()}
-        return Trial(**{field: tuple(value) if isinstance(value, list) else value for field, value in {**table, "curve": curve}.items()})
+        return trial_of(read_json(path))
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: not a stored trial of an ablation ({error}); remove it, and it is run again") from None
 

@@ -41,13 +41,13 @@ def arms() -> dict[str, Objective]:
 @dataclass(frozen=True)
 class Sizes:
     "Of one run: versions, tasks of a batch, responses to each, optimizer steps of a batch, held-out tasks, versions between two examinations."
-    updates: int = 30
+    updates: int = 20
     tasks: int = 8
     group: int = 8
     steps: int = 4
     learning_rate: float = 3e-4
     exam: int = 256
-    every: int = 10
+    every: int = 20
     max_tokens: int = 64
 
 # %% ../nbs/82_delay.ipynb #delay-write
