@@ -29,19 +29,22 @@ from .advantage import ADVANTAGES, MIN_GROUP
 from .balance import MODES, MOVES
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
+from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .objective import OLD
+from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
+from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
 from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
     "tasks": TASK_SETS, "sampler": SAMPLERS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
-    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS,
+    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
 }
 FILTERS = ("zero_advantage", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -89,6 +92,7 @@ class VirtualCosts(BaseModel):
     score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="one rollout scored")] = 0.001
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
+    scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
     sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
     scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
@@ -206,6 +210,8 @@ class _Data(BaseModel):
     )
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
     overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
+    backlog: Annotated[str, Knob(choices=BACKLOGS, help="a trainer that is slower: hold the generator, or let the queue push out what has waited longest", apply="dispatch")] = "hold"
+    queue_batches: Annotated[int, Knob(0, 1024, unit="batches", help="that may wait; 0: as many as the bound allows", apply="dispatch")] = 0
     oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
     stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what becomes of what still runs when new weights come or a batch is full", apply="dispatch")] = "in_flight"
     straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="what a straggler strategy acts on", apply="dispatch")] = "group"
@@ -232,6 +238,16 @@ class _Training(BaseModel):
     micro_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", help="of a micro-batch, padding included")] = 16_384
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
     device: Annotated[str, Knob(help="auto, cpu or cuda", live=False)] = "auto"
+
+# %% ../nbs/50_config.ipynb #config-turns
+class _Turns(BaseModel):
+    "The episodes."
+
+    environment: dict[str, Any] = Field(default="single", validate_default=True)
+    max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="responses in one episode", apply="now")] = 8
+    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="budget for what an episode shows between its responses")] = 64
+    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
+    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
 
 # %% ../nbs/50_config.ipynb #config-where
 def default_placement() -> str:
@@ -329,7 +345,7 @@ class _Keep(BaseModel):
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Training, _Where):
+class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -380,6 +396,8 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError('generator: "scripted" runs on the virtual clock only; set clock = "virtual"')
     if c.generators > 1 and c.placement == "colocated":
         raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
+    if c.backlog == "drop_oldest" and c.staleness == 0:
+        raise ValueError('backlog: "drop_oldest" lets the generator run ahead, and staleness = 0 forbids it; use staleness >= 1, or backlog = "hold"')
     if c.publish_every - 1 > c.staleness:
         raise ValueError(f"publish_every: {c.publish_every} would make rollouts {c.publish_every - 1} versions old before new weights come, and staleness = {c.staleness} forbids to train them; "
                          f"use publish_every <= {c.staleness + 1}, or staleness >= {c.publish_every - 1}")
@@ -531,7 +549,7 @@ def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
 def _knob(field: str, config: RunConfig) -> Knob:
     head, _, rest = field.partition(".")
     if head in FUNCTIONS:
-        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version")
+        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version", live=head != "environment")
     if head == "balance":
         knobs = knobs_in(BalanceConfig)
         if (rest or "mode") not in knobs:
@@ -582,7 +600,7 @@ ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "verifier", "reward"),
+    "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation"),
 }  # the rest acts on the generator
 
@@ -601,7 +619,7 @@ def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
     found = [LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator")) for name, (knob, _) in knobs_in(RunConfig).items() if knob.live]
     found += [LiveKnob(f"balance.{name}", knob, getattr(config.balance, name), "queue") for name, (knob, _) in knobs_in(BalanceConfig).items() if knob.live]
-    for field in FUNCTIONS:
+    for field in (f for f in FUNCTIONS if _knob(f, config).live):
         functions, table = {**FUNCTIONS[field], **(extra or {}).get(field, {})}, getattr(config, field)
         knob = replace(_knob(field, config), choices=tuple(dict.fromkeys((*FUNCTIONS[field], table["name"]))))
         name = {"name": table["name"], "source": table["source"]} if "source" in table else table["name"]

@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools',
            'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
-           'heard_scored', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights',
-           'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish',
-           'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'coming', 'carry_tell',
-           'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
-           'heard_checkpoint', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up',
-           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'commands', 'refuse',
-           'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
-           'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'heard_scored', 'judged_as', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'opened', 'spoken',
+           'begun', 'heard_turn', 'told_so_far', 'start_prompt', 'keep_turns', 'turn_columns', 'token_columns',
+           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
+           'carry_train', 'carry_publish', 'send_load', 'remask', 'with_mask_of', 'carry_prepare', 'carry_mark_old',
+           'note_changes', 'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
+           'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'dropped_checkpoint',
+           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
+           'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room',
+           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'given', 'known_functions', 'heard_command',
+           'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of',
+           'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -36,14 +38,16 @@ from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, read_config, with_knob
-from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, guarded, within
+from .drop_bias import Window, bias_columns, ended
+from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
 from .guard import eval_figures, step_figures
-from .knobs import key_of
+from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, start_state, step)
+from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, RolloutRow, Save,
+                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
+from .records import Fate, Group, Meter, Rollout, Segment, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
@@ -53,7 +57,6 @@ from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, Environm
 from .checkpoint import TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
 from .ledger import Resume, note_resume, read_table
 from .loop import Snapshot, Stored, resume_state
-from .records import StopReason
 from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../nbs/55_driver.ipynb #driver-pools
@@ -133,6 +136,7 @@ class Memory:
     told: set[str] = field(default_factory=set)  # failures already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
+    prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
@@ -144,6 +148,7 @@ class Memory:
     marked_tokens: int = 0
     waiting: int = 0  # groups in the queue after the last step row
     means: Means = field(default_factory=Means)
+    window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
     weights: int = 0  # newest version in the mapped file
     asked: int = 0  # newest version the trainer was asked to put there
@@ -174,7 +179,7 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None,
+    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
     return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given})
 
@@ -185,16 +190,17 @@ def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     if old is None:
         return
     segment = with_mask_of(old, w.segment)
-    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), segment), text=w.text, reason=w.reason, seconds=stated(driver, w, old.seconds))
+    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), segment), text=w.text, reason=w.reason) if len(old.segments) < 3 else spoken(old, w, segment)
+    rollout = replace(rollout, seconds=stated(driver, rollout, old.seconds + w.seconds))
     driver.memory.rollouts[w.key] = rollout
     oldest, newest = span(rollout) or (-1, -1)
-    digest = hashlib.blake2b(w.segment.tokens.tobytes(), digest_size=8).hexdigest()
-    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, len(w.segment), oldest, newest, rollout.seconds, digest)
+    digest = hashlib.blake2b(b"".join(s.tokens.tobytes() for s in rollout.responses), digest_size=8).hexdigest()
+    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, rollout.length, oldest, newest, rollout.seconds, digest)
 
 
-def stated(driver: "Driver", w: Written, before: float) -> float:
-    "Seconds of a response: measured, those before it was stopped included, or stated on the virtual clock."
-    return len(w.segment) * driver.state.config.virtual.decode if driver.inline else before + w.seconds
+def stated(driver: "Driver", rollout: Rollout, measured: float) -> float:
+    "Seconds of all that a rollout has written: measured, or stated on the virtual clock."
+    return rollout.length * driver.state.config.virtual.decode if driver.inline else measured
 
 
 def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
@@ -202,12 +208,20 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     driver.scoring.pop(s.key, None)
     j, old = s.judged, driver.memory.rollouts.get(s.key)
     if old is not None:
-        driver.memory.rollouts[s.key] = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        driver.memory.rollouts[s.key] = rollout if s.text is None and not s.cut else judged_as(rollout, s)
         driver.memory.score_seconds[s.key] = j.seconds
         note_failure(driver, s.key, j.message)
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message)
 
 
+def judged_as(rollout: Rollout, s: ScoreResult) -> Rollout:
+    "The rollout with the text that was judged, and the limit that ended it."
+    *before, last = rollout.segments
+    reason = StopReason.TURNS if s.cut and rollout.reason is StopReason.STOP else rollout.reason
+    return replace(rollout, segments=(*before, replace(last, text=rollout.text)), text=rollout.text if s.text is None else s.text, reason=reason)
+
+# %% ../nbs/55_driver.ipynb #driver-events-told
 def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
     "Keep why a response has no reward; a failure of a new kind also goes to run.log, with its traceback."
     if not message:
@@ -223,7 +237,7 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
         driver.memory.told.add(kind)
         print(where + message, file=sys.stderr, flush=True)
 
-
+# %% ../nbs/55_driver.ipynb #driver-events-ready
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
     driver.refused = ""
@@ -240,6 +254,90 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     m.updates.append(m.updates[-1] + b.metrics.optimizer_steps)
     m.trained_at[b.version] = driver.clock.now()
     yield Trained("trainer", b.version, b.metrics.optimizer_steps)
+
+# %% ../nbs/55_driver.ipynb #driver-turns
+def opened(rollout: Rollout) -> tuple[tuple[Segment, ...], Segment]:
+    "The finished turns of an episode, and the observation that opens the one to come; what was begun of that is left out."
+    *before, shown = rollout.segments if rollout.segments[-1].kind == "observation" else rollout.segments[:-1]
+    return tuple(before), shown
+
+
+def spoken(rollout: Rollout, w: Written, response: Segment) -> Rollout:
+    "The rollout with the response of a later turn; without the turn, if what the environment showed leaves no room for a response."
+    before, shown = opened(rollout)
+    if w.reason is StopReason.LENGTH and not len(response):
+        return replace(rollout, segments=before, reason=w.reason)
+    response = replace(response, turn=shown.turn, state=shown.state, writer=shown.writer)
+    text = w.text if w.reason is not StopReason.ABORTED else rollout.text
+    return replace(rollout, segments=(*before, replace(shown, tokens=w.prompt_tokens), response), text=text, reason=w.reason)
+
+
+def begun(rollout: Rollout) -> Segment | None:
+    "The response that was stopped and goes on."
+    last = rollout.segments[-1]
+    return last if last.kind == "response" and len(last) else None
+
+
+def heard_turn(driver: "Driver", worker: str, t: TurnResult) -> Iterable:
+    "Keep what the environment shows, tell the loop."
+    driver.scoring.pop(t.key, None)
+    old = driver.memory.rollouts.get(t.key)
+    if old is None:
+        return
+    *before, response = old.segments
+    shown = observation_segment(t.text, t.turn, t.state.id, t.state.writer)
+    driver.memory.rollouts[t.key] = replace(old, segments=(*before, replace(response, text=old.text), shown))
+    yield Observed(*t.key, t.turn, t.state.id, t.state.writer)
+
+
+def told_so_far(rollout: Rollout) -> tuple[str, np.ndarray]:
+    "What a generator has to read for a later turn: the text that the environment shows, and the tokens before it, int32 [T]."
+    before, shown = opened(rollout)
+    return shown.text, np.concatenate([s.tokens for s in before])
+
+# %% ../nbs/55_driver.ipynb #driver-turns-two
+def start_prompt(driver: "Driver", task: Task) -> str:
+    "What the policy is asked first. Raises FunctionFailed for an environment that cannot start on this task."
+    if key_of(driver.state.config.environment) == "single":
+        return task.prompt
+    if task not in driver.memory.prompts:
+        driver.memory.prompts[task] = guarded("environment", lambda: driver.environment().start(task), driver.state.config.score_deadline, "score_deadline")()
+    return driver.memory.prompts[task]
+
+
+def keep_turns(driver: "Driver", rollout: Rollout, row: RolloutRow) -> Rollout:
+    "Hand the turns that live on to the next attempt; returns the rest, which ends here."
+    if not row.kept:
+        return rollout
+    m, key = driver.memory, (row.rollout, row.heir)
+    m.rollouts[key] = replace(first_turns(rollout, row.kept), attempt=row.heir, seconds=row.kept_seconds)
+    m.members.setdefault(row.group, {})[rollout.k] = key
+    tokens = m.rollouts[key].length
+    driver.append("events", kind="Generated", fields=json.dumps({"rollout": row.rollout, "attempt": row.heir, "tokens": tokens}))
+    return replace(later_turns(rollout, row.kept), seconds=rollout.seconds - row.kept_seconds)
+
+
+def turn_columns(rollout: Rollout) -> dict:
+    "Columns of the rollout table for an episode of several turns."
+    if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
+        return {}
+    words = [s for s in rollout.segments if s.kind != "prompt"]
+    return {"said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
+
+
+def _weights(response: Segment) -> np.ndarray:
+    return response.trained.astype(int) if response.mask is None else response.mask.astype(int)
+
+
+def token_columns(rollout: Rollout) -> dict:
+    "Columns of the tokens table: the response tokens of all turns one after the other, and where the turns are."
+    responses, shown = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
+    if len(responses) == 1 and not shown:
+        r = responses[0]
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r))
+    joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
+    return dict(**joined, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
+                observed=np.concatenate([[], *(s.tokens for s in shown)]).astype(int), observed_turn=np.repeat([s.turn for s in shown], [len(s) for s in shown]).astype(int))
 
 # %% ../nbs/55_driver.ipynb #driver-events-two
 def heard_failed(driver: "Driver", worker: str, b: BatchFailed) -> Iterable:
@@ -274,6 +372,7 @@ def heard_running(driver: "Driver", worker: str, r: Running) -> Iterable:
 HEARD = {
     Written: heard_written,
     ScoreResult: heard_scored,
+    TurnResult: heard_turn,
     Ready: heard_ready,
     BatchTrained: heard_trained,
     BatchFailed: heard_failed,
@@ -318,14 +417,15 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
         task, key = driver.pools[item.pool][item.task], (item.rollout, item.attempt)
         if item.partial:
             remask(driver, key, item.old_tokens, item.version)
-        else:
+        elif item.turn == 0:
             driver.memory.rollouts[key] = Rollout(
                 item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
             )
-        partial_response = driver.memory.rollouts[key].responses[-1] if item.partial else None
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
-        jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout), partial_response))
+        text, before = told_so_far(driver.memory.rollouts[key]) if item.turn else (start_prompt(driver, task), None)
+        partial_response = begun(driver.memory.rollouts[key]) if item.partial else None
+        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before, partial_response, task.level))
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -373,10 +473,19 @@ def remask(driver: "Driver", key: tuple[int, int], how: str, version: int) -> No
 
 def with_mask_of(old: Rollout, segment: Segment) -> Segment:
     "A response that went on, with the mask of the tokens that were there before."
-    before = old.responses[-1].mask if old.responses else None
+    before = old.segments[-1].mask if old.segments and old.segments[-1].kind == "response" else None
     if before is None:
         return segment
     return replace(segment, mask=np.concatenate([before, np.ones(len(segment) - len(before), np.uint8)]))
+
+
+def carry_prepare(driver: "Driver", action: Prepare) -> None:
+    "Have the trainer hand its weights over now; generators of other workers load them when they are empty."
+    m, home = driver.memory, driver.home("trainer")
+    apart = any(kind_of(actor) == "generator" for worker, actors in driver.layout.items() for actor in actors if worker != home)
+    if apart and m.asked < action.version:
+        m.asked = action.version
+        driver.submit("trainer", PublishJob(action.version))
 
 
 def carry_mark_old(driver: "Driver", action: MarkOld) -> None:
@@ -423,14 +532,15 @@ def tell_failed(driver: "Driver") -> None:
 
 def note_figures(driver: "Driver", version: int, figures: dict[str, float | None]) -> None:
     "Have the guards look at a row that was written."
-    driver.memory.measured.append(Measured(version, figures))
+    if not driver.script or driver.script.by == BY_EVENT:  # by place, what guards did is in the script
+        driver.memory.measured.append(Measured(version, figures))
 
 # %% ../nbs/55_driver.ipynb #driver-carry-two
 def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored."
     key = (action.rollout, action.attempt)
     driver.scoring[key] = None
-    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline))
+    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline, action.last))
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
@@ -457,6 +567,7 @@ CARRY = {
     Tell: carry_tell,
     Snapshot: lambda driver, a: carry_snapshot(driver, a),
     MarkOld: carry_mark_old,
+    Prepare: carry_prepare,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),
@@ -509,20 +620,22 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         driver.append("rollouts", rollout=row.rollout, **{"try": row.attempt}, group=row.group, fate=row.fate.value, length=0, trained_at=-1)
         return
     m.members[r.group].pop(r.k, None)
+    prompt_tokens = r.segments[0].tokens if r.segments else []
+    r = keep_turns(driver, r, row)
     if not m.members[r.group]:
         del m.members[r.group]
     pool = driver.eval_groups.get(r.group, "")
-    if pool:
+    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.REWOUND):  # the next attempt answers for it
         m.finished.setdefault(r.group, []).append(r)
+    if not pool and row.fate not in (Fate.TRAINED, Fate.REWOUND):  # those stand in the window since their step row
+        m.window.add(ended(r, row.fate))
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
                   length=r.length or row.tokens, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
-                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer)
+                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
-        first, response = r.segments[0], r.responses[0]
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=first.tokens, tokens=response.tokens, logprobs=response.logprobs, versions=response.versions,
-                      mask=response.trained.astype(int) if response.mask is None else response.mask.astype(int), advantage=m.advantages.pop(r.id, None))
+        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))
 
 # %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -553,12 +666,14 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer")}
     times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
     waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
+    for rollout in (r for group in trained for r in group.rollouts if r.reward is not None):
+        m.window.add(ended(rollout, Fate.TRAINED))
     metrics = {f.name: getattr(m.metrics[row.version].metrics, f.name) for f in fields(m.metrics[row.version].metrics) if f.name != "optimizer_steps"}
     columns = dict(version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
                    prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **metrics, **times, **waits)
+                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
@@ -583,7 +698,9 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
 def write_command(driver: "Driver", row) -> None:
     "What became of a command, at once visible in the status."
     driver.append("commands", command=row.id, author=row.author, knob=row.knob, value=json.dumps(row.value), over=row.over, status=row.status, reason=row.reason, apply=row.apply,
-                  version=row.version, dispatched=row.dispatched)
+                  version=row.version, dispatched=row.dispatched, training=row.training, event=row.event, heard=row.heard)
+    if driver.script:
+        come(driver.script, row.author, row.knob, place_of(driver.state)[:3])
     driver.write_status()
 
 
@@ -604,11 +721,13 @@ class Driver:
         self.folder, self.pools, self.inline = folder, {**pools, **had.pools}, config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
         self.layout = layout(config.placement, config.generators)
+        self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
         self.memory, self.clock = had.memory, (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0)
         self.ledger, self.ballast = Ledger(folder, attempt), Ballast(folder)
         self.state.functions = known_functions(self)
+        self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
@@ -743,7 +862,8 @@ def pick_up(driver: "Driver") -> None:
             driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
     for key, rollout in m.rollouts.items():
         if (member := state.members.get(key[0])) and member.status == "generating":
-            m.rollouts[key] = replace(rollout, segments=(), text="", reason=StopReason.ABORTED)
+            before, shown = opened(rollout) if len(rollout.segments) > 2 else ((), None)
+            m.rollouts[key] = replace(rollout, segments=(*before, shown) if shown else (), text=before[-1].text if shown else "", reason=StopReason.ABORTED)
     tries: dict[int, int] = {}
     for rollout, attempt in {*found.rows, *found.groups}:
         tries[rollout] = max(tries.get(rollout, 0), attempt + 1)
@@ -802,6 +922,8 @@ def next_events(driver: Driver) -> list:
     if driver.memory.measured:
         measured, driver.memory.measured = driver.memory.measured, []
         return measured
+    if said := asked(driver):
+        return said
     names, handles = list(driver.handles), list(driver.handles.values())
     events, heard = [], False
     if driver.inline:
@@ -817,17 +939,14 @@ def next_events(driver: Driver) -> list:
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
         events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
         events += [e for name in names for e in overdue(driver, name)]
-    if time.monotonic() - driver.looked > LOOK_EVERY or (driver.inline and not events):
-        driver.looked = time.monotonic()
-        events += commands(driver)
     driver.quiet = 0 if events or heard or busy(driver) else driver.quiet + 1
     if driver.quiet > QUIET_TICKS and not driver.state.paused:
         raise RuntimeError(f"stuck at version {driver.state.version}: {stuck(driver.state)}")
-    if driver.inline and driver.quiet:
+    if driver.inline and driver.quiet and not (driver.script and driver.script.said):
         time.sleep(LOOK_EVERY)
     return events or [Ticked()]
 
-
+# %% ../nbs/55_driver.ipynb #driver-busy
 def busy(driver: Driver) -> bool:
     "Whether some actor still owes an answer. On the virtual clock that is exactly whether one has something due."
     if driver.inline:
@@ -854,17 +973,28 @@ def stuck(state: LoopState) -> str:
     )
 
 # %% ../nbs/55_driver.ipynb #driver-commands
-def commands(driver: Driver) -> list:
-    "Commands from the folder, and the run's own wish to end."
+def asked(driver: Driver) -> list:
+    "What a script says now, and the commands that have come since the last look. They come alone, so that a replay can put them between the same two events."
+    events = given(driver)
+    if time.monotonic() - driver.looked > LOOK_EVERY:
+        driver.looked = time.monotonic()
+        events += commands(driver, len(events))
+    driver.quiet = 0 if events else driver.quiet
+    return events
+
+
+def commands(driver: Driver, before: int = 0) -> list:
+    "Commands from the folder, and the run's own wish to end. `before`: events that come before them."
     events = []
     for command in read_commands(driver.folder):
         mark_done(driver.folder, command.id)
         if command.error:
             refuse(driver, command, command.error)
         else:
-            events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over))
+            heard = driver.state.seq + before + len(events) + 1
+            events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over, heard=heard))
     if driver.asked_to_end and driver.state.phase in ("running", "draining") and not any(command.knob == "stop" for command in driver.state.commands):
-        events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop"))
+        events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop", heard=driver.state.seq + before + len(events) + 1))
     return events
 
 
@@ -873,7 +1003,31 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
     first, _, more = reason.partition("\n")
     tell(driver, reason, f"{command.knob}: ") if more else None
     driver.append("commands", command=command.id, author=command.author, knob=command.knob, value=json.dumps(command.value), over=command.over, status="refused", reason=first,
-                  apply="", version=driver.state.version, dispatched=driver.state.dispatched_groups)
+                  apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
+
+# %% ../nbs/55_driver.ipynb #driver-given
+def given(driver: Driver) -> list:
+    "What the script says now."
+    script, s = driver.script, driver.state
+    if not script:
+        return []
+    told = []
+    if script.by == BY_EVENT:
+        while due_by_event(script.said, number := s.seq + len(told) + 1):
+            told += _say(driver, script.said.pop(0), number)
+    elif not s.commands:
+        resting = driver.quiet > QUIET_TICKS
+        come(script, "", "", place_of(s)[:3])
+        count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
+        said, script.said = script.said[:count], script.said[count:]
+        told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
+    if not script.said and not s.commands and not told and s.phase == "running" and s.version >= script.until and s.actors:
+        return [Replayed()]
+    return told
+
+
+def _say(driver: Driver, said: Said, heard: int) -> list:
+    return heard_command(driver, Commanded(said.id, said.author, said.knob, said.value, said.over, reason=said.reason, heard=heard))
 
 # %% ../nbs/55_driver.ipynb #driver-functions
 def known_functions(driver: Driver) -> dict[str, dict[str, Callable]]:
@@ -906,16 +1060,15 @@ def heard_command(driver: Driver, said: Commanded) -> list:
             if field in ("sampler", "advantage"):
                 warm(driver.state.functions[field].get(key_of(said.value)))
         if field == "tasks" and not said.over and driver.state.phase in ("running", "draining"):
-            show_tasks(driver, said)
-            return []
+            return show_tasks(driver, said)
     except Exception as error:  # whatever somebody put into the folder
         refuse(driver, said, str(error) if isinstance(error, ValueError) else f"{said.knob}: {type(error).__name__}: {error}")
         return []
     return [said]
 
 # %% ../nbs/55_driver.ipynb #driver-tasks
-def show_tasks(driver: Driver, said: Commanded) -> None:
-    "Make the tasks that a command asks for and have a generator look at their prompts. Raises ValueError for what cannot be made in time."
+def show_tasks(driver: Driver, said: Commanded) -> list:
+    "Make the tasks that a command asks for and have a generator look at their prompts. What is replayed by place was looked at before: its event. Raises ValueError for what cannot be made in time."
     config, functions, fitting = driver.state.config, driver.state.functions, driver.memory.fitting
     coming = [c.pool.table for c in (*driver.state.commands, *(f.command for f in fitting.values())) if c.pool]
     config = with_knob(config, "tasks", coming[-1], functions) if coming else config
@@ -927,8 +1080,13 @@ def show_tasks(driver: Driver, said: Commanded) -> None:
     used = {*driver.pools, *(f.command.pool.name for f in fitting.values())}
     name = next(name for n in range(2, len(used) + 3) if (name := f"train-{n}") not in used)
     worker = next(worker for worker, actors in driver.layout.items() if any(kind_of(actor) == "generator" for actor in actors))
-    fitting[said.id] = Fitting(replace(said, pool=Pool(name, tuple(t.level for t in tasks), table)), tasks, worker)
-    driver.handles[worker].submit(FitJob(said.id, tuple(t.prompt for t in tasks)), driver.clock.now())
+    said = replace(said, pool=Pool(name, tuple(t.level for t in tasks), table))
+    if driver.script and driver.script.by == BY_PLACE:
+        driver.pools[name] = tasks
+        return [said]
+    fitting[said.id] = Fitting(said, tasks, worker)
+    driver.handles[worker].submit(FitJob(said.id, tuple(start_prompt(driver, t) for t in tasks)), driver.clock.now())
+    return []
 
 
 def heard_fitted(driver: Driver, f: Fitted) -> Iterable:
@@ -1077,4 +1235,4 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
 
 def all_prompts(driver: Driver) -> list[str]:
     "Every prompt of the run, so that a generator can refuse what does not fit."
-    return [t.prompt for tasks in driver.pools.values() for t in tasks]
+    return [start_prompt(driver, t) for tasks in driver.pools.values() for t in tasks]
