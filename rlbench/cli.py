@@ -9,7 +9,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'replay_command',
            'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead',
-           'modes', 'faults', 'balance', 'crashes', 'stragglers', 'panel', 'main']
+           'modes', 'faults', 'delay', 'balance', 'crashes', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -936,6 +936,14 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-delay
+@benches.command()
+def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+    "Naive against decoupled PPO on data exactly 0 to 16 versions old."
+    from rlbench.delay import bench_delay
+
+    _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-balance
 @benches.command()
