@@ -209,7 +209,7 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     j, old = s.judged, driver.memory.rollouts.get(s.key)
     if old is not None:
         rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
-        driver.memory.rollouts[s.key] = rollout if s.text is None and not s.cut else judged_as(rollout, s)
+        driver.memory.rollouts[s.key] = judged_as(rollout, s) if s.cut or s.text is not None or len(old.segments) > 2 else rollout
         driver.memory.score_seconds[s.key] = j.seconds
         note_failure(driver, s.key, j.message)
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message)
