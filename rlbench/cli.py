@@ -7,8 +7,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
-           'overhead', 'modes', 'faults', 'panel', 'main']
+           'doctor', 'why_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command',
+           'checks', 'engine', 'trl', 'overhead', 'modes', 'faults', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -597,6 +597,7 @@ def sample(
 def export(
     name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook of yours (.ipynb) that becomes a module")],
     folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder, modules lie beside their notebook")] = None,
+    script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
     to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
     runs: RunsOption = "runs",
@@ -607,6 +608,9 @@ def export(
         if name.endswith(".ipynb"):
             return _to_module(name, folder if to == "policy" else Path(to), as_json)
         r = attach(name, runs=runs)
+        if script:
+            path = r.export_script(folder)
+            return emit({"script": path}) if as_json else print(path)
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
@@ -679,6 +683,34 @@ def doctor(as_json: JsonOption = False) -> None:
         return emit({"checks": [{"name": n, "ok": ok, "found": text} for n, ok, text in found], "ok": all(ok for _, ok, _ in found)})
     for n, ok, text in found:
         print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
+
+# %% ../nbs/91_cli.ipynb #cli-why
+@app.command("why")
+def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+    "What limits a run now, with evidence and remedy."
+    with friendly():
+        found = attach(name, runs=runs).why()
+    emit(found.plain()) if as_json else Console().print(Text(str(found)))
+
+# %% ../nbs/91_cli.ipynb #cli-replay
+@app.command("replay")
+def replay_command(
+    name: RunName,
+    new: Annotated[str, typer.Option("--name", help="name of the replay; without it RUN-replay-1, -2, …")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="also a run that cannot be promised to repeat: asynchronous in real time")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
+    console = Console(stderr=as_json)
+    with friendly():
+        again = attach(name, runs=runs).replay(new, anyway)
+    follow(again.run, console, quiet)
+    with friendly():
+        told = again.verdict
+    emit({**plain(told), "folder": again.run.folder}) if as_json else print(told)
+    raise typer.Exit(int(not told.equal))
 
 # %% ../nbs/91_cli.ipynb #cli-compare
 @app.command("compare")

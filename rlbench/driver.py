@@ -11,9 +11,10 @@ __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'G
            'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
            'heard_checkpoint', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
            'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up',
-           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'commands', 'refuse',
-           'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
-           'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands',
+           'refuse', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted',
+           'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
+           'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -41,8 +42,9 @@ from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResu
 from .guard import eval_figures, step_figures
 from .knobs import key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, start_state, step)
+from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, Replayed, RolloutRow, Save,
+                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
 from .records import Fate, Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
@@ -425,7 +427,8 @@ def tell_failed(driver: "Driver") -> None:
 
 def note_figures(driver: "Driver", version: int, figures: dict[str, float | None]) -> None:
     "Have the guards look at a row that was written."
-    driver.memory.measured.append(Measured(version, figures))
+    if not driver.script or driver.script.by == BY_EVENT:  # by place, what guards did is in the script
+        driver.memory.measured.append(Measured(version, figures))
 
 # %% ../nbs/55_driver.ipynb #driver-carry-two
 def carry_score(driver: "Driver", action: Score) -> None:
@@ -589,7 +592,9 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
 def write_command(driver: "Driver", row) -> None:
     "What became of a command, at once visible in the status."
     driver.append("commands", command=row.id, author=row.author, knob=row.knob, value=json.dumps(row.value), over=row.over, status=row.status, reason=row.reason, apply=row.apply,
-                  version=row.version, dispatched=row.dispatched)
+                  version=row.version, dispatched=row.dispatched, training=row.training, event=row.event, heard=row.heard)
+    if driver.script:
+        come(driver.script, row.author, row.knob, place_of(driver.state)[:3])
     driver.write_status()
 
 
@@ -610,6 +615,7 @@ class Driver:
         self.folder, self.pools, self.inline = folder, {**pools, **had.pools}, config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
         self.layout = layout(config.placement, config.generators)
+        self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
         self.memory, self.clock = had.memory, (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0)
@@ -808,6 +814,8 @@ def next_events(driver: Driver) -> list:
     if driver.memory.measured:
         measured, driver.memory.measured = driver.memory.measured, []
         return measured
+    if said := asked(driver):
+        return said
     names, handles = list(driver.handles), list(driver.handles.values())
     events, heard = [], False
     if driver.inline:
@@ -823,17 +831,14 @@ def next_events(driver: Driver) -> list:
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
         events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
         events += [e for name in names for e in overdue(driver, name)]
-    if time.monotonic() - driver.looked > LOOK_EVERY or (driver.inline and not events):
-        driver.looked = time.monotonic()
-        events += commands(driver)
     driver.quiet = 0 if events or heard or busy(driver) else driver.quiet + 1
     if driver.quiet > QUIET_TICKS and not driver.state.paused:
         raise RuntimeError(f"stuck at version {driver.state.version}: {stuck(driver.state)}")
-    if driver.inline and driver.quiet:
+    if driver.inline and driver.quiet and not (driver.script and driver.script.said):
         time.sleep(LOOK_EVERY)
     return events or [Ticked()]
 
-
+# %% ../nbs/55_driver.ipynb #driver-busy
 def busy(driver: Driver) -> bool:
     "Whether some actor still owes an answer. On the virtual clock that is exactly whether one has something due."
     if driver.inline:
@@ -860,17 +865,28 @@ def stuck(state: LoopState) -> str:
     )
 
 # %% ../nbs/55_driver.ipynb #driver-commands
-def commands(driver: Driver) -> list:
-    "Commands from the folder, and the run's own wish to end."
+def asked(driver: Driver) -> list:
+    "What a script says now, and the commands that have come since the last look. They come alone, so that a replay can put them between the same two events."
+    events = given(driver)
+    if time.monotonic() - driver.looked > LOOK_EVERY:
+        driver.looked = time.monotonic()
+        events += commands(driver, len(events))
+    driver.quiet = 0 if events else driver.quiet
+    return events
+
+
+def commands(driver: Driver, before: int = 0) -> list:
+    "Commands from the folder, and the run's own wish to end. `before`: events that come before them."
     events = []
     for command in read_commands(driver.folder):
         mark_done(driver.folder, command.id)
         if command.error:
             refuse(driver, command, command.error)
         else:
-            events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over))
+            heard = driver.state.seq + before + len(events) + 1
+            events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over, heard=heard))
     if driver.asked_to_end and driver.state.phase in ("running", "draining") and not any(command.knob == "stop" for command in driver.state.commands):
-        events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop"))
+        events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop", heard=driver.state.seq + before + len(events) + 1))
     return events
 
 
@@ -879,7 +895,31 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
     first, _, more = reason.partition("\n")
     tell(driver, reason, f"{command.knob}: ") if more else None
     driver.append("commands", command=command.id, author=command.author, knob=command.knob, value=json.dumps(command.value), over=command.over, status="refused", reason=first,
-                  apply="", version=driver.state.version, dispatched=driver.state.dispatched_groups)
+                  apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
+
+# %% ../nbs/55_driver.ipynb #driver-given
+def given(driver: Driver) -> list:
+    "What the script says now."
+    script, s = driver.script, driver.state
+    if not script:
+        return []
+    told = []
+    if script.by == BY_EVENT:
+        while due_by_event(script.said, number := s.seq + len(told) + 1):
+            told += _say(driver, script.said.pop(0), number)
+    elif not s.commands:
+        resting = driver.quiet > QUIET_TICKS
+        come(script, "", "", place_of(s)[:3])
+        count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
+        said, script.said = script.said[:count], script.said[count:]
+        told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
+    if not script.said and not s.commands and not told and s.phase == "running" and s.version >= script.until and s.actors:
+        return [Replayed()]
+    return told
+
+
+def _say(driver: Driver, said: Said, heard: int) -> list:
+    return heard_command(driver, Commanded(said.id, said.author, said.knob, said.value, said.over, reason=said.reason, heard=heard))
 
 # %% ../nbs/55_driver.ipynb #driver-functions
 def known_functions(driver: Driver) -> dict[str, dict[str, Callable]]:
@@ -912,16 +952,15 @@ def heard_command(driver: Driver, said: Commanded) -> list:
             if field in ("sampler", "advantage"):
                 warm(driver.state.functions[field].get(key_of(said.value)))
         if field == "tasks" and not said.over and driver.state.phase in ("running", "draining"):
-            show_tasks(driver, said)
-            return []
+            return show_tasks(driver, said)
     except Exception as error:  # whatever somebody put into the folder
         refuse(driver, said, str(error) if isinstance(error, ValueError) else f"{said.knob}: {type(error).__name__}: {error}")
         return []
     return [said]
 
 # %% ../nbs/55_driver.ipynb #driver-tasks
-def show_tasks(driver: Driver, said: Commanded) -> None:
-    "Make the tasks that a command asks for and have a generator look at their prompts. Raises ValueError for what cannot be made in time."
+def show_tasks(driver: Driver, said: Commanded) -> list:
+    "Make the tasks that a command asks for and have a generator look at their prompts. What is replayed by place was looked at before: its event. Raises ValueError for what cannot be made in time."
     config, functions, fitting = driver.state.config, driver.state.functions, driver.memory.fitting
     coming = [c.pool.table for c in (*driver.state.commands, *(f.command for f in fitting.values())) if c.pool]
     config = with_knob(config, "tasks", coming[-1], functions) if coming else config
@@ -933,8 +972,13 @@ def show_tasks(driver: Driver, said: Commanded) -> None:
     used = {*driver.pools, *(f.command.pool.name for f in fitting.values())}
     name = next(name for n in range(2, len(used) + 3) if (name := f"train-{n}") not in used)
     worker = next(worker for worker, actors in driver.layout.items() if any(kind_of(actor) == "generator" for actor in actors))
-    fitting[said.id] = Fitting(replace(said, pool=Pool(name, tuple(t.level for t in tasks), table)), tasks, worker)
+    said = replace(said, pool=Pool(name, tuple(t.level for t in tasks), table))
+    if driver.script and driver.script.by == BY_PLACE:
+        driver.pools[name] = tasks
+        return [said]
+    fitting[said.id] = Fitting(said, tasks, worker)
     driver.handles[worker].submit(FitJob(said.id, tuple(t.prompt for t in tasks)), driver.clock.now())
+    return []
 
 
 def heard_fitted(driver: Driver, f: Fitted) -> Iterable:

@@ -6,21 +6,21 @@
 __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE',
            'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED',
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
-           'Ticked', 'Lost', 'Measured', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save',
-           'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
-           'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Late',
-           'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled',
-           'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate',
-           'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started', 'current',
-           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
-           'on_training_failed', 'on_lost', 'due', 'journal', 'decide_command', 'check_ramp', 'saves_itself',
-           'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember', 'excuse', 'put_back', 'fail',
-           'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh',
-           'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue', 'spent', 'hopeless',
-           'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied',
-           'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate', 'new_group',
-           'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
+           'Ticked', 'Lost', 'Measured', 'Replayed', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish',
+           'Save', 'Abort', 'Configure', 'Write', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow', 'StepRow', 'Served',
+           'EvalRow', 'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves',
+           'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous',
+           'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'next_try',
+           'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started',
+           'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published', 'on_saved', 'on_commanded',
+           'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command',
+           'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'in_place', 'remember',
+           'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of',
+           'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
+           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
+           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
+           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -147,6 +147,7 @@ class Commanded:
     at: float = 0.0
     reason: str = ""
     pool: Pool | None = None  # what was made if it asks for other tasks
+    heard: int = -1  # number of the event with which it came in; -1: the loop itself asks
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,12 @@ class Measured:
     "The figures of the row of a finished batch or evaluation."
     version: int
     figures: Mapping[str, float | None]
+    at: float = 0.0
+
+# %% ../nbs/51_loop.ipynb #loop-events-replayed
+@dataclass(frozen=True)
+class Replayed:
+    "A replay has said all it has to say and is at the version that the original reached."
     at: float = 0.0
 
 # %% ../nbs/51_loop.ipynb #loop-events-stored
@@ -345,6 +352,9 @@ class CommandRow:
     apply: str
     version: int
     dispatched: int
+    training: bool = False
+    event: int = -1  # number of the one at which this was decided
+    heard: int = -1  # number of the one with which the command came in
 
 # %% ../nbs/51_loop.ipynb #loop-state
 @dataclass
@@ -835,6 +845,26 @@ def _lost_for_good(state: LoopState, e: Lost, actions: list) -> None:
         doom(state, group, Fate.LEFT_AT_STOP)
     state.training, state.saves.writing = [], -1
 
+# %% ../nbs/51_loop.ipynb #loop-on-replayed
+def on_replayed(state: LoopState, e: Replayed, actions: list) -> None:
+    "The run has done what it is for: it drains, as if a budget were spent."
+    if state.phase == "running":
+        state.phase, state.reason = "draining", f"replayed up to version {state.version}"
+        dissolve(state, Fate.LEFT_AT_STOP, False, actions)
+
+# %% ../nbs/51_loop.ipynb #loop-journal
+def place_of(state: LoopState) -> tuple[int, int, bool, int]:
+    "Where the run is: version, groups dispatched, whether a batch trains, number of the event."
+    return state.version, state.dispatched_groups, bool(state.training), state.seq
+
+
+def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
+    "The journal's row: what became of a command, and where in the run."
+    row = CommandRow(
+        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *place_of(state), command.heard
+    )
+    return Write("commands", row)
+
 # %% ../nbs/51_loop.ipynb #loop-decide-command
 VERBS = ("pause", "go", "step", "publish", "stop", "eval", "guard", "unguard", "checkpoint")
 
@@ -844,14 +874,6 @@ def due(state: LoopState, apply: str) -> bool:
     if apply == "dispatch":
         return wave_boundary(state) if synchronous(state) else True
     return apply == "now" or not state.training
-
-
-def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
-    "The journal's row: what became of a command, and where in the run."
-    row = CommandRow(
-        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, state.version, state.dispatched_groups
-    )
-    return Write("commands", row)
 
 
 def decide_command(state: LoopState, actions: list) -> None:
@@ -1046,7 +1068,7 @@ def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
         return False
     state.ramps = [r for r in state.ramps if r.knob.partition(".")[0] != name]
     chain(state, ["command", name, table, 0, state.version, state.dispatched_groups])
-    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", state.version, state.dispatched_groups)
+    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", *place_of(state))
     actions.extend((Configure(state.config), Write("commands", row)))
     return True
 
@@ -1582,8 +1604,7 @@ def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
                     "applied",
                     reason,
                     "now",
-                    state.version,
-                    state.dispatched_groups,
+                    *place_of(state),
                 ),
             )
         )
@@ -1759,7 +1780,7 @@ def _drop_at_resume(state: LoopState, actions: list) -> None:
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
     Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured,
+    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed,
 }
 DECISIONS = (
     decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_overflow,

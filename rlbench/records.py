@@ -433,6 +433,9 @@ reason | str | | why it was refused, or the figure for which a guard asked
 apply | str | | apply point: now, dispatch or version
 version | int | versions | policy version when it took effect
 dispatched | int | groups | groups dispatched when it took effect
+training | bool | | whether a batch was in training when it took effect
+event | int | | number of the loop's event at which it took effect
+heard | int | | number of the loop's event with which it came in, -1 if nobody sent it
 """))
 
 # %% ../nbs/00_records.ipynb #records-tables-three

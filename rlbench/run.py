@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process', 'attach',
-           'list_runs', 'Run', 'handed_over', 'wait', 'leaving', 'reached', 'until']
+           'list_runs', 'Replay', 'Run', 'handed_over', 'wait', 'leaving', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -22,8 +22,10 @@ from .driver import make_pools
 from .knobs import Captured, FileFunction, capture, save_function, unknown
 from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
+from .lineage import Family, read_family
 from .loop import check_ramp
 from .process import clear, close_books
+from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import give, rescore
 from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
 from .webhook import address
@@ -146,6 +148,11 @@ class _Looking:
         return read_status(self.folder)
 
     @property
+    def family(self) -> Family | None:
+        "The run it was forked from or repeats; None if it was simply started."
+        return read_family(self.folder)
+
+    @property
     def state(self) -> str:
         "starting, running, paused, finished, stopped, failed or dead."
         return state_of(self.status)
@@ -164,6 +171,12 @@ class _Looking:
 @dataclass(frozen=True)
 class _Seeing(_Looking):
     "What of a run is seen in a notebook."
+
+    def why(self):
+        "What limits the run now: a paragraph with evidence and remedy; its `limit`, `figures` and `knobs` are for scripts."
+        from rlbench.why import why
+
+        return why(self.folder)
 
     def panel(self, author: str = "", readonly: bool = False):
         "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
@@ -262,9 +275,47 @@ class _Giving(_Looking):
         "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.rescore.rescore`."
         return rescore(self.folder, function, last, field, **parameters)
 
+# %% ../nbs/80_run.ipynb #run-class-again
+@dataclass(frozen=True)
+class Replay:
+    "A replay: the run that does it, and the one that it repeats."
+    run: "Run"
+    original: "Run"
+
+    @property
+    def verdict(self) -> Verdict:
+        "Both digests, and whether they are equal (None as long as it runs)."
+        return verdict(self.run.folder, self.original.folder)
+
+    equal = property(lambda self: self.verdict.equal, doc="Whether the digests are equal; None as long as it runs.")
+
+    def wait(self, timeout: float | None = None) -> Verdict:
+        "Block until the replay has ended; returns the verdict. Raises TimeoutError."
+        self.run.wait(timeout)
+        return self.verdict
+
+    def __repr__(self) -> str:
+        return f"Replay of {self.original.name!r}\n{self.verdict}"
+
+
+@dataclass(frozen=True)
+class _Repeating(_Looking):
+    "What can be done again."
+
+    def replay(self, name: str = "", anyway: bool = False) -> Replay:
+        """Run it again from configuration, seed and journal, beside it; returns at once. `anyway`: also what cannot be promised to repeat.
+        Raises ValueError for a live run, or for an asynchronous one in real time."""
+        folder = prepare_replay(self.folder, name or free_name(self.folder.parent, f"{self.name}-replay"), anyway=anyway)
+        start_process(folder)
+        return Replay(Run(folder), Run(self.folder))
+
+    def export_script(self, path: str | Path | None = None) -> Path:
+        "Write the steering as a Python script: into the run's folder, or to `path` with the functions it needs beside it. Returns the path."
+        return export_script(self.folder, Path(path) if path else None)
+
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Seeing, _Guarding, _Giving):
+class Run(_Seeing, _Guarding, _Giving, _Repeating):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
