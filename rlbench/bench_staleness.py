@@ -67,7 +67,7 @@ def point_config(rho: float, backlog: str, queue_batches: int, group: int = 1, b
     times = {"decode": DECODE, "prefill": 0.0, "publish": 0.0, "score": 1e-9, "train": rho * DECODE / running, "scripted_length": MEAN, "scripted_tail": TAIL}
     return {"clock": "virtual", "generator": "scripted", "placement": "split", "seed": seed, "steps": steps, "group": group, "batch": batch, "concurrency": running, "staleness": 64,
             "backlog": backlog, "queue_batches": queue_batches, "decode_steps": 2, "max_tokens": 100_000, "advantage": "reinforce", "filter": "none", "sampler": "uniform",
-            "preflight": 0, "eval": [], "alerts": False, "virtual": times}
+            "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0, "virtual": times}
 
 
 def run_point(folder: Path, rho: float, backlog: str, queue_batches: int, group: int = 1, **size) -> Point:
