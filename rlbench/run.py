@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process', 'attach',
-           'list_runs', 'Replay', 'Run', 'handed_over', 'wait', 'leaving', 'reached', 'until']
+           'list_runs', 'check_resumable', 'end_leftovers', 'Replay', 'Run', 'handed_over', 'wait', 'leaving',
+           'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,12 @@ from .webhook import address
 
 if TYPE_CHECKING:
     import polars as pl
+
+# %% ../nbs/80_run.ipynb #run-imports-saving
+from .checkpoint import Manifest, checkpoint_folders, load_newest, read_manifest
+from .config import captured_functions, check_built, with_knob
+from .ledger import read_resumes, write_status
+from .loop import spent
 
 # %% ../nbs/80_run.ipynb #run-captured
 def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
@@ -92,12 +100,12 @@ def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
     return config.model_copy(update=tables), list(copies.values())
 
 
-def start_process(folder: Path) -> int:
-    "Start the run process in a session of its own; its output goes to run.log. Returns its process id."
+def start_process(folder: Path, attempt: int = 0) -> int:
+    "Start the run process in a session of its own; its output goes to run.log. `attempt` above 0 resumes the run. Returns its process id."
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(folder / "run.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "rlbench.process", str(folder)],
+            [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "rlbench.process", str(folder), str(attempt)],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -275,6 +283,56 @@ class _Giving(_Looking):
         "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.rescore.rescore`."
         return rescore(self.folder, function, last, field, **parameters)
 
+# %% ../nbs/80_run.ipynb #run-class-saving
+@dataclass(frozen=True)
+class _Saving(_Looking):
+    "What is kept of a run, and how it goes on."
+
+    @property
+    def checkpoints(self) -> dict[str, Manifest]:
+        "The whole checkpoints by the name of their folder, oldest first."
+        told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
+        return {name: manifest for name, manifest in told.items() if isinstance(manifest, Manifest)}
+
+    def checkpoint(self, author: str = "") -> str:
+        "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
+        return ask(self.folder, "checkpoint", author=author)
+
+    def resume(self, table: Mapping[str, object] | None = None, *, author: str = "", **knobs) -> "Run":
+        """Go on from the newest checkpoint of a run that has ended or whose process is gone, with some live knobs changed (`steps=120`). Returns at once.
+        Raises ValueError if the run is alive, has no checkpoint, or has no budget left."""
+        check_resumable(self.folder, {**(table or {}), **knobs})
+        end_leftovers(self.folder)
+        for knob, value in {**(table or {}), **knobs}.items():
+            send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
+        attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
+        write_status(self.folder, replace(self.status or Status("starting"), state="starting", pid=os.getpid(), host=os.uname().nodename, updated=time.time(), reason="", books_closed=False))
+        start_process(self.folder, attempt)
+        return self
+
+
+def check_resumable(folder: Path, knobs: Mapping[str, object]) -> None:
+    "ValueError if a run cannot be resumed with these knobs, with the remedy."
+    state = state_of(read_status(folder))
+    if state not in (*ENDED, "dead"):
+        raise ValueError(f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed")
+    extra = captured_functions(folder)
+    found = load_newest(folder, extra).state
+    for knob, value in knobs.items():
+        found.config = with_knob(found.config, knob, value, extra)
+        check_built(found.config, found.built)
+    if reason := spent(found):
+        raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
+
+# %% ../nbs/80_run.ipynb #run-leftovers
+def end_leftovers(folder: Path) -> None:
+    "Kill what a dead run has left: a worker may hang, and a second run process would write into the same tables."
+    status = read_status(folder)
+    if status and status.host == os.uname().nodename:
+        for pid in (status.supervisor, status.pid, *status.workers.values()):
+            if alive(pid, status.updated) and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
 # %% ../nbs/80_run.ipynb #run-class-again
 @dataclass(frozen=True)
 class Replay:
@@ -315,7 +373,7 @@ class _Repeating(_Looking):
 
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Seeing, _Guarding, _Giving, _Repeating):
+class Run(_Seeing, _Guarding, _Giving, _Saving, _Repeating):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:
@@ -348,7 +406,7 @@ class Run(_Seeing, _Guarding, _Giving, _Repeating):
         return ask(self.folder, "publish", author=author)
 
     def stop(self, author: str = "") -> str:
-        "Finish the batch in training, save the policy, close the books, end. Of a dead run, close the books."
+        "Finish the batch in training, save the whole run and the policy, close the books, end. Of a dead run, close the books."
         if self.state == "dead":
             close_books(self.folder, f"its processes were killed; closed by {author or me()}")
             clear(self.folder)
