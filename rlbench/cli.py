@@ -9,7 +9,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'replay_command',
            'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead',
-           'modes', 'faults', 'delay', 'balance', 'crashes', 'stragglers', 'panel', 'main']
+           'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -965,6 +965,14 @@ def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has sev
     _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
     done = found[0]
     raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-staleness
+@benches.command()
+def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = False) -> None:
+    "The staleness of the loop against closed forms, each discipline of the queue against its own, on the virtual clock."
+    from rlbench.bench_staleness import bench_staleness
+
+    _measure(lambda say: bench_staleness(folder, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-stragglers
 @benches.command()
