@@ -7,14 +7,14 @@ __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'G
            'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
            'heard_scored', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights',
            'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish',
-           'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'coming', 'carry_tell',
-           'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
-           'heard_checkpoint', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up',
-           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands',
-           'refuse', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted',
-           'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline',
-           'start_process', 'all_prompts']
+           'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming',
+           'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start',
+           'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout',
+           'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
+           'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy',
+           'stuck', 'asked', 'commands', 'refuse', 'given', 'known_functions', 'heard_command', 'show_tasks',
+           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
+           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -41,7 +41,7 @@ from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResu
 from .guard import eval_figures, step_figures
 from .knobs import key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
+from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, Replayed, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
@@ -52,7 +52,7 @@ from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, Environm
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
-from .checkpoint import TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
+from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
 from .ledger import Resume, note_resume, read_table
 from .loop import Snapshot, Stored, resume_state
 from .records import StopReason
@@ -178,7 +178,7 @@ def kept(driver: "Driver") -> Kept:
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
     lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None,
                       measured=[each for each in m.measured if isinstance(each, Measured)])
-    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given})
+    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
 # %% ../nbs/55_driver.ipynb #driver-events
 def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
@@ -397,8 +397,13 @@ def note_changes(driver: "Driver", config: RunConfig) -> None:
 
 def in_force(driver: "Driver", config: RunConfig) -> dict[str, object]:
     "Value of every live knob, and of every parameter of a function in force, as JSON data."
+    return values_of(config, driver.state.functions)
+
+
+def values_of(config: RunConfig, functions: Mapping) -> dict[str, object]:
+    "The same of any configuration. `functions`: captured ones by field."
     named = {f"{field}.{key}": value for field in FUNCTIONS for key, value in getattr(config, field).items() if key not in ("name", "source")}
-    return {**{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, driver.state.functions)}, **named}
+    return {**{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, functions)}, **named}
 
 
 def coming(state: LoopState) -> dict[str, list]:
@@ -488,12 +493,19 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
         if not message:
             driver.ledger.flush(sync=True)
             path, driver.saving = finish_checkpoint(aside, told), None
-            keep_newest(driver.folder, driver.state.config.checkpoints_kept, driver.begun.folder if driver.begun else None)
+            keep_newest(driver.folder, driver.state.config.checkpoints_kept, needed_checkpoints(driver))
             return [Stored(told.version, path.name)]
     except OSError as error:
         message = error.strerror or str(error)
     dropped_checkpoint(driver, told.version, message)
     return ()
+
+
+def needed_checkpoints(driver: "Driver") -> set[Path]:
+    "Those that stay whatever their age: what the run's workers were started from, and what a fork began with."
+    family = read_family(driver.folder)
+    first = {driver.folder / CHECKPOINTS / family.checkpoint} if family and family.checkpoint else set()
+    return first | ({driver.begun.folder} if driver.begun else set())
 
 
 def dropped_checkpoint(driver: "Driver", version: int, message: str) -> None:
@@ -606,7 +618,7 @@ class Driver:
 
     def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]], start: Checkpoint | None = None, attempt: int = 0):
         had = start.remembered(Kept) if start else Kept()
-        self.folder, self.pools, self.inline = folder, {**pools, **had.pools}, config.clock == "virtual"
+        self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
         self.layout = layout(config.placement, config.generators)
         self.script = read_script(folder)
