@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLAIN', 'CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 'TRAINER', 'ROOM', 'Arrays', 'pack',
            'unpack', 'Manifest', 'Torn', 'read_manifest', 'checkpoint_folders', 'find_checkpoint', 'begin_checkpoint',
-           'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest', 'Checkpoint', 'load_checkpoint',
+           'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest', 'Checkpoint', 'load_checkpoint', 'load_newest',
            'install_checkpoint', 'write_trainer', 'read_weights', 'read_trainer']
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-imports
@@ -28,7 +28,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from .config import RunConfig, captured_functions, make_config
-from .ledger import read_json, write_json
+from .ledger import count_rows, read_json, write_json
 from .loop import LoopState
 from .records import TABLES
 
@@ -164,13 +164,13 @@ def checkpoint_folders(run: Path) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
-def find_checkpoint(run: Path, version: int | None = None, torn: list[Torn] | None = None) -> Path:
-    "The newest whole checkpoint of a run, or of one of its versions. Torn ones that are newer go into `torn`. ValueError with the remedy if there is none."
+def find_checkpoint(run: Path, version: int | None = None, torn: list[Torn] | None = None, but: Collection[Path] = ()) -> Path:
+    "The newest whole checkpoint of a run, or of one of its versions. Torn ones that are newer go into `torn`; `but` are passed over. ValueError with the remedy if there is none."
     versions = set()
-    for folder in reversed(checkpoint_folders(run)):
+    for folder in reversed([each for each in checkpoint_folders(run) if each not in but]):
         told = read_manifest(folder)
         if isinstance(told, Torn):
-            torn.append(told) if torn is not None else None
+            torn.append(told) if torn is not None and told not in torn else None
             continue
         if version in (None, told.version):
             return folder
@@ -264,6 +264,22 @@ def load_checkpoint(folder: str | Path, extra: Mapping | None = None) -> Checkpo
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"checkpoint: {folder.name} cannot be read ({type(error).__name__}: {error}); take the one before") from error
     return Checkpoint(folder, manifest, state, data["kept"], arrays)
+
+# %% ../nbs/53_checkpoint.ipynb #checkpoint-newest
+def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] | None = None) -> Checkpoint:
+    "The newest checkpoint of a run that can be used; those passed over go into `torn`. ValueError with the remedy if there is none, or if it is one of a newer rlbench."
+    run, torn, passed = Path(run), torn if torn is not None else [], set()
+    while True:
+        folder = find_checkpoint(run, torn=torn, but=passed)
+        passed.add(folder)
+        lost = [table for table, last in read_manifest(folder).rows.items() if count_rows(run, table) <= last]
+        if lost:
+            torn.append(Torn(folder, f"the table {lost[0]} has lost rows that it knows"))
+            continue
+        try:
+            return load_checkpoint(folder, extra)
+        except (ValueError, OSError) as error:
+            torn.append(Torn(folder, str(error)))
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-install
 def install_checkpoint(checkpoint: Checkpoint, into: str | Path, config: RunConfig | None = None) -> Path:

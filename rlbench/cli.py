@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches', 'FolderOption', 'friendly', 'plain', 'emit',
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
-           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
-           'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks',
-           'engine', 'trl', 'overhead', 'modes', 'faults', 'panel', 'main']
+           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
+           'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
+           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'replay_command', 'compare_command',
+           'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
+           'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -234,6 +235,8 @@ def outcome(r: Run, console: Console) -> None:
     report = r.folder / "report.html"
     if report.exists():
         console.print(f"report               {report}", highlight=False, soft_wrap=True)
+    if r.checkpoints and r.state != "finished":
+        console.print(f"to go on             rlbench resume {r.name}   (from version {list(r.checkpoints.values())[-1].version})", highlight=False, soft_wrap=True)
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
@@ -413,9 +416,57 @@ for _name, _help in (
     ("go", "Release a paused run."),
     ("step", "One more version, then hold."),
     ("publish", "Hand the newest weights to the generators now."),
-    ("stop", "Finish the batch in training, save the policy, close the books. Of a dead run, close the books."),
+    ("stop", "Finish the batch in training, save the run, close the books; resume goes on from there. Of a dead run, close the books."),
 ):
     _verb(_name, _help)
+
+# %% ../nbs/91_cli.ipynb #cli-resume
+@app.command("checkpoint")
+def checkpoint_command(
+    name: RunName,
+    author: Annotated[str, typer.Option(help="who asks")] = "",
+    runs: RunsOption = "runs",
+    seconds: Annotated[float, typer.Option("--wait", help="seconds to wait until it is there")] = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    "Save the whole run now: loop, weights, optimizer, queue. It is written once no batch trains."
+    with friendly():
+        r = attach(name, runs=runs)
+        before = set(r.checkpoints)
+        r.checkpoint(author)
+    until, new = time.monotonic() + seconds, []
+    while not new and time.monotonic() < until and r.state not in (*ENDED, "dead"):
+        time.sleep(0.1)
+        new = [folder for folder in r.checkpoints if folder not in before]
+    saved = r.folder / "checkpoints" / new[-1] if new else None
+    if as_json:
+        return emit({"checkpoint": saved})
+    print(f"saved: {saved}" if saved else f"asked; not written yet. rlbench log {r.name} says if it could not be")
+
+
+@app.command()
+def resume(
+    name: RunName,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob on the way, e.g. --set steps=200 where the budget is spent")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
+    console = Console(stderr=as_json)
+    with friendly():
+        r = attach(name, runs=runs)
+        r.resume(dict(map(parse_assignment, set_ or [])))
+        folder, manifest = list(r.checkpoints.items())[-1]
+    console.print(f"{r.folder}: resumed from {folder} (version {manifest.version}); from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+    if detach:
+        emit({"run": r.name, "folder": r.folder, "version": manifest.version}) if as_json else None
+        return
+    state = follow(r, console, quiet)
+    outcome(r, console) if state in (*ENDED, "dead") else None
+    emit(facts(r)) if as_json else None
+    raise typer.Exit(0 if state in ("finished", "stopped") else 1)
 
 # %% ../nbs/91_cli.ipynb #cli-guard
 @app.command("guard")

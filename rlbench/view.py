@@ -272,6 +272,8 @@ class View:
     def poll(self) -> Snapshot:
         "Read what is new and say how things are."
         now = time.time()
+        if self.follower.resumed():  # rows that were added up are lost
+            self.__init__(self.folder, self.bins.limit)
         if not self.config:
             self.config = read_toml(self.folder / "config.toml")
         _start(self) if not self.frames else None
