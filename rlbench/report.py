@@ -45,6 +45,7 @@ from rlbench.figures import (
     zero_signal,
 )
 from .ledger import Status, count_rows, read_json, read_status, read_table
+from .lineage import Family, read_family
 
 if TYPE_CHECKING:
     import polars as pl
@@ -60,6 +61,7 @@ class RunData:
     steps: "pl.DataFrame"
     evals: "pl.DataFrame"
     commands: "pl.DataFrame"
+    family: Family | None = None
 
     @property
     def eval_name(self) -> str:
@@ -75,7 +77,7 @@ def read_run(folder: str | Path) -> RunData:
     if not folder.is_dir():
         raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
     tables = {table: read_table(folder, table) for table in ("steps", "evals", "commands")}
-    return RunData(folder.resolve().name, read_status(folder), _toml(folder / "config.toml"), _json(folder / "provenance.json"), **tables)
+    return RunData(folder.resolve().name, read_status(folder), _toml(folder / "config.toml"), _json(folder / "provenance.json"), **tables, family=read_family(folder))
 
 
 def _toml(path: Path) -> dict:
@@ -260,7 +262,7 @@ def head(s: RunSummary, data: RunData) -> str:
         if data.status and data.status.started
         else ""
     )
-    where = " · ".join(text(part) for part in (s.state, started, s.reason) if part)
+    where = " · ".join(text(part) for part in (s.state, started, s.reason, data.family) if part)
     result = (
         ""
         if s.solve_rate_start is None

@@ -127,3 +127,24 @@ def test_the_exported_script_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     (made,) = [r for r in rl.list_runs(tmp_path / "runs") if r.name != run.name] if hasattr(rl, "list_runs") else [rl.attach("tiny-2", runs=tmp_path / "runs")]
     assert made.state == "finished" and [row[:3] for row in applied(made)] == [row[:3] for row in applied(run)]
+
+
+def test_forks_of_a_family(tmp_path):
+    "From checkpoints of an ended run, in processes: the twin ends as its parent, the other one elsewhere; the twin's replay begins at its checkpoint."
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 6, "checkpoint_every": 2, "checkpoints_kept": 9})
+    run.wait(180)
+    assert run.versions == [2, 4, 6], run.versions
+    with pytest.raises(ValueError, match=r"no checkpoint of version 3; it can be forked at 2, 4, 6"):
+        run.fork(at=3)
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+        run.fork(at=2, temperatur=1.0)
+    twin, other = run.fork(at=2, name="twin"), run.fork(at=4, name="other", reward=brief, steps=7, temperature=0.8)
+    assert other.wait(180) == "finished" and twin.wait(180) == "finished"
+    assert twin.status.digest == run.status.digest and twin.steps["version"].to_list() == [3, 4, 5, 6]
+    assert other.status.version == 7 and other.rollouts["temperature"].max() == 1.0 and other.rollouts["temperature"].min() == 0.8
+    assert str(other.family).startswith("fork of tiny-1 at version 4, reward = brief, ") and str(twin.family) == "fork of tiny-1 at version 2"
+    verdict = twin.replay().wait(180)
+    assert verdict.equal and rl.attach(verdict.replay, runs=tmp_path).steps["version"].to_list() == [3, 4, 5, 6]
+    listed = subprocess.run([sys.executable, "-m", "rlbench.cli", "ls", "--runs", str(tmp_path)], capture_output=True, text=True, env={"COLUMNS": "200", **__import__("os").environ}).stdout
+    assert [line.strip().split("  ")[0] for line in listed.splitlines()[1:]] == ["tiny-1", "└ twin", "└ twin-replay-1", "└ other"], listed
+    assert len(rl.compare(run, other).charts[1].marks) == 1
