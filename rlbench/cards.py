@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
            'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
-           'window', 'room', 'facts', 'judge', 'percent', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
+           'window', 'room', 'facts', 'judge', 'limit', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
            'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts',
            'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
@@ -27,6 +27,7 @@ from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, health, items, labels, lengths, number,
     queue_depth, reward, spoken, staleness, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, zero_signal,
 )
+from .balance import percent
 from .ledger import ENDED, count_rows, read_table
 from .loop import VERBS
 from .view import Snapshot, View, corners_of, value
@@ -115,9 +116,14 @@ def judge(f: Facts) -> str:
     return "balanced"
 
 
-def percent(share: float) -> str:
-    "31 %."
-    return f"{100 * share:.0f} %"
+def limit(word: str, f: Facts) -> str:
+    "What holds the run up: environment, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
+    if word == "balanced" or f.colocated:
+        return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
+    if word == "trainer-bound":
+        return "drops" if f.stale > STALE else "trainer"
+    causes = {"environment": f.scoring > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
+    return next((name for name, holds in causes.items() if holds), "generator")
 
 
 def why(word: str, f: Facts) -> str:
@@ -126,17 +132,11 @@ def why(word: str, f: Facts) -> str:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
     queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
-        cause = (
-            f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
-            else f"KV budget {percent(f.cache)} used" if f.cache > 0.9
-            else f"publishing {percent(f.publishing)}" if f.publishing > WAITS
-            else f"generator waits {percent(f.generator_waits)}: they take turns" if f.generator_waits > IDLE
-            else f"{percent(f.unusable)} of groups filtered" if f.unusable > 0.4
-            else f"generator busy {percent(f.generator_works)}"
-        )
-        return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause}"
+        cause = {"environment": f"scoring busy {percent(f.scoring)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
+                 "bound": f"generator waits {percent(f.generator_waits)}: they take turns", "filter": f"{percent(f.unusable)} of groups filtered"}
+        return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
     if word == "trainer-bound":
-        dropped = f", {percent(f.stale)} of rollouts dropped as stale" if f.stale > STALE else ""
+        dropped = f", {percent(f.stale)} of rollouts dropped as stale" if limit(word, f) == "drops" else ""
         return f"generator waits {percent(f.generator_waits)}, {queue}, trainer busy {percent(f.trainer_works)}{dropped}"
     return f"trainer busy {percent(f.trainer_works)}, generator busy {percent(f.generator_works)}, {queue}"
 

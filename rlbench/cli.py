@@ -7,9 +7,9 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'family_order', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
-           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'fork_command', 'replay_command',
-           'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead',
-           'modes', 'faults', 'panel', 'main']
+           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
+           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
+           'overhead', 'modes', 'faults', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -749,6 +749,14 @@ def doctor(as_json: JsonOption = False) -> None:
         return emit({"checks": [{"name": n, "ok": ok, "found": text} for n, ok, text in found], "ok": all(ok for _, ok, _ in found)})
     for n, ok, text in found:
         print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
+
+# %% ../nbs/91_cli.ipynb #cli-why
+@app.command("why")
+def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+    "What limits a run now, with evidence and remedy."
+    with friendly():
+        found = attach(name, runs=runs).why()
+    emit(found.plain()) if as_json else Console().print(Text(str(found)))
 
 # %% ../nbs/91_cli.ipynb #cli-fork
 @app.command("fork")

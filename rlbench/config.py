@@ -33,6 +33,7 @@ from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .objective import OLD
+from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .tasks import TASK_SETS
@@ -89,6 +90,7 @@ class VirtualCosts(BaseModel):
     score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="one rollout scored")] = 0.001
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
+    scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
     sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
     scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
@@ -206,6 +208,8 @@ class _Data(BaseModel):
     )
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
     overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
+    backlog: Annotated[str, Knob(choices=BACKLOGS, help="a trainer that is slower: hold the generator, or let the queue push out what has waited longest", apply="dispatch")] = "hold"
+    queue_batches: Annotated[int, Knob(0, 1024, unit="batches", help="that may wait; 0: as many as the bound allows", apply="dispatch")] = 0
     oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
     stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what becomes of what still runs when new weights come or a batch is full", apply="dispatch")] = "in_flight"
     straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="what a straggler strategy acts on", apply="dispatch")] = "group"
@@ -380,6 +384,8 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError('generator: "scripted" runs on the virtual clock only; set clock = "virtual"')
     if c.generators > 1 and c.placement == "colocated":
         raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
+    if c.backlog == "drop_oldest" and c.staleness == 0:
+        raise ValueError('backlog: "drop_oldest" lets the generator run ahead, and staleness = 0 forbids it; use staleness >= 1, or backlog = "hold"')
     if c.publish_every - 1 > c.staleness:
         raise ValueError(f"publish_every: {c.publish_every} would make rollouts {c.publish_every - 1} versions old before new weights come, and staleness = {c.staleness} forbids to train them; "
                          f"use publish_every <= {c.staleness + 1}, or staleness >= {c.publish_every - 1}")

@@ -37,6 +37,7 @@ from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, read_config, with_knob
+from .drop_bias import Window, bias_columns, ended
 from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, guarded, within
 from .guard import eval_figures, step_figures
 from .knobs import key_of
@@ -45,7 +46,7 @@ from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place,
 from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, Replayed, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
+from .records import Fate, Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
@@ -146,6 +147,7 @@ class Memory:
     marked_tokens: int = 0
     waiting: int = 0  # groups in the queue after the last step row
     means: Means = field(default_factory=Means)
+    window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
     weights: int = 0  # newest version in the mapped file
     asked: int = 0  # newest version the trainer was asked to put there
@@ -327,7 +329,7 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
         partial_response = driver.memory.rollouts[key].responses[-1] if item.partial else None
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
-        jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout), partial_response))
+        jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout), partial_response, task.level))
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -529,6 +531,8 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     pool = driver.eval_groups.get(r.group, "")
     if pool:
         m.finished.setdefault(r.group, []).append(r)
+    if not pool and row.fate is not Fate.TRAINED:  # those stand in the window since their step row
+        m.window.add(ended(r, row.fate))
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
@@ -568,12 +572,14 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer")}
     times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
     waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
+    for rollout in (r for group in trained for r in group.rollouts if r.reward is not None):
+        m.window.add(ended(rollout, Fate.TRAINED))
     metrics = {f.name: getattr(m.metrics[row.version].metrics, f.name) for f in fields(m.metrics[row.version].metrics) if f.name != "optimizer_steps"}
     columns = dict(version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
                    prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **metrics, **times, **waits)
+                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}

@@ -19,8 +19,8 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'ERRORS_IN_A_ROW',
            'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
            'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
            'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
-           'drop_surplus', 'unfinished_share', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send',
-           'decide_finish', 'abandon', 'resume_state', 'step']
+           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
+           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -40,7 +40,7 @@ from .curriculum import Curriculum, draw, observe
 from .environment import function_name
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
-from .queue import Waiting, take
+from .queue import Waiting, backpressure, capacity, overflow, take
 from .records import Fate, Outcome, Sampling, StopReason
 from .staleness import drains, fresh, may_start, room, stops, surplus
 
@@ -1364,7 +1364,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     if synchronous(state) and not settled(state):
         return
     c = state.config
-    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state))
+    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
@@ -1372,7 +1372,7 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     state.queue = list(taken.left)
     if synchronous(state):
-        for waiting in state.queue:
+        for waiting in sorted(state.queue):
             close_group(state, state.groups[waiting.group], Fate.SURPLUS, actions)
         state.queue = []
     state.training, state.late.filled, state.late.fill = [w.group for w in taken.batch], state.late.fill, -1.0
@@ -1514,6 +1514,28 @@ def unfinished_share(state: LoopState) -> float:
     alive = [m for g in state.groups.values() if g.status != "training" and not g.eval and g.doom is None for m in map(state.members.get, g.members)]
     return sum(m.status in UNFINISHED for m in alive) / max(1, len(alive))
 
+# %% ../nbs/51_loop.ipynb #loop-backlog
+def decide_overflow(state: LoopState, actions: list) -> None:
+    "Push out of the queue what it does not hold, if the generator does not wait for it."
+    c = state.config
+    if c.backlog != "drop_oldest" or held(state):  # a pause throws nothing away
+        return
+    state.queue, pushed = overflow(state.queue, capacity(c.queue_batches, c.staleness, c.batch_groups))
+    for waiting in pushed:
+        close_group(state, state.groups[waiting.group], Fate.STALE, actions)
+
+
+def places_in_line(state: LoopState, live: int, oversample: float) -> int:
+    "Training groups that the discipline of the queue lets in, with `live` of them in the system."
+    c, up = state.config, generators(state).values()
+    if c.backlog == "drop_oldest":
+        return 10**9
+    free = room(next_version(state), min(a.version for a in up), c.staleness, c.batch_groups, oversample, live)
+    if not c.queue_batches or synchronous(state):
+        return free
+    running = -(-sum(min(a.slots, c.concurrency) for a in up) // c.group)
+    return min(free, backpressure(c.queue_batches, c.batch_groups, running, live))
+
 # %% ../nbs/51_loop.ipynb #loop-decide-evaluate
 def wanted(state: LoopState, version: int) -> list[EvalConfig]:
     "The evaluation sets that are due when the generators serve `version`."
@@ -1613,11 +1635,10 @@ def decide_admit(state: LoopState, actions: list) -> None:
     state.staged = []
     take_up(state, actions)
     c = state.config
-    acknowledged = min(a.version for a in up.values())
     left = (c.steps - next_version(state)) * c.batch_groups
     live = live_groups(state)
     inside = ceil(c.oversample * c.group) if c.stragglers == "oversample" and c.straggler_unit == "rollout" else 0
-    places = min(room(next_version(state), acknowledged, c.staleness, c.batch_groups, 0 if inside else c.oversample, live), left - live)
+    places = min(places_in_line(state, live, 0 if inside else c.oversample), left - live)
     ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
@@ -1762,7 +1783,8 @@ HANDLERS = {
     Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed,
 }
 DECISIONS = (
-    decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_evaluate,
+    decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_overflow,
+    decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )
 FINISHED = ("done", "failed")

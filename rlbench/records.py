@@ -38,7 +38,7 @@ class Fate(StrEnum):
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
     MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
-    STALE = "stale"  # older than the bound when its batch was to be trained
+    STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
     ENVIRONMENT_ERROR = "environment_error"  # no reward after all retries
@@ -290,20 +290,8 @@ turns | float | turns | mean turns of a trained rollout
 queue_depth | float | groups | finished groups waiting, mean over the time since the batch before
 backlog_change | int | groups | finished groups waiting now, less those after the batch before
 live_groups | int | groups | training groups dispatched and without a fate
-discard_count | float | share | of the training attempts that ended since the batch before, those thrown away: surplus, aborted, stale
-discard_tokens | float | share | the same in response tokens
-unfinished_at_fill | float | share | of the training rollouts alive when the batch was full, those still to be written
 running | float | sequences | sequences being decoded, mean over the time since the batch before
 kv_used | float | share | part of the KV budget in use, mean over that time
-lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
-lag_token | float | versions | mean over the batch's weighted tokens: versions since each was sampled
-lag_max | int | versions | largest of them
-lag_in_flight | float | versions | mean over the batch: versions passed while a rollout's tokens were written
-lag_in_queue | float | versions | mean over the batch: versions passed after its newest token
-lag_span | int | versions | most versions that passed inside one rollout of the batch
-mixed_share | float | share | rollouts of the batch with tokens of more than one version
-lag_state | float | versions | mean over the episodes that met older writes: versions since their environment's oldest writes
-lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
 """)
 
 _STEPS_SERVED = _columns("""
@@ -324,6 +312,29 @@ length_p75 | float | tokens | 75th percentile
 length_p90 | float | tokens | 90th percentile
 length_max | float | tokens | longest
 truncated | float | share | responses stopped by the length limit
+""")
+
+# %% ../nbs/00_records.ipynb #records-steps-fate
+_STEPS_AGE = _columns("""
+lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
+lag_token | float | versions | mean over the batch's weighted tokens: versions since each was sampled
+lag_max | int | versions | largest of them
+lag_in_flight | float | versions | mean over the batch: versions passed while a rollout's tokens were written
+lag_in_queue | float | versions | mean over the batch: versions passed after its newest token
+lag_span | int | versions | most versions that passed inside one rollout of the batch
+mixed_share | float | share | rollouts of the batch with tokens of more than one version
+lag_state | float | versions | mean over the episodes that met older writes: versions since their environment's oldest writes
+lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
+""")
+
+_STEPS_DROPPED = _columns("""
+discard_count | float | share | of the training attempts that ended since the batch before, those thrown away: surplus, aborted, stale
+discard_tokens | float | share | the same in response tokens
+unfinished_at_fill | float | share | of the training rollouts alive when the batch was full, those still to be written
+drop_bias | float | share | largest of the three below, the sign aside; over the last 20 batches
+bias_length | float | share | gap between the lengths of what was generated and of what was not dropped; below 0 the trained are shorter
+bias_level | float | share | the same in difficulty; below 0 they are easier
+bias_turns | float | share | the same in turns; below 0 they have fewer
 """)
 
 # %% ../nbs/00_records.ipynb #records-steps-two
@@ -351,7 +362,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 """)
 
 
-STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_SERVED, *_STEPS_TRAINING,
+STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
          *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
 
 # %% ../nbs/00_records.ipynb #records-tables

@@ -195,6 +195,12 @@ class _Looking:
 class _Seeing(_Looking):
     "What of a run is seen in a notebook."
 
+    def why(self):
+        "What limits the run now: a paragraph with evidence and remedy; its `limit`, `figures` and `knobs` are for scripts."
+        from rlbench.why import why
+
+        return why(self.folder)
+
     def panel(self, author: str = "", readonly: bool = False):
         "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
         from rlbench.panel import Panel

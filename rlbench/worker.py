@@ -45,6 +45,7 @@ class WriteJob:
     sampling: Sampling
     stream: int
     partial: Segment | None = None  # what was written before it was stopped
+    level: int = 0  # of the task, for scripted responses
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class Learner:
 def scripted_writer(config: RunConfig) -> Writer:
     "No model: scripted responses."
     v = config.virtual
-    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=max(1024, config.concurrency), context=1_000_000)
+    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, hardship=v.scripted_hardship, slots=max(1024, config.concurrency), context=1_000_000)
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
@@ -442,7 +443,7 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
     for job in jobs.jobs:
         try:
             prompt = worker.prompts[job.key] = worker.writer.encode(job.prompt)
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial)])
+            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
         except ValueError as error:  # the rollout's fault, not the worker's end
             print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))

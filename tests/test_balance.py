@@ -1,11 +1,20 @@
 """Runs that match generator and trainer by themselves, whole, on the virtual clock."""
 
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
 import polars as pl
 import pytest
 from inline import check_books, inline_run
 
+import rlbench as rl
+from rlbench.balance import Balance
+from rlbench.checkpoint import Arrays, pack, unpack
 from rlbench.config import ConfigError, load_config, make_config, read_config, to_toml, value_of, with_knob
-from rlbench.ledger import read_table
+from rlbench.ledger import read_status, read_table, write_status
 
 MACHINE = dict(decode=0.01, sequence=0.0001, train=0.0001, prefill=0.0, publish=0.05, score=0.0005, scripted_length=40.0)
 SMALL = dict(steps=60, group=4, batch=32, preflight=0, eval=[], staleness=1, concurrency=4, correction="tis", max_tokens=256, virtual=MACHINE)
@@ -102,3 +111,24 @@ def test_what_is_refused():
     for knob, value, word in (("balance.concurrency", [1, 2], "fixed for the whole run"), ("balance.mod", "act", "did you mean 'mode'"), ("balance.mode", "of", "not one of")):
         with pytest.raises(ValueError, match=word):
             with_knob(config, knob, value)
+
+
+def test_why_says_what_the_balance_did(tmp_path):
+    "The paragraph of a run that ended, from Python and from the command line."
+    driver = inline_run(tmp_path, "told", {**SMALL, "steps": 8, "balance": "advise"})
+    found = rl.attach(driver.folder).why()
+    assert found.limit == "finished" and str(found).startswith("told has finished")
+    said = subprocess.run([sys.executable, "-m", "rlbench.cli", "why", str(driver.folder), "--json"], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(said.stdout) == json.loads(json.dumps(found.plain()))
+    status = read_status(driver.folder)
+    write_status(driver.folder, replace(status, state="running", host="elsewhere", updated=time.time()))  # as it was a moment ago
+    live = rl.attach(driver.folder).why()
+    assert live.limit == "generator" and live.knobs[0] == "concurrency" and "Balancing advises, at version 4: trainer waited" in str(live) and live.versions[1] == 8
+
+
+def test_a_checkpoint_keeps_what_was_learned(tmp_path):
+    driver = inline_run(tmp_path, "kept", {**SMALL, "steps": 12, "balance": "act"})
+    arrays, learned = Arrays(), driver.state.balance
+    assert learned.rows and (learned.trial or learned.asked)
+    data = json.loads(json.dumps(pack(learned, arrays)))
+    assert unpack(Balance, data, arrays.joined()) == learned

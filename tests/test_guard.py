@@ -68,7 +68,7 @@ def test_a_guard_pauses_turns_and_stops_a_live_run(tmp_path, room, monkeypatch):
     assert (pause["knob"], pause["status"], pause["reason"]) == ("pause", "applied", "version 3 at version 3")
     held = until(lambda: run.status.version if run.status.version in (3, 4) else 0)
     (watched,) = [g for g in run.guards if g.id == asked]
-    assert (watched.fired, watched.armed) == (3, False) and len(run.guards) == 5
+    assert (watched.fired, watched.armed) == (3, False) and len(run.guards) == 6
     time.sleep(1.0)
     assert run.status.version <= held + 1 and run.state == "paused"  # a batch that had begun is finished, and no other
 

@@ -29,6 +29,7 @@ def a_config(r: random.Random) -> dict:
         "band": r.choice(((0.2, 0.8), (0.0, 1.0))), "score_retries": r.randint(0, 2), "preflight": r.choice((0, 0, 6)), "preflight_k": r.choice((1, 4)),
         "eval": [{"name": f"set-{i}", "count": r.randint(1, 10), "k": r.choice((1, 3)), "every": r.choice((0, 1, 2, 5))} for i in range(r.choice((0, 1, 1, 2)))],
         "tokens": r.choice((0,) * 9 + (3000,)), "minutes": r.choice((0.0,) * 9 + (0.1,)),
+        "backlog": r.choice(("hold", "hold", "drop_oldest")) if bound else "hold", "queue_batches": r.choice((0, 0, 1, 2)),
     }
 
 
@@ -39,6 +40,7 @@ def a_command(r: random.Random, config: RunConfig) -> tuple[str, object, int]:
         ("temperature", r.choice((0.5, 1.5, "hot")), r.choice((0, 3))), ("staleness", r.randint(0, 4), 0), ("publish_every", r.randint(1, 4), 0), ("staleness", 0, 0), ("staleness", r.randint(1, 4), r.choice((1, 4))),
         ("group", r.choice((2, 4, 5)), 0), ("group", 8, 3), ("batch", r.randint(1, 8) * g, r.choice((0, 0, 3))), ("band", [0.1, r.choice((0.5, 0.9))], r.choice((0, 4))),
         ("concurrency", r.choice((1, 5, 40)), r.choice((0, 2))), ("oversample", r.choice((0.0, 0.5, 2.0)), 0), ("overdue", r.choice(("drop", "wait")), 0), ("steps", r.randint(1, 14), 0),
+        ("backlog", r.choice(("hold", "drop_oldest")), 0), ("queue_batches", r.choice((0, 1, 3)), 0),
         ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0),
         ("stragglers", r.choice(("in_flight", "wait", "oversample", "requeue", "partial")), 0), ("stragglers", r.choice(("wait", "requeue", "partial")), 0), ("straggler_unit", r.choice(("group", "rollout")), 0),
         ("old_tokens", r.choice(("train", "mask", "correct")), 0), ("stragglers", "late", 0), ("oversample", 1.0, 0),
@@ -75,7 +77,7 @@ def test_books_bound_and_repeat(seed):
             assert set(world.watch.lags) <= {0}
         if config.stragglers in ("wait", "requeue"):
             assert all(oldest == newest for _, oldest, newest in world.watch.told.values()), "a response of two versions"
-        if config.overdue == "wait" and not config.oversample and config.stragglers != "partial":
+        if config.overdue == "wait" and config.backlog == "hold" and not config.oversample and config.stragglers != "partial":
             assert Fate.STALE not in world.watch.fates.values()
         assert {(row.eval, row.version) for row in world.watch.evals} >= {(e.name, v) for e in config.eval for v in (0, world.state.version)}
     assert a_world(seed, commands, faults).run().record() == world.record()
