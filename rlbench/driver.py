@@ -12,9 +12,10 @@ __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'G
            'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout',
            'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
            'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy',
-           'stuck', 'asked', 'commands', 'refuse', 'given', 'known_functions', 'heard_command', 'show_tasks',
-           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
-           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray',
+           'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed',
+           'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process',
+           'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -53,9 +54,9 @@ from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, Environm
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
-from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
+from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
 from .ledger import Resume, note_resume, read_table
-from .loop import Snapshot, Stored, resume_state
+from .loop import Move, Moved, Snapshot, Stored, resume_state
 from .records import StopReason
 from .worker import CheckpointJob, CheckpointWritten
 
@@ -230,10 +231,9 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
 
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
-    driver.refused = ""
-    for actor in driver.layout[worker]:
-        writes = kind_of(actor) == "generator"
-        yield Started(actor, kind_of(actor), r.slots if writes else 0, r.version if writes else 0)
+    driver.refused, kinds = "", {actor: kind_of(actor) for actor in driver.layout[worker]}
+    started = [Started(actor, kind, *((r.slots, r.version) if kind == "generator" else ())) for actor, kind in kinds.items()]
+    yield from moved_in(driver, worker, started) if driver.moving else started
 
 
 def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
@@ -300,7 +300,7 @@ def events_of(driver: "Driver", worker: str, message) -> Iterable:
             yield from HEARD[type(said)](driver, worker, said)
     else:
         refused = isinstance(message, Refused)
-        driver.refused = driver.refused or (message.message if refused else "")
+        driver.refused = driver.refused or (message.message if refused and not driver.moving else "")
         yield from lost(driver, worker, message.message if refused else message.cause)
 
 
@@ -309,6 +309,9 @@ def lost(driver: "Driver", worker: str, cause: str) -> Iterable:
     driver.memory.running.pop(worker, None)
     refuse_unfitted(driver, worker)
     print(f"{worker} lost: {cause}", file=sys.stderr, flush=True)
+    if driver.moving and worker != "environment":
+        yield from astray(driver, f"{worker}: {cause}")
+        return
     for actor in driver.layout[worker]:
         driver.memory.loading.discard(actor)
         driver.memory.to_load = [name for name in driver.memory.to_load if name != actor]
@@ -466,6 +469,7 @@ CARRY = {
     Publish: carry_publish,
     Tell: carry_tell,
     Snapshot: lambda driver, a: carry_snapshot(driver, a),
+    Move: lambda driver, a: carry_move(driver, a),
     MarkOld: carry_mark_old,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
@@ -626,7 +630,8 @@ class Driver:
         had = start.remembered(Kept) if start else Kept()
         self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        self.layout = layout(config.placement, config.generators)
+        placed = start.state.config if start else config
+        self.layout, self.moving = layout(placed.placement, placed.generators), None  # moving: workers under way to another placement
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
@@ -909,6 +914,70 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
     driver.append("commands", command=command.id, author=command.author, knob=command.knob, value=json.dumps(command.value), over=command.over, status="refused", reason=first,
                   apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
 
+# %% ../nbs/55_driver.ipynb #driver-move
+@dataclass
+class Relocation:
+    "Workers under way. `before`: the layout to go back to; `failed`: why that is being done."
+    since: float
+    before: dict[str, tuple[str, ...]]
+    waiting: set[str] = field(default_factory=set)
+    started: list[Started] = field(default_factory=list)
+    failed: str = ""
+
+
+def carry_move(driver: Driver, action: Move) -> None:
+    "Begin a change of placement."
+    driver.begun = load_checkpoint(driver.folder / CHECKPOINTS / action.checkpoint, captured_functions(driver.folder))
+    driver.moving = Relocation(driver.clock.now(), driver.layout)
+    relocate(driver, layout(action.placement, action.generators))
+
+
+def relocate(driver: Driver, placed: dict[str, tuple[str, ...]]) -> None:
+    "End the workers of the old layout and start those of another one. One that cannot be made at once counts as lost."
+    m, move = driver.memory, driver.moving
+    old = [name for name in driver.handles if name != "environment"]
+    for name in old:
+        refuse_unfitted(driver, name)
+        m.running.pop(name, None)
+    close_all([driver.handles.pop(name) for name in old])
+    remove_weights(driver.folder)  # the new trainer makes its own
+    m.weights, m.asked, m.to_load, m.loading = 0, 0, [], set()
+    driver.layout, move.started = placed, []
+    move.waiting = {name for name in placed if name != "environment"}
+    try:
+        for name in sorted(move.waiting):
+            driver.start(name)
+    except (ValueError, OSError) as error:
+        if move.failed:
+            raise
+        move.failed = str(error)
+        relocate(driver, move.before)
+
+# %% ../nbs/55_driver.ipynb #driver-moved-in
+def moved_in(driver: Driver, worker: str, started: list[Started]) -> Iterable:
+    "One of the new workers is there; the last one completes the change."
+    move = driver.moving
+    move.started += started
+    move.waiting.discard(worker)
+    if move.waiting:
+        return
+    driver.moving, seconds = None, driver.clock.now() - move.since
+    for part, count in (("trainer", 1), ("generator", sum(kind_of(e.actor) == "generator" for e in move.started))):
+        driver.memory.meters[part] = driver.memory.meters.get(part, Meter()) + Meter(overhead=seconds * count)
+    yield from move.started
+    yield Moved(move.failed, seconds)
+
+
+def astray(driver: Driver, cause: str) -> Iterable:
+    "A worker under way is gone: back to the old placement, once."
+    move = driver.moving
+    if not move.failed:
+        move.failed = cause
+        relocate(driver, move.before)
+    else:
+        driver.moving = None
+        yield Moved(f"{move.failed}; and the old placement could not be started again: {cause}", driver.clock.now() - move.since, lost=True)
+
 # %% ../nbs/55_driver.ipynb #driver-given
 def given(driver: Driver) -> list:
     "What the script says now."
@@ -919,13 +988,13 @@ def given(driver: Driver) -> list:
     if script.by == BY_EVENT:
         while due_by_event(script.said, number := s.seq + len(told) + 1):
             told += _say(driver, script.said.pop(0), number)
-    elif not s.commands:
+    elif not s.commands and s.moving is None:
         resting = driver.quiet > QUIET_TICKS
         come(script, "", "", place_of(s)[:3])
         count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
         said, script.said = script.said[:count], script.said[count:]
         told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
-    if not script.said and not s.commands and not told and s.phase == "running" and s.version >= script.until and s.actors:
+    if not script.said and not s.commands and s.moving is None and not told and s.phase == "running" and s.version >= script.until and s.actors:
         return [Replayed()]
     return told
 
@@ -1031,6 +1100,8 @@ def owed(driver: Driver, worker: str) -> list[str]:
 
 def overdue(driver: Driver, worker: str) -> list:
     "The loss of a worker that is hung: it is ended here."
+    if worker not in driver.handles:  # ended a moment ago
+        return []
     handle, now, c = driver.handles[worker], driver.clock.now(), driver.state.config
     if handle.lost:
         return []
@@ -1088,7 +1159,7 @@ def status_of(driver: Driver) -> Status:
         workers={} if driver.inline else {name: handle.process.pid for name, handle in driver.handles.items()},
         changed=driver.memory.changed,
         ramps=coming(s),
-        asked={command.knob: command.value for command in s.commands},
+        asked={command.knob: command.value for command in (*([s.moving.command] if s.moving else ()), *s.commands)},
         guards=[asdict(guard) for guard in s.guards],
         books_closed=books_closed(s) and s.phase in FINISHED,
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
@@ -1102,7 +1173,7 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored():
+        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored() | Move() | Moved():
             told = asdict(happened)
         case Snapshot(version=version, reason=reason):
             told = {"version": version, "reason": reason}
@@ -1123,7 +1194,7 @@ def start_inline(driver: Driver, name: str) -> InlineHandle:
     config, begun = driver.state.config, driver.begun.folder if driver.begun else None
     actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
     handle = InlineHandle(actor, stated_cost(config))
-    handle.wake(driver.clock.now())
+    handle.wake(driver.clock.now() + (config.virtual.start if driver.moving else 0.0))
     return handle
 
 
