@@ -39,7 +39,7 @@ def test_an_asynchronous_run_keeps_what_was_written(tmp_path, staleness):
     trained = rows.filter(pl.col("fate") == "trained")
     assert (trained["trained_at"] - 1 - trained["oldest"]).max() <= staleness
     events = read_table(moved.folder, "events")
-    assert (events["kind"] == "Move").sum() == 4 == (events["kind"] == "Moved").sum() and (events["kind"] == "Abort").sum() >= 4
+    assert (events["kind"] == "Move").sum() == 4 == (events["kind"] == "Moved").sum() and (events["kind"] == "Abort").sum() >= 2
     again = inline_run(tmp_path, "again", SCRIPTED | {"placement": "colocated", "staleness": staleness, "virtual": {"scripted_length": 60.0}}, THERE_AND_BACK)
     assert again.state.digest == moved.state.digest
 
@@ -47,7 +47,7 @@ def test_an_asynchronous_run_keeps_what_was_written(tmp_path, staleness):
 def test_the_seconds_are_overhead(tmp_path):
     moved = inline_run(tmp_path, "moved", SCRIPTED | {"placement": "colocated", "staleness": 0, "virtual": {"start": 30.0}}, THERE_AND_BACK[:1])
     steps = read_table(moved.folder, "steps")
-    assert steps["trainer_overhead"].max() == steps["generator_overhead"].max() == 30.0 and (steps["trainer_overhead"] > 0).sum() == 1
+    assert [steps[f"{part}_overhead"].max() for part in ("trainer", "generator")] == pytest.approx([30, 30]) and (steps["trainer_overhead"] > 0).sum() == 1
     assert read_table(moved.folder, "commands")["reason"].to_list() == ["took 30.0 s"]
 
 
