@@ -193,9 +193,9 @@ def lower(p: Picture, s: Settings, limits: Limits) -> tuple[str, list[Proposal]]
     told = f"lag {p.lag:.1f} of {limits.lag:g} over {p.rows} versions" if over else f"{percent(p.dropped)} of rollouts dropped as stale over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}"
     cause = f"{p.in_queue:.1f} of it in the queue" if over else "more is started than can be used"
     shrink = min(0.85, max(0.5, (0.9 * limits.lag - p.in_queue) / max(0.05, p.in_flight)))
-    bound, fewer = ("staleness", s.staleness - 1, cause), ("concurrency", min(s.concurrency - 1, even(s.concurrency * shrink)), cause)
+    bound, fewer = ("staleness", s.staleness - max(1, int(p.lag - limits.lag)), cause), ("concurrency", min(s.concurrency - 1, even(s.concurrency * shrink)), cause)
     found = [("publish_every", s.publish_every - 1, cause)] if s.publish_every > 1 else []
-    found += [("oversample", max(0.0, round(s.oversample - 0.25, 2)), cause)] if s.oversample > 0 else []
+    found += [("oversample", 0.0 if p.lag > 1.5 * limits.lag else max(0.0, round(s.oversample - 0.25, 2)), cause)] if s.oversample > 0 else []
     if over:
         return told, found + ([bound, fewer] if p.in_queue >= p.in_flight else [fewer, bound])
     found += [("staleness", s.staleness + 1, "the bound is too tight for them")] if p.lag + 0.5 <= limits.lag else []
@@ -211,7 +211,7 @@ def raised(p: Picture, s: Settings, limits: Limits) -> tuple[str, list[Proposal]
         found.append(("publish_every", s.publish_every + 1, f"publishing took {percent(p.publishing)} of the generator's time"))
     if p.overhead > 0.1:
         found.append(("decode_steps", 2 * s.decode_steps, f"turns of {s.decode_steps} decode steps cost {percent(p.overhead)} of the time beside the decoding"))
-    elif p.turn > 0.2:
+    elif p.turn > 0.1 and p.overhead < 0.05:
         found.append(("decode_steps", s.decode_steps // 2, f"a turn of {s.decode_steps} decode steps takes {percent(p.turn)} of a batch"))
     return told, found + (waves(p, s) if s.staleness == 0 else stream(p, s, limits))
 

@@ -240,7 +240,7 @@ def _told(s: Snapshot) -> Light | None:
     if s.state in ENDED:
         return Light(s.state, reason or f"after {s.version} versions", "run.log tells more" if s.state == "failed" else "")
     if s.state == "dead":
-        return Light("stale", "its process is gone", f"run.stop(), or: rlbench stop {s.name} (closes its books)")
+        return Light("stale", "its process is gone", f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books")
     usual = float(np.nan_to_num(np.median(s.recent["seconds"][-WINDOW:]))) if len(s.recent["seconds"]) else 0.0
     patience = STARTING if not len(s.recent["seconds"]) else max(QUIET, 10 * usual)
     if s.state != "paused" and s.age > patience:

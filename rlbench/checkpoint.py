@@ -291,7 +291,7 @@ def install_checkpoint(checkpoint: Checkpoint, into: str | Path, config: RunConf
     state, alive = data["state"], checkpoint.state
     if config is not None:
         state.update(config=pack(config, Arrays()), built=pack(config, Arrays()), ramps=[], commands=[])
-    written = sum(m.tokens for m in alive.members.values() if m.status not in ("to_send", "generating"))
+    written = sum(m.tokens for m in alive.members.values())
     data["kept"]["memory"]["marked_tokens"] += written - state["generated_tokens"]
     state.update(books={}, dispatched=len(alive.members), generated_tokens=written)
     (aside / STATE).write_text(json.dumps(data, separators=(",", ":")))

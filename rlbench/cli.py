@@ -9,7 +9,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
            'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
-           'overhead', 'modes', 'faults', 'panel', 'main']
+           'overhead', 'modes', 'faults', 'balance', 'crashes', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -976,6 +976,35 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-balance
+@benches.command()
+def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0 leaves them out")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, from its first batch on")] = 45.0,
+            folder: FolderOption = "bench-balance", as_json: JsonOption = False) -> None:
+    "Balancing against the best fixed setting of a grid on the virtual clock, and against none in real runs."
+    from rlbench.bench_balance import bench_balance
+
+    _measure(lambda say: bench_balance(folder, pairs, seconds, say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-crashes
+@benches.command()
+def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has several")] = 30, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+            folder: FolderOption = "bench-crashes", as_json: JsonOption = False) -> None:
+    "Kill runs while they generate, train, publish and save, resume them, and look whether anything was trained twice or skipped; exit status 1 if so."
+    from rlbench.bench_crashes import bench_crashes
+
+    found = []
+    _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
+    done = found[0]
+    raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-stragglers
+@benches.command()
+def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+    "What each straggler strategy costs, on heavy-tailed lengths and the virtual clock."
+    from rlbench.bench_stragglers import bench_stragglers
+
+    _measure(lambda say: bench_stragglers(seed, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()

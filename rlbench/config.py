@@ -29,6 +29,7 @@ from .advantage import ADVANTAGES, MIN_GROUP
 from .balance import MODES, MOVES
 from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
+from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
@@ -36,13 +37,14 @@ from .objective import OLD
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
+from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
 from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
     "tasks": TASK_SETS, "sampler": SAMPLERS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
-    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS,
+    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
 }
 FILTERS = ("zero_advantage", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -238,6 +240,16 @@ class _Training(BaseModel):
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
     device: Annotated[str, Knob(help="auto, cpu or cuda", live=False)] = "auto"
 
+# %% ../nbs/50_config.ipynb #config-turns
+class _Turns(BaseModel):
+    "The episodes."
+
+    environment: dict[str, Any] = Field(default="single", validate_default=True)
+    max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="responses in one episode", apply="now")] = 8
+    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="budget for what an episode shows between its responses")] = 64
+    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
+    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
+
 # %% ../nbs/50_config.ipynb #config-where
 def default_placement() -> str:
     "split where this process may use two cores, else colocated."
@@ -334,7 +346,7 @@ class _Keep(BaseModel):
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Training, _Where):
+class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -538,7 +550,7 @@ def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
 def _knob(field: str, config: RunConfig) -> Knob:
     head, _, rest = field.partition(".")
     if head in FUNCTIONS:
-        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version")
+        return Knob(apply="dispatch" if head in ("sampler", "tasks") else "version", live=head != "environment")
     if head == "balance":
         knobs = knobs_in(BalanceConfig)
         if (rest or "mode") not in knobs:
@@ -589,7 +601,7 @@ ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "verifier", "reward"),
+    "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation"),
 }  # the rest acts on the generator
 
@@ -608,7 +620,7 @@ def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
     found = [LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator")) for name, (knob, _) in knobs_in(RunConfig).items() if knob.live]
     found += [LiveKnob(f"balance.{name}", knob, getattr(config.balance, name), "queue") for name, (knob, _) in knobs_in(BalanceConfig).items() if knob.live]
-    for field in FUNCTIONS:
+    for field in (f for f in FUNCTIONS if _knob(f, config).live):
         functions, table = {**FUNCTIONS[field], **(extra or {}).get(field, {})}, getattr(config, field)
         knob = replace(_knob(field, config), choices=tuple(dict.fromkeys((*FUNCTIONS[field], table["name"]))))
         name = {"name": table["name"], "source": table["source"]} if "source" in table else table["name"]

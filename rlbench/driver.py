@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools',
            'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
-           'heard_scored', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_failed', 'heard_weights',
-           'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate', 'carry_train', 'carry_publish',
-           'send_load', 'remask', 'with_mask_of', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming',
-           'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start',
-           'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout',
-           'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
-           'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy',
-           'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray',
-           'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed',
-           'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process',
-           'all_prompts']
+           'heard_scored', 'judged_as', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'opened', 'spoken',
+           'begun', 'heard_turn', 'told_so_far', 'start_prompt', 'keep_turns', 'turn_columns', 'token_columns',
+           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
+           'carry_train', 'carry_publish', 'send_load', 'remask', 'with_mask_of', 'carry_prepare', 'carry_mark_old',
+           'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures',
+           'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
+           'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command',
+           'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands',
+           'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation',
+           'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks',
+           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
+           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -39,15 +40,15 @@ from .capacity import processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, read_config, with_knob
 from .drop_bias import Window, bias_columns, ended
-from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, guarded, within
+from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
 from .guard import eval_figures, step_figures
-from .knobs import key_of
+from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Pool, Publish, Published, Replayed, RolloutRow, Save,
+from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, RolloutRow, Save,
                           Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Fate, Group, Meter, Rollout, Segment, Task, oldest_writer, prompt_segment, span, stream_key
+from .records import Fate, Group, Meter, Rollout, Segment, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
@@ -56,8 +57,7 @@ from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, Environm
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
 from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
 from .ledger import Resume, note_resume, read_table
-from .loop import Move, Moved, Snapshot, Stored, resume_state
-from .records import StopReason
+from .loop import PLACED, Move, Moved, Snapshot, Stored, resume_state
 from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../nbs/55_driver.ipynb #driver-pools
@@ -137,6 +137,7 @@ class Memory:
     told: set[str] = field(default_factory=set)  # failures already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
+    prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
@@ -179,7 +180,7 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None,
+    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
     return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
@@ -190,16 +191,17 @@ def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     if old is None:
         return
     segment = with_mask_of(old, w.segment)
-    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), segment), text=w.text, reason=w.reason, seconds=stated(driver, w, old.seconds))
+    rollout = replace(old, segments=(prompt_segment(w.prompt_tokens), segment), text=w.text, reason=w.reason) if len(old.segments) < 3 else spoken(old, w, segment)
+    rollout = replace(rollout, seconds=stated(driver, rollout, old.seconds + w.seconds))
     driver.memory.rollouts[w.key] = rollout
     oldest, newest = span(rollout) or (-1, -1)
-    digest = hashlib.blake2b(w.segment.tokens.tobytes(), digest_size=8).hexdigest()
-    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, len(w.segment), oldest, newest, rollout.seconds, digest)
+    digest = hashlib.blake2b(b"".join(s.tokens.tobytes() for s in rollout.responses), digest_size=8).hexdigest()
+    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, rollout.length, oldest, newest, rollout.seconds, digest)
 
 
-def stated(driver: "Driver", w: Written, before: float) -> float:
-    "Seconds of a response: measured, those before it was stopped included, or stated on the virtual clock."
-    return len(w.segment) * driver.state.config.virtual.decode if driver.inline else before + w.seconds
+def stated(driver: "Driver", rollout: Rollout, measured: float) -> float:
+    "Seconds of all that a rollout has written: measured, or stated on the virtual clock."
+    return rollout.length * driver.state.config.virtual.decode if driver.inline else measured
 
 
 def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
@@ -207,12 +209,20 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     driver.scoring.pop(s.key, None)
     j, old = s.judged, driver.memory.rollouts.get(s.key)
     if old is not None:
-        driver.memory.rollouts[s.key] = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
+        driver.memory.rollouts[s.key] = rollout if s.text is None and not s.cut else judged_as(rollout, s)
         driver.memory.score_seconds[s.key] = j.seconds
         note_failure(driver, s.key, j.message)
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message)
 
 
+def judged_as(rollout: Rollout, s: ScoreResult) -> Rollout:
+    "The rollout with the text that was judged, and the limit that ended it."
+    *before, last = rollout.segments
+    reason = StopReason.TURNS if s.cut and rollout.reason is StopReason.STOP else rollout.reason
+    return replace(rollout, segments=(*before, replace(last, text=rollout.text)), text=rollout.text if s.text is None else s.text, reason=reason)
+
+# %% ../nbs/55_driver.ipynb #driver-events-told
 def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
     "Keep why a response has no reward; a failure of a new kind also goes to run.log, with its traceback."
     if not message:
@@ -228,7 +238,7 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
         driver.memory.told.add(kind)
         print(where + message, file=sys.stderr, flush=True)
 
-
+# %% ../nbs/55_driver.ipynb #driver-events-ready
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
     driver.refused, kinds = "", {actor: kind_of(actor) for actor in driver.layout[worker]}
@@ -244,6 +254,90 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     m.updates.append(m.updates[-1] + b.metrics.optimizer_steps)
     m.trained_at[b.version] = driver.clock.now()
     yield Trained("trainer", b.version, b.metrics.optimizer_steps)
+
+# %% ../nbs/55_driver.ipynb #driver-turns
+def opened(rollout: Rollout) -> tuple[tuple[Segment, ...], Segment]:
+    "The finished turns of an episode, and the observation that opens the one to come; what was begun of that is left out."
+    *before, shown = rollout.segments if rollout.segments[-1].kind == "observation" else rollout.segments[:-1]
+    return tuple(before), shown
+
+
+def spoken(rollout: Rollout, w: Written, response: Segment) -> Rollout:
+    "The rollout with the response of a later turn; without the turn, if what the environment showed leaves no room for a response."
+    before, shown = opened(rollout)
+    if w.reason is StopReason.LENGTH and not len(response):
+        return replace(rollout, segments=before, reason=w.reason)
+    response = replace(response, turn=shown.turn, state=shown.state, writer=shown.writer)
+    text = w.text if w.reason is not StopReason.ABORTED else rollout.text
+    return replace(rollout, segments=(*before, replace(shown, tokens=w.prompt_tokens), response), text=text, reason=w.reason)
+
+
+def begun(rollout: Rollout) -> Segment | None:
+    "The response that was stopped and goes on."
+    last = rollout.segments[-1]
+    return last if last.kind == "response" and len(last) else None
+
+
+def heard_turn(driver: "Driver", worker: str, t: TurnResult) -> Iterable:
+    "Keep what the environment shows, tell the loop."
+    driver.scoring.pop(t.key, None)
+    old = driver.memory.rollouts.get(t.key)
+    if old is None:
+        return
+    *before, response = old.segments
+    shown = observation_segment(t.text, t.turn, t.state.id, t.state.writer)
+    driver.memory.rollouts[t.key] = replace(old, segments=(*before, replace(response, text=old.text), shown))
+    yield Observed(*t.key, t.turn, t.state.id, t.state.writer)
+
+
+def told_so_far(rollout: Rollout) -> tuple[str, np.ndarray]:
+    "What a generator has to read for a later turn: the text that the environment shows, and the tokens before it, int32 [T]."
+    before, shown = opened(rollout)
+    return shown.text, np.concatenate([s.tokens for s in before])
+
+# %% ../nbs/55_driver.ipynb #driver-turns-two
+def start_prompt(driver: "Driver", task: Task) -> str:
+    "What the policy is asked first. Raises FunctionFailed for an environment that cannot start on this task."
+    if key_of(driver.state.config.environment) == "single":
+        return task.prompt
+    if task not in driver.memory.prompts:
+        driver.memory.prompts[task] = guarded("environment", lambda: driver.environment().start(task), driver.state.config.score_deadline, "score_deadline")()
+    return driver.memory.prompts[task]
+
+
+def keep_turns(driver: "Driver", rollout: Rollout, row: RolloutRow) -> Rollout:
+    "Hand the turns that live on to the next attempt; returns the rest, which ends here."
+    if not row.kept:
+        return rollout
+    m, key = driver.memory, (row.rollout, row.heir)
+    m.rollouts[key] = replace(first_turns(rollout, row.kept), attempt=row.heir, seconds=row.kept_seconds)
+    m.members.setdefault(row.group, {})[rollout.k] = key
+    tokens = m.rollouts[key].length
+    driver.append("events", kind="Generated", fields=json.dumps({"rollout": row.rollout, "attempt": row.heir, "tokens": tokens}))
+    return replace(later_turns(rollout, row.kept), seconds=rollout.seconds - row.kept_seconds)
+
+
+def turn_columns(rollout: Rollout) -> dict:
+    "Columns of the rollout table for an episode of several turns."
+    if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
+        return {}
+    words = [s for s in rollout.segments if s.kind != "prompt"]
+    return {"said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
+
+
+def _weights(response: Segment) -> np.ndarray:
+    return response.trained.astype(int) if response.mask is None else response.mask.astype(int)
+
+
+def token_columns(rollout: Rollout) -> dict:
+    "Columns of the tokens table: the response tokens of all turns one after the other, and where the turns are."
+    responses, shown = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
+    if len(responses) == 1 and not shown:
+        r = responses[0]
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r))
+    joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
+    return dict(**joined, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
+                observed=np.concatenate([[], *(s.tokens for s in shown)]).astype(int), observed_turn=np.repeat([s.turn for s in shown], [len(s) for s in shown]).astype(int))
 
 # %% ../nbs/55_driver.ipynb #driver-events-two
 def heard_failed(driver: "Driver", worker: str, b: BatchFailed) -> Iterable:
@@ -278,6 +372,7 @@ def heard_running(driver: "Driver", worker: str, r: Running) -> Iterable:
 HEARD = {
     Written: heard_written,
     ScoreResult: heard_scored,
+    TurnResult: heard_turn,
     Ready: heard_ready,
     BatchTrained: heard_trained,
     BatchFailed: heard_failed,
@@ -325,14 +420,15 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
         task, key = driver.pools[item.pool][item.task], (item.rollout, item.attempt)
         if item.partial:
             remask(driver, key, item.old_tokens, item.version)
-        else:
+        elif item.turn == 0:
             driver.memory.rollouts[key] = Rollout(
                 item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
             )
-        partial_response = driver.memory.rollouts[key].responses[-1] if item.partial else None
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
-        jobs.append(WriteJob(key, task.prompt, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout), partial_response, task.level))
+        text, before = told_so_far(driver.memory.rollouts[key]) if item.turn else (start_prompt(driver, task), None)
+        partial_response = begun(driver.memory.rollouts[key]) if item.partial else None
+        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before, partial_response, task.level))
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -380,10 +476,19 @@ def remask(driver: "Driver", key: tuple[int, int], how: str, version: int) -> No
 
 def with_mask_of(old: Rollout, segment: Segment) -> Segment:
     "A response that went on, with the mask of the tokens that were there before."
-    before = old.responses[-1].mask if old.responses else None
+    before = old.segments[-1].mask if old.segments and old.segments[-1].kind == "response" else None
     if before is None:
         return segment
     return replace(segment, mask=np.concatenate([before, np.ones(len(segment) - len(before), np.uint8)]))
+
+
+def carry_prepare(driver: "Driver", action: Prepare) -> None:
+    "Have the trainer hand its weights over now; generators of other workers load them when they are empty."
+    m, home = driver.memory, driver.home("trainer")
+    apart = any(kind_of(actor) == "generator" for worker, actors in driver.layout.items() for actor in actors if worker != home)
+    if apart and m.asked < action.version:
+        m.asked = action.version
+        driver.submit("trainer", PublishJob(action.version))
 
 
 def carry_mark_old(driver: "Driver", action: MarkOld) -> None:
@@ -443,7 +548,7 @@ def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored."
     key = (action.rollout, action.attempt)
     driver.scoring[key] = None
-    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline))
+    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline, action.last))
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
@@ -471,6 +576,7 @@ CARRY = {
     Snapshot: lambda driver, a: carry_snapshot(driver, a),
     Move: lambda driver, a: carry_move(driver, a),
     MarkOld: carry_mark_old,
+    Prepare: carry_prepare,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),
@@ -530,22 +636,22 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         driver.append("rollouts", rollout=row.rollout, **{"try": row.attempt}, group=row.group, fate=row.fate.value, length=0, trained_at=-1)
         return
     m.members[r.group].pop(r.k, None)
+    prompt_tokens = r.segments[0].tokens if r.segments else []
+    r = keep_turns(driver, r, row)
     if not m.members[r.group]:
         del m.members[r.group]
     pool = driver.eval_groups.get(r.group, "")
-    if pool:
+    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.REWOUND):  # the next attempt answers for it
         m.finished.setdefault(r.group, []).append(r)
-    if not pool and row.fate is not Fate.TRAINED:  # those stand in the window since their step row
+    if not pool and row.fate not in (Fate.TRAINED, Fate.REWOUND):  # those stand in the window since their step row
         m.window.add(ended(r, row.fate))
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
                   reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
                   length=r.length or row.tokens, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
-                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer)
+                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
-        first, response = r.segments[0], r.responses[0]
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=first.tokens, tokens=response.tokens, logprobs=response.logprobs, versions=response.versions,
-                      mask=response.trained.astype(int) if response.mask is None else response.mask.astype(int), advantage=m.advantages.pop(r.id, None))
+        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))
 
 # %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -630,14 +736,14 @@ class Driver:
         had = start.remembered(Kept) if start else Kept()
         self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        placed = start.state.config if start else config
-        self.layout, self.moving = layout(placed.placement, placed.generators), None  # moving: workers under way to another placement
+        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED)), None  # moving: workers under way
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
         self.memory, self.clock = had.memory, (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0)
         self.ledger, self.ballast = Ledger(folder, attempt), Ballast(folder)
         self.state.functions = known_functions(self)
+        self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring: dict[tuple[int, int], None] = {}
@@ -772,7 +878,8 @@ def pick_up(driver: "Driver") -> None:
             driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
     for key, rollout in m.rollouts.items():
         if (member := state.members.get(key[0])) and member.status == "generating":
-            m.rollouts[key] = replace(rollout, segments=(), text="", reason=StopReason.ABORTED)
+            before, shown = opened(rollout) if len(rollout.segments) > 2 else ((), None)
+            m.rollouts[key] = replace(rollout, segments=(*before, shown) if shown else (), text=before[-1].text if shown else "", reason=StopReason.ABORTED)
     tries: dict[int, int] = {}
     for rollout, attempt in {*found.rows, *found.groups}:
         tries[rollout] = max(tries.get(rollout, 0), attempt + 1)
@@ -1058,7 +1165,7 @@ def show_tasks(driver: Driver, said: Commanded) -> list:
         driver.pools[name] = tasks
         return [said]
     fitting[said.id] = Fitting(said, tasks, worker)
-    driver.handles[worker].submit(FitJob(said.id, tuple(t.prompt for t in tasks)), driver.clock.now())
+    driver.handles[worker].submit(FitJob(said.id, tuple(start_prompt(driver, t) for t in tasks)), driver.clock.now())
     return []
 
 
@@ -1210,4 +1317,4 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
 
 def all_prompts(driver: Driver) -> list[str]:
     "Every prompt of the run, so that a generator can refuse what does not fit."
-    return [t.prompt for tasks in driver.pools.values() for t in tasks]
+    return [start_prompt(driver, t) for tasks in driver.pools.values() for t in tasks]

@@ -6,13 +6,14 @@
 __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE',
            'FRUITLESS_BATCHES', 'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED',
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
-           'Ticked', 'Lost', 'Measured', 'Moved', 'Replayed', 'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train',
-           'Publish', 'Save', 'Abort', 'Configure', 'Write', 'Move', 'MarkOld', 'Tell', 'RolloutRow', 'GroupRow',
-           'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Member', 'GroupState', 'Evaluation', 'Ramp',
-           'Replaced', 'Saves', 'Moving', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state',
-           'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version',
-           'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard',
-           'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained', 'chain', 'on_published',
+           'Ticked', 'Lost', 'Measured', 'Moved', 'Observed', 'Replayed', 'Stored', 'Start', 'Item', 'Generate',
+           'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'Move', 'Prepare', 'MarkOld', 'Tell',
+           'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member',
+           'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Moving', 'Late', 'Counts', 'Watching', 'LoopState',
+           'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators',
+           'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom',
+           'dissolve', 'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained',
+           'chain', 'on_observed', 'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published',
            'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of',
            'journal', 'due', 'decide_command', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot',
            'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move', 'on_moved', 'in_place', 'remember',
@@ -38,7 +39,7 @@ from .advantage import MIN_GROUP, informative
 from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, row_of, touch
 from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import Curriculum, draw, observe
-from .environment import function_name
+from .environment import State, function_name, resume_turn
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
 from .queue import Waiting, backpressure, capacity, overflow, take
@@ -59,7 +60,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Generated:
-    "A response is finished, or was aborted. `oldest` and `newest` are versions among its weighted tokens (-1: none), `hash` stands for its tokens."
+    "A response is finished, or was aborted. Tokens, versions among those with weight (-1: none), seconds and the hash of its tokens are those of all turns of the rollout."
 
     actor: str
     rollout: int
@@ -186,6 +187,17 @@ class Moved:
     lost: bool = False
     at: float = 0.0
 
+# %% ../nbs/51_loop.ipynb #loop-events-observed
+@dataclass(frozen=True)
+class Observed:
+    "The environment answered with something to see: turn `turn` of the episode may be written. It begins in the environment's state `state`, in which the newest writes are of version `writer` (-1: none)."
+    rollout: int
+    attempt: int
+    turn: int
+    state: str = ""
+    writer: int = -1
+    at: float = 0.0
+
 # %% ../nbs/51_loop.ipynb #loop-events-replayed
 @dataclass(frozen=True)
 class Replayed:
@@ -220,6 +232,7 @@ class Item:
     eval: str
     version: int
     sampling: Sampling
+    turn: int = 0
     partial: bool = False
     old_tokens: str = ""  # of a partial: what becomes of the tokens of older versions
 
@@ -233,11 +246,12 @@ class Generate:
 
 @dataclass(frozen=True)
 class Score:
-    "Have a response scored; `tried` counts from 1, `deadline` is in seconds."
+    "Have the episode go on with a response, and scored if it is over; `tried` counts from 1, `deadline` is in seconds, `last`: no other turn may follow."
     rollout: int
     attempt: int
     tried: int
     deadline: float
+    last: bool = False
 
 # %% ../nbs/51_loop.ipynb #loop-actions-two
 @dataclass(frozen=True)
@@ -292,6 +306,12 @@ class Move:
 
 # %% ../nbs/51_loop.ipynb #loop-actions-three
 @dataclass(frozen=True)
+class Prepare:
+    "Generators will want the weights of `version` once they are empty: have them ready, before the trainer begins the next batch."
+    version: int
+
+
+@dataclass(frozen=True)
 class MarkOld:
     "What these have written counts as an older policy's: `how` is mask or correct."
     keys: tuple[tuple[int, int], ...]
@@ -306,13 +326,16 @@ class Tell:
 # %% ../nbs/51_loop.ipynb #loop-rows
 @dataclass(frozen=True)
 class RolloutRow:
-    "The end of a (rollout, attempt)."
+    "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
     rollout: int
     attempt: int
     group: int
     fate: Fate
     trained_at: int
     tokens: int = 0
+    kept: int = 0
+    kept_seconds: float = 0.0
+    heir: int = -1
 
 
 @dataclass(frozen=True)
@@ -387,10 +410,20 @@ class ActorState:
     restarts: int = 0
     given_up: bool = False  # lost, and not started again
 
+# %% ../nbs/51_loop.ipynb #loop-state-member
+@dataclass(frozen=True)
+class Mark:
+    "A finished turn: the rollout's totals after it, and the environment's state in which the next one begins."
+    tokens: int = 0
+    seconds: float = 0.0
+    oldest: int = -1
+    hash: str = ""
+    state: State = State()
+
 
 @dataclass
 class Member:
-    "A rollout that is alive."
+    "A rollout that is alive. `turns`: those after which the episode went on; `waited`: it was left lying, and `on_resume` says how it goes on."
     id: int
     group: int
     k: int
@@ -407,6 +440,8 @@ class Member:
     oldest: int = -1
     hash: str = ""
     lost: Fate | None = None
+    turns: list[Mark] = field(default_factory=list)
+    waited: bool = False
     cut: str = ""  # asked to stop: requeue, partial or surplus
     masked: bool = False  # no token of it carries weight
 
@@ -632,7 +667,7 @@ def next_try(state: LoopState, rollout: int, least: int) -> int:
 DISCARDED = (Fate.SURPLUS, Fate.ABORTED, Fate.STALE)
 
 
-def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, trained_at: int = -1) -> None:
+def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, trained_at: int = -1, kept: tuple[int, float, int] = (0, 0.0, -1)) -> None:
     "The end of a (rollout, attempt)."
     entry = state.books.setdefault(fate.value, [0, 0, 0.0])
     entry[0] += 1
@@ -641,7 +676,7 @@ def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, train
     if not state.groups[member.group].eval:
         thrown = fate in DISCARDED
         state.late.tally = [a + b for a, b in zip(state.late.tally, (1, thrown, member.tokens, thrown * member.tokens))]
-    actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens)))
+    actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens, *kept)))
 
 
 def close_group(state: LoopState, group: GroupState, fate: Fate, actions: list, trained_at: int = -1) -> None:
@@ -783,6 +818,68 @@ def chain(state: LoopState, fact: list) -> None:
     "Fold a fact into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
     state.digest = hashlib.sha256((state.digest + json.dumps(fact)).encode()).hexdigest()
 
+# %% ../nbs/51_loop.ipynb #loop-observed
+def on_observed(state: LoopState, e: Observed, actions: list) -> None:
+    "Another turn of the episode may be written."
+    member = current(state, e.rollout, e.attempt)
+    if member is None or member.status != "scoring" or e.turn != len(member.turns) + 1:
+        return
+    member.turns.append(Mark(member.tokens, member.seconds, member.oldest, member.hash, State(e.state, e.writer)))
+    member.tried, state.failures = 0, 0
+    if state.groups[member.group].doom:
+        member.status = "done"
+        state.touched.append(member.group)
+    else:
+        member.status = "to_send"
+        state.to_send.insert(0, member.id)
+
+# %% ../nbs/51_loop.ipynb #loop-succeed
+def succeed(state: LoopState, member: Member, fate: Fate, kept: int, actions: list) -> Member:
+    "End an attempt with what it has beyond its first `kept` turns; the next attempt takes those over. Returns its member, which nobody has sent yet."
+    mark = member.turns[kept - 1] if kept else Mark()
+    member.tokens, member.seconds = member.tokens - mark.tokens, member.seconds - mark.seconds
+    attempt = next_try(state, member.id, member.attempt + 1)
+    give_fate(state, member, fate, actions, kept=(kept, mark.seconds, attempt))
+    state.dispatched += 1
+    new = Member(member.id, member.group, member.k, attempt, tokens=mark.tokens, seconds=mark.seconds, oldest=mark.oldest, hash=mark.hash, turns=member.turns[:kept])
+    state.members[member.id] = new
+    return new
+
+
+def wake(state: LoopState, member: Member, actions: list) -> Member:
+    "An episode that waited goes on: as it is, or as the next attempt from an earlier turn."
+    member.waited = False
+    c, states = state.config, [State(), *(mark.state for mark in member.turns)]
+    turn = resume_turn(states, state.version, c.on_resume, c.max_state_lag)
+    if turn < len(member.turns):
+        member = succeed(state, member, Fate.REWOUND, turn, actions)
+        member.status = "partial" if turn else "to_send"  # what is kept is a partial's
+    return member
+
+# %% ../nbs/51_loop.ipynb #loop-turns
+def turns_open(state: LoopState) -> bool:
+    "Whether a synchronous run has to wait before it sends later turns: like the first ones they go together, in the order of their rollouts."
+    if not any(state.members[i].turns for i in state.to_send):
+        return False
+    if any(a.load for a in state.actors.values()) or any(m.status in ("written", "scoring") for m in state.members.values()):
+        return True
+    state.to_send.sort()
+    return False
+
+
+def between_turns(state: LoopState, members: list[Member], actions: list) -> None:
+    "Episodes that are stopped while they wait for a generator: their turns are thrown away, or are a partial's."
+    for member in members:
+        if state.config.stragglers == "requeue":
+            succeed(state, member, Fate.ABORTED, 0, actions)
+        else:
+            member.status, member.waited = "partial", True
+
+
+def last_turn(state: LoopState, member: Member, group: GroupState) -> bool:
+    "Whether no turn may follow the one that was just written."
+    return len(member.turns) + 1 >= state.config.max_turns or member.reason is StopReason.LENGTH or member.tokens >= group.sampling.max_tokens
+
 # %% ../nbs/51_loop.ipynb #loop-on-rest
 def on_published(state: LoopState, e: Published, actions: list) -> None:
     "The generator has confirmed the version."
@@ -849,9 +946,7 @@ def _lost_generator(state: LoopState, e: Lost, actions: list) -> None:
             member.status, member.lost = "done", Fate.LOST_GENERATOR
             state.touched.append(member.group)
         else:
-            give_fate(state, member, Fate.LOST_GENERATOR, actions)
-            state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
-            state.dispatched += 1
+            succeed(state, member, Fate.LOST_GENERATOR, len(member.turns), actions)
             state.to_send.insert(0, member.id)
             state.touched.append(member.group)
 
@@ -1320,7 +1415,7 @@ def decide_score(state: LoopState, actions: list) -> None:
             doom(state, group, Fate.ABORTED)
         elif any(a.kind == "environment" and a.up for a in state.actors.values()):
             member.status, member.tried = "scoring", member.tried + 1
-            actions.append(Score(member.id, member.attempt, member.tried, state.config.score_deadline))
+            actions.append(Score(member.id, member.attempt, member.tried, state.config.score_deadline, last_turn(state, member, group)))
         else:
             state.written.append(member.id)
 
@@ -1441,7 +1536,9 @@ def decide_publish(state: LoopState, actions: list) -> None:
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
     due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining" or state.asked_publish
-    state.published = pinned[0] if pinned else state.version if due_now and not owed else state.published
+    before, state.published = state.published, pinned[0] if pinned else state.version if due_now and not owed else state.published
+    if drains(state.config.stragglers) and state.published > before:
+        actions.append(Prepare(state.published))
     for name, actor in behind.items():
         if actor.sent < state.published and emptied(state, name, actions):
             actor.sent = state.published
@@ -1450,8 +1547,6 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
-    if state.late.fill < 0 and len(state.queue) >= state.config.batch_groups:
-        state.late.fill = unfinished_share(state)
     if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
         return
     if synchronous(state) and not settled(state):
@@ -1478,7 +1573,7 @@ def decide_train(state: LoopState, actions: list) -> None:
 def _unfinished_oldest(state: LoopState) -> Iterator[int]:
     "The oldest version in each training group that is not finished yet, eldest group first: who looks for one at the edge finds it soon."
     for group in state.groups.values():
-        if group.status == "open" and not group.eval and group.doom is None:
+        if group.status in ("open", "parted") and not group.eval and group.doom is None:
             yield min((m.oldest for m in map(state.members.get, group.members) if m.oldest >= 0), default=state.version)
 
 # %% ../nbs/51_loop.ipynb #loop-stragglers
@@ -1494,6 +1589,8 @@ def unfinished(state: LoopState) -> list[Member]:
 def decide_stragglers(state: LoopState, actions: list) -> None:
     "Synchronously: the batch is full, so what still runs is stopped, unless the strategy waits for it."
     c = state.config
+    if state.late.fill < 0 and len(state.queue) >= c.batch_groups:
+        state.late.fill = unfinished_share(state)
     if not synchronous(state) or len(state.queue) < c.batch_groups or state.phase != "running" or state.training or held(state) or trainer(state) is None:
         return
     if c.stragglers in ("in_flight", "wait") or sum(fresh(w.oldest, state.version, 0) for w in state.queue) < c.batch_groups:
@@ -1537,6 +1634,7 @@ def interrupt(state: LoopState, members: list[Member], actions: list) -> None:
         return discard(state, groups, Fate.ABORTED, actions) if groups else None
     stop_members(state, members, c.stragglers, actions)
     waiting = {m.id for m in members if m.status in ("to_send", "partial")} if synchronous(state) else ()
+    between_turns(state, [m for m in members if m.id in waiting and m.status == "to_send" and m.turns], actions)
     state.late.buffer += [i for i in state.to_send if i in waiting]
     state.to_send = [i for i in state.to_send if i not in waiting]
     state.touched += [g.id for g in groups]
@@ -1550,7 +1648,7 @@ def put_off(state: LoopState, member: Member, group: GroupState, cut: str, actio
         give_fate(state, member, Fate.ABORTED, actions)
         member = state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
         state.dispatched += 1
-    member.status = "partial" if member.tokens else "to_send"
+    member.status, member.waited = "partial" if member.tokens else "to_send", True
     state.late.buffer.append(member.id)
     state.touched.append(group.id)
 
@@ -1757,6 +1855,8 @@ def decide_send(state: LoopState, actions: list) -> None:
     up = generators(state)
     if not state.to_send or not up or (held(state) and not state.evaluations):
         return
+    if synchronous(state) and turns_open(state):
+        return
     space = {name: (10**9 if synchronous(state) else _capacity(state, a)) for name, a in up.items()}
     chosen: dict[str, list[Item]] = {}
     waiting = []
@@ -1765,30 +1865,33 @@ def decide_send(state: LoopState, actions: list) -> None:
             waiting.extend(state.to_send[place:])
             break
         group = state.groups[state.members[i].group]
-        able = [n for n, a in up.items() if space[n] > 0 and _may_run(state, group, a) and not emptying(state, a)]
+        member = state.members[i]
+        able = [n for n, a in up.items() if space[n] > 0 and _may_run(state, group, a, bool(member.turns)) and not emptying(state, a)]
         if not able:
             waiting.append(i)
             continue
-        name = min(able, key=lambda n: up[n].load)
-        chosen.setdefault(name, []).append(_send(state, state.members[i], group, name))
+        name = member.actor if member.actor in able else min(able, key=lambda n: up[n].load)
+        member = wake(state, member, actions) if member.waited and member.turns else member
+        chosen.setdefault(name, []).append(_send(state, member, group, name))
         space[name] -= 1
     state.to_send = waiting
     actions.extend(Generate(name, tuple(items)) for name, items in chosen.items())
 
 
-def _may_run(state: LoopState, group: GroupState, actor: ActorState) -> bool:
+def _may_run(state: LoopState, group: GroupState, actor: ActorState, under_way: bool) -> bool:
     if group.eval:
         return actor.version == state.evaluations[group.eval].version
-    return not held(state) and may_start(next_version(state), actor.version, state.config.staleness)
+    return not held(state) and (under_way or may_start(next_version(state), actor.version, state.config.staleness))
 
 
 def _send(state: LoopState, member: Member, group: GroupState, name: str) -> Item:
     actor, partial = state.actors[name], member.status == "partial"
     old = old_tokens(state) if partial else ""
     actor.load += 1
-    kept = partial and old != "mask" and member.oldest >= 0
+    kept = (partial and old != "mask" or not partial and member.turns) and member.oldest >= 0
     member.status, member.actor, member.oldest = "generating", name, min(member.oldest, actor.version) if kept else actor.version
-    return Item(member.id, member.attempt, group.id, member.k, group.pool, group.task, group.eval, actor.version, group.sampling, partial, old)
+    sampling = replace(group.sampling, max_tokens=group.sampling.max_tokens - member.turns[-1].tokens) if member.turns else group.sampling
+    return Item(member.id, member.attempt, group.id, member.k, group.pool, group.task, group.eval, actor.version, sampling, len(member.turns), partial, old)
 
 # %% ../nbs/51_loop.ipynb #loop-decide-finish
 def decide_finish(state: LoopState, actions: list) -> None:
@@ -1855,10 +1958,9 @@ def _again(state: LoopState, member: Member, reported: Mapping[tuple[int, int], 
         if state.groups[member.group].doom:
             member.status, member.lost = "done", Fate.LOST_RESUME
         else:
-            give_fate(state, member, Fate.LOST_RESUME, actions)
-            state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
-            state.dispatched += 1
+            member = succeed(state, member, Fate.LOST_RESUME, len(member.turns), actions)
             state.to_send.append(member.id)
+    member.waited = bool(member.turns) or member.status == "written"
 
 
 def _drop_at_resume(state: LoopState, actions: list) -> None:
@@ -1875,7 +1977,7 @@ def _drop_at_resume(state: LoopState, actions: list) -> None:
 
 # %% ../nbs/51_loop.ipynb #loop-step
 HANDLERS = {
-    Started: on_started, Generated: on_generated, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
+    Started: on_started, Generated: on_generated, Observed: on_observed, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
     Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed, Moved: on_moved,
 }
 DECISIONS = (

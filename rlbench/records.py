@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS', 'TABLES', 'ELSEWHERE',
-           'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'response_segment',
-           'Rollout', 'span', 'oldest_writer', 'Staleness', 'staleness', 'Group', 'stream_key', 'uniforms',
-           'TrainMetrics', 'Meter', 'Column']
+           'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'observation_segment',
+           'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'oldest_writer', 'Staleness',
+           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
@@ -21,6 +21,7 @@ class StopReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    TURNS = "turns"  # the environment wanted another turn, and the limit was reached
 
 
 class Outcome(StrEnum):
@@ -41,6 +42,7 @@ class Fate(StrEnum):
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
+    REWOUND = "rewound"  # turns undone when the episode was taken up again; the next attempt has those before them
     ENVIRONMENT_ERROR = "environment_error"  # no reward after all retries
     LOST_GENERATOR = "lost_generator"
     LOST_ENVIRONMENT = "lost_environment"
@@ -80,6 +82,7 @@ class Segment:
     cache: str = "keep"  # "keep" or "rebuild"
     state: str = ""  # of a response: id of the environment's state in which its turn began
     writer: int = -1  # of a response: policy version that issued the newest writes in that state; -1: nobody wrote
+    text: str = ""  # of an observation, and of a response that is not the last
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,6 +96,11 @@ class Segment:
 def prompt_segment(tokens) -> Segment:
     "The prompt's token ids as a segment."
     return Segment("prompt", np.asarray(tokens, np.int32))
+
+
+def observation_segment(text: str, turn: int, state: str = "", writer: int = -1, tokens=()) -> Segment:
+    "What the environment shows before `turn`; without tokens until a generator has read it."
+    return Segment("observation", np.asarray(tokens, np.int32), turn=turn, state=state, writer=writer, text=text)
 
 
 def response_segment(tokens, logprobs, versions, turn: int = 0, cache: str = "keep") -> Segment:
@@ -140,6 +148,23 @@ class Rollout:
     def length(self) -> int:
         "Response tokens."
         return sum(len(s) for s in self.responses)
+
+# %% ../nbs/00_records.ipynb #records-turns
+def said(rollout: Rollout) -> list[str]:
+    "The text of every response that was not judged yet, in order."
+    return [*(s.text for s in rollout.responses[:-1]), rollout.text]
+
+
+def first_turns(rollout: Rollout, n: int) -> Rollout:
+    "The rollout as its turn `n` began; n at least 1."
+    segments = tuple(s for s in rollout.segments if s.turn < n or s.turn == n and s.kind == "observation")
+    last = [s for s in segments if s.kind == "response"][-1]
+    return replace(rollout, segments=segments, text=last.text, reason=StopReason.STOP)
+
+
+def later_turns(rollout: Rollout, n: int) -> Rollout:
+    "What `first_turns` leaves out."
+    return replace(rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation"))
 
 # %% ../nbs/00_records.ipynb #records-span
 def span(rollout: Rollout) -> tuple[int, int] | None:
@@ -396,6 +421,9 @@ part_names | list[str] | | names of the reward's parts
 part_values | list[float] | reward | their values
 length | int | tokens | response tokens
 turns | int | turns | responses in it
+said | list[str] | | of an episode of several turns: responses and observations as texts, in order
+states | list[str] | | of an episode of several turns: id of the environment's state in which each turn began
+writers | list[int] | versions | version that issued the newest writes in each of them, -1 if none
 dispatched | int | versions | policy version at dispatch
 oldest | int | versions | oldest version among tokens that carry weight
 newest | int | versions | newest of them
@@ -419,6 +447,9 @@ tokens | list[int] | | token ids of the response
 logprobs | list[float] | nats | log-probability each was sampled with
 versions | list[int] | versions | policy version that sampled each
 mask | list[int] | | 1 where a token carries weight, 2 where it is corrected as an older policy's
+turn | list[int] | turns | turn of each token; empty if there is one turn
+observed | list[int] | | token ids of the observations
+observed_turn | list[int] | turns | turn that each of them opens
 advantage | float | | advantage it was trained with, null if not trained
 """))
 

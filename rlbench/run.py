@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'own_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process',
-           'attach', 'list_runs', 'Replay', 'check_resumable', 'end_leftovers', 'Run', 'handed_over', 'wait', 'leaving',
+           'attach', 'list_runs', 'check_resumable', 'end_leftovers', 'Replay', 'Run', 'handed_over', 'wait', 'leaving',
            'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
@@ -298,6 +298,56 @@ class _Giving(_Looking):
         "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.rescore.rescore`."
         return rescore(self.folder, function, last, field, **parameters)
 
+# %% ../nbs/80_run.ipynb #run-class-saving
+@dataclass(frozen=True)
+class _Saving(_Looking):
+    "What is kept of a run, and how it goes on."
+
+    @property
+    def checkpoints(self) -> dict[str, Manifest]:
+        "The whole checkpoints by the name of their folder, oldest first."
+        told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
+        return {name: manifest for name, manifest in told.items() if isinstance(manifest, Manifest)}
+
+    def checkpoint(self, author: str = "") -> str:
+        "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
+        return ask(self.folder, "checkpoint", author=author)
+
+    def resume(self, table: Mapping[str, object] | None = None, *, author: str = "", **knobs) -> "Run":
+        """Go on from the newest checkpoint of a run that has ended or whose process is gone, with some live knobs changed (`steps=120`). Returns at once.
+        Raises ValueError if the run is alive, has no checkpoint, or has no budget left."""
+        check_resumable(self.folder, {**(table or {}), **knobs})
+        end_leftovers(self.folder)
+        for knob, value in {**(table or {}), **knobs}.items():
+            send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
+        attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
+        write_status(self.folder, replace(self.status or Status("starting"), state="starting", pid=os.getpid(), host=os.uname().nodename, updated=time.time(), reason="", books_closed=False))
+        start_process(self.folder, attempt)
+        return self
+
+
+def check_resumable(folder: Path, knobs: Mapping[str, object]) -> None:
+    "ValueError if a run cannot be resumed with these knobs, with the remedy."
+    state = state_of(read_status(folder))
+    if state not in (*ENDED, "dead"):
+        raise ValueError(f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed")
+    extra = captured_functions(folder)
+    found = load_newest(folder, extra).state
+    for knob, value in knobs.items():
+        found.config = with_knob(found.config, knob, value, extra)
+        check_built(found.config, found.built)
+    if reason := spent(found):
+        raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
+
+# %% ../nbs/80_run.ipynb #run-leftovers
+def end_leftovers(folder: Path) -> None:
+    "Kill what a dead run has left: a worker may hang, and a second run process would write into the same tables."
+    status = read_status(folder)
+    if status and status.host == os.uname().nodename:
+        for pid in (status.supervisor, status.pid, *status.workers.values()):
+            if alive(pid, status.updated) and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
 # %% ../nbs/80_run.ipynb #run-class-again
 @dataclass(frozen=True)
 class Replay:
@@ -348,56 +398,6 @@ class _Repeating(_Looking):
     def export_script(self, path: str | Path | None = None) -> Path:
         "Write the steering as a Python script: into the run's folder, or to `path` with the functions it needs beside it. Returns the path."
         return export_script(self.folder, Path(path) if path else None)
-
-# %% ../nbs/80_run.ipynb #run-class-saving
-@dataclass(frozen=True)
-class _Saving(_Looking):
-    "What is kept of a run, and how it goes on."
-
-    @property
-    def checkpoints(self) -> dict[str, Manifest]:
-        "The whole checkpoints by the name of their folder, oldest first."
-        told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
-        return {name: manifest for name, manifest in told.items() if isinstance(manifest, Manifest)}
-
-    def checkpoint(self, author: str = "") -> str:
-        "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
-        return ask(self.folder, "checkpoint", author=author)
-
-    def resume(self, table: Mapping[str, object] | None = None, *, author: str = "", **knobs) -> "Run":
-        """Go on from the newest checkpoint of a run that has ended or whose process is gone, with some live knobs changed (`steps=120`). Returns at once.
-        Raises ValueError if the run is alive, has no checkpoint, or has no budget left."""
-        check_resumable(self.folder, {**(table or {}), **knobs})
-        end_leftovers(self.folder)
-        for knob, value in {**(table or {}), **knobs}.items():
-            send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
-        attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
-        write_status(self.folder, replace(self.status or Status("starting"), state="starting", pid=os.getpid(), host=os.uname().nodename, updated=time.time(), reason="", books_closed=False))
-        start_process(self.folder, attempt)
-        return self
-
-
-def check_resumable(folder: Path, knobs: Mapping[str, object]) -> None:
-    "ValueError if a run cannot be resumed with these knobs, with the remedy."
-    state = state_of(read_status(folder))
-    if state not in (*ENDED, "dead"):
-        raise ValueError(f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed")
-    extra = captured_functions(folder)
-    found = load_newest(folder, extra).state
-    for knob, value in knobs.items():
-        found.config = with_knob(found.config, knob, value, extra)
-        check_built(found.config, found.built)
-    if reason := spent(found):
-        raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
-
-# %% ../nbs/80_run.ipynb #run-leftovers
-def end_leftovers(folder: Path) -> None:
-    "Kill what a dead run has left: a worker may hang, and a second run process would write into the same tables."
-    status = read_status(folder)
-    if status and status.host == os.uname().nodename:
-        for pid in (status.supervisor, status.pid, *status.workers.values()):
-            if alive(pid, status.updated) and pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
 
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)

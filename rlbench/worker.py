@@ -8,7 +8,8 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
            'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written',
-           'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
+           'read', 'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -28,7 +29,7 @@ import numpy as np
 
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, captured_functions, read_config
-from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, guarded
+from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
 from .ledger import WEIGHTS_FILE
@@ -37,13 +38,14 @@ from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
 
 # %% ../nbs/54_worker.ipynb #worker-messages
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteJob:
-    "Write these responses. `stream` is the random stream's key."
+    "Write a response. `stream` is the random stream's key; in a later turn `before` are the tokens so far, int32 [T], and `prompt` what the environment shows after them."
     key: tuple[int, int]
     prompt: str
     sampling: Sampling
     stream: int
+    before: np.ndarray | None = None
     partial: Segment | None = None  # what was written before it was stopped
     level: int = 0  # of the task, for scripted responses
 
@@ -110,7 +112,7 @@ class Ready:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    "A finished or aborted response."
+    "A finished or aborted response; in a later turn `prompt_tokens` are those of what the environment showed before it."
     key: tuple[int, int]
     prompt_tokens: np.ndarray
     segment: Segment
@@ -197,6 +199,8 @@ class Writer:
     name: str = ""
     version: int = 0  # of the weights it starts with
     longest: int = 10**9  # tokens of the longest prompt it was built for
+    observe: Callable[[str], np.ndarray] | None = None  # tokens of what an environment shows; None: as of a prompt
+    room: int = 10**9  # tokens of a whole episode it was built for
 
 
 @dataclass
@@ -296,16 +300,18 @@ def torch_policy(config: RunConfig):
 def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
     from rlbench.generator_torch import TorchGenerator
-    from rlbench.model import decode_response, encode_prompt
+    from rlbench.model import decode_response, encode_observation, encode_prompt
 
     encode = lru_cache(4096)(partial(encode_prompt, policy))  # the members of a group share their prompt
-    longest = check_prompts(prompts, encode, policy.context, config.max_tokens)
+    shown = 0 if key_of(config.environment) == "single" else config.observation_tokens
+    longest = check_prompts(prompts, encode, policy.context, config.max_tokens, shown)
+    room = longest + config.max_tokens + shown
     try:
-        generator = TorchGenerator(policy.model, max_length=longest + config.max_tokens, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
+        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
-                  lambda version, cache: load(generator, version, cache), policy.name, longest=longest)
+                  lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
 
 def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
@@ -324,12 +330,15 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], fun
                    lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
-def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int) -> int:
-    "Tokens of the longest prompt. Raises ValueError if it and a response do not fit into the context."
+def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0) -> int:
+    "Tokens of the longest prompt. Raises ValueError if it and a response do not fit into the context; `shown`: tokens that the environment may add."
     lengths = [len(encode(p)) for p in prompts]
     longest = max(lengths)
-    if longest + max_tokens > context:
+    if longest + max_tokens + shown > context:
         worst = prompts[lengths.index(longest)]
+        if shown:
+            raise ValueError(f"observation_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of responses and {shown} of observations that exceeds the model's "
+                             f"context of {context}; lower max_tokens or observation_tokens")
         raise ValueError(f"max_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of response that exceeds the model's context of {context}; "
                          f"lower max_tokens to {context - longest} or leave out such tasks" if longest < context else
                          f"tasks: a prompt has {longest} tokens ({worst[:40]!r}), more than the model's context of {context}; leave it out or take another model")
@@ -428,6 +437,27 @@ def written(worker: Worker, result: Result, rate: float) -> Written:
     text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
     return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
 
+# %% ../nbs/54_worker.ipynb #worker-read
+def read(writer: Writer, job: WriteJob) -> tuple[np.ndarray, np.ndarray]:
+    "Tokens of what is new in a job (the prompt, or what the environment shows), and of all that the response follows."
+    if job.before is None:
+        return (new := writer.encode(job.prompt)), new
+    new = (writer.observe or writer.encode)(job.prompt)
+    return new, np.concatenate([job.before, new])
+
+
+def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
+    for job in jobs.jobs:
+        try:
+            worker.prompts[job.key], prompt = read(worker.writer, job)
+            if job.before is not None and len(prompt) + job.sampling.max_tokens > worker.writer.room:
+                said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
+                continue
+            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
+        except ValueError as error:  # the rollout's fault, not the worker's end
+            print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
+            said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
+
 # %% ../nbs/54_worker.ipynb #worker-handle-checkpoint
 def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
     message = ""
@@ -439,16 +469,6 @@ def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> 
     said.append(CheckpointWritten(worker.trained, job.folder, message))
 
 # %% ../nbs/54_worker.ipynb #worker-handle
-def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
-    for job in jobs.jobs:
-        try:
-            prompt = worker.prompts[job.key] = worker.writer.encode(job.prompt)
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
-        except ValueError as error:  # the rollout's fault, not the worker's end
-            print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
-            said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
-
-
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
         metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
@@ -518,9 +538,10 @@ class Scorer:
         self.actor = self._actor(config)
 
     def _actor(self, config: RunConfig):
+        environment = SingleTurn if key_of(config.environment) == "single" else warm(self.functions.bound(config, "environment"))
         if config.generator == "scripted":
-            return ScriptedEnvironment(seed=config.seed, failures=config.virtual.scripted_errors)
-        return EnvironmentActor(*(warm(self.functions.bound(config, field)) for field in ("verifier", "reward")))
+            return ScriptedEnvironment(seed=config.seed, failures=config.virtual.scripted_errors, environment=environment)
+        return EnvironmentActor(*(warm(self.functions.bound(config, field)) for field in ("verifier", "reward")), environment)
 
     @property
     def idle(self) -> bool:
@@ -532,6 +553,7 @@ class Scorer:
         if isinstance(message, ConfigureJob):
             waiting, self.actor = self.actor, self._actor(message.config)
             self.actor.receive(waiting.waiting())
+            self.actor.lives = waiting.lives
         else:
             self.actor.receive([message])
 

@@ -14,7 +14,9 @@ import rlbench as rl
 from rlbench.balance import Balance
 from rlbench.checkpoint import Arrays, pack, unpack
 from rlbench.config import ConfigError, load_config, make_config, read_config, to_toml, value_of, with_knob
+from rlbench.driver import Driver, drive, make_pools
 from rlbench.ledger import read_status, read_table, write_status
+from rlbench.replay import prepare_replay
 
 MACHINE = dict(decode=0.01, sequence=0.0001, train=0.0001, prefill=0.0, publish=0.05, score=0.0005, scripted_length=40.0)
 SMALL = dict(steps=60, group=4, batch=32, preflight=0, eval=[], staleness=1, concurrency=4, correction="tis", max_tokens=256, virtual=MACHINE)
@@ -132,3 +134,13 @@ def test_a_checkpoint_keeps_what_was_learned(tmp_path):
     assert learned.rows and (learned.trial or learned.asked)
     data = json.loads(json.dumps(pack(learned, arrays)))
     assert unpack(Balance, data, arrays.joined()) == learned
+
+
+@pytest.mark.parametrize("start", [dict(staleness=1), dict(staleness=0, placement="colocated")], ids=["by event", "waves"])
+def test_a_balanced_run_replays(tmp_path, start):
+    first = inline_run(tmp_path, "first", {**SMALL, **start, "steps": 16, "balance": "act"})
+    assert any(row["status"] == "applied" for row in moves(first))
+    folder = prepare_replay(first.folder, "second")
+    config = read_config(folder)
+    second = Driver(folder, config, make_pools(config))
+    assert drive(second).digest == first.state.digest

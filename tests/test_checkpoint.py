@@ -8,6 +8,7 @@ import pytest
 from inline import Told
 from test_loop import a_command, a_config
 
+from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
 from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint
 from rlbench.config import captured_functions, make_config, read_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
@@ -108,3 +109,57 @@ def test_a_random_run_resumed_at_a_random_moment_closes_its_books(seed, tmp_path
             driver = taken_up(second, 1 + len(read_resumes(second)))
             drive(driver)
             check_resumed(driver)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    "The second and the third save find no room, in the run process and at the trainer: the journal says so, nothing of them is left, the digest is that of a run that had room."
+    import errno
+
+    from rlbench import driver as d
+    from rlbench import worker as w
+
+    drive(whole := a_run(tmp_path / "whole", SYNC))
+    saves = []
+
+    def full(*args):
+        saves.append(args)
+        if len(saves) in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return begin(*args)
+
+    begin, finish = d.begin_checkpoint, d.finish_checkpoint
+    monkeypatch.setattr(d, "begin_checkpoint", full)
+    drive(driver := a_run(tmp_path / "full", SYNC))
+    refused = read_table(driver.folder, "commands").filter(pl.col("knob") == "checkpoint")
+    assert refused["status"].to_list() == ["refused"] * 2 and all("dropped: No space left" in reason for reason in refused["reason"])
+    assert driver.state.digest == whole.state.digest and len(saves) == 4 and not list((driver.folder / "checkpoints").glob(".*"))
+    monkeypatch.setattr(d, "begin_checkpoint", begin)
+    monkeypatch.setattr(w, "scripted_learner", lambda: w.Learner(lambda groups, version: (w.TrainMetrics(), {}, 0.0), *[lambda *_: None] * 3, checkpoint=lambda folder: finish(Path(folder) / "nowhere", None)))
+    drive(driver := a_run(tmp_path / "trainer", SYNC))
+    assert driver.state.digest == whole.state.digest and not checkpoint_folders(driver.folder) and len(read_table(driver.folder, "commands")) == 4
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    "Saved before the stop, with its queue; resumed, it ends with the steps it was asked for. A command that took effect after the checkpoint is undone and says so."
+    table = SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 100}
+    stopped = a_run(tmp_path / "run", table, told=[(150, "checkpoint", None, 0), (220, "temperature", 0.5, 0), (300, "stop", None, 0)])
+    drive(stopped)
+    assert stopped.state.reason.startswith("stopped") and [f.name for f in checkpoint_folders(stopped.folder)][-1] == find_checkpoint(stopped.folder).name
+    last = load_checkpoint(find_checkpoint(stopped.folder))
+    assert last.manifest.reason == "before a stop" and last.state.config.temperature == 0.5 and last.state.groups
+    shutil.copytree(tmp_path / "run", tmp_path / "early")
+    shutil.rmtree(tmp_path / "early/checkpoints" / last.folder.name)
+    for folder, temperature in ((tmp_path / "run", 0.5), (tmp_path / "early", 1.0)):
+        driver = taken_up(folder)
+        drive(driver)
+        check_resumed(driver)
+        assert driver.state.version == 8 and driver.state.config.temperature == temperature
+        told = read_table(folder, "commands").filter(pl.col("knob") == "temperature")["status"].to_list()
+        assert told == (["applied"] if temperature == 0.5 else ["applied", "lost"])
+
+
+def test_kill_9_in_three_phases(tmp_path):
+    "A real synchronous run, killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
+    settings = SETTINGS | {"steps": 4, "batch": 16, "preflight": 0, "eval": []}
+    done = crash(2, PHASES, tmp_path, untouched(tmp_path, settings), settings)
+    assert [kill.meant for kill in done.kills] == list(PHASES) and done.state == "finished" and done.exact == done.books == () and done.equal, done
