@@ -1847,6 +1847,7 @@ def abandon(state: LoopState, reason: str) -> list:
     for group in list(state.groups.values()):
         doom(state, group, Fate.LEFT_AT_STOP)
         close_group(state, group, group.doom, actions)
+    state.training, state.evaluations = [], {}
     return actions
 
 # %% ../nbs/51_loop.ipynb #loop-take-up
