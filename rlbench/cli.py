@@ -9,7 +9,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
            'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
-           'overhead', 'modes', 'faults', 'balance', 'crashes', 'stragglers', 'panel', 'main']
+           'overhead', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -977,6 +977,14 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
 
+# %% ../nbs/91_cli.ipynb #cli-bench-delay
+@benches.command()
+def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+    "Naive against decoupled PPO on data exactly 0 to 16 versions old."
+    from rlbench.delay import bench_delay
+
+    _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
+
 # %% ../nbs/91_cli.ipynb #cli-bench-balance
 @benches.command()
 def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0 leaves them out")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, from its first batch on")] = 45.0,
@@ -997,6 +1005,14 @@ def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has sev
     _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
     done = found[0]
     raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-staleness
+@benches.command()
+def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = False) -> None:
+    "The staleness of the loop against closed forms, each discipline of the queue against its own, on the virtual clock."
+    from rlbench.bench_staleness import bench_staleness
+
+    _measure(lambda say: bench_staleness(folder, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-stragglers
 @benches.command()

@@ -878,8 +878,8 @@ def pick_up(driver: "Driver") -> None:
             driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
     for key, rollout in m.rollouts.items():
         if (member := state.members.get(key[0])) and member.status == "generating":
-            before, shown = opened(rollout) if len(rollout.segments) > 2 else ((), None)
-            m.rollouts[key] = replace(rollout, segments=(*before, shown) if shown else (), text=before[-1].text if shown else "", reason=StopReason.ABORTED)
+            turns = opened(rollout) if len(rollout.segments) > 2 else None
+            m.rollouts[key] = replace(rollout, segments=(*turns[0], turns[1]) if turns else (), text=turns[0][-1].text if turns else "", reason=StopReason.ABORTED)
     tries: dict[int, int] = {}
     for rollout, attempt in {*found.rows, *found.groups}:
         tries[rollout] = max(tries.get(rollout, 0), attempt + 1)

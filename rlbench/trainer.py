@@ -263,19 +263,18 @@ class TrainResult:
     compute: float
 
 
-def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float, first: int | None = None) -> TrainMetrics:
-    "Metrics of a batch from its micro-batches, its gradient norms and how far the weights moved. `first`: only so many of `seen` know the batch's start."
-    flat = {name: torch.cat([getattr(s, name) for s in seen]).float() for name in ("entropy_N", "low_N", "high_N")}
-    old_N, sampler_N = (torch.cat([getattr(s, name) for s in seen[:first]]).float() for name in ("old_N", "sampler_N"))
-    everywhere_N = torch.ones_like(old_N)
+def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float) -> TrainMetrics:
+    "Metrics of a batch from its micro-batches, its gradient norms and how far the weights moved."
+    flat = {name: torch.cat([getattr(s, name) for s in seen]).float() for name in ("old_N", "sampler_N", "entropy_N", "low_N", "high_N")}
+    everywhere_N = torch.ones_like(flat["old_N"])
     return TrainMetrics(
         loss=float(torch.stack([s.loss for s in seen]).sum()) / len(norms),
         entropy=float(flat["entropy_N"].mean()),
         grad_norm=sum(norms) / len(norms),
         clip_low=float(flat["low_N"].mean()),
         clip_high=float(flat["high_N"].mean()),
-        kl_sampler=kl_k3(old_N, sampler_N, everywhere_N),
-        ess=ess((old_N - sampler_N).exp(), everywhere_N),
+        kl_sampler=kl_k3(flat["old_N"], flat["sampler_N"], everywhere_N),
+        ess=ess((flat["old_N"] - flat["sampler_N"]).exp(), everywhere_N),
         learning_rate=rate, update_norm=moved, optimizer_steps=len(norms), padding=padded,
     )
 
@@ -296,7 +295,7 @@ def train_arrays(
     before = [p.detach().clone() for p in weights_of(optimizer)]
     began = time.perf_counter()
     old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 and objective.old == "recomputed" else None
-    seen, norms, cuts, first, compute = [], [], [], None, time.perf_counter() - began
+    seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
     try:
         for done, rows in enumerate(pieces):
             micros = [rows[micro] for micro in split(arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows])]
@@ -305,12 +304,11 @@ def train_arrays(
             norms.append(optimizer_step(optimizer, config, steps + done))
             compute += time.perf_counter() - began
             cuts += micros
-            first = len(seen) if old_RT is None and first is None else first
     except Exception:
         undo(optimizer, before)
         raise
     moved = torch.stack([(p.detach() - b).norm() for p, b in zip(weights_of(optimizer), before)]).norm()
-    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.widths_R, cuts), first), compute
+    return measure(seen, norms, float(moved), learning_rate(config, steps + len(norms) - 1), padding(arrays.widths_R, cuts)), compute
 
 # %% ../nbs/35_trainer.ipynb #trainer-undo
 @torch.no_grad()
