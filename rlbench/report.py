@@ -66,8 +66,8 @@ class RunData:
     steps: "pl.DataFrame"
     evals: "pl.DataFrame"
     commands: "pl.DataFrame"
-    family: Family | None = None
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped)
+    family: Family | None = None
 
     @property
     def eval_name(self) -> str:
