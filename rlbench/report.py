@@ -50,6 +50,7 @@ from rlbench.figures import (
 )
 from .drop_bias import KEPT, LEFT_OUT, in_words, lost_by_level
 from .ledger import Status, count_rows, read_json, read_status, read_table
+from .lineage import Family, read_family
 
 if TYPE_CHECKING:
     import polars as pl
@@ -66,6 +67,7 @@ class RunData:
     evals: "pl.DataFrame"
     commands: "pl.DataFrame"
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped)
+    family: Family | None = None
 
     @property
     def eval_name(self) -> str:
@@ -81,7 +83,7 @@ def read_run(folder: str | Path) -> RunData:
     if not folder.is_dir():
         raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
     tables = {table: read_table(folder, table) for table in ("steps", "evals", "commands")}
-    return RunData(folder.resolve().name, read_status(folder), _toml(folder / "config.toml"), _json(folder / "provenance.json"), **tables, lost=lost_levels(folder))
+    return RunData(folder.resolve().name, read_status(folder), _toml(folder / "config.toml"), _json(folder / "provenance.json"), **tables, lost=lost_levels(folder), family=read_family(folder))
 
 
 def lost_levels(folder: Path) -> dict[int, tuple[int, float]]:
@@ -273,7 +275,7 @@ def head(s: RunSummary, data: RunData) -> str:
         if data.status and data.status.started
         else ""
     )
-    where = " · ".join(text(part) for part in (s.state, started, s.reason) if part)
+    where = " · ".join(text(part) for part in (s.state, started, s.reason, data.family) if part)
     result = (
         ""
         if s.solve_rate_start is None
