@@ -228,10 +228,10 @@ def drop_aside(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_newest(run: Path, count: int, spare: Path | None = None) -> None:
+def keep_newest(run: Path, count: int, spare: Collection[Path] = ()) -> None:
     "Remove all but the newest `count` whole checkpoints, and torn ones. `spare` stays: what a run was started from is asked for when a generator is started again."
     whole = [folder for folder in checkpoint_folders(run) if isinstance(read_manifest(folder), Manifest)]
-    for folder in set(checkpoint_folders(run)) - set(whole[-count:]) - {spare}:
+    for folder in set(checkpoint_folders(run)) - set(whole[-count:]) - set(spare):
         aside = folder.with_name(f".{folder.name}.old")
         os.rename(folder, aside)  # gone at once, and not by halves
         shutil.rmtree(aside, ignore_errors=True)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches', 'FolderOption', 'friendly', 'plain', 'emit',
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
-           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
+           'outcome', 'run_command', 'facts', 'family_order', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
-           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'replay_command',
-           'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead',
-           'modes', 'faults', 'delay', 'balance', 'crashes', 'stragglers', 'panel', 'main']
+           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
+           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
+           'overhead', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -290,25 +290,40 @@ def facts(r: Run) -> dict:
     }
 
 
+def family_order(found: list[Run]) -> list[tuple[Run, int]]:
+    "Runs with their children after them, and how deep each lies in its family; a run whose parent is elsewhere stands by itself."
+    children: dict[str, list[Run]] = {}
+    for r in found:
+        parent = r.family.parent if r.family else ""
+        children.setdefault(parent if parent in {each.name for each in found} else "", []).append(r)
+
+    def below(name: str, level: int) -> list[tuple[Run, int]]:
+        return [each for r in children.get(name, []) for each in [(r, level), *below(r.name, level + 1)]]
+
+    return below("", 0)
+
+
 @app.command()
 def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
     "List runs: state, version, held-out solve rate, tokens."
-    found = [(r, r.status, held_out(r)) for r in list_runs(runs)]
+    found = [(r, r.status, held_out(r)) for r, _ in family_order(list_runs(runs))]
+    depth = {r.name: level for r, level in family_order([r for r, _, _ in found])}
     if as_json:
         return emit(
             {
                 "runs": [
-                    {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None}
+                    {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None, "family": r.family}
                     for r, s, e in found
                 ]
             }
         )
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("run", "state", "version", "held-out", "tokens", "time"):
-        table.add_column(column, justify="left" if column in ("run", "state") else "right", overflow="fold")
+    for column in ("run", "state", "version", "held-out", "tokens", "time", *["from"] * any(r.family for r, _, _ in found)):
+        table.add_column(column, justify="left" if column in ("run", "state", "from") else "right", overflow="fold")
     for r, s, e in found:
         rate = f"{e['avg'][0]:.2f} → {e['avg'][-1]:.2f}" if len(e) else "-"
-        table.add_row(r.name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-")
+        name = "  " * (depth[r.name] - 1) + "└ " * bool(depth[r.name]) + r.name
+        table.add_row(name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-", *[str(r.family)] * bool(r.family))
     Console().print(table if found else f"no runs in {runs}/ yet; start one with: rlbench run tiny")
 
 # %% ../nbs/91_cli.ipynb #cli-show-verb
@@ -743,6 +758,31 @@ def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = 
         found = attach(name, runs=runs).why()
     emit(found.plain()) if as_json else Console().print(Text(str(found)))
 
+# %% ../nbs/91_cli.ipynb #cli-fork
+@app.command("fork")
+def fork_command(
+    name: RunName,
+    at: Annotated[int | None, typer.Option(help="version of the checkpoint; without it the newest")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="what is different; dotted names reach into tables")] = None,
+    new: Annotated[str, typer.Option("--name", help="name of the fork; without it the next free number")] = "",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Go on from a checkpoint of a run as a run of its own, with something changed."
+    console = Console(stderr=as_json)
+    with friendly():
+        child = attach(name, runs=runs).fork(at, new, **dict(map(parse_assignment, set_ or [])))
+    console.print(f"{child.folder}: {child.family}", highlight=False, soft_wrap=True)
+    if detach:
+        return emit({"run": child.name, "folder": child.folder, "family": child.family}) if as_json else None
+    state = follow(child, console, quiet)
+    outcome(child, console) if state in (*ENDED, "dead") else None
+    if as_json:
+        emit({**facts(child), "family": child.family})
+    raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
 # %% ../nbs/91_cli.ipynb #cli-replay
 @app.command("replay")
 def replay_command(
@@ -965,6 +1005,14 @@ def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has sev
     _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
     done = found[0]
     raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-staleness
+@benches.command()
+def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = False) -> None:
+    "The staleness of the loop against closed forms, each discipline of the queue against its own, on the virtual clock."
+    from rlbench.bench_staleness import bench_staleness
+
+    _measure(lambda say: bench_staleness(folder, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-stragglers
 @benches.command()

@@ -94,6 +94,7 @@ class VirtualCosts(BaseModel):
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
     scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
+    start: Annotated[float, Knob(0, 1e6, unit="s", help="workers started for another placement")] = 5.0
     sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
     scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
 
@@ -260,9 +261,9 @@ class _Where(BaseModel):
     "Who lives where, and how weights travel."
 
     placement: Annotated[
-        str, Knob(choices=("split", "colocated"), live=False, help="generator and trainer in a process each, or in one and in turns")
+        str, Knob(choices=("split", "colocated"), apply="dispatch", help="generator and trainer in a process each, or in one and in turns; a change saves the run and starts its workers anew")
     ] = Field(default_factory=default_placement)
-    generators: Annotated[int, Knob(1, 64, unit="workers", live=False, help="of a split run")] = 1
+    generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="of a split run; a change saves the run and starts its workers anew")] = 1
     publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="hand weights over after every so many batches")] = 1
     clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="virtual: all actors in one process, on stated times")] = "real"
     generator: Annotated[str, Knob(choices=("torch", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"

@@ -9,13 +9,14 @@ __all__ = ['HEARD', 'WEIGHTS', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'G
            'begun', 'heard_turn', 'told_so_far', 'start_prompt', 'keep_turns', 'turn_columns', 'token_columns',
            'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
            'carry_train', 'carry_publish', 'send_load', 'remask', 'with_mask_of', 'carry_prepare', 'carry_mark_old',
-           'note_changes', 'in_force', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
-           'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'dropped_checkpoint',
-           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
-           'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands', 'start_worker', 'make_room',
-           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'given', 'known_functions', 'heard_command',
-           'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of',
-           'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures',
+           'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
+           'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command',
+           'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands',
+           'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation',
+           'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks',
+           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
+           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -43,20 +44,20 @@ from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResu
 from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
+from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
+from .loop import (FINISHED, PREFLIGHT, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, Save,
+                          Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Fate, Group, Meter, Rollout, Segment, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
+from .records import CommandRow, EvalRow, Fate, first_turns, Group, GroupRow, later_turns, Meter, observation_segment, oldest_writer, prompt_segment, Rollout, RolloutRow, Segment, Served, span, StepRow, StopReason, stream_key, Task
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
-from .checkpoint import TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest
+from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
 from .ledger import Resume, note_resume, read_table
-from .loop import Snapshot, Stored, resume_state
+from .loop import PLACED, Move, Moved, Snapshot, Stored, resume_state
 from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../nbs/55_driver.ipynb #driver-pools
@@ -181,7 +182,7 @@ def kept(driver: "Driver") -> Kept:
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
     lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
-    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given})
+    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
 # %% ../nbs/55_driver.ipynb #driver-events
 def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
@@ -240,10 +241,9 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
 # %% ../nbs/55_driver.ipynb #driver-events-ready
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
-    driver.refused = ""
-    for actor in driver.layout[worker]:
-        writes = kind_of(actor) == "generator"
-        yield Started(actor, kind_of(actor), r.slots if writes else 0, r.version if writes else 0)
+    driver.refused, kinds = "", {actor: kind_of(actor) for actor in driver.layout[worker]}
+    started = [Started(actor, kind, *((r.slots, r.version) if kind == "generator" else ())) for actor, kind in kinds.items()]
+    yield from moved_in(driver, worker, started) if driver.moving else started
 
 
 def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
@@ -395,7 +395,7 @@ def events_of(driver: "Driver", worker: str, message) -> Iterable:
             yield from HEARD[type(said)](driver, worker, said)
     else:
         refused = isinstance(message, Refused)
-        driver.refused = driver.refused or (message.message if refused else "")
+        driver.refused = driver.refused or (message.message if refused and not driver.moving else "")
         yield from lost(driver, worker, message.message if refused else message.cause)
 
 
@@ -404,6 +404,9 @@ def lost(driver: "Driver", worker: str, cause: str) -> Iterable:
     driver.memory.running.pop(worker, None)
     refuse_unfitted(driver, worker)
     print(f"{worker} lost: {cause}", file=sys.stderr, flush=True)
+    if driver.moving and worker != "environment":
+        yield from astray(driver, f"{worker}: {cause}")
+        return
     for actor in driver.layout[worker]:
         driver.memory.loading.discard(actor)
         driver.memory.to_load = [name for name in driver.memory.to_load if name != actor]
@@ -504,8 +507,13 @@ def note_changes(driver: "Driver", config: RunConfig) -> None:
 
 def in_force(driver: "Driver", config: RunConfig) -> dict[str, object]:
     "Value of every live knob, and of every parameter of a function in force, as JSON data."
+    return values_of(config, driver.state.functions)
+
+
+def values_of(config: RunConfig, functions: Mapping) -> dict[str, object]:
+    "The same of any configuration. `functions`: captured ones by field."
     named = {f"{field}.{key}": value for field in FUNCTIONS for key, value in getattr(config, field).items() if key not in ("name", "source")}
-    return {**{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, driver.state.functions)}, **named}
+    return {**{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, functions)}, **named}
 
 
 def coming(state: LoopState) -> dict[str, list]:
@@ -566,6 +574,7 @@ CARRY = {
     Publish: carry_publish,
     Tell: carry_tell,
     Snapshot: lambda driver, a: carry_snapshot(driver, a),
+    Move: lambda driver, a: carry_move(driver, a),
     MarkOld: carry_mark_old,
     Prepare: carry_prepare,
     Abort: lambda driver, a: driver.submit(a.actor, AbortJob(a.keys, a.keep)),
@@ -596,12 +605,19 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
         if not message:
             driver.ledger.flush(sync=True)
             path, driver.saving = finish_checkpoint(aside, told), None
-            keep_newest(driver.folder, driver.state.config.checkpoints_kept, driver.begun.folder if driver.begun else None)
+            keep_newest(driver.folder, driver.state.config.checkpoints_kept, needed_checkpoints(driver))
             return [Stored(told.version, path.name)]
     except OSError as error:
         message = error.strerror or str(error)
     dropped_checkpoint(driver, told.version, message)
     return ()
+
+
+def needed_checkpoints(driver: "Driver") -> set[Path]:
+    "Those that stay whatever their age: what the run's workers were started from, and what a fork began with."
+    family = read_family(driver.folder)
+    first = {driver.folder / CHECKPOINTS / family.checkpoint} if family and family.checkpoint else set()
+    return first | ({driver.begun.folder} if driver.begun else set())
 
 
 def dropped_checkpoint(driver: "Driver", version: int, message: str) -> None:
@@ -718,9 +734,9 @@ class Driver:
 
     def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]], start: Checkpoint | None = None, attempt: int = 0):
         had = start.remembered(Kept) if start else Kept()
-        self.folder, self.pools, self.inline = folder, {**pools, **had.pools}, config.clock == "virtual"
+        self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        self.layout = layout(config.placement, config.generators)
+        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED)), None  # moving: workers under way
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
@@ -862,8 +878,8 @@ def pick_up(driver: "Driver") -> None:
             driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
     for key, rollout in m.rollouts.items():
         if (member := state.members.get(key[0])) and member.status == "generating":
-            before, shown = opened(rollout) if len(rollout.segments) > 2 else ((), None)
-            m.rollouts[key] = replace(rollout, segments=(*before, shown) if shown else (), text=before[-1].text if shown else "", reason=StopReason.ABORTED)
+            turns = opened(rollout) if len(rollout.segments) > 2 else None
+            m.rollouts[key] = replace(rollout, segments=(*turns[0], turns[1]) if turns else (), text=turns[0][-1].text if turns else "", reason=StopReason.ABORTED)
     tries: dict[int, int] = {}
     for rollout, attempt in {*found.rows, *found.groups}:
         tries[rollout] = max(tries.get(rollout, 0), attempt + 1)
@@ -1005,6 +1021,70 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
     driver.append("commands", command=command.id, author=command.author, knob=command.knob, value=json.dumps(command.value), over=command.over, status="refused", reason=first,
                   apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
 
+# %% ../nbs/55_driver.ipynb #driver-move
+@dataclass
+class Relocation:
+    "Workers under way. `before`: the layout to go back to; `failed`: why that is being done."
+    since: float
+    before: dict[str, tuple[str, ...]]
+    waiting: set[str] = field(default_factory=set)
+    started: list[Started] = field(default_factory=list)
+    failed: str = ""
+
+
+def carry_move(driver: Driver, action: Move) -> None:
+    "Begin a change of placement."
+    driver.begun = load_checkpoint(driver.folder / CHECKPOINTS / action.checkpoint, captured_functions(driver.folder))
+    driver.moving = Relocation(driver.clock.now(), driver.layout)
+    relocate(driver, layout(action.placement, action.generators))
+
+
+def relocate(driver: Driver, placed: dict[str, tuple[str, ...]]) -> None:
+    "End the workers of the old layout and start those of another one. One that cannot be made at once counts as lost."
+    m, move = driver.memory, driver.moving
+    old = [name for name in driver.handles if name != "environment"]
+    for name in old:
+        refuse_unfitted(driver, name)
+        m.running.pop(name, None)
+    close_all([driver.handles.pop(name) for name in old])
+    remove_weights(driver.folder)  # the new trainer makes its own
+    m.weights, m.asked, m.to_load, m.loading = 0, 0, [], set()
+    driver.layout, move.started = placed, []
+    move.waiting = {name for name in placed if name != "environment"}
+    try:
+        for name in sorted(move.waiting):
+            driver.start(name)
+    except (ValueError, OSError) as error:
+        if move.failed:
+            raise
+        move.failed = str(error)
+        relocate(driver, move.before)
+
+# %% ../nbs/55_driver.ipynb #driver-moved-in
+def moved_in(driver: Driver, worker: str, started: list[Started]) -> Iterable:
+    "One of the new workers is there; the last one completes the change."
+    move = driver.moving
+    move.started += started
+    move.waiting.discard(worker)
+    if move.waiting:
+        return
+    driver.moving, seconds = None, driver.clock.now() - move.since
+    for part, count in (("trainer", 1), ("generator", sum(kind_of(e.actor) == "generator" for e in move.started))):
+        driver.memory.meters[part] = driver.memory.meters.get(part, Meter()) + Meter(overhead=seconds * count)
+    yield from move.started
+    yield Moved(move.failed, seconds)
+
+
+def astray(driver: Driver, cause: str) -> Iterable:
+    "A worker under way is gone: back to the old placement, once."
+    move = driver.moving
+    if not move.failed:
+        move.failed = cause
+        relocate(driver, move.before)
+    else:
+        driver.moving = None
+        yield Moved(f"{move.failed}; and the old placement could not be started again: {cause}", driver.clock.now() - move.since, lost=True)
+
 # %% ../nbs/55_driver.ipynb #driver-given
 def given(driver: Driver) -> list:
     "What the script says now."
@@ -1015,13 +1095,13 @@ def given(driver: Driver) -> list:
     if script.by == BY_EVENT:
         while due_by_event(script.said, number := s.seq + len(told) + 1):
             told += _say(driver, script.said.pop(0), number)
-    elif not s.commands:
+    elif not s.commands and s.moving is None:
         resting = driver.quiet > QUIET_TICKS
         come(script, "", "", place_of(s)[:3])
         count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
         said, script.said = script.said[:count], script.said[count:]
         told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
-    if not script.said and not s.commands and not told and s.phase == "running" and s.version >= script.until and s.actors:
+    if not script.said and not s.commands and s.moving is None and not told and s.phase == "running" and s.version >= script.until and s.actors:
         return [Replayed()]
     return told
 
@@ -1127,6 +1207,8 @@ def owed(driver: Driver, worker: str) -> list[str]:
 
 def overdue(driver: Driver, worker: str) -> list:
     "The loss of a worker that is hung: it is ended here."
+    if worker not in driver.handles:  # ended a moment ago
+        return []
     handle, now, c = driver.handles[worker], driver.clock.now(), driver.state.config
     if handle.lost:
         return []
@@ -1184,7 +1266,7 @@ def status_of(driver: Driver) -> Status:
         workers={} if driver.inline else {name: handle.process.pid for name, handle in driver.handles.items()},
         changed=driver.memory.changed,
         ramps=coming(s),
-        asked={command.knob: command.value for command in s.commands},
+        asked={command.knob: command.value for command in (*([s.moving.command] if s.moving else ()), *s.commands)},
         guards=[asdict(guard) for guard in s.guards],
         books_closed=books_closed(s) and s.phase in FINISHED,
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
@@ -1198,7 +1280,7 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored():
+        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored() | Move() | Moved():
             told = asdict(happened)
         case Snapshot(version=version, reason=reason):
             told = {"version": version, "reason": reason}
@@ -1219,7 +1301,7 @@ def start_inline(driver: Driver, name: str) -> InlineHandle:
     config, begun = driver.state.config, driver.begun.folder if driver.begun else None
     actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
     handle = InlineHandle(actor, stated_cost(config))
-    handle.wake(driver.clock.now())
+    handle.wake(driver.clock.now() + (config.virtual.start if driver.moving else 0.0))
     return handle
 
 

@@ -7,7 +7,7 @@ __all__ = ['KEPT', 'LEFT_OUT', 'SAID', 'WINDOW', 'Ended', 'ended', 'distribution
            'lost_by_level', 'Window', 'bias_columns']
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-imports
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def bias_of(attempts: Sequence[Ended] | np.ndarray) -> Bias | None:
     return Bias(gap(length, finished, kept), gap(level, known, kept), gap(turns, finished, kept), float(1 - kept.mean()), len(kept))
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-words
-SAID = {"length": ("shorter", "longer"), "level": ("of easier tasks", "of harder tasks"), "turns": ("of fewer turns", "of more turns")}
+SAID = {"length": ("shorter", "longer"), "level": ("easier", "harder"), "turns": ("of fewer turns", "of more turns")}
 
 
 def in_words(length: float | None, level: float | None, turns: float | None, least: float = 0.05) -> str:
@@ -92,9 +92,9 @@ def in_words(length: float | None, level: float | None, turns: float | None, lea
     return f"what is trained is {' and '.join(said)} than what is generated" if said else "what is trained is like what is generated"
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-levels
-def lost_by_level(levels: Iterable[int], dropped: Iterable[bool]) -> dict[int, tuple[int, float]]:
+def lost_by_level(levels: Sequence[int], dropped: Sequence[bool]) -> dict[int, tuple[int, float]]:
     "Level -> (attempts, share of them dropped), easiest first."
-    levels, dropped = np.array(list(levels), int), np.array(list(dropped), bool)
+    levels, dropped = np.asarray(levels, int), np.asarray(dropped, bool)
     return {int(n): (int((levels == n).sum()), float(dropped[levels == n].mean())) for n in np.unique(levels)}
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-window

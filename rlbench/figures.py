@@ -7,8 +7,9 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'Line', 'Band', 'Stack', 'Bars', 'Ribbons', 'Intervals', 'Span', 'Mark', 'Reference', 'Chart', 'colour',
            'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame',
            'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
-           'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'queue_depth', 'staleness', 'actor_time',
-           'tokens_by_fate', 'reward', 'health', 'staleness_histogram', 'version_ribbons']
+           'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness',
+           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actor_time', 'tokens_by_fate', 'reward', 'health',
+           'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -883,6 +884,13 @@ def truncated_share(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> 
     )
 
 # %% ../nbs/60_figures.ipynb #figures-queue
+def bound_line(at: np.ndarray, bound: float | Sequence[tuple[float, float]] | None) -> list[Line]:
+    "The bound on staleness as a line, if there is one: a number, or (x, bound) where it changed."
+    changes = [(-math.inf, float(bound))] if isinstance(bound, (int, float)) else sorted(bound or ())
+    held = [max((c for c in changes if c[0] <= here), default=changes[0])[1] for here in at] if changes else []
+    return [Line("bound", at, held, "vermilion", "6 3")] if changes else []
+
+
 def queue_depth(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Finished groups waiting, mean over the time since the batch before."
     depth = column(steps, "queue_depth")
@@ -905,13 +913,9 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
         Stack(("in flight", "in queue"), at, (flight, waited), ("sky", "amber")),
         Line("largest", at, column(steps, "lag_max"), "grey", "2 2.5"),
     ]
-    changes = [(-math.inf, float(bound))] if isinstance(bound, (int, float)) else sorted(bound or ())
-    if changes:
-        held = [max((c for c in changes if c[0] <= here), default=changes[0])[1] for here in at]
-        series.append(Line("bound", at, held, "vermilion", "6 3"))
     return Chart(
         "Staleness of batches",
-        tuple(series) if len(at) else (),
+        (*series, *bound_line(at, bound)) if len(at) else (),
         "mean, in two parts",
         y_label="versions",
         y_range=(0, None),
@@ -919,6 +923,40 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
         empty="no batch trained yet",
         **_x_axis(x),
     )
+
+# %% ../nbs/60_figures.ipynb #figures-levels
+def staleness_levels(steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "Mean staleness of trajectory, tokens and environment state, and the bound, which is on the oldest token."
+    at = axis(steps, x)
+    views = (("trajectory", "lag_trajectory", "blue", ""), ("tokens", "lag_token", "amber", "2 2.5"), ("environment state", "lag_state", "purple", "8 3 2 3"))
+    lines = [Line(name, at, y, role, dash) for name, key, role, dash in views if np.isfinite(y := column(steps, key)).any()]
+    mixed = column(steps, "mixed_share")[-1:]
+    note = f"{100 * mixed[0]:.0f} % of rollouts mixed" if np.isfinite(mixed).any() else ""
+    return Chart("Staleness at three levels", (*lines, *bound_line(at, bound)) if lines else (), note, y_label="versions", y_range=(0, None), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+
+def discards(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "What ended unused by discarding, in attempts and in tokens, and what was unfinished when the batch was full: three meters that are often taken for one."
+    at, names = axis(steps, x), (("attempts", "discard_count", "blue", ""), ("tokens", "discard_tokens", "vermilion", "6 3"), ("unfinished at fill", "unfinished_at_fill", "grey", "2 2.5"))
+    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    return Chart("Discarded", lines, "since the batch before", y_label="share", y_range=(0, 1), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+# %% ../nbs/60_figures.ipynb #figures-drop-bias
+def drop_bias(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "The gaps between what is trained and what is generated; below 0 the trained are shorter, easier, of fewer turns."
+    at, names = axis(steps, x), (("length", "bias_length", "blue", ""), ("difficulty", "bias_level", "amber", "6 3"), ("turns", "bias_turns", "purple", "2 2.5"))
+    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    widest = max((float(np.nanmax(np.abs(line.y))) for line in lines), default=0.0)
+    edge = max(0.2, np.ceil(10 * widest) / 10)
+    zero = (Line("", at, np.zeros(len(at)), "grey"),) if lines else ()
+    return Chart("Drop bias", (*zero, *lines), "below 0: trained are shorter, easier", y_label="gap", y_range=(-edge, edge), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+
+def who_pays(lost: Mapping[int, tuple[int, float]]) -> Chart:
+    "Share of its attempts that each difficulty level loses, from {level: (attempts, share)}."
+    bars = Bars(tuple(f"level {level}" for level in lost), tuple(100 * share for _, share in lost.values()), ("vermilion",) * len(lost), tuple(f"{100 * share:.0f} % of {n:,}" for n, share in lost.values()))
+    total = sum(n for n, _ in lost.values())
+    return Chart("Who pays", (bars,) if lost else (), f"attempts dropped, of the newest {total:,}" if lost else "", empty="nothing has ended yet")
 
 # %% ../nbs/60_figures.ipynb #figures-time
 ACTORS = ("generator", "environment", "trainer")

@@ -25,12 +25,13 @@ FAMILY_FILE, REPLAY_FILE = "family.json", "replay.json"
 
 @dataclass(frozen=True)
 class Family:
-    "Where a run comes from. `how`: fork or replay; `at`: version it starts from; `knobs`: what was changed there; `digest`: the parent's at that version."
+    "Where a run comes from. `how`: fork or replay; `at`: version it starts from; `knobs`: what was changed there; `digest`: the parent's at that version (of a replay: at its end); `checkpoint`: what it begins with."
     parent: str
     how: str
     at: int = 0
     knobs: Mapping[str, object] = field(default_factory=dict)
     digest: str = ""
+    checkpoint: str = ""
 
     def __str__(self) -> str:
         changed = "".join(f", {name} = {_brief(value)}" for name, value in self.knobs.items())

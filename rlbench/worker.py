@@ -395,9 +395,9 @@ class Worker:
             said.append(ready(self))
         while self.control:
             HANDLE[type(self.control[0])](self, self.control.popleft(), said, spent)
-        if self.heavy:
+        if self.heavy and not said:  # what there is to say (weights are there) does not wait until a batch is trained
             HANDLE[type(self.heavy[0])](self, self.heavy.popleft(), said, spent)
-        elif self.writing:
+        elif self.writing and not self.heavy:
             decode(self, said, spent)
         return Turn(tuple(said), tuple(spent))
 
