@@ -641,7 +641,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     if not m.members[r.group]:
         del m.members[r.group]
     pool = driver.eval_groups.get(r.group, "")
-    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.REWOUND):  # the next attempt answers for it
+    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.LOST_RESUME, Fate.REWOUND):  # the next attempt answers for it
         m.finished.setdefault(r.group, []).append(r)
     if not pool and row.fate not in (Fate.TRAINED, Fate.REWOUND):  # those stand in the window since their step row
         m.window.add(ended(r, row.fate))
