@@ -45,10 +45,10 @@ from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, RolloutRow, Save,
-                          Saved, Score, Scored, Served, Start, Started, StepRow, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
+from .loop import (FINISHED, PREFLIGHT, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, Save,
+                          Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
-from .records import Fate, Group, Meter, Rollout, Segment, StopReason, Task, first_turns, later_turns, observation_segment, oldest_writer, prompt_segment, span, stream_key
+from .records import CommandRow, EvalRow, Fate, first_turns, Group, GroupRow, later_turns, Meter, observation_segment, oldest_writer, prompt_segment, Rollout, RolloutRow, Segment, Served, span, StepRow, StopReason, stream_key, Task
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,

@@ -8,21 +8,21 @@ __all__ = ['PREFLIGHT', 'DISCARDED', 'MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_
            'Started', 'Generated', 'Scored', 'Trained', 'TrainingFailed', 'Published', 'Saved', 'Pool', 'Commanded',
            'Ticked', 'Lost', 'Measured', 'Moved', 'Observed', 'Replayed', 'Stored', 'Start', 'Item', 'Generate',
            'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write', 'Move', 'Prepare', 'MarkOld', 'Tell',
-           'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow', 'CommandRow', 'ActorState', 'Mark', 'Member',
-           'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Moving', 'Late', 'Counts', 'Watching', 'LoopState',
-           'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators',
-           'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom',
-           'dissolve', 'discard', 'stop_members', 'on_started', 'current', 'on_generated', 'on_scored', 'on_trained',
-           'chain', 'on_observed', 'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published',
-           'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of',
-           'journal', 'due', 'decide_command', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot',
-           'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move', 'on_moved', 'in_place', 'remember',
-           'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of',
-           'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'teaches', 'enqueue',
-           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
-           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
-           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
-           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
+           'ActorState', 'Mark', 'Member', 'GroupState', 'Evaluation', 'Ramp', 'Replaced', 'Saves', 'Moving', 'Late',
+           'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state', 'books_closed', 'synchronous', 'settled',
+           'wave_boundary', 'held', 'generators', 'trainer', 'next_version', 'live_groups', 'next_try', 'give_fate',
+           'close_group', 'own_fate', 'doom', 'dissolve', 'discard', 'stop_members', 'on_started', 'current',
+           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_observed', 'succeed', 'wake', 'turns_open',
+           'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed',
+           'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp', 'saves_itself',
+           'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move',
+           'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
+           'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle',
+           'settle', 'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train',
+           'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off',
+           'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow',
+           'places_in_line', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
+           'abandon', 'resume_state', 'step']
 
 # %% ../nbs/51_loop.ipynb #loop-imports
 import copy
@@ -43,7 +43,7 @@ from .environment import State, function_name, resume_turn
 from .guard import ALERT, Firing, Guard, first_guards, look, parse_action, parse_condition, without
 from .knobs import bind, key_of
 from .queue import Waiting, backpressure, capacity, overflow, take
-from .records import Fate, Outcome, Sampling, StopReason
+from .records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Sampling, Served, StepRow, StopReason
 from .staleness import drains, fresh, may_start, room, stops, surplus
 
 # %% ../nbs/51_loop.ipynb #loop-events
@@ -322,80 +322,6 @@ class MarkOld:
 class Tell:
     "A guard has fired: whoever wants to hear of it is told."
     firing: Firing
-
-# %% ../nbs/51_loop.ipynb #loop-rows
-@dataclass(frozen=True)
-class RolloutRow:
-    "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
-    rollout: int
-    attempt: int
-    group: int
-    fate: Fate
-    trained_at: int
-    tokens: int = 0
-    kept: int = 0
-    kept_seconds: float = 0.0
-    heir: int = -1
-
-
-@dataclass(frozen=True)
-class GroupRow:
-    "The end of a group."
-    group: int
-    pool: str
-    task: int
-    dispatched: int
-    size: int
-    solved: int
-    scored: int
-    fate: Fate
-    tokens: int
-
-# %% ../nbs/51_loop.ipynb #loop-rows-two
-@dataclass(frozen=True)
-class StepRow:
-    "A finished batch."
-    version: int
-    optimizer_steps: int
-    groups: tuple[int, ...]
-    live_groups: int
-    discard_count: float = 0.0
-    discard_tokens: float = 0.0
-    unfinished_at_fill: float = 0.0
-
-
-@dataclass(frozen=True)
-class Served:
-    "A training group has its verdicts; what it is good for is decided in the same moment."
-    group: int
-
-
-@dataclass(frozen=True)
-class EvalRow:
-    "A finished evaluation: its rollouts are those of `groups`."
-    eval: str
-    version: int
-    k: int
-    temperature: float
-    groups: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CommandRow:
-    "What became of a command."
-    id: str
-    author: str
-    knob: str
-    value: object
-    over: int
-    status: str
-    reason: str
-    apply: str
-    version: int
-    dispatched: int
-    training: bool = False
-    event: int = -1  # number of the one at which this was decided
-    heard: int = -1  # number of the one with which the command came in
 
 # %% ../nbs/51_loop.ipynb #loop-state
 @dataclass
@@ -1921,6 +1847,7 @@ def abandon(state: LoopState, reason: str) -> list:
     for group in list(state.groups.values()):
         doom(state, group, Fate.LEFT_AT_STOP)
         close_group(state, group, group.doom, actions)
+    state.training, state.evaluations = [], {}
     return actions
 
 # %% ../nbs/51_loop.ipynb #loop-take-up

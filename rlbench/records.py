@@ -6,7 +6,8 @@
 __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS', 'TABLES', 'ELSEWHERE',
            'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'observation_segment',
            'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'oldest_writer', 'Staleness',
-           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'Column']
+           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow',
+           'Served', 'EvalRow', 'CommandRow', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
@@ -276,6 +277,80 @@ class Meter:
     def __add__(self, other: "Meter") -> "Meter":
         return Meter(self.compute + other.compute, self.wait + other.wait, self.publish + other.publish, self.overhead + other.overhead,
                      self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens)
+
+# %% ../nbs/00_records.ipynb #records-rows
+@dataclass(frozen=True)
+class RolloutRow:
+    "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
+    rollout: int
+    attempt: int
+    group: int
+    fate: Fate
+    trained_at: int
+    tokens: int = 0
+    kept: int = 0
+    kept_seconds: float = 0.0
+    heir: int = -1
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    "The end of a group."
+    group: int
+    pool: str
+    task: int
+    dispatched: int
+    size: int
+    solved: int
+    scored: int
+    fate: Fate
+    tokens: int
+
+# %% ../nbs/00_records.ipynb #records-rows-two
+@dataclass(frozen=True)
+class StepRow:
+    "A finished batch."
+    version: int
+    optimizer_steps: int
+    groups: tuple[int, ...]
+    live_groups: int
+    discard_count: float = 0.0
+    discard_tokens: float = 0.0
+    unfinished_at_fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Served:
+    "A training group has its verdicts; what it is good for is decided in the same moment."
+    group: int
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    "A finished evaluation: its rollouts are those of `groups`."
+    eval: str
+    version: int
+    k: int
+    temperature: float
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommandRow:
+    "What became of a command."
+    id: str
+    author: str
+    knob: str
+    value: object
+    over: int
+    status: str
+    reason: str
+    apply: str
+    version: int
+    dispatched: int
+    training: bool = False
+    event: int = -1  # number of the one at which this was decided
+    heard: int = -1  # number of the one with which the command came in
 
 # %% ../nbs/00_records.ipynb #records-columns
 SCHEMA = 1  # raised when a column changes its meaning

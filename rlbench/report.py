@@ -397,6 +397,14 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
     )
 
 
+def _grid(charts: Sequence[Chart], height: float = 210) -> str:
+    "The figures that have something to show, and a sentence about those that have not."
+    drawn, absent = ([c for c in charts if bool(extent(c)) is there] for there in (True, False))
+    cards = f"<div class=grid>{''.join(card(chart, height) for chart in drawn)}</div>" if drawn else ""
+    left_out = "; ".join(dict.fromkeys(f"{f'{c.title}, ' if drawn else ''}{c.empty.removesuffix(' yet')}" for c in absent))
+    return cards + (f"<p class=note>Nothing to draw: {text(left_out)}.</p>" if absent else "")
+
+# %% ../nbs/61_report.ipynb #report-dropped
 def dropped(data: RunData, marks: tuple[Mark, ...]) -> str:
     "The discard meters, the drop bias and the levels that lose; a sentence if nothing was dropped."
     if not any(share for _, share in data.lost.values()):
@@ -404,14 +412,6 @@ def dropped(data: RunData, marks: tuple[Mark, ...]) -> str:
     said = [next((x for x in reversed(column(data.steps, name)) if math.isfinite(x)), None) for name in ("bias_length", "bias_level", "bias_turns")]
     words = in_words(*said)
     return (f"<p class=note>At the end, {text(words)}.</p>" if words else "") + _grid((discards(data.steps, marks), drop_bias(data.steps, marks), who_pays(data.lost)))
-
-
-def _grid(charts: Sequence[Chart], height: float = 210) -> str:
-    "The figures that have something to show, and a sentence about those that have not."
-    drawn, absent = ([c for c in charts if bool(extent(c)) is there] for there in (True, False))
-    cards = f"<div class=grid>{''.join(card(chart, height) for chart in drawn)}</div>" if drawn else ""
-    left_out = "; ".join(dict.fromkeys(f"{f'{c.title}, ' if drawn else ''}{c.empty.removesuffix(' yet')}" for c in absent))
-    return cards + (f"<p class=note>Nothing to draw: {text(left_out)}.</p>" if absent else "")
 
 # %% ../nbs/61_report.ipynb #report-tables
 def books_table(status: Status | None) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from rlbench.config import RunConfig
 from rlbench.driver import stuck
-from rlbench.loop import (FINISHED, Abort, CommandRow, Commanded, Configure, EvalRow, Generate, Generated, GroupRow, Lost, MarkOld, Observed, Publish, Published, RolloutRow, Save, Saved, Score, Scored,
-                          Served, Snapshot, Start, Started, StepRow, Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
-from rlbench.records import Fate, Outcome, StopReason
+from rlbench.loop import (FINISHED, Abort, Commanded, Configure, Generate, Generated, Lost, MarkOld, Observed, Publish, Published, Save, Saved, Score, Scored, Snapshot, Start, Started,
+                          Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
+from rlbench.records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Served, StepRow, StopReason
 
 
 @dataclass
