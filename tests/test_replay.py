@@ -67,7 +67,7 @@ def test_a_synchronous_run_repeats(tmp_path):
     steer(run)
     assert run.wait(400) == "finished", run.status
     assert len(applied(run)) >= 15 and "placement" in {row[0] for row in applied(run)}, run.commands
-    child = run.fork(at=5, name="child", loss="cispo", steps=1000)
+    child = run.fork(at=5, name="child", loss="reinforce", steps=1000)
     at(child, 7)
     child.set(temperature=0.6)
     at(child, 8)
