@@ -63,11 +63,11 @@ def steer(run: rl.Run) -> None:
 def test_a_synchronous_run_repeats(tmp_path):
     """In real time, in processes: more than ten knobs turned, functions and tasks given, a change of placement, a guard on measured time (its command is said again, it does not fire again).
     So does a fork of it, steered and stopped."""
-    run = rl.run("tiny", runs=tmp_path, placement="split", checkpoint_every=5, guards=[{"when": "seconds > 0", "do": "max_grad_norm = 0.5"}], **SMALL)
+    run = rl.run("tiny", runs=tmp_path, placement="split", checkpoint_every=5, checkpoints_kept=9, guards=[{"when": "seconds > 0", "do": "max_grad_norm = 0.5"}], **SMALL)
     steer(run)
     assert run.wait(400) == "finished", run.status
     assert len(applied(run)) >= 15 and "placement" in {row[0] for row in applied(run)}, run.commands
-    child = run.fork(at=5, name="child", loss="cispo", steps=1000)
+    child = run.fork(at=5, name="child", loss="reinforce", steps=1000)
     at(child, 7)
     child.set(temperature=0.6)
     at(child, 8)
