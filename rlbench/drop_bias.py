@@ -88,7 +88,7 @@ def in_words(length: float | None, level: float | None, turns: float | None, lea
     if None in gaps.values():
         return ""
     found = sorted((name for name in gaps if abs(gaps[name]) >= least), key=lambda name: -abs(gaps[name]))
-    said = [f"{SAID[name][gaps[name] > 0]} ({abs(gaps[name]):.2f})" for name in found]
+    said = [f"{SAID[name][int(gaps[name] > 0)]} ({abs(gaps[name]):.2f})" for name in found]
     return f"what is trained is {' and '.join(said)} than what is generated" if said else "what is trained is like what is generated"
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-levels

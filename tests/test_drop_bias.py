@@ -5,6 +5,7 @@ from inline import check_books, inline_run
 
 from rlbench.drop_bias import Ended, bias_of, in_words, lost_by_level
 from rlbench.ledger import read_table
+from rlbench.report import write_report
 
 # Three levels, each three times as long as the one before, and a trainer that is done with a batch before a response of level 2 is.
 HARD_IS_LONG = {"steps": 40, "group": 4, "batch": 32, "staleness": 2, "concurrency": 256, "max_tokens": 2000, "preflight": 0, "eval": [], "filter": "none", "sampler": "uniform", "placement": "split",
@@ -55,3 +56,5 @@ def test_the_columns_are_those_of_the_rollouts(tmp_path):
     kept = seen["fate"].is_in(["trained", "filtered"])
     again = bias_of([Ended(*row) for row in zip(seen["length"], seen["level"], seen["turns"] - (seen["reason"] == "aborted"), kept, seen["reason"] != "aborted")])
     assert (again.length, again.level, again.turns) == pytest.approx((last["bias_length"], last["bias_level"], last["bias_turns"]))
+    page = write_report(driver.folder).read_text()
+    assert "At the end, what is trained is" in page and "Who pays" in page and "level 3" in page
