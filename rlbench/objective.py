@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .advantage import ADVANTAGES, grpo
-from .correction import CORRECTIONS, none
+from .correction import CORRECTIONS, none, tis
 from .knobs import Named, bind, nearest, resolve
 from .loss import AGGREGATIONS, LOSSES, Totals, ppo, token_mean
 
@@ -26,6 +26,7 @@ class Objective:
     correction: Callable = none  # old_RT, sampler_RT -> weight_RT
     aggregation: Callable = token_mean  # mask_RT, Totals -> weight_RT
     old: str = "recomputed"  # the trainer's at the batch's start, or the "sampler"'s
+    partials: Callable = tis  # in the correction's place, for tokens of partial rollouts that are to be corrected in any case
 
 
 def _bound(field: str, functions, value) -> Callable:
@@ -43,6 +44,7 @@ def objective(advantage="grpo", loss="ppo", correction="none", aggregation="toke
         correction=_bound("correction", CORRECTIONS, correction),
         aggregation=_bound("aggregation", AGGREGATIONS, aggregation),
         old=old,
+        partials=tis if correction == "none" else _bound("correction", CORRECTIONS, correction),
     )
 
 # %% ../nbs/33_objective.ipynb #objective-evaluate
@@ -54,9 +56,12 @@ class Value:
     clipped_high_RT: object
 
 
-def evaluate(objective: Objective, logprobs_RT, old_RT, sampler_RT, advantages_R, mask_RT, totals: Totals) -> Value:
-    "Evaluate on tensors: trainer's, batch-start and sampler's log-probs [R, T], advantages [R], mask [R, T] (boolean), global totals."
+def evaluate(objective: Objective, logprobs_RT, old_RT, sampler_RT, advantages_R, mask_RT, totals: Totals, partial_RT=None) -> Value:
+    "Evaluate on tensors: trainer's, batch-start and sampler's log-probs [R, T], advantages [R], mask [R, T] (boolean), global totals; `partial_RT` (boolean): tokens for `partials`."
     old_RT = sampler_RT if objective.old == "sampler" else old_RT
     terms = objective.loss(logprobs_RT, old_RT, advantages_R[:, None])
-    weight_RT = objective.aggregation(mask_RT, totals) * objective.correction(old_RT, sampler_RT)
+    correction_RT = objective.correction(old_RT, sampler_RT)
+    if partial_RT is not None:
+        correction_RT = correction_RT.where(~partial_RT, objective.partials(old_RT, sampler_RT))
+    weight_RT = objective.aggregation(mask_RT, totals) * correction_RT
     return Value((terms.loss_RT * weight_RT).sum(), terms.clipped_low_RT & mask_RT, terms.clipped_high_RT & mask_RT)

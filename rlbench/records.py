@@ -93,6 +93,11 @@ class Segment:
         "Boolean [T]: the tokens that carry weight in the loss."
         return self.mask.astype(bool) if self.mask is not None else np.full(len(self), self.kind == "response")
 
+    @property
+    def corrected(self) -> np.ndarray:
+        "Boolean [T]: the tokens of an older policy's partial that are to be corrected; their mask is 2."
+        return self.mask == 2 if self.mask is not None else np.zeros(len(self), bool)
+
 
 def prompt_segment(tokens) -> Segment:
     "The prompt's token ids as a segment."

@@ -29,6 +29,7 @@ import numpy as np
 
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, captured_functions, read_config
+from .correction import tis
 from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
@@ -261,7 +262,8 @@ def warm(function: Callable) -> Callable:
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
-    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")), config.old)
+    parts = [guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")]
+    return Objective(*parts, config.old, tis if key_of(config.correction) == "none" else parts[2])
 
 
 def device_of(config: RunConfig) -> str:
