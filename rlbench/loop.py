@@ -434,6 +434,7 @@ class Moving:
     "A change of placement under way. `stage`: emptying, saving or starting."
     command: Commanded
     target: RunConfig
+    place: tuple[int, int, bool, int]  # where it began
     stage: str = "emptying"
 
 # %% ../nbs/51_loop.ipynb #loop-state-late
@@ -907,10 +908,10 @@ def place_of(state: LoopState) -> tuple[int, int, bool, int]:
     return state.version, state.dispatched_groups, bool(state.training), state.seq
 
 
-def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str) -> Write:
-    "The journal's row: what became of a command, and where in the run."
+def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str, place: tuple = ()) -> Write:
+    "The journal's row: what became of a command, and where in the run; `place` if that was not here."
     row = CommandRow(
-        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *place_of(state), command.heard
+        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *(place or place_of(state)), command.heard
     )
     return Write("commands", row)
 
@@ -922,9 +923,9 @@ def due(state: LoopState, apply: str) -> bool:
     "Whether the apply point is now. On the way to another placement nothing is applied."
     if state.moving is not None:
         return False
-    if apply == "dispatch":
-        return wave_boundary(state) if synchronous(state) else True
-    return apply == "now" or not state.training
+    if apply == "now":
+        return True
+    return wave_boundary(state) if synchronous(state) else apply == "dispatch" or not state.training
 
 
 def decide_command(state: LoopState, actions: list) -> None:
@@ -1094,7 +1095,7 @@ def begin_move(state: LoopState, command: Commanded) -> bool:
         raise ValueError(f"{command.knob}: the run is already {state.phase}")
     if value_of(target, command.knob) == value_of(state.config, command.knob):
         return False
-    state.moving = Moving(command, target)
+    state.moving = Moving(command, target, place_of(state))
     return True
 
 
@@ -1126,8 +1127,8 @@ def empty_handed(state: LoopState) -> bool:
 # %% ../nbs/51_loop.ipynb #loop-moved
 def end_move(state: LoopState, refused: str, actions: list, told: str = "") -> None:
     "Journal what became of a change of placement."
-    command, state.moving = state.moving.command, None
-    actions.append(journal(state, command, "refused" if refused else "applied", refused or told, "" if refused else "dispatch"))
+    command, place, state.moving = state.moving.command, state.moving.place, None
+    actions.append(journal(state, command, "refused" if refused else "applied", refused or told, "" if refused else "dispatch", place))
 
 
 def on_moved(state: LoopState, e: Moved, actions: list) -> None:
