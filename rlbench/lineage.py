@@ -83,6 +83,7 @@ class Said:
     event: int
     heard: int
     own: bool = False
+    at_once: bool = False  # it does not wait for a wave to end
 
     @property
     def place(self) -> tuple[int, int, bool]:
@@ -98,7 +99,7 @@ def said_of(journal: "pl.DataFrame", by: str, until: int) -> list[Said]:
         telling = row["knob"] not in ("alert", "checkpoint") and not (row["knob"] == "stop" and row["attempt"] < last)
         if sent if by == BY_EVENT else row["status"] == "applied" and telling and row["version"] <= until:
             where = row["version"], row["dispatched"], bool(row["training"]), -1 if row["event"] is None else row["event"], row["heard"] if sent else -1
-            found.append(Said(row["command"], row["author"], row["knob"], json.loads(row["value"]), row["over"], row["reason"] if not sent else "", *where, own and not sent))
+            found.append(Said(row["command"], row["author"], row["knob"], json.loads(row["value"]), row["over"], row["reason"] if not sent else "", *where, own and not sent, row["apply"] == "now"))
     return sorted(found, key=lambda s: (s.heard, s.id)) if by == BY_EVENT else found
 
 # %% ../nbs/49_lineage.ipynb #lineage-due
@@ -111,10 +112,12 @@ class Script:
 
 
 def due_by_place(said: list[Said], place: tuple[int, int, bool]) -> int:
-    "How many of the next commands have their place here or before; they took effect at one event."
+    "How many of the next commands have their place here or before: those that took effect at one event, or waited for the end of one wave."
     if not said or said[0].own or said[0].place > place:
         return 0
-    return next((i for i, s in enumerate(said) if s.own or s.event != said[0].event), len(said))
+    first = said[0]
+    together = [s.event == first.event or s.place == first.place and not (s.at_once or first.at_once) for s in said]
+    return next((i for i, s in enumerate(said) if s.own or not together[i]), len(said))
 
 
 def due_by_event(said: list[Said], number: int) -> int:
