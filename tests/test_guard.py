@@ -236,7 +236,7 @@ def test_a_notebook_becomes_a_reward(tmp_path):
     listed = cli(tmp_path, "guard", "mine")
     assert "version > 1" in listed and "loss is nan" in listed and "still true" in listed
     assert told(tmp_path, "guard", "mine", "--remove", "loss is nan")["commands"][0]["status"] == "applied"
-    assert "did you mean" in cli(tmp_path, "guard", "mine", "entrpy < 1", "pause", code=2) and len(told(tmp_path, "guard", "mine")["guards"]) == 4
+    assert "did you mean" in cli(tmp_path, "guard", "mine", "entrpy < 1", "pause", code=2) and len(told(tmp_path, "guard", "mine")["guards"]) == 5
     watching = subprocess.Popen([sys.executable, "-m", "rlbench.cli", "attach", "mine", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     run.stop()
     out, _ = watching.communicate(timeout=60)
