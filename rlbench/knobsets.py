@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tomli_w
 
-from .config import FUNCTIONS, RunConfig, apply_point, captured_functions, check_built, live_knobs, read_config, value_of, with_knob
+from .config import FUNCTIONS, RunConfig, apply_point, captured_functions, live_knobs, value_of
 from .knobs import unknown
 from .ledger import send_command
 from .loop import PLACED

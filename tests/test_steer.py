@@ -8,7 +8,7 @@ from test_run import SMALL, assert_books, ended, until
 
 import rlbench as rl
 from rlbench.config import FUNCTIONS, captured_functions, make_config, to_toml
-from rlbench.driver import CARRY, Driver, drive, make_pools
+from rlbench.driver import Driver, drive, make_pools
 from rlbench.knobs import Captured, FileFunction, capture, save_function
 from rlbench.ledger import create_run_folder, read_table, send_command
 from rlbench.loop import ERRORS_IN_A_ROW, Commanded, Member, Scored, Write, decide_command, note_call, start_state
