@@ -2,10 +2,11 @@
 
 __version__ = "0.1.0"
 
+from rlbench.ablation import ablate
 from rlbench.compare import compare
 from rlbench.config import ConfigError, RunConfig, load_config
 from rlbench.knobs import Knob
-from rlbench.records import Fate, Outcome, Rollout, Segment, Task
+from rlbench.records import Fate, Outcome, Rollout, Task
 from rlbench.run import Run, attach, list_runs, run
 
-__all__ = ["ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Segment", "Task", "attach", "compare", "list_runs", "load_config", "run"]
+__all__ = ["ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "list_runs", "load_config", "run"]

@@ -14,7 +14,7 @@ from math import comb, sqrt
 import numpy as np
 
 from .advantage import expected_zero_advantage
-from .records import Group, Rollout, StopReason, lag
+from .records import Group, Rollout, StopReason, span, staleness
 from .reward import final_answer
 
 # %% ../nbs/44_accounts.ipynb #accounts-served
@@ -51,18 +51,24 @@ def served_columns(groups: Sequence[Group]) -> dict:
 
 # %% ../nbs/44_accounts.ipynb #accounts-batch
 def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int]) -> dict:
-    "Lag, size and turn columns of a batch trained on weights of `version`."
-    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None]
-    lags = [lag(r, version) for r in rollouts]
-    behind = [updates[version] - updates[version - each.total] for each in lags]
+    "Staleness, size and turn columns of a batch trained on weights of `version`."
+    rollouts = [r for g in groups for r in g.rollouts if r.reward is not None and span(r)]
+    old = [staleness(r, version) for r in rollouts]
+    weights = [int(sum(s.trained.sum() for s in r.segments)) for r in rollouts]
+    states = [each.state for each in old if each.state is not None]
     return {
         "trained_rollouts": len(rollouts),
-        "trained_tokens": int(sum(s.trained.sum() for r in rollouts for s in r.segments)),
+        "trained_tokens": sum(weights),
         "turns": float(np.mean([len(r.responses) for r in rollouts])),
-        "lag_in_flight": float(np.mean([each.in_flight for each in lags])),
-        "lag_in_queue": float(np.mean([each.in_queue for each in lags])),
-        "lag_max": max(each.total for each in lags),
-        "lag_updates": float(np.mean(behind)),
+        "lag_trajectory": float(np.mean([each.trajectory for each in old])),
+        "lag_token": float(np.average([each.token_mean for each in old], weights=weights)),
+        "lag_max": max(each.token_max for each in old),
+        "lag_in_flight": float(np.mean([each.in_flight for each in old])),
+        "lag_in_queue": float(np.mean([each.in_queue for each in old])),
+        "lag_span": max(each.span for each in old),
+        "mixed_share": float(np.mean([each.mixed for each in old])),
+        "lag_state": float(np.mean(states)) if states else None,
+        "lag_updates": float(np.mean([updates[version] - updates[version - each.token_max] for each in old])),
     }
 
 # %% ../nbs/44_accounts.ipynb #accounts-intervals

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
            'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
-           'window', 'room', 'facts', 'judge', 'percent', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
+           'window', 'room', 'facts', 'judge', 'limit', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
-           'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'health_charts',
-           'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
-           'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html',
-           'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
+           'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts',
+           'drops_said', 'health_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts',
+           'steps_frame', 'solve_frame', 'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html',
+           'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html',
+           'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import json
@@ -23,10 +24,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .drop_bias import in_words
 from rlbench.figures import (
-    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, health, items, labels, lengths, number,
-    queue_depth, reward, spoken, staleness, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, zero_signal,
+    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, discards, drop_bias, health, items, labels, lengths, number,
+    queue_depth, reward, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
 )
+from .balance import percent
 from .ledger import ENDED, count_rows, read_table
 from .loop import VERBS
 from .view import Snapshot, View, corners_of, value
@@ -115,9 +118,14 @@ def judge(f: Facts) -> str:
     return "balanced"
 
 
-def percent(share: float) -> str:
-    "31 %."
-    return f"{100 * share:.0f} %"
+def limit(word: str, f: Facts) -> str:
+    "What holds the run up: environment, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
+    if word == "balanced" or f.colocated:
+        return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
+    if word == "trainer-bound":
+        return "drops" if f.stale > STALE else "trainer"
+    causes = {"environment": f.scoring > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
+    return next((name for name, holds in causes.items() if holds), "generator")
 
 
 def why(word: str, f: Facts) -> str:
@@ -126,17 +134,11 @@ def why(word: str, f: Facts) -> str:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
     queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
-        cause = (
-            f"scoring busy {percent(f.scoring)}" if f.scoring > 0.75
-            else f"KV budget {percent(f.cache)} used" if f.cache > 0.9
-            else f"publishing {percent(f.publishing)}" if f.publishing > WAITS
-            else f"generator waits {percent(f.generator_waits)}: they take turns" if f.generator_waits > IDLE
-            else f"{percent(f.unusable)} of groups filtered" if f.unusable > 0.4
-            else f"generator busy {percent(f.generator_works)}"
-        )
-        return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause}"
+        cause = {"environment": f"scoring busy {percent(f.scoring)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
+                 "bound": f"generator waits {percent(f.generator_waits)}: they take turns", "filter": f"{percent(f.unusable)} of groups filtered"}
+        return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
     if word == "trainer-bound":
-        dropped = f", {percent(f.stale)} of rollouts dropped as stale" if f.stale > STALE else ""
+        dropped = f", {percent(f.stale)} of rollouts dropped as stale" if limit(word, f) == "drops" else ""
         return f"generator waits {percent(f.generator_waits)}, {queue}, trainer busy {percent(f.trainer_works)}{dropped}"
     return f"trainer busy {percent(f.trainer_works)}, generator busy {percent(f.generator_works)}, {queue}"
 
@@ -240,7 +242,7 @@ def _told(s: Snapshot) -> Light | None:
     if s.state in ENDED:
         return Light(s.state, reason or f"after {s.version} versions", "run.log tells more" if s.state == "failed" else "")
     if s.state == "dead":
-        return Light("stale", "its process is gone", f"run.stop(), or: rlbench stop {s.name} (closes its books)")
+        return Light("stale", "its process is gone", f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books")
     usual = float(np.nan_to_num(np.median(s.recent["seconds"][-WINDOW:]))) if len(s.recent["seconds"]) else 0.0
     patience = STARTING if not len(s.recent["seconds"]) else max(QUIET, 10 * usual)
     if s.state != "paused" and s.age > patience:
@@ -373,7 +375,7 @@ def queue_charts(s: Snapshot) -> tuple[Chart, ...]:
 
 # %% ../nbs/62_cards.ipynb #cards-batch
 def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Tokens of the newest batch by staleness, and the bound."
+    "Tokens of the newest batch by staleness, with the bound, and the three levels of staleness over the batches."
     bound = value(s, "staleness")
     counts = np.append(s.lags, np.zeros(max(0, bound + 2 - len(s.lags)), int)) if len(s.lags) else s.lags
     bars = Bars(tuple(map(str, range(len(counts)))), tuple(map(float, counts)), tuple("vermilion" if lag > bound else "blue" for lag in range(len(counts))), horizontal=False)
@@ -381,8 +383,10 @@ def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
     note = f"of v{s.batch}; {late:,} tokens past bound" if len(counts) else ""
     said = ", ".join(f"{int(n):,} tokens {lag} versions old" for lag, n in enumerate(counts) if n)
     edge = Line("", [bound + 0.5] * 2, [0.0, float(max(counts, default=0))], "vermilion", "6 3")
+    levels, limit = staleness_levels(s.steps, None, marks_of(s)), over_versions(s, "staleness", "bound", "vermilion", "6 3")
+    levels = replace(levels, series=(*levels.series, *limit) if levels.series else ())
     return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions old", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
-                  marks=(Mark(bound + 0.5, f"bound {bound}"),), aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else ""),)
+                  marks=(Mark(bound + 0.5, f"bound {bound}"),), aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else ""), levels)
 
 
 def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -392,6 +396,17 @@ def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
     chart = version_ribbons(names, [r.versions for r in s.ribbons])
     said = f"Who wrote the newest responses: {len(s.ribbons)} of the batch that made version {s.batch}, {mixed} of them by more than one policy version"
     return (replace(chart, title="Version ribbons", aria=said if s.ribbons else "", subtitle=f"of the batch that made version {s.batch}" if s.ribbons else ""),)
+
+# %% ../nbs/62_cards.ipynb #cards-discard
+def discard_charts(s: Snapshot) -> tuple[Chart, ...]:
+    "The three discard meters, the gaps between what is trained and what is generated, and the levels that lose."
+    return discards(s.steps, marks_of(s)), drop_bias(s.steps, marks_of(s)), who_pays(s.lost)
+
+
+def drops_said(s: Snapshot) -> str:
+    "The drop bias in words; empty while it is not known."
+    newest = [column(s.recent, name)[-1:] for name in ("bias_length", "bias_level", "bias_turns")]
+    return in_words(*(float(n[0]) for n in newest)) if all(len(n) and math.isfinite(n[0]) for n in newest) else ""
 
 # %% ../nbs/62_cards.ipynb #cards-health
 def health_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -539,9 +554,11 @@ CARDS: dict[str, CardSpec] = {
     "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
     "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
     "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 74)),
-    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max"), (94, 102)),
-    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (216,), needs=BATCH),
+    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "lag_span", "mixed_share"), (94, 102)),
+    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)),
     "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
+    "discard": CardSpec("What was discarded and who pays", False, discard_charts, steps_frame("discard_count", "discard_tokens", "unfinished_at_fill", "drop_bias", "bias_length", "bias_level", "bias_turns"),
+                        (80, 88, 74), needs=("steps", "commands", "rollouts"), note=drops_said),
     "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
@@ -655,7 +672,7 @@ def areas(stack: Stack) -> list[Band]:
     return found
 
 # %% ../nbs/62_cards.ipynb #cards-figure
-NOTED = ("time", "staleness", "throughput")  # cards whose charts say more than their names
+NOTED = ("time", "staleness", "throughput", "discard")  # cards whose charts say more than their names
 
 
 def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:

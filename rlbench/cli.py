@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches', 'FolderOption', 'friendly', 'plain', 'emit',
            'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm',
-           'outcome', 'run_command', 'facts', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'guard_command',
-           'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'compare_command', 'serve_command', 'checks', 'engine', 'trl', 'overhead', 'modes', 'faults',
-           'panel', 'main']
+           'outcome', 'run_command', 'facts', 'family_order', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
+           'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
+           'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
+           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
+           'overhead', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -234,6 +235,8 @@ def outcome(r: Run, console: Console) -> None:
     report = r.folder / "report.html"
     if report.exists():
         console.print(f"report               {report}", highlight=False, soft_wrap=True)
+    if r.checkpoints and r.state != "finished":
+        console.print(f"to go on             rlbench resume {r.name}   (from version {list(r.checkpoints.values())[-1].version})", highlight=False, soft_wrap=True)
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
@@ -287,25 +290,40 @@ def facts(r: Run) -> dict:
     }
 
 
+def family_order(found: list[Run]) -> list[tuple[Run, int]]:
+    "Runs with their children after them, and how deep each lies in its family; a run whose parent is elsewhere stands by itself."
+    children: dict[str, list[Run]] = {}
+    for r in found:
+        parent = r.family.parent if r.family else ""
+        children.setdefault(parent if parent in {each.name for each in found} else "", []).append(r)
+
+    def below(name: str, level: int) -> list[tuple[Run, int]]:
+        return [each for r in children.get(name, []) for each in [(r, level), *below(r.name, level + 1)]]
+
+    return below("", 0)
+
+
 @app.command()
 def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
     "List runs: state, version, held-out solve rate, tokens."
-    found = [(r, r.status, held_out(r)) for r in list_runs(runs)]
+    found = [(r, r.status, held_out(r)) for r, _ in family_order(list_runs(runs))]
+    depth = {r.name: level for r, level in family_order([r for r, _, _ in found])}
     if as_json:
         return emit(
             {
                 "runs": [
-                    {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None}
+                    {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None, "family": r.family}
                     for r, s, e in found
                 ]
             }
         )
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("run", "state", "version", "held-out", "tokens", "time"):
-        table.add_column(column, justify="left" if column in ("run", "state") else "right", overflow="fold")
+    for column in ("run", "state", "version", "held-out", "tokens", "time", *["from"] * any(r.family for r, _, _ in found)):
+        table.add_column(column, justify="left" if column in ("run", "state", "from") else "right", overflow="fold")
     for r, s, e in found:
         rate = f"{e['avg'][0]:.2f} → {e['avg'][-1]:.2f}" if len(e) else "-"
-        table.add_row(r.name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-")
+        name = "  " * (depth[r.name] - 1) + "└ " * bool(depth[r.name]) + r.name
+        table.add_row(name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-", *[str(r.family)] * bool(r.family))
     Console().print(table if found else f"no runs in {runs}/ yet; start one with: rlbench run tiny")
 
 # %% ../nbs/91_cli.ipynb #cli-show-verb
@@ -413,9 +431,57 @@ for _name, _help in (
     ("go", "Release a paused run."),
     ("step", "One more version, then hold."),
     ("publish", "Hand the newest weights to the generators now."),
-    ("stop", "Finish the batch in training, save the policy, close the books. Of a dead run, close the books."),
+    ("stop", "Finish the batch in training, save the run, close the books; resume goes on from there. Of a dead run, close the books."),
 ):
     _verb(_name, _help)
+
+# %% ../nbs/91_cli.ipynb #cli-resume
+@app.command("checkpoint")
+def checkpoint_command(
+    name: RunName,
+    author: Annotated[str, typer.Option(help="who asks")] = "",
+    runs: RunsOption = "runs",
+    seconds: Annotated[float, typer.Option("--wait", help="seconds to wait until it is there")] = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    "Save the whole run now: loop, weights, optimizer, queue. It is written once no batch trains."
+    with friendly():
+        r = attach(name, runs=runs)
+        before = set(r.checkpoints)
+        r.checkpoint(author)
+    until, new = time.monotonic() + seconds, []
+    while not new and time.monotonic() < until and r.state not in (*ENDED, "dead"):
+        time.sleep(0.1)
+        new = [folder for folder in r.checkpoints if folder not in before]
+    saved = r.folder / "checkpoints" / new[-1] if new else None
+    if as_json:
+        return emit({"checkpoint": saved})
+    print(f"saved: {saved}" if saved else f"asked; not written yet. rlbench log {r.name} says if it could not be")
+
+
+@app.command()
+def resume(
+    name: RunName,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob on the way, e.g. --set steps=200 where the budget is spent")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
+    console = Console(stderr=as_json)
+    with friendly():
+        r = attach(name, runs=runs)
+        r.resume(dict(map(parse_assignment, set_ or [])))
+        folder, manifest = list(r.checkpoints.items())[-1]
+    console.print(f"{r.folder}: resumed from {folder} (version {manifest.version}); from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+    if detach:
+        emit({"run": r.name, "folder": r.folder, "version": manifest.version}) if as_json else None
+        return
+    state = follow(r, console, quiet)
+    outcome(r, console) if state in (*ENDED, "dead") else None
+    emit(facts(r)) if as_json else None
+    raise typer.Exit(0 if state in ("finished", "stopped") else 1)
 
 # %% ../nbs/91_cli.ipynb #cli-guard
 @app.command("guard")
@@ -597,6 +663,7 @@ def sample(
 def export(
     name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook of yours (.ipynb) that becomes a module")],
     folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder, modules lie beside their notebook")] = None,
+    script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
     to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
     runs: RunsOption = "runs",
@@ -607,6 +674,9 @@ def export(
         if name.endswith(".ipynb"):
             return _to_module(name, folder if to == "policy" else Path(to), as_json)
         r = attach(name, runs=runs)
+        if script:
+            path = r.export_script(folder)
+            return emit({"script": path}) if as_json else print(path)
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
@@ -680,6 +750,59 @@ def doctor(as_json: JsonOption = False) -> None:
     for n, ok, text in found:
         print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
 
+# %% ../nbs/91_cli.ipynb #cli-why
+@app.command("why")
+def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+    "What limits a run now, with evidence and remedy."
+    with friendly():
+        found = attach(name, runs=runs).why()
+    emit(found.plain()) if as_json else Console().print(Text(str(found)))
+
+# %% ../nbs/91_cli.ipynb #cli-fork
+@app.command("fork")
+def fork_command(
+    name: RunName,
+    at: Annotated[int | None, typer.Option(help="version of the checkpoint; without it the newest")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="what is different; dotted names reach into tables")] = None,
+    new: Annotated[str, typer.Option("--name", help="name of the fork; without it the next free number")] = "",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Go on from a checkpoint of a run as a run of its own, with something changed."
+    console = Console(stderr=as_json)
+    with friendly():
+        child = attach(name, runs=runs).fork(at, new, **dict(map(parse_assignment, set_ or [])))
+    console.print(f"{child.folder}: {child.family}", highlight=False, soft_wrap=True)
+    if detach:
+        return emit({"run": child.name, "folder": child.folder, "family": child.family}) if as_json else None
+    state = follow(child, console, quiet)
+    outcome(child, console) if state in (*ENDED, "dead") else None
+    if as_json:
+        emit({**facts(child), "family": child.family})
+    raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
+# %% ../nbs/91_cli.ipynb #cli-replay
+@app.command("replay")
+def replay_command(
+    name: RunName,
+    new: Annotated[str, typer.Option("--name", help="name of the replay; without it RUN-replay-1, -2, …")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="also a run that cannot be promised to repeat: asynchronous in real time")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
+    console = Console(stderr=as_json)
+    with friendly():
+        again = attach(name, runs=runs).replay(new, anyway)
+    follow(again.run, console, quiet)
+    with friendly():
+        told = again.verdict
+    emit({**plain(told), "folder": again.run.folder}) if as_json else print(told)
+    raise typer.Exit(int(not told.equal))
+
 # %% ../nbs/91_cli.ipynb #cli-compare
 @app.command("compare")
 def compare_command(
@@ -705,6 +828,53 @@ def compare_command(
         for label, values in rows:
             table.add_row(Text(label, style="dim"), *(Text(str(value)) for value in values))
         console.print(table if rows else f"{title}: nothing")
+
+# %% ../nbs/91_cli.ipynb #cli-ablate
+def axis_of(text: str) -> tuple[str, list]:
+    "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
+    field, value = parse_assignment(text)
+    if not isinstance(value, str):
+        values = value if isinstance(value, list) else [value]
+    else:
+        values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
+    return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
+
+
+@app.command("ablate")
+def ablate_command(
+    source: Annotated[str, typer.Argument(help="a preset or a .toml file: the base")],
+    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="what the arms differ in; several are crossed")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a setting of all arms, the base too")] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each arm, paired by seed")] = 5,
+    measure: Annotated[str, typer.Option(help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)")] = "held_out",
+    level: Annotated[float | None, typer.Option(help="held-out solve rate, for versions_to, tokens_to and seconds_to")] = None,
+    column: Annotated[str, typer.Option(help="for mean: ess, entropy, lag_max, …")] = "",
+    folder: Annotated[Path, typer.Option(help="where finished runs are kept; the command goes on from them")] = Path("ablations"),
+    no_null: Annotated[bool, typer.Option("--no-null", help="leave out the null arm")] = False,
+    page: Annotated[Path | None, typer.Option(help="write the result as an HTML page")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    "Run arms with paired seeds and compare them with the base. Ctrl-C loses nothing. Exit status 1 if the null arm is not null."
+    from rlbench.ablation import ablate, ablation_page
+
+    asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+    with friendly():
+        grid = dict(map(axis_of, axes))
+        fixed = dict(map(parse_assignment, set_ or []))
+        if twice := grid.keys() & fixed.keys():
+            raise ValueError(f"{min(twice)}: is an axis and is set for all arms; give it once")
+        try:
+            found = ablate(source, seeds=seeds, measure=asked, knobs={**fixed, **grid}, folder=folder, null=not no_null,
+                           say=Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        where = ablation_page(found, page) if page else None
+    if as_json:
+        emit({"measure": asked, "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds}, "base": found.arms[0].label, "differences": found.differences, "cautions": found.cautions,
+              "table": found.table().to_dicts(), "page": where})
+    else:
+        print(found, *([where] if where else []), sep="\n")
+    raise typer.Exit(int(bool(found.null) and not found.null.holds))
 
 # %% ../nbs/91_cli.ipynb #cli-serve
 @app.command("serve")
@@ -806,6 +976,51 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-delay
+@benches.command()
+def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+    "Naive against decoupled PPO on data exactly 0 to 16 versions old."
+    from rlbench.delay import bench_delay
+
+    _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-balance
+@benches.command()
+def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0 leaves them out")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, from its first batch on")] = 45.0,
+            folder: FolderOption = "bench-balance", as_json: JsonOption = False) -> None:
+    "Balancing against the best fixed setting of a grid on the virtual clock, and against none in real runs."
+    from rlbench.bench_balance import bench_balance
+
+    _measure(lambda say: bench_balance(folder, pairs, seconds, say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-crashes
+@benches.command()
+def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has several")] = 30, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+            folder: FolderOption = "bench-crashes", as_json: JsonOption = False) -> None:
+    "Kill runs while they generate, train, publish and save, resume them, and look whether anything was trained twice or skipped; exit status 1 if so."
+    from rlbench.bench_crashes import bench_crashes
+
+    found = []
+    _measure(lambda say: found.append(bench_crashes(kills, seed, folder, say)) or found[0], as_json)
+    done = found[0]
+    raise typer.Exit(int(not done.exact == done.books_closed == done.kills or done.digest_equal < done.synchronous))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-staleness
+@benches.command()
+def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = False) -> None:
+    "The staleness of the loop against closed forms, each discipline of the queue against its own, on the virtual clock."
+    from rlbench.bench_staleness import bench_staleness
+
+    _measure(lambda say: bench_staleness(folder, say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-stragglers
+@benches.command()
+def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+    "What each straggler strategy costs, on heavy-tailed lengths and the virtual clock."
+    from rlbench.bench_stragglers import bench_stragglers
+
+    _measure(lambda say: bench_stragglers(seed, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE', 'LINE', 'ACTORS', 'PARTS', 'TURNS', 'FATES',
-           'Line', 'Band', 'Stack', 'Bars', 'Ribbons', 'Span', 'Mark', 'Reference', 'Chart', 'colour', 'Thinned',
-           'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame', 'flow',
-           'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
-           'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'queue_depth', 'staleness', 'actor_time',
-           'tokens_by_fate', 'reward', 'health', 'staleness_histogram', 'version_ribbons']
+           'Line', 'Band', 'Stack', 'Bars', 'Ribbons', 'Intervals', 'Span', 'Mark', 'Reference', 'Chart', 'colour',
+           'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame',
+           'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
+           'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness',
+           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actor_time', 'tokens_by_fate', 'reward', 'health',
+           'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -32,6 +33,7 @@ class Line:
     hi: Sequence[float] | None = None
     opacity: float = 1.0
     dots: bool = False
+    whiskers: bool = False  # the interval as a bar at each point
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,18 @@ class Bars:
 class Ribbons:
     "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker."
     rows: tuple[tuple[str, tuple[tuple[float, int], ...]], ...]
+
+# %% ../nbs/60_figures.ipynb #figures-intervals
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    "A row per label: `values` with `lo` to `hi` around them, the single `points` behind each, `notes` at the right end."
+    labels: tuple[str, ...]
+    values: tuple[float, ...]
+    lo: tuple[float, ...]
+    hi: tuple[float, ...]
+    roles: tuple[str, ...]
+    points: tuple[tuple[float, ...], ...] = ()
+    notes: tuple[str, ...] = ()
 
 # %% ../nbs/60_figures.ipynb #figures-chart
 @dataclass(frozen=True)
@@ -249,6 +263,10 @@ def _points(series) -> list[tuple[np.ndarray, np.ndarray]]:
     if isinstance(series, Bars):
         x = np.arange(len(series.values), dtype=float)
         return [(x, _floats(series.values)), (x - 0.5, 0 * x), (x + 0.5, 0 * x)]
+    if isinstance(series, Intervals):
+        x = _floats([*series.values, *series.lo, *series.hi, *(point for row in series.points for point in row)])
+        pad = 0.04 * np.ptp(x[np.isfinite(x)]) if np.isfinite(x).any() else 0.0
+        return [(x - pad, 0 * x), (x + pad, 0 * x + len(series.labels))]
     longest = max((sum(length for length, _ in pieces) for _, pieces in series.rows), default=math.nan)
     return [(np.array([0.0, longest]), np.array([0.0, len(series.rows)]))]
 
@@ -365,11 +383,11 @@ def frame(chart: Chart, width: float, height: float) -> Frame:
     legend = () if direct else flow(named, width, top + 10)
     top = legend[-1][1] + 8 if legend else top
     top += LINE if any(m.label for m in chart.marks) else 5
-    bars = next((s for s in chart.series if isinstance(s, (Bars, Ribbons))), None)
-    if isinstance(bars, Bars) and bars.horizontal or isinstance(bars, Ribbons):
-        texts = bars.labels if isinstance(bars, Bars) else [row[0] for row in bars.rows]
+    bars = next((s for s in chart.series if isinstance(s, (Bars, Ribbons, Intervals))), None)
+    if isinstance(bars, Bars) and bars.horizontal or isinstance(bars, (Ribbons, Intervals)):
+        texts = [row[0] for row in bars.rows] if isinstance(bars, Ribbons) else bars.labels
         left = max((text_width(t, SIZE) for t in texts), default=0) + 8
-        foot = LINE * 2 + 4 if isinstance(bars, Ribbons) else 4
+        foot = 4 if isinstance(bars, Bars) else LINE * 2 + 4
         note = max((text_width(t, SIZE) for t in getattr(bars, "notes", ())), default=0) + 10
         return Frame(min(left, 0.4 * width), width - note, top, height - foot, extent(chart), tuple(header), tuple(notes), (), (), ())
     bottom = height - (LINE * 2 + 4 if chart.x_label else LINE + 4 if chart.x_ticks else 6)
@@ -422,8 +440,9 @@ def _draw_line(f: Frame, s: Line, bins: int) -> str:
     t = thin(s.x, s.y, bins)
     lo, hi = (thin(s.x, s.lo, bins).y, thin(s.x, s.hi, bins).y) if s.lo is not None and s.hi is not None else (t.lo, t.hi)
     x, y, ink = f.x(t.x), _clip(f, f.y(t.y)), colour(s.role)
-    shade = _area(x, _clip(f, f.y(lo)), _clip(f, f.y(hi))) if not np.array_equal(lo, hi, equal_nan=True) else ""
+    shade = _area(x, _clip(f, f.y(lo)), _clip(f, f.y(hi))) if not s.whiskers and not np.array_equal(lo, hi, equal_nan=True) else ""
     out = f'<path d="{shade}" fill="{ink}" fill-opacity="{0.16 * s.opacity:.2g}"/>' if shade else ""
+    out += _whiskers(x, _clip(f, f.y(lo)), _clip(f, f.y(hi)), ink) if s.whiskers else ""
     dash = f' stroke-dasharray="{s.dash}"' if s.dash else ""
     faint = f' stroke-opacity="{s.opacity:g}"' if s.opacity < 1 else ""
     out += f'<path d="{_path(x, y)}" fill="none" stroke="{ink}" stroke-width="1.8" stroke-linejoin="round"{dash}{faint}/>'
@@ -432,6 +451,12 @@ def _draw_line(f: Frame, s: Line, bins: int) -> str:
     for a, b in zip(x[known if s.dots else lonely], y[known if s.dots else lonely], strict=True):
         out += f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.4" fill="{ink}"/>'
     return out
+
+
+def _whiskers(x: np.ndarray, lo: np.ndarray, hi: np.ndarray, ink: str) -> str:
+    known = np.isfinite(x) & np.isfinite(lo) & np.isfinite(hi)
+    bars = "".join(f"M{a - 4:.1f} {b:.1f}h8M{a:.1f} {b:.1f}V{c:.1f}M{a - 4:.1f} {c:.1f}h8" for a, b, c in zip(x[known], lo[known], hi[known], strict=True))
+    return f'<path d="{bars}" fill="none" stroke="{ink}" stroke-width="1.2"/>' if bars else ""
 
 
 def _draw_band(f: Frame, s: Band, bins: int) -> str:
@@ -500,6 +525,21 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", 
         + (f' font-size="{size}"' if size != SIZE else "")
     )
     return f'<text x="{x:.0f}" y="{y:.0f}"{where}{extra}>{escape(text)}</text>'
+
+# %% ../nbs/60_figures.ipynb #figures-draw-intervals
+def _draw_intervals(f: Frame, s: Intervals, bins: int) -> str:
+    pitch, out = min(34.0, (f.bottom - f.top) / max(1, len(s.labels))), ""
+    for i, (label, value, lo, hi, role) in enumerate(zip(s.labels, s.values, s.lo, s.hi, s.roles, strict=True)):
+        y, ink = f.top + (i + 0.5) * pitch, colour(role)
+        out += _text(f.left - 6, y + 3.5, label, anchor="end") + (_text(f.right + 6, y + 3.5, s.notes[i], "s") if s.notes else "")
+        for point in (p for p in (s.points[i] if s.points else ()) if math.isfinite(p)):
+            out += f'<circle cx="{float(f.x(point)):.1f}" cy="{y + 6:.1f}" r="1.8" fill="{ink}" fill-opacity="0.45"/>'
+        if math.isfinite(lo) and math.isfinite(hi):
+            a, b = float(f.x(lo)), float(f.x(hi))
+            out += f'<path d="M{a:.1f} {y - 4:.1f}v8M{a:.1f} {y:.1f}H{b:.1f}M{b:.1f} {y - 4:.1f}v8" fill="none" stroke="{ink}" stroke-width="1.6"/>'
+        if math.isfinite(value):
+            out += f'<circle cx="{float(f.x(value)):.1f}" cy="{y:.1f}" r="3.6" fill="{ink}"/>'
+    return out
 
 # %% ../nbs/60_figures.ipynb #figures-furniture
 def _grid(f: Frame, chart: Chart) -> str:
@@ -572,6 +612,8 @@ def spoken(chart: Chart) -> str:
             parts += [f"{name} {number(_floats(y)[-1])}" for name, y in zip(s.names, s.ys, strict=True)]
         elif isinstance(s, Bars):
             parts += [f"{label} {s.notes[i] if s.notes else number(s.values[i])}" for i, label in enumerate(s.labels)]
+        elif isinstance(s, Intervals):
+            parts += [f"{label} {number(v)} ({number(a)} to {number(b)})" for label, v, a, b in zip(s.labels, s.values, s.lo, s.hi, strict=True)]
         elif isinstance(s, Ribbons):
             parts.append(f"{len(s.rows)} responses")
     parts += [f"{r.label} {number(r.y)}" for r in chart.references if r.label and number(r.y) not in r.label]
@@ -579,7 +621,7 @@ def spoken(chart: Chart) -> str:
     return f"{chart.title}: newest {', '.join(parts)}{unit}" + (f"; {len(chart.marks)} commands marked" if chart.marks else "")
 
 # %% ../nbs/60_figures.ipynb #figures-svg
-_DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bars, Ribbons: _draw_ribbons}
+_DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bars, Ribbons: _draw_ribbons, Intervals: _draw_intervals}
 
 
 def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
@@ -590,7 +632,7 @@ def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
     f = frame(chart, width, height)
     bins = int(min(240, max(40, (f.right - f.left) / 1.5)))
     behind, front = _furniture(f, chart).split("\0")
-    grid = _grid(f, chart) if f.y_ticks or any(isinstance(s, Ribbons) for s in chart.series) else ""
+    grid = _grid(f, chart) if f.y_ticks or any(isinstance(s, (Ribbons, Intervals)) for s in chart.series) else ""
     body = "".join(_DRAW[type(s)](f, s, bins) for s in chart.series)
     return f"{head}{_header(f.header, f.notes)}{behind}{grid}{body}{front}{_names(f)}</svg>".replace('"', "'")  # needs no escaping in JSON
 
@@ -664,9 +706,10 @@ def _traces(s) -> list:
 
     if isinstance(s, Line):
         dash = {"": "solid", "2 2.5": "dot", "1 3": "dot", "8 3 2 3": "dashdot", "10 4": "longdash"}.get(s.dash, "dash")
-        shade = _between(s.x, s.lo, s.hi, s.role, "", 0.16) if s.lo is not None and s.hi is not None else []
+        known = s.lo is not None and s.hi is not None
+        error = {"error_y": _error(s.y, s.lo, s.hi)} if known and s.whiskers else {}
         return [
-            *shade,
+            *(_between(s.x, s.lo, s.hi, s.role, "", 0.16) if known and not s.whiskers else []),
             go.Scatter(
                 x=_floats(s.x),
                 y=_floats(s.y),
@@ -674,8 +717,11 @@ def _traces(s) -> list:
                 opacity=s.opacity,
                 mode="lines+markers" if s.dots else "lines",
                 line={"color": COLOURS[s.role], "dash": dash, "width": 2},
+                **error,
             ),
         ]
+    if isinstance(s, Intervals):
+        return _interval_traces(s)
     if isinstance(s, Band):
         return _between(s.x, s.lo, s.hi, s.role, s.name, s.opacity)
     if isinstance(s, Stack):
@@ -693,6 +739,22 @@ def _traces(s) -> list:
         go.Bar(x=[length], y=[label], orientation="h", name=f"v{n}", text=f"v{n}", marker_color=COLOURS["blue"], showlegend=False)
         for label, length, n in pieces
     ]
+
+# %% ../nbs/60_figures.ipynb #figures-plotly-three
+def _error(value, lo, hi) -> dict:
+    "Error bars as plotly wants them."
+    return {"type": "data", "symmetric": False, "array": _floats(hi) - _floats(value), "arrayminus": _floats(value) - _floats(lo), "thickness": 1.4}
+
+
+def _interval_traces(s: Intervals) -> list:
+    "A point with its error bar per row, the first row on top, and the single values."
+    import plotly.graph_objects as go
+
+    rows = list(zip(s.labels, s.values, s.lo, s.hi, s.roles, s.points or ((),) * len(s.labels), strict=True))[::-1]
+    single = [go.Scatter(x=points, y=[label] * len(points), mode="markers", opacity=0.4, marker={"size": 5, "color": COLOURS[role]}, name=f"{label}, single", showlegend=False)
+              for label, _, _, _, role, points in rows if points]
+    return single + [go.Scatter(x=[value], y=[label], mode="markers", marker={"size": 10, "color": COLOURS[role]}, error_x=_error([value], [lo], [hi]), name=label, showlegend=False)
+                     for label, value, lo, hi, role, _ in rows]
 
 # %% ../nbs/60_figures.ipynb #figures-columns
 def column(table, name: str) -> np.ndarray:
@@ -822,6 +884,13 @@ def truncated_share(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> 
     )
 
 # %% ../nbs/60_figures.ipynb #figures-queue
+def bound_line(at: np.ndarray, bound: float | Sequence[tuple[float, float]] | None) -> list[Line]:
+    "The bound on staleness as a line, if there is one: a number, or (x, bound) where it changed."
+    changes = [(-math.inf, float(bound))] if isinstance(bound, (int, float)) else sorted(bound or ())
+    held = [max((c for c in changes if c[0] <= here), default=changes[0])[1] for here in at] if changes else []
+    return [Line("bound", at, held, "vermilion", "6 3")] if changes else []
+
+
 def queue_depth(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "Finished groups waiting, mean over the time since the batch before."
     depth = column(steps, "queue_depth")
@@ -844,13 +913,9 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
         Stack(("in flight", "in queue"), at, (flight, waited), ("sky", "amber")),
         Line("largest", at, column(steps, "lag_max"), "grey", "2 2.5"),
     ]
-    changes = [(-math.inf, float(bound))] if isinstance(bound, (int, float)) else sorted(bound or ())
-    if changes:
-        held = [max((c for c in changes if c[0] <= here), default=changes[0])[1] for here in at]
-        series.append(Line("bound", at, held, "vermilion", "6 3"))
     return Chart(
         "Staleness of batches",
-        tuple(series) if len(at) else (),
+        (*series, *bound_line(at, bound)) if len(at) else (),
         "mean, in two parts",
         y_label="versions",
         y_range=(0, None),
@@ -858,6 +923,40 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
         empty="no batch trained yet",
         **_x_axis(x),
     )
+
+# %% ../nbs/60_figures.ipynb #figures-levels
+def staleness_levels(steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "Mean staleness of trajectory, tokens and environment state, and the bound, which is on the oldest token."
+    at = axis(steps, x)
+    views = (("trajectory", "lag_trajectory", "blue", ""), ("tokens", "lag_token", "amber", "2 2.5"), ("environment state", "lag_state", "purple", "8 3 2 3"))
+    lines = [Line(name, at, y, role, dash) for name, key, role, dash in views if np.isfinite(y := column(steps, key)).any()]
+    mixed = column(steps, "mixed_share")[-1:]
+    note = f"{100 * mixed[0]:.0f} % of rollouts mixed" if np.isfinite(mixed).any() else ""
+    return Chart("Staleness at three levels", (*lines, *bound_line(at, bound)) if lines else (), note, y_label="versions", y_range=(0, None), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+
+def discards(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "What ended unused by discarding, in attempts and in tokens, and what was unfinished when the batch was full: three meters that are often taken for one."
+    at, names = axis(steps, x), (("attempts", "discard_count", "blue", ""), ("tokens", "discard_tokens", "vermilion", "6 3"), ("unfinished at fill", "unfinished_at_fill", "grey", "2 2.5"))
+    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    return Chart("Discarded", lines, "since the batch before", y_label="share", y_range=(0, 1), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+# %% ../nbs/60_figures.ipynb #figures-drop-bias
+def drop_bias(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+    "The gaps between what is trained and what is generated; below 0 the trained are shorter, easier, of fewer turns."
+    at, names = axis(steps, x), (("length", "bias_length", "blue", ""), ("difficulty", "bias_level", "amber", "6 3"), ("turns", "bias_turns", "purple", "2 2.5"))
+    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    widest = max((float(np.nanmax(np.abs(line.y))) for line in lines), default=0.0)
+    edge = max(0.2, np.ceil(10 * widest) / 10)
+    zero = (Line("", at, np.zeros(len(at)), "grey"),) if lines else ()
+    return Chart("Drop bias", (*zero, *lines), "below 0: trained are shorter, easier", y_label="gap", y_range=(-edge, edge), marks=marks, empty="no batch trained yet", **_x_axis(x))
+
+
+def who_pays(lost: Mapping[int, tuple[int, float]]) -> Chart:
+    "Share of its attempts that each difficulty level loses, from {level: (attempts, share)}."
+    bars = Bars(tuple(f"level {level}" for level in lost), tuple(100 * share for _, share in lost.values()), ("vermilion",) * len(lost), tuple(f"{100 * share:.0f} % of {n:,}" for n, share in lost.values()))
+    total = sum(n for n, _ in lost.values())
+    return Chart("Who pays", (bars,) if lost else (), f"attempts dropped, of the newest {total:,}" if lost else "", empty="nothing has ended yet")
 
 # %% ../nbs/60_figures.ipynb #figures-time
 ACTORS = ("generator", "environment", "trainer")

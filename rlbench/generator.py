@@ -31,6 +31,7 @@ class Request:
     stream: int
     stop: tuple[int, ...] = ()
     partial: Segment | None = None
+    level: int = 0  # difficulty of the task: scripted responses may depend on it, a model's never do
 
     def __post_init__(self):
         object.__setattr__(self, "prompt", np.asarray(self.prompt, np.int32))
@@ -127,9 +128,9 @@ def _normal(u1: float, u2: float) -> float:
     return float(np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2))
 
 
-def scripted(request: Request, mean: float = 24.0, tail: float = 0.5, vocab: int = 32) -> Script:
-    "The scripted response to a request: lognormal length of mean `mean` tokens and shape `tail`, token ids below `vocab`."
-    limit, stop = request.sampling.max_tokens, request.stop
+def scripted(request: Request, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0) -> Script:
+    "The scripted response to a request: lognormal length of mean `mean` tokens at level 1, `hardship` times as long with each level more, and shape `tail`, token ids below `vocab`."
+    limit, stop, mean = request.sampling.max_tokens, request.stop, mean * hardship ** max(0, request.level - 1)
     u1, u2 = uniforms(np.uint64(request.stream ^ 0x5DEECE66D), np.arange(2))
     length = round(mean * np.exp(tail * _normal(u1, u2) - tail**2 / 2)) if stop else limit
     reason = StopReason.STOP if stop and length <= limit else StopReason.LENGTH
@@ -301,10 +302,10 @@ def _played_stats(g: PlayedGenerator) -> Stats:
 
 # %% ../nbs/11_generator.ipynb #generator-scripted
 class ScriptedGenerator(PlayedGenerator):
-    "Responses from the random stream alone; see `scripted` for mean, tail and vocab, `PlayedGenerator` for the rest."
+    "Responses from the random stream alone; see `scripted` for mean, tail, vocab and hardship, `PlayedGenerator` for the rest."
 
-    def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, **slots):
-        super().__init__(partial(scripted, mean=mean, tail=tail, vocab=vocab), **slots)
+    def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0, **slots):
+        super().__init__(partial(scripted, mean=mean, tail=tail, vocab=vocab, hardship=hardship), **slots)
 
 # %% ../nbs/11_generator.ipynb #generator-record
 def request_hash(request: Request) -> str:

@@ -132,7 +132,7 @@ def look(guard: Guard, figures: Mapping[str, float | None], version: int) -> tup
     return replace(guard, streak=streak, armed=False, fired=version), Firing(guard.id, guard.when, guard.do, version, figure, text)
 
 # %% ../nbs/43_guard.ipynb #guard-list
-ALERTS = ("loss is nan", "grad_norm is nan", "ess < 0.3 for 3", "all_pass + all_fail > 0.9 for 5")
+ALERTS = ("loss is nan", "grad_norm is nan", "ess < 0.3 for 3", "all_pass + all_fail > 0.9 for 5", "drop_bias > 0.1 for 5")
 
 
 def first_guards(alerts: Iterable[str], guards: Iterable[tuple[str, str]]) -> list[Guard]:

@@ -20,6 +20,7 @@ import tomli_w
 from .config import FUNCTIONS, RunConfig, apply_point, captured_functions, live_knobs, value_of
 from .knobs import unknown
 from .ledger import send_command
+from .loop import PLACED
 from .steer import check_live, in_force, me, together
 
 # %% ../nbs/58_knobsets.ipynb #knobsets-file
@@ -39,7 +40,7 @@ def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:
     "Write the settings in force of a run (all live knobs except budgets, or those named) for the runs beside it. Replaces what has this name. Returns the file."
     path, config, folder = knob_file(folder.parent, name), in_force(folder), Path(folder)
     known = {knob.field: knob for knob in live_knobs(config, captured_functions(folder))}
-    chosen = list(fields) or [field for field, knob in known.items() if knob.group != "budget" and "." not in field]
+    chosen = list(fields) or [field for field, knob in known.items() if knob.group != "budget" and "." not in field and field not in PLACED]
     table: dict[str, object] = {}
     for field_ in chosen:
         if field_ not in known:

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS_FILE', 'ENDED', 'DiskFull', 'write_json', 'read_json', 'create_run_folder', 'remove_weights', 'polars_schema',
-           'Ledger', 'Place', 'read_table', 'count_rows', 'read_rows', 'Follower', 'Ballast', 'Status', 'write_status',
-           'read_status', 'state_of', 'alive', 'Command', 'send_command', 'read_commands', 'mark_done']
+           'Ledger', 'Place', 'Resume', 'read_resumes', 'note_resume', 'read_table', 'count_rows', 'read_rows',
+           'Follower', 'Ballast', 'Status', 'write_status', 'read_status', 'state_of', 'alive', 'Command',
+           'send_command', 'read_commands', 'mark_done']
 
 # %% ../nbs/03_ledger.ipynb #ledger-imports
 import errno
@@ -394,6 +395,10 @@ class Ledger:
         "Turns the rows of a table's tail into a segment. Raises `DiskFull`, after which the tail still holds them."
         _seal_tail(self._tail(table), table)
 
+    def last(self) -> dict[str, int]:
+        "The `seq` of the newest row of every table; -1 where there is none."
+        return {table: self._tail(table).next - 1 for table in TABLES}
+
     def close(self) -> None:
         "Flushes, seals what the disk has room for, closes the files. Raises `DiskFull` only if rows could not be written."
         self.flush()
@@ -479,6 +484,55 @@ def _segment_rows(paths: list[Path], table: str, columns: Sequence[str] | None, 
     wanted = (pl.col("seq") > since) & (pl.col("seq") % every == 0)
     return scan.filter(wanted).select(list(polars_schema(table, columns))).collect()
 
+# %% ../nbs/03_ledger.ipynb #ledger-resumes
+@dataclass(frozen=True)
+class Resume:
+    "One resume: the rows of a table after `last` and before `first` are lost; `void` are rows of rollouts whose attempts live on."
+    attempt: int  # the one that it began
+    checkpoint: str
+    version: int
+    last: dict[str, int]
+    first: dict[str, int]
+    void: tuple[int, ...] = ()
+
+
+def read_resumes(folder: str | Path) -> list[Resume]:
+    "The resumes of a run, oldest first; none if it was never resumed."
+    try:
+        told = read_json(Path(folder) / "ledger" / "resumes.json")
+    except FileNotFoundError:
+        return []
+    return [Resume(**{**each, "void": tuple(each["void"])}) for each in told["resumes"]]
+
+
+def note_resume(folder: str | Path, resume: Resume) -> None:
+    "Add a resume to those of the run. Raises `DiskFull`."
+    write_json(Path(folder) / "ledger" / "resumes.json", {"resumes": [asdict(each) for each in (*read_resumes(folder), resume)]})
+
+# %% ../nbs/03_ledger.ipynb #ledger-surviving
+_KEPT_WHOLE = ("events", "commands", "tokens")
+
+
+def _surviving(resumes: Sequence[Resume], table: str, frame: "pl.DataFrame") -> "pl.DataFrame":
+    "The rows that resumes have left, as they have left them. A later resume from an earlier checkpoint covers those before it."
+    import polars as pl
+
+    if not resumes or table in _KEPT_WHOLE or not len(frame):
+        return frame
+    resumes = [r for r in resumes if table in r.last]
+    spans = [r for i, r in enumerate(resumes) if not any(s.last[table] <= r.last[table] < s.first[table] for s in resumes[i + 1 :])]
+    lost = pl.any_horizontal((pl.col("seq") > r.last[table]) & (pl.col("seq") < r.first[table]) for r in spans)
+    if table != "rollouts":
+        return frame.filter(~lost)
+    changed = {"fate": pl.lit("lost_resume"), "trained_at": pl.lit(-1)}
+    void = [seq for r in spans for seq in r.void]
+    told = [pl.when(lost).then(value.cast(frame[name].dtype)).otherwise(pl.col(name)).alias(name) for name, value in changed.items() if name in frame.columns]
+    return frame.with_columns(told).filter(~pl.col("seq").is_in(void))
+
+
+def _with_seq(columns: Sequence[str] | None) -> Sequence[str] | None:
+    return columns if columns is None or "seq" in columns else [*columns, "seq"]
+
 # %% ../nbs/03_ledger.ipynb #ledger-scan
 def _scan(folder: Path, table: str, place: Place, columns: Sequence[str] | None, every: int) -> "tuple[pl.DataFrame, Place, str]":
     "(new rows, where the reader is now, what is missing if anything is)."
@@ -503,13 +557,15 @@ def _scan(folder: Path, table: str, place: Place, columns: Sequence[str] | None,
     return pl.concat([*frames, rows]), place_after, missing
 
 
-def read_table(folder: str | Path, table: str, columns: Sequence[str] | None = None, since: int = -1, every: int = 1) -> "pl.DataFrame":
-    "The rows of a run's table with `seq` > `since`, every n-th; empty and typed if there are none. Raises ValueError for unknown names, a newer schema, missing rows."
+def read_table(folder: str | Path, table: str, columns: Sequence[str] | None = None, since: int = -1, every: int = 1, lost: bool = False) -> "pl.DataFrame":
+    """The rows of a run's table with `seq` > `since`, every n-th; empty and typed if there are none. `lost`: also those that a resume has taken back, as they were written.
+    Raises ValueError for unknown names, a newer schema, missing rows."""
     _check_schema(Path(folder))
-    frame, _, missing = _scan(Path(folder), table, Place(since), columns, every)
+    resumes = [] if lost else read_resumes(folder)
+    frame, _, missing = _scan(Path(folder), table, Place(since), _with_seq(columns) if resumes else columns, every)
     if missing:
         raise ValueError(f"{folder}: {missing} of table {table} are missing; a segment was removed or is not visible here yet")
-    return frame
+    return _surviving(resumes, table, frame).select(list(polars_schema(table, columns))) if resumes else frame
 
 # %% ../nbs/03_ledger.ipynb #ledger-count
 def count_rows(folder: str | Path, table: str) -> int:
@@ -526,6 +582,7 @@ def read_rows(folder: str | Path, table: str, seqs: Iterable[int], columns: Sequ
     import polars as pl
 
     _check_schema(Path(folder))
+    asked, columns, resumes = list(polars_schema(table, columns)), _with_seq(columns), read_resumes(folder)
     where, wanted, schema = Path(folder) / "ledger" / table, sorted({int(seq) for seq in seqs}), polars_schema(table)
     _, start, _, lines = _tail_lines(where, Place())
     segments = _segments(where) if where.is_dir() and wanted else []
@@ -536,7 +593,7 @@ def read_rows(folder: str | Path, table: str, seqs: Iterable[int], columns: Sequ
     if held:
         scan = pl.scan_parquet(held, schema=schema, missing_columns="insert", extra_columns="ignore", glob=False)
         frames.insert(0, scan.filter(pl.col("seq").is_in(wanted)).select(list(polars_schema(table, columns))).collect())
-    return pl.concat(frames)
+    return _surviving(resumes, table, pl.concat(frames)).select(asked)
 
 # %% ../nbs/03_ledger.ipynb #ledger-follower
 class Follower:
@@ -547,15 +604,20 @@ class Follower:
         self.columns = dict(tables) if isinstance(tables, Mapping) else dict.fromkeys(tables)
         for table, columns in self.columns.items():
             polars_schema(table, columns)
-        self.places = dict.fromkeys(self.columns, Place())
+        self.places, self.resumes = dict.fromkeys(self.columns, Place()), read_resumes(folder)
 
     def poll(self) -> "dict[str, pl.DataFrame]":
-        "The rows of each table since the last call; every row is handed out once. Raises ValueError for a ledger of a newer schema."
+        "The rows of each table since the last call that have survived so far; every row is handed out once (`resumed` says when to begin again). Raises ValueError for a ledger of a newer schema."
         _check_schema(self.folder)
         fresh = {}
         for table, columns in self.columns.items():
-            fresh[table], self.places[table], _ = _scan(self.folder, table, self.places[table], columns, self.every)
+            frame, self.places[table], _ = _scan(self.folder, table, self.places[table], _with_seq(columns) if self.resumes else columns, self.every)
+            fresh[table] = _surviving(self.resumes, table, frame).select(list(polars_schema(table, columns)))
         return fresh
+
+    def resumed(self) -> bool:
+        "Whether the run was resumed since this follower was made: rows that it has handed out may be lost, and whoever has added them up begins again with another one."
+        return len(read_resumes(self.folder)) > len(self.resumes)
 
 # %% ../nbs/03_ledger.ipynb #ledger-ballast
 class Ballast:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
-           'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'head_logits',
-           'check_head', 'token_logprobs', 'flat_logprobs', 'save_policy']
+           'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_observation',
+           'head_logits', 'check_head', 'token_logprobs', 'flat_logprobs', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -170,15 +170,16 @@ def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
         ids = policy.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
         ids = policy.tokenizer(prompt).input_ids
-    if not ids:
-        raise ValueError(f"tasks: the prompt {prompt!r} has no tokens; give it at least one character")
+    return _known(policy, ids, prompt, "tasks: the prompt", "take another model or other tasks")
+
+
+def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str) -> np.ndarray:
+    "int32 [T]: the ids, if there are any and all of them stand for something."
+    if not len(ids):
+        raise ValueError(f"{what} {text!r} has no tokens; give it at least one character")
     if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
-        strange = dict.fromkeys(
-            c for c in prompt if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids
-        )
-        raise ValueError(
-            f"tasks: the model {policy.name!r} has no tokens for {' '.join(map(repr, list(strange)[:8]))} in the prompt {prompt[:60]!r}; take another model or other tasks"
-        )
+        strange = dict.fromkeys(c for c in text if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
+        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {' '.join(map(repr, list(strange)[:8]))}; {remedy}")
     return np.asarray(ids, np.int32)
 
 
@@ -186,6 +187,19 @@ def decode_response(policy: Policy, tokens: Sequence[int] | np.ndarray) -> str:
     "The response's text, without special tokens."
     ids = np.asarray(tokens).tolist()
     return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+# %% ../nbs/10_model.ipynb #model-observation
+def encode_observation(policy: Policy, text: str) -> np.ndarray:
+    "int32 [T]: the tokens that follow a finished response when the environment shows `text`, up to where the next response begins. ValueError as for a prompt."
+    if policy.tokenizer.chat_template:
+        talk = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}, {"role": "user", "content": text}]
+        render = lambda messages, **more: policy.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more)  # noqa: E731
+        answered, whole = list(render(talk[:2])), list(render(talk, add_generation_prompt=True))
+        stops = [place for place, token in enumerate(answered) if token in policy.stop_ids]
+        ids = whole[stops[-1] + 1 if stops else len(answered):]
+    else:
+        ids = policy.tokenizer(text, add_special_tokens=False).input_ids
+    return _known(policy, ids, text, "environment: the observation", "have the environment say it in others")
 
 # %% ../nbs/10_model.ipynb #model-head
 def head_logits(model, hidden_NH: torch.Tensor) -> torch.Tensor:

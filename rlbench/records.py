@@ -4,8 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS', 'TABLES', 'ELSEWHERE',
-           'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'response_segment',
-           'Rollout', 'span', 'Lag', 'lag', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'Column']
+           'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'observation_segment',
+           'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'oldest_writer', 'Staleness',
+           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow',
+           'Served', 'EvalRow', 'CommandRow', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
@@ -20,6 +22,7 @@ class StopReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    TURNS = "turns"  # the environment wanted another turn, and the limit was reached
 
 
 class Outcome(StrEnum):
@@ -37,9 +40,10 @@ class Fate(StrEnum):
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
     MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
-    STALE = "stale"  # older than the bound when its batch was to be trained
+    STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
+    REWOUND = "rewound"  # turns undone when the episode was taken up again; the next attempt has those before them
     ENVIRONMENT_ERROR = "environment_error"  # no reward after all retries
     LOST_GENERATOR = "lost_generator"
     LOST_ENVIRONMENT = "lost_environment"
@@ -77,6 +81,9 @@ class Segment:
     mask: np.ndarray | None = None  # uint8 [T]; None: all of a response, none of the others
     turn: int = 0
     cache: str = "keep"  # "keep" or "rebuild"
+    state: str = ""  # of a response: id of the environment's state in which its turn began
+    writer: int = -1  # of a response: policy version that issued the newest writes in that state; -1: nobody wrote
+    text: str = ""  # of an observation, and of a response that is not the last
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,10 +93,20 @@ class Segment:
         "Boolean [T]: the tokens that carry weight in the loss."
         return self.mask.astype(bool) if self.mask is not None else np.full(len(self), self.kind == "response")
 
+    @property
+    def corrected(self) -> np.ndarray:
+        "Boolean [T]: the tokens of an older policy's partial that are to be corrected; their mask is 2."
+        return self.mask == 2 if self.mask is not None else np.zeros(len(self), bool)
+
 
 def prompt_segment(tokens) -> Segment:
     "The prompt's token ids as a segment."
     return Segment("prompt", np.asarray(tokens, np.int32))
+
+
+def observation_segment(text: str, turn: int, state: str = "", writer: int = -1, tokens=()) -> Segment:
+    "What the environment shows before `turn`; without tokens until a generator has read it."
+    return Segment("observation", np.asarray(tokens, np.int32), turn=turn, state=state, writer=writer, text=text)
 
 
 def response_segment(tokens, logprobs, versions, turn: int = 0, cache: str = "keep") -> Segment:
@@ -138,7 +155,24 @@ class Rollout:
         "Response tokens."
         return sum(len(s) for s in self.responses)
 
-# %% ../nbs/00_records.ipynb #records-lag
+# %% ../nbs/00_records.ipynb #records-turns
+def said(rollout: Rollout) -> list[str]:
+    "The text of every response that was not judged yet, in order."
+    return [*(s.text for s in rollout.responses[:-1]), rollout.text]
+
+
+def first_turns(rollout: Rollout, n: int) -> Rollout:
+    "The rollout as its turn `n` began; n at least 1."
+    segments = tuple(s for s in rollout.segments if s.turn < n or s.turn == n and s.kind == "observation")
+    last = [s for s in segments if s.kind == "response"][-1]
+    return replace(rollout, segments=segments, text=last.text, reason=StopReason.STOP)
+
+
+def later_turns(rollout: Rollout, n: int) -> Rollout:
+    "What `first_turns` leaves out."
+    return replace(rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation"))
+
+# %% ../nbs/00_records.ipynb #records-span
 def span(rollout: Rollout) -> tuple[int, int] | None:
     "Oldest and newest policy version among tokens that carry weight; None if no token does."
     versions = [s.versions[s.trained] for s in rollout.segments if s.versions is not None and s.trained.any()]
@@ -147,24 +181,43 @@ def span(rollout: Rollout) -> tuple[int, int] | None:
     return int(min(v.min() for v in versions)), int(max(v.max() for v in versions))
 
 
+def oldest_writer(rollout: Rollout) -> int:
+    "Oldest version whose writes a turn of the episode began in; -1 if none did."
+    return min((s.writer for s in rollout.responses if s.writer >= 0), default=-1)
+
+# %% ../nbs/00_records.ipynb #records-staleness
 @dataclass(frozen=True)
-class Lag:
-    "Staleness of a rollout in versions, in its two parts."
-    in_flight: int
-    in_queue: int
+class Staleness:
+    "How far a rollout is behind the weights it is trained on, in versions. `state` is None where no turn met another's writes."
+    trajectory: int  # since it was dispatched
+    token_mean: float  # over the tokens that carry weight
+    token_max: int  # the oldest of them
+    span: int  # from the oldest of them to the newest
+    state: int | None = None  # the oldest writes in which a turn began
 
     @property
-    def total(self) -> int:
-        return self.in_flight + self.in_queue
+    def mixed(self) -> bool:
+        "Whether its tokens are of more than one version."
+        return self.span > 0
+
+    @property
+    def in_flight(self) -> int:
+        "Versions that passed while its tokens were written."
+        return self.span
+
+    @property
+    def in_queue(self) -> int:
+        "Versions that passed after its newest token."
+        return self.token_max - self.span
 
 
-def lag(rollout: Rollout, version: int) -> Lag:
+def staleness(rollout: Rollout, version: int) -> Staleness:
     "Staleness when training makes `version` + 1 out of weights of `version`. Raises if no token carries weight."
-    oldest_newest = span(rollout)
-    if oldest_newest is None:
+    ends, writer = span(rollout), oldest_writer(rollout)
+    if ends is None:
         raise ValueError(f"rollout {rollout.id}: no token carries weight, so it has no staleness")
-    oldest, newest = oldest_newest
-    return Lag(in_flight=newest - oldest, in_queue=version - newest)
+    mean = np.concatenate([s.versions[s.trained] for s in rollout.segments if s.versions is not None]).mean()
+    return Staleness(version - rollout.dispatched, version - float(mean), version - ends[0], ends[1] - ends[0], version - writer if writer >= 0 else None)
 
 # %% ../nbs/00_records.ipynb #records-group
 @dataclass(frozen=True, eq=False)
@@ -230,6 +283,80 @@ class Meter:
         return Meter(self.compute + other.compute, self.wait + other.wait, self.publish + other.publish, self.overhead + other.overhead,
                      self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens)
 
+# %% ../nbs/00_records.ipynb #records-rows
+@dataclass(frozen=True)
+class RolloutRow:
+    "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
+    rollout: int
+    attempt: int
+    group: int
+    fate: Fate
+    trained_at: int
+    tokens: int = 0
+    kept: int = 0
+    kept_seconds: float = 0.0
+    heir: int = -1
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    "The end of a group."
+    group: int
+    pool: str
+    task: int
+    dispatched: int
+    size: int
+    solved: int
+    scored: int
+    fate: Fate
+    tokens: int
+
+# %% ../nbs/00_records.ipynb #records-rows-two
+@dataclass(frozen=True)
+class StepRow:
+    "A finished batch."
+    version: int
+    optimizer_steps: int
+    groups: tuple[int, ...]
+    live_groups: int
+    discard_count: float = 0.0
+    discard_tokens: float = 0.0
+    unfinished_at_fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Served:
+    "A training group has its verdicts; what it is good for is decided in the same moment."
+    group: int
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    "A finished evaluation: its rollouts are those of `groups`."
+    eval: str
+    version: int
+    k: int
+    temperature: float
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommandRow:
+    "What became of a command."
+    id: str
+    author: str
+    knob: str
+    value: object
+    over: int
+    status: str
+    reason: str
+    apply: str
+    version: int
+    dispatched: int
+    training: bool = False
+    event: int = -1  # number of the one at which this was decided
+    heard: int = -1  # number of the one with which the command came in
+
 # %% ../nbs/00_records.ipynb #records-columns
 SCHEMA = 1  # raised when a column changes its meaning
 
@@ -270,10 +397,6 @@ backlog_change | int | groups | finished groups waiting now, less those after th
 live_groups | int | groups | training groups dispatched and without a fate
 running | float | sequences | sequences being decoded, mean over the time since the batch before
 kv_used | float | share | part of the KV budget in use, mean over that time
-lag_in_flight | float | versions | mean over the batch: versions passed while a rollout was written
-lag_in_queue | float | versions | mean over the batch: versions passed while it waited
-lag_max | int | versions | largest staleness in the batch
-lag_updates | float | optimizer steps | mean staleness counted in optimizer steps
 """)
 
 _STEPS_SERVED = _columns("""
@@ -294,6 +417,29 @@ length_p75 | float | tokens | 75th percentile
 length_p90 | float | tokens | 90th percentile
 length_max | float | tokens | longest
 truncated | float | share | responses stopped by the length limit
+""")
+
+# %% ../nbs/00_records.ipynb #records-steps-fate
+_STEPS_AGE = _columns("""
+lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
+lag_token | float | versions | mean over the batch's weighted tokens: versions since each was sampled
+lag_max | int | versions | largest of them
+lag_in_flight | float | versions | mean over the batch: versions passed while a rollout's tokens were written
+lag_in_queue | float | versions | mean over the batch: versions passed after its newest token
+lag_span | int | versions | most versions that passed inside one rollout of the batch
+mixed_share | float | share | rollouts of the batch with tokens of more than one version
+lag_state | float | versions | mean over the episodes that met older writes: versions since their environment's oldest writes
+lag_updates | float | optimizer steps | mean largest token lag of a rollout, in optimizer steps
+""")
+
+_STEPS_DROPPED = _columns("""
+discard_count | float | share | of the training attempts that ended since the batch before, those thrown away: surplus, aborted, stale
+discard_tokens | float | share | the same in response tokens
+unfinished_at_fill | float | share | of the training rollouts alive when the batch was full, those still to be written
+drop_bias | float | share | largest of the three below, the sign aside; over the last 20 batches
+bias_length | float | share | gap between the lengths of what was generated and of what was not dropped; below 0 the trained are shorter
+bias_level | float | share | the same in difficulty; below 0 they are easier
+bias_turns | float | share | the same in turns; below 0 they have fewer
 """)
 
 # %% ../nbs/00_records.ipynb #records-steps-two
@@ -321,7 +467,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 """)
 
 
-STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_SERVED, *_STEPS_TRAINING,
+STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
          *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
@@ -355,9 +501,13 @@ part_names | list[str] | | names of the reward's parts
 part_values | list[float] | reward | their values
 length | int | tokens | response tokens
 turns | int | turns | responses in it
+said | list[str] | | of an episode of several turns: responses and observations as texts, in order
+states | list[str] | | of an episode of several turns: id of the environment's state in which each turn began
+writers | list[int] | versions | version that issued the newest writes in each of them, -1 if none
 dispatched | int | versions | policy version at dispatch
 oldest | int | versions | oldest version among tokens that carry weight
 newest | int | versions | newest of them
+writer | int | versions | oldest version in whose writes to the environment a turn began, -1 if none
 trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
@@ -376,7 +526,10 @@ prompt_tokens | list[int] | | token ids of the prompt
 tokens | list[int] | | token ids of the response
 logprobs | list[float] | nats | log-probability each was sampled with
 versions | list[int] | versions | policy version that sampled each
-mask | list[int] | | 1 where a token carries weight
+mask | list[int] | | 1 where a token carries weight, 2 where it is corrected as an older policy's
+turn | list[int] | turns | turn of each token; empty if there is one turn
+observed | list[int] | | token ids of the observations
+observed_turn | list[int] | turns | turn that each of them opens
 advantage | float | | advantage it was trained with, null if not trained
 """))
 
@@ -386,11 +539,14 @@ author | str | | who asked
 knob | str | | what was to change, or a verb
 value | str | | to what, as JSON
 over | int | versions | versions a ramp takes, 0 for a jump
-status | str | | asked, applied or refused
+status | str | | applied, refused, or advised: what the balance rule would do
 reason | str | | why it was refused, or the figure for which a guard asked
 apply | str | | apply point: now, dispatch or version
 version | int | versions | policy version when it took effect
 dispatched | int | groups | groups dispatched when it took effect
+training | bool | | whether a batch was in training when it took effect
+event | int | | number of the loop's event at which it took effect
+heard | int | | number of the loop's event with which it came in, -1 if nobody sent it
 """))
 
 # %% ../nbs/00_records.ipynb #records-tables-three
@@ -429,6 +585,7 @@ TABLES = {"steps": STEPS, "groups": GROUPS, "rollouts": ROLLOUTS, "tokens": TOKE
 ELSEWHERE = {
     "queue_depth": {"TRL": "buffer_qsize", "PipelineRL": "stats/queue/batches", "prime-rl": "dispatcher/queued"},
     "trainer_wait": {"PipelineRL": "stats/time_waiting_for_data", "prime-rl": "time/wait_for_batch", "verl": "trainer/idle_ratio"},
+    "lag_trajectory": {"prime-rl": "off_policy/mean", "TRL": "staleness, from the start of the group"},
     "lag_in_flight": {"prime-rl": "off_policy/mean, in_flight part", "verl": "training/off_policy/trajectory_spans"},
     "lag_in_queue": {"prime-rl": "off_policy/mean, in_queue part", "verl": "training/off_policy/trajectory_staleness"},
     "lag_max": {"prime-rl": "off_policy/max", "verl": "training/off_policy/trajectory_staleness_worst", "PipelineRL": "stats/lag"},

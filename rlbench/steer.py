@@ -79,7 +79,7 @@ def check_live(folder: Path, knob: str) -> None:
     "ValueError if the run has ended or its process is gone."
     state = state_of(read_status(folder))
     if state in (*ENDED, "dead"):
-        raise ValueError(f"{knob}: the run {folder.name!r} is {state}; only a live run takes commands")
+        raise ValueError(f"{knob}: the run {folder.name!r} is {state}; only a live run takes commands; rlbench resume {folder.name} goes on from its last checkpoint")
 
 
 def me() -> str:

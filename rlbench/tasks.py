@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONE_IN', 'SPLITS', 'Problem', 'EXTRACT', 'MANY', 'TASK_SETS', 'held_out', 'check_request', 'addition_problem',
-           'sums_problem', 'counting_problem', 'pool', 'levels', 'addition', 'sums', 'counting', 'arithmetic', 'boxed',
-           'settled', 'reference', 'read_tasks', 'in_template', 'file', 'open_hub', 'Columns', 'check_columns',
-           'read_split', 'canonical', 'hub_tasks', 'hub', 'check_tasks', 'make_tasks']
+           'sums_problem', 'counting_problem', 'pool', 'levels', 'addition', 'sums', 'counting', 'arithmetic',
+           'chain_problem', 'chains', 'boxed', 'settled', 'reference', 'read_tasks', 'in_template', 'file', 'open_hub',
+           'Columns', 'check_columns', 'read_split', 'canonical', 'hub_tasks', 'hub', 'check_tasks', 'make_tasks']
 
 # %% ../nbs/20_tasks.ipynb #tasks-imports
 import inspect
@@ -146,6 +146,32 @@ def arithmetic(
         return _drawn("addition", addition_problem, random, size, level) if add else _drawn("sums", sums_problem, random, size, level)
 
     return pool(draw, "arithmetic", split, seed, count)
+
+# %% ../nbs/20_tasks.ipynb #tasks-chains
+def chain_problem(random: Random, length: int, digits: int) -> Problem:
+    "`length` sums: two numbers of `digits` digits each, then the result and a number from 1 to 9."
+    low, results, sums = 10 ** (digits - 1), [], []
+    for place in range(length):
+        first, then = random.randrange(low, 10 * low), random.randrange(low, 10 * low) if place == 0 else random.randint(1, 9)
+        results.append(then + (results[-1] if place else first))
+        sums.append(f"{'xyz'[place - 1] if place else first}+{then}")
+    prompt = ";".join(sums)
+    return prompt, prompt, ";".join(f"{key}={value}" for key, value in zip("xyz", results))
+
+
+def chains(
+    *, split: str = "train", seed: int = 0, count: int = 4096,
+    low: Knob(1, 3, unit="sums", help="shortest chain", live=False) = 1,
+    high: Knob(1, 3, unit="sums", help="longest chain", live=False) = 3,
+    digits: Knob(1, 4, unit="digits", help="of the first two numbers", live=False) = 2,
+) -> list[Task]:
+    "Sums that go on with the result before, `17+25;x+8`; the level is the number of sums."
+    span = levels("chains", low, high)
+    return pool(lambda random: _chain(random, random.choice(span), digits), "chains", split, seed, count)
+
+
+def _chain(random: Random, length: int, digits: int) -> tuple[str, Problem, int]:
+    return "chains", chain_problem(random, length, digits), length
 
 # %% ../nbs/20_tasks.ipynb #tasks-reference
 EXTRACT = ("auto", "whole", "####", "boxed")
@@ -508,7 +534,7 @@ def _side(found: Mapping[str, Task], split: str, examined: Mapping[str, Task], o
 
 
 TASK_SETS: dict[str, Callable[..., list[Task]]] = {
-    "arithmetic": arithmetic, "addition": addition, "sums": sums, "counting": counting, "file": file, "hub": hub,
+    "arithmetic": arithmetic, "addition": addition, "sums": sums, "counting": counting, "chains": chains, "file": file, "hub": hub,
 }
 
 # %% ../nbs/20_tasks.ipynb #tasks-make

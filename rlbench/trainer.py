@@ -66,6 +66,7 @@ class Row:
     rollout: Rollout
     tokens_T: np.ndarray
     mask_T: np.ndarray
+    partial_T: np.ndarray
     sampler_T: np.ndarray
     advantage: float
 
@@ -87,7 +88,8 @@ def _row(rollout: Rollout, advantage: float) -> Row | None:
         raise ValueError(f"rollout {rollout.id}: a token that carries weight has no finite log-probability (fault of the generator)")
     if not rollout.temperature > 0:
         raise ValueError(f"rollout {rollout.id}: sampled at temperature {rollout.temperature}; train on samples drawn above 0")
-    return Row(rollout, np.concatenate([s.tokens for s in rollout.segments])[:end], mask_T[:end], sampler_T[:end], advantage)
+    partial_T = np.concatenate([s.corrected for s in rollout.segments])
+    return Row(rollout, np.concatenate([s.tokens for s in rollout.segments])[:end], mask_T[:end], partial_T[:end], sampler_T[:end], advantage)
 
 # %% ../nbs/35_trainer.ipynb #trainer-prepare
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,7 @@ class Arrays:
 
     tokens_RT: np.ndarray  # int64
     mask_RT: np.ndarray  # bool: carries weight
+    partial_RT: np.ndarray  # bool: of an older policy's partial, and to be corrected
     sampler_RT: np.ndarray  # float32: log-probability it was sampled with, 0 where the mask is
     advantages_R: np.ndarray  # float32
     temperatures_R: np.ndarray  # float32
@@ -126,6 +129,7 @@ def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0, shared:
     return Arrays(
         tokens_RT=stack("tokens_T", pad, np.int64),
         mask_RT=stack("mask_T", False, bool),
+        partial_RT=stack("partial_T", False, bool),
         sampler_RT=stack("sampler_T", 0, np.float32),
         advantages_R=np.array([row.advantage for row in rows], np.float32),
         temperatures_R=np.array([row.rollout.temperature for row in rows], np.float32),
@@ -171,6 +175,7 @@ class Micro:
     "Rows of a batch as tensors on the device, trimmed to the longest of them."
     tokens_RT: torch.Tensor
     mask_RT: torch.Tensor
+    partial_RT: torch.Tensor
     sampler_RT: torch.Tensor
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
@@ -184,7 +189,7 @@ Forward = Callable[[Micro], tuple[torch.Tensor, torch.Tensor]]  # log-probs and 
 def cut(arrays: Arrays, rows: np.ndarray, device: torch.device) -> Micro:
     "The rows as tensors."
     width = int(arrays.lengths_R[rows].max())
-    wide = (arrays.tokens_RT, arrays.mask_RT, arrays.sampler_RT)
+    wide = (arrays.tokens_RT, arrays.mask_RT, arrays.partial_RT, arrays.sampler_RT)
     flat = (arrays.advantages_R, arrays.temperatures_R, arrays.lengths_R, arrays.prefix_R)
     return Micro(*(torch.as_tensor(a[rows, :width], device=device) for a in wide), *(torch.as_tensor(a[rows], device=device) for a in flat))
 
@@ -213,7 +218,7 @@ def start_logprobs(forward: Forward, arrays: Arrays, micro_tokens: int, device: 
 def accumulate(
     forward: Forward, objective: Objective, arrays: Arrays, micros: Sequence[np.ndarray], old_RT: torch.Tensor | None, device: torch.device
 ) -> list[Seen]:
-    "Add up the gradients of one optimizer step's micro-batches. `old_RT` None: the weights are those of the batch's start."
+    "Add up the gradients of one optimizer step's micro-batches. `old_RT` None: the present weights stand for those of the batch's start."
     rows = np.concatenate(micros)
     totals = Totals(tokens=int(arrays.mask_RT[rows].sum()), sequences=len(rows))
     seen = []
@@ -221,7 +226,7 @@ def accumulate(
         micro = cut(arrays, rows, device)
         logprobs_RT, entropy_RT = forward(micro)
         start_RT = logprobs_RT.detach() if old_RT is None else old_RT[rows, : logprobs_RT.shape[1]]
-        value = evaluate(objective, logprobs_RT, start_RT, micro.sampler_RT, micro.advantages_R, micro.mask_RT, totals)
+        value = evaluate(objective, logprobs_RT, start_RT, micro.sampler_RT, micro.advantages_R, micro.mask_RT, totals, micro.partial_RT)
         value.loss.backward()
         per_token = (start_RT, micro.sampler_RT, entropy_RT.detach(), value.clipped_low_RT, value.clipped_high_RT)
         seen.append(Seen(value.loss.detach(), *(x[micro.mask_RT] for x in per_token)))
@@ -294,7 +299,7 @@ def train_arrays(
         return TrainMetrics(learning_rate=learning_rate(config, steps), optimizer_steps=0), 0.0
     before = [p.detach().clone() for p in weights_of(optimizer)]
     began = time.perf_counter()
-    old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 else None
+    old_RT = start_logprobs(forward, arrays, config.micro_tokens, device) if len(pieces) > 1 and objective.old == "recomputed" else None
     seen, norms, cuts, compute = [], [], [], time.perf_counter() - began
     try:
         for done, rows in enumerate(pieces):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .config import RunConfig, knobs_in
+from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .ledger import Follower, Place, Status, count_rows, read_status, read_table, state_of
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Snapshot:
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
     sampled: int  # of so many rollouts of that batch one was counted
     ribbons: tuple[Ribbon, ...]
+    lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
 
     @property
     def version(self) -> int:
@@ -204,7 +206,8 @@ def _configured(snapshot: Snapshot, knob: str) -> object:
 ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer") for part in ("compute", "wait", "publish", "overhead"))
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
-    "lag_in_flight", "lag_in_queue", "lag_max", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
+    "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
+    "bias_length", "bias_level", "bias_turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
     "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "publish_seconds", *ACTOR_COLUMNS,
 )  # numbers that are drawn
@@ -268,10 +271,13 @@ class View:
         self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask")})
         self.frames: dict[str, pl.DataFrame] = {}
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
+        self.lost: Mapping[int, tuple[int, float]] = {}
 
     def poll(self) -> Snapshot:
         "Read what is new and say how things are."
         now = time.time()
+        if self.follower.resumed():  # rows that were added up are lost
+            self.__init__(self.folder, self.bins.limit)
         if not self.config:
             self.config = read_toml(self.folder / "config.toml")
         _start(self) if not self.frames else None
@@ -308,6 +314,9 @@ def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:
     if len(fresh["rollouts"]) or len(fresh["tokens"]):
         view.batch = newest_batch(view.frames["rollouts"], view.frames["tokens"], view.tokens.every)
         _forget(view)
+    if len(fresh["rollouts"]):
+        ended = view.frames["rollouts"].filter(~pl.col("fate").is_in([*LEFT_OUT]) & (pl.col("length") > 0))
+        view.lost = lost_by_level(ended["level"].fill_null(0).to_numpy(), ~ended["fate"].is_in([*KEPT]).to_numpy())
 
 
 def _forget(view: View) -> None:
@@ -359,5 +368,5 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),
-        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons,
+        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost,
     )

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'LoadJob', 'AbortJob', 'FitJob', 'SaveJob',
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
-           'WeightsLoaded', 'PolicySaved', 'Running', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner',
-           'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy', 'torch_writer', 'torch_learner',
-           'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written', 'EnvironmentReady', 'Scorer',
-           'build_halves', 'worker_main', 'environment_main']
+           'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
+           'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
+           'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written',
+           'read', 'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -26,9 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, captured_functions, read_config
-from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, guarded
-from .generator import Request, Result, ScriptedGenerator
+from .correction import tis
+from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, guarded
+from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
 from .ledger import WEIGHTS_FILE
 from .objective import Objective
@@ -36,13 +39,16 @@ from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
 
 # %% ../nbs/54_worker.ipynb #worker-messages
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteJob:
-    "Write these responses. `stream` is the random stream's key."
+    "Write a response. `stream` is the random stream's key; in a later turn `before` are the tokens so far, int32 [T], and `prompt` what the environment shows after them."
     key: tuple[int, int]
     prompt: str
     sampling: Sampling
     stream: int
+    before: np.ndarray | None = None
+    partial: Segment | None = None  # what was written before it was stopped
+    level: int = 0  # of the task, for scripted responses
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class Ready:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    "A finished or aborted response."
+    "A finished or aborted response; in a later turn `prompt_tokens` are those of what the environment showed before it."
     key: tuple[int, int]
     prompt_tokens: np.ndarray
     segment: Segment
@@ -166,6 +172,21 @@ class Running:
     running: int
     kv_used: float
 
+# %% ../nbs/54_worker.ipynb #worker-checkpoint
+@dataclass(frozen=True)
+class CheckpointJob:
+    "Write the trainer's half of a checkpoint into a folder."
+    version: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    "The trainer's half is there, of the policy's `version`; or `message` says why it is not."
+    version: int
+    folder: str
+    message: str
+
 # %% ../nbs/54_worker.ipynb #worker-halves
 @dataclass
 class Writer:
@@ -179,6 +200,8 @@ class Writer:
     name: str = ""
     version: int = 0  # of the weights it starts with
     longest: int = 10**9  # tokens of the longest prompt it was built for
+    observe: Callable[[str], np.ndarray] | None = None  # tokens of what an environment shows; None: as of a prompt
+    room: int = 10**9  # tokens of a whole episode it was built for
 
 
 @dataclass
@@ -190,15 +213,18 @@ class Learner:
     save: Callable[[str], None]
     configure: Callable[[RunConfig], None]
     name: str = ""
+    checkpoint: Callable[[str], None] = lambda folder: None  # writes all that training needs to go on
 
 # %% ../nbs/54_worker.ipynb #worker-scripted
 def scripted_writer(config: RunConfig) -> Writer:
     "No model: scripted responses."
     v = config.virtual
-    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, slots=config.concurrency, context=1_000_000)
+    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, hardship=v.scripted_hardship, slots=max(1024, config.concurrency), context=1_000_000)
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
+        mean = v.scripted_length * v.scripted_growth ** min(1.0, version / config.steps)
+        generator.script = partial(scripted, mean=mean, tail=v.scripted_tail) if v.scripted_growth != 1 else generator.script
         return version
 
     return Writer(generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
@@ -236,7 +262,8 @@ def warm(function: Callable) -> Callable:
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
-    return Objective(*(guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")))
+    parts = [guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")]
+    return Objective(*parts, config.old, tis if key_of(config.correction) == "none" else parts[2])
 
 
 def device_of(config: RunConfig) -> str:
@@ -275,39 +302,45 @@ def torch_policy(config: RunConfig):
 def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
     from rlbench.generator_torch import TorchGenerator
-    from rlbench.model import decode_response, encode_prompt
+    from rlbench.model import decode_response, encode_observation, encode_prompt
 
     encode = lru_cache(4096)(partial(encode_prompt, policy))  # the members of a group share their prompt
-    longest = check_prompts(prompts, encode, policy.context, config.max_tokens)
+    shown = 0 if key_of(config.environment) == "single" else config.observation_tokens
+    longest = check_prompts(prompts, encode, policy.context, config.max_tokens, shown)
+    room = longest + config.max_tokens + shown
     try:
-        generator = TorchGenerator(policy.model, max_length=longest + config.max_tokens, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
+        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
-                  lambda version, cache: load(generator, version, cache), policy.name, longest=longest)
+                  lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
 
-def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions) -> Learner:
-    "A trainer over a policy."
+def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
+    "A trainer over a policy, going on from the checkpoint `start` if there is one."
     from rlbench.model import save_policy
     from rlbench.trainer import Trainer, TrainerConfig
 
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
+    read_trainer(start / TRAINER, trainer) if start else None
 
     def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float]:
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute
 
     return Learner(train, publish, lambda folder: save_policy(policy, Path(folder)),
-                   lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name)
+                   lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
-def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int) -> int:
-    "Tokens of the longest prompt. Raises ValueError if it and a response do not fit into the context."
+def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0) -> int:
+    "Tokens of the longest prompt. Raises ValueError if it and a response do not fit into the context; `shown`: tokens that the environment may add."
     lengths = [len(encode(p)) for p in prompts]
     longest = max(lengths)
-    if longest + max_tokens > context:
+    if longest + max_tokens + shown > context:
         worst = prompts[lengths.index(longest)]
+        if shown:
+            raise ValueError(f"observation_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of responses and {shown} of observations that exceeds the model's "
+                             f"context of {context}; lower max_tokens or observation_tokens")
         raise ValueError(f"max_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of response that exceeds the model's context of {context}; "
                          f"lower max_tokens to {context - longest} or leave out such tasks" if longest < context else
                          f"tasks: a prompt has {longest} tokens ({worst[:40]!r}), more than the model's context of {context}; leave it out or take another model")
@@ -329,12 +362,12 @@ def misfit(writer: Writer, prompts: Iterable[str]) -> str:
 class Worker:
     "A generator, a trainer, or both in turns."
 
-    def __init__(self, config: RunConfig, writer: Writer | None, learner: Learner | None):
+    def __init__(self, config: RunConfig, writer: Writer | None, learner: Learner | None, trained: int = 0):
         self.config, self.writer, self.learner = config, writer, learner
         self.control: deque = deque()  # takes effect between two decode steps
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
-        self.started, self.trained = False, 0  # trained: version of the policy's weights
+        self.started, self.trained = False, trained  # trained: version of the policy's weights
         self.limit_concurrency()
 
     def limit_concurrency(self) -> None:
@@ -354,7 +387,7 @@ class Worker:
 
     def receive(self, message) -> None:
         "Sort a message by when it takes effect."
-        (self.heavy if isinstance(message, (TrainJob, SaveJob)) else self.control).append(message)
+        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob)) else self.control).append(message)
 
     def turn(self) -> Turn:
         "One unit of work."
@@ -364,9 +397,9 @@ class Worker:
             said.append(ready(self))
         while self.control:
             HANDLE[type(self.control[0])](self, self.control.popleft(), said, spent)
-        if self.heavy:
+        if self.heavy and not said:  # what there is to say (weights are there) does not wait until a batch is trained
             HANDLE[type(self.heavy[0])](self, self.heavy.popleft(), said, spent)
-        elif self.writing:
+        elif self.writing and not self.heavy:
             decode(self, said, spent)
         return Turn(tuple(said), tuple(spent))
 
@@ -406,17 +439,38 @@ def written(worker: Worker, result: Result, rate: float) -> Written:
     text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
     return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
 
-# %% ../nbs/54_worker.ipynb #worker-handle
+# %% ../nbs/54_worker.ipynb #worker-read
+def read(writer: Writer, job: WriteJob) -> tuple[np.ndarray, np.ndarray]:
+    "Tokens of what is new in a job (the prompt, or what the environment shows), and of all that the response follows."
+    if job.before is None:
+        return (new := writer.encode(job.prompt)), new
+    new = (writer.observe or writer.encode)(job.prompt)
+    return new, np.concatenate([job.before, new])
+
+
 def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> None:
     for job in jobs.jobs:
         try:
-            prompt = worker.prompts[job.key] = worker.writer.encode(job.prompt)
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop)])
+            worker.prompts[job.key], prompt = read(worker.writer, job)
+            if job.before is not None and len(prompt) + job.sampling.max_tokens > worker.writer.room:
+                said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
+                continue
+            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
         except ValueError as error:  # the rollout's fault, not the worker's end
             print(f"generator: rollout {job.key[0]} is not written: {error}", file=sys.stderr, flush=True)
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
 
+# %% ../nbs/54_worker.ipynb #worker-handle-checkpoint
+def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
+    message = ""
+    with timed(spent, "trainer", "overhead", "save", 1):
+        try:
+            worker.learner.checkpoint(job.folder)
+        except Exception as error:  # the run goes on without it
+            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    said.append(CheckpointWritten(worker.trained, job.folder, message))
 
+# %% ../nbs/54_worker.ipynb #worker-handle
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
         metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
@@ -448,7 +502,8 @@ def _load(worker: Worker, job: LoadJob, said: list, spent: list) -> None:
 
 
 def _abort(worker: Worker, job: AbortJob, said: list, spent: list) -> None:
-    said.extend(written(worker, result, 0.0) for result in worker.writer.generator.abort(job.keys, job.keep))
+    stats = worker.writer.generator.stats()
+    said.extend(written(worker, result, stats.seconds / max(1, stats.decode_tokens)) for result in worker.writer.generator.abort(job.keys, job.keep))
 
 
 def _fit(worker: Worker, job: FitJob, said: list, spent: list) -> None:
@@ -469,7 +524,7 @@ def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> No
         worker.learner.configure(job.config)
 
 
-HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, ConfigureJob: _configure}
+HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, CheckpointJob: _checkpoint, ConfigureJob: _configure}
 
 # %% ../nbs/54_worker.ipynb #worker-env
 @dataclass(frozen=True)
@@ -485,9 +540,10 @@ class Scorer:
         self.actor = self._actor(config)
 
     def _actor(self, config: RunConfig):
+        environment = SingleTurn if key_of(config.environment) == "single" else warm(self.functions.bound(config, "environment"))
         if config.generator == "scripted":
-            return ScriptedEnvironment(seed=config.seed, failures=config.virtual.scripted_errors)
-        return EnvironmentActor(*(warm(self.functions.bound(config, field)) for field in ("verifier", "reward")))
+            return ScriptedEnvironment(seed=config.seed, failures=config.virtual.scripted_errors, environment=environment)
+        return EnvironmentActor(*(warm(self.functions.bound(config, field)) for field in ("verifier", "reward")), environment)
 
     @property
     def idle(self) -> bool:
@@ -499,6 +555,7 @@ class Scorer:
         if isinstance(message, ConfigureJob):
             waiting, self.actor = self.actor, self._actor(message.config)
             self.actor.receive(waiting.waiting())
+            self.actor.lives = waiting.lives
         else:
             self.actor.receive([message])
 
@@ -512,17 +569,18 @@ class Scorer:
         return Turn(said, (Spent("environment", "compute", time.perf_counter() - began, "score", len(said)),))
 
 # %% ../nbs/54_worker.ipynb #worker-build
-def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None) -> tuple[Writer | None, Learner | None]:
-    "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder."
+def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None, start: Path | None = None) -> tuple[Writer | None, Learner | None]:
+    "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder. `start`: the checkpoint they go on from."
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
-        return scripted_writer(config) if writes else None, scripted_learner() if learns else None
+        return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
     policy = torch_policy(config)
+    read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
-    writer = torch_writer(config, prompts, policy, load) if writes else None
-    learner = torch_learner(config, policy, publish, Functions(folder)) if learns else None
+    writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
+    learner = torch_learner(config, policy, publish, Functions(folder), start) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
-        writer.version = max(0, writer.load(0, config.cache))  # nothing published yet: it starts with what it loaded from the checkpoint
+        writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
     gc.collect()
     gc.freeze()
     return writer, learner
@@ -554,13 +612,31 @@ def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callabl
         shared()
     return lambda generator, version, cache: shared().load(generator, cache), lambda version: shared().write(version, named)
 
+# %% ../nbs/54_worker.ipynb #worker-start
+def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
+    "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
+    if start:
+        from rlbench.publish import weights
+
+        writer.version = version_of(start)
+        writer.generator.load(writer.version, weights(model) if model is not None else None, "keep")
+    return writer
+
+
+def version_of(start: Path | None) -> int:
+    "The version of a checkpoint; 0 without one. ValueError if it is torn."
+    told = read_manifest(start) if start else None
+    if told and not isinstance(told, Manifest):
+        raise ValueError(f"checkpoint: {start.name} is torn: {told.reason}")
+    return told.version if told else 0
+
 # %% ../nbs/54_worker.ipynb #worker-mains
-def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str]) -> None:
-    "Process of a worker that hosts `parts`."
+def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "") -> None:
+    "Process of a worker that hosts `parts`; `start`: the checkpoint it goes on from."
 
     def build() -> Worker:
-        config = read_config(Path(folder))
-        return Worker(config, *build_halves(config, prompts, parts, Path(folder)))
+        config, begun = read_config(Path(folder)), Path(start) if start else None
+        return Worker(config, *build_halves(config, prompts, parts, Path(folder), begun), version_of(begun))
 
     serve(connection, build)
 

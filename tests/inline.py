@@ -51,7 +51,9 @@ def check_books(driver: Driver) -> None:
     assert status.books_closed and {f: (b["count"], b["tokens"]) for f, b in status.books.items()} == told and status.state == ("failed" if state.phase == "failed" else status.state)
     assert tokens.select(pl.col("tokens").list.len()).sum().item() == rollouts["length"].sum() == state.generated_tokens
     assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == (rollouts["fate"] == "trained").sum()
-    assert groups["group"].is_unique().all() and (groups.filter(pl.col("fate") == "trained")["scored"].sum() == steps["trained_rollouts"].sum())
+    used = groups.filter(pl.col("fate") == "trained")
+    weightless = rollouts.filter((pl.col("fate") == "masked") & pl.col("group").is_in(used["group"].implode()))
+    assert groups["group"].is_unique().all() and used["scored"].sum() == steps["trained_rollouts"].sum() + len(weightless)
     trained = rollouts.filter(pl.col("fate") == "trained")
     assert (trained["trained_at"] - 1 - trained["oldest"] >= 0).all() and (rollouts.filter(pl.col("fate") != "trained")["trained_at"] == -1).all()
     assert not driver.memory.rollouts and not driver.memory.members

@@ -48,3 +48,13 @@ def test_another_seed_is_another_run(tmp_path):
     "The digest sees tasks, rewards and tokens."
     digests = {inline_run(tmp_path, f"seed{seed}", SCRIPTED | {"seed": seed}).state.digest for seed in range(3)}
     assert len(digests) == 3
+
+
+def test_the_policy_that_a_loss_compares_with_changes_at_a_version(tmp_path):
+    "`old` is live: once it is the sampler, the same rollouts of an older policy make other weights."
+    table = TINY | {"staleness": 2, "optimizer_steps": 2, "learning_rate": 5e-3, "steps": 5, "eval": [], "preflight": 0}
+    drivers = [inline_run(tmp_path, name, table, told) for name, told in {"recomputed": (), "told": [(1, "old", "sampler", 0)]}.items()]
+    rows = [read_table(d.folder, "commands") for d in drivers]
+    assert len(rows[0]) == 0 and rows[1].select("knob", "value", "status", "apply").rows() == [("old", '"sampler"', "applied", "version")]
+    assert drivers[1].state.config.old == "sampler" and len({d.state.digest for d in drivers}) == 2
+    assert read_table(drivers[0].folder, "steps")["ess"].to_list() != read_table(drivers[1].folder, "steps")["ess"].to_list()

@@ -18,15 +18,20 @@ def a_config(r: random.Random) -> dict:
     group = r.choice((2, 2, 3, 4, 8))
     alone = r.random() < 0.05
     bound, placement = r.choice((0, 0, 1, 2, 3, 4)), r.choice(("colocated", "split"))
+    stragglers = r.choice(("in_flight", "in_flight", "wait", "oversample", "requeue", "partial", "partial"))
     return {
         "clock": "virtual", "generator": "scripted", "seed": r.randrange(1000), "steps": r.randint(1, 12), "group": 1 if alone else group,
         "batch": r.randint(1, 6) * (1 if alone else group), "advantage": "reinforce" if alone else r.choice(("grpo", "rloo", "dr_grpo")),
         "filter": "none" if alone else r.choice(("zero_advantage", "zero_advantage", "none")), "staleness": bound, "publish_every": r.choice((1, 1, r.randint(1, bound + 1))),
         "placement": placement, "generators": r.choice((1, 2, 3)) if placement == "split" else 1, "overdue": r.choice(("drop", "wait")),
-        "oversample": r.choice((0.0, 0.0, 0.3, 1.0)), "concurrency": r.choice((1, 3, 8, 64)), "sampler": r.choice(("band", "uniform", "easy_to_hard")),
+        "stragglers": stragglers, "straggler_unit": r.choice(("group", "rollout")), "old_tokens": "mask" if stragglers == "partial" and not bound else r.choice(("train", "mask", "correct")),
+        "oversample": r.choice((0.0, 0.3, 1.0, 1.5) if stragglers != "in_flight" else (0.0, 0.0, 0.3, 1.0)), "concurrency": r.choice((1, 3, 8, 64)), "sampler": r.choice(("band", "uniform", "easy_to_hard")),
         "band": r.choice(((0.2, 0.8), (0.0, 1.0))), "score_retries": r.randint(0, 2), "preflight": r.choice((0, 0, 6)), "preflight_k": r.choice((1, 4)),
         "eval": [{"name": f"set-{i}", "count": r.randint(1, 10), "k": r.choice((1, 3)), "every": r.choice((0, 1, 2, 5))} for i in range(r.choice((0, 1, 1, 2)))],
         "tokens": r.choice((0,) * 9 + (3000,)), "minutes": r.choice((0.0,) * 9 + (0.1,)),
+        "environment": r.choice(("single", "single", {"name": "scripted", "low": 1, "high": 4}, {"name": "scripted", "low": 2, "high": 3, "writes": 0.9})),
+        "max_turns": r.choice((1, 3, 8)), "on_resume": r.choice(("continue", "rewind", "restart")), "max_state_lag": r.choice((0, 1, 2)),
+        "backlog": r.choice(("hold", "hold", "drop_oldest")) if bound else "hold", "queue_batches": r.choice((0, 0, 1, 2)),
     }
 
 
@@ -37,7 +42,10 @@ def a_command(r: random.Random, config: RunConfig) -> tuple[str, object, int]:
         ("temperature", r.choice((0.5, 1.5, "hot")), r.choice((0, 3))), ("staleness", r.randint(0, 4), 0), ("publish_every", r.randint(1, 4), 0), ("staleness", 0, 0), ("staleness", r.randint(1, 4), r.choice((1, 4))),
         ("group", r.choice((2, 4, 5)), 0), ("group", 8, 3), ("batch", r.randint(1, 8) * g, r.choice((0, 0, 3))), ("band", [0.1, r.choice((0.5, 0.9))], r.choice((0, 4))),
         ("concurrency", r.choice((1, 5, 40)), r.choice((0, 2))), ("oversample", r.choice((0.0, 0.5, 2.0)), 0), ("overdue", r.choice(("drop", "wait")), 0), ("steps", r.randint(1, 14), 0),
+        ("backlog", r.choice(("hold", "drop_oldest")), 0), ("queue_batches", r.choice((0, 1, 3)), 0),
         ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0),
+        ("stragglers", r.choice(("in_flight", "wait", "oversample", "requeue", "partial")), 0), ("stragglers", r.choice(("wait", "requeue", "partial")), 0), ("straggler_unit", r.choice(("group", "rollout")), 0),
+        ("old_tokens", r.choice(("train", "mask", "correct")), 0), ("stragglers", "late", 0), ("oversample", 1.0, 0),
         ("pause", None, 0), ("pause", None, 0), ("go", None, 0), ("step", None, 0), ("step", None, 0), ("eval", None, 0), ("nonsense", 1, 0), ("seed", 1, 0), ("batch", 7.5, 0), ("band", [0.9, 0.1], 0),
     ))
 
@@ -55,7 +63,9 @@ def a_world(seed: int, commands: bool, faults: bool) -> World:
     if faults and r.random() < 0.15:
         lost[r.randint(1, 600)] = "trainer"
     slots = tuple(r.choice((1, 4, 16)) for _ in range(r.choice((1, 1, 2, 3))))
-    return World(config, seed, slots, told, lost, errors=r.choice((0.0, 0.0, 0.1, 0.3)), pace=r.choice((0.0001, 0.001, 0.01)))
+    errors, pace = r.choice((0.0, 0.0, 0.1, 0.3)), r.choice((0.0001, 0.001, 0.01))
+    turns, waits = r.choice((1, 1, 2, 4)), r.choice((0.0, 0.1, 0.5))
+    return World(config, seed, slots, told, lost, errors, pace, turns, waits)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -69,7 +79,9 @@ def test_books_bound_and_repeat(seed):
         assert world.state.phase == "done" and (world.state.version == config.steps or spent), world.state.reason
         if config.staleness == 0:
             assert set(world.watch.lags) <= {0}
-        if config.overdue == "wait" and not config.oversample:
+        if config.stragglers in ("wait", "requeue") and world.turns == 1:
+            assert all(oldest == newest for _, oldest, newest in world.watch.told.values()), "a response of two versions"
+        if config.overdue == "wait" and config.backlog == "hold" and not config.oversample:
             assert Fate.STALE not in world.watch.fates.values()
         assert {(row.eval, row.version) for row in world.watch.evals} >= {(e.name, v) for e in config.eval for v in (0, world.state.version)}
     assert a_world(seed, commands, faults).run().record() == world.record()
@@ -113,7 +125,7 @@ def test_a_failing_process_still_closes_the_books(seed):
         if getattr(event, "knob", "") != "break":
             return type(world).step(world, event)
         for action in abandon(world.state, "broken"):
-            world.watch.write(action.row)
+            world.watch.write(action.row, world)
     world.step = broken
     world.run(closing=False)
     assert world.state.phase in ("failed", "done") and books_closed(world.state) and len(world.watch.fates) == world.state.dispatched

@@ -178,7 +178,7 @@ def test_run_process_needs_no_torch(module):
     assert loaded(f"import rlbench.{module}") & {"torch", "transformers", "plotly", "vllm", "ray"} == set()
 
 
-PUBLIC = ("ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Segment", "Task", "attach", "compare", "list_runs", "load_config", "run")
+PUBLIC = ("ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "list_runs", "load_config", "run")
 
 
 def test_public_names():

@@ -1,0 +1,165 @@
+"""The whole loop saved, and resumed: from a random moment on the virtual clock, and from killed processes."""
+import random
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from inline import Told
+from test_loop import a_command, a_config
+
+from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
+from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint
+from rlbench.config import captured_functions, make_config, read_config, to_toml
+from rlbench.driver import Driver, drive, make_pools
+from rlbench.ledger import create_run_folder, read_resumes, read_status, read_table
+from rlbench.loop import FINISHED
+
+
+class Killed(Told):
+    "A driver whose run folder is copied at stated numbers of events, as a killed process would leave it."
+
+    copies: dict  # event -> folder
+
+    def flush(self) -> None:
+        super().flush()
+        for event in [event for event in self.copies if event <= self.state.seq and self.state.phase not in FINISHED]:
+            shutil.copytree(self.folder, self.copies.pop(event))
+
+
+def a_run(folder: Path, table: dict, copies: dict | None = None, told: list = ()) -> Killed:
+    "A driver for a new run in a folder."
+    create_run_folder(folder.parent, folder.name)
+    (folder / "config.toml").write_text(to_toml(make_config({"clock": "virtual", "generator": "scripted", **table})))
+    driver = Killed(folder, read_config(folder), make_pools(read_config(folder)))
+    driver.copies, driver.told = dict(copies or {}), sorted(told, key=lambda each: each[0])
+    return driver
+
+
+def taken_up(folder: Path, attempt: int = 1, copies: dict | None = None) -> Killed:
+    "A driver that goes on from the newest checkpoint of a folder."
+    start = load_checkpoint(find_checkpoint(folder), captured_functions(folder))
+    driver = Killed(folder, read_config(folder), make_pools(read_config(folder)), start, attempt)
+    driver.copies = dict(copies or {})
+    return driver
+
+
+def check_resumed(driver: Driver) -> None:
+    "The surviving rows, the status and the loop say the same; nothing is trained twice, nothing is skipped."
+    folder, state = driver.folder, driver.state
+    rollouts, groups, steps = (read_table(folder, t) for t in ("rollouts", "groups", "steps"))
+    assert rollouts.select("rollout", "try").is_unique().all(), rollouts.filter(rollouts.select("rollout", "try").is_duplicated())
+    told = {row["fate"]: (row["n"], row["tokens"]) for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()}
+    assert told == {fate: (count, length) for fate, (count, length, _) in state.books.items()}
+    assert sum(n for n, _ in told.values()) == state.dispatched and sum(t for _, t in told.values()) == state.generated_tokens
+    status = read_status(folder)
+    assert status.books_closed and status.attempt == driver.attempt
+    trained = rollouts.filter(pl.col("fate") == "trained")
+    assert trained["rollout"].is_unique().all() and (trained["trained_at"] - 1 - trained["oldest"] >= 0).all()
+    assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == len(trained)
+    assert trained.group_by("trained_at").len().sort("trained_at")["len"].to_list() == steps["trained_rollouts"].to_list()
+    assert groups["group"].is_unique().all()
+    ended = {*groups["group"], *rollouts.filter(pl.col("group") < 0)["group"]}
+    evaluated = state.dispatched_groups - len(groups)
+    assert evaluated >= 0 and set(groups["group"]) | ended <= set(range(-1, state.dispatched_groups))
+    assert not driver.memory.rollouts and not driver.memory.members and not state.groups
+
+
+SYNC = {"group": 4, "batch": 16, "steps": 8, "concurrency": 16, "preflight": 8, "preflight_k": 2, "eval": [{"count": 10, "every": 3}], "staleness": 0, "checkpoint_every": 2}
+
+
+@pytest.mark.parametrize("table", [{"generator": "scripted"}, {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1}], ids=["scripted", "tiny"])
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
+    "Killed at some moments and resumed, once again killed on the way: digest, steps and trained rollouts of the run that nobody touched."
+    table = SYNC | table | {"placement": placement}
+    whole = a_run(tmp_path / "whole", table)
+    drive(whole)
+    for share in (0.6, 0.95) if table["generator"] == "torch" else (0.45, 0.7, 0.95):
+        copy = tmp_path / f"killed-{share}"
+        first = a_run(tmp_path / f"first-{share}", table, {int(share * whole.state.seq): copy})
+        drive(first)
+        assert first.state.digest == whole.state.digest
+        again = tmp_path / f"again-{share}"
+        resumed = taken_up(copy, 1, {int(0.97 * whole.state.seq): again})
+        drive(resumed)
+        for driver in [resumed] + ([taken_up(again, 2)] if again.exists() else []):
+            drive(driver) if driver.state.phase not in FINISHED else None
+            check_resumed(driver)
+            assert driver.state.digest == whole.state.digest
+            columns = ["version", "trained_tokens", "solve_rate", "loss", "entropy", "optimizer_steps"]
+            assert read_table(driver.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_random_run_resumed_at_a_random_moment_closes_its_books(seed, tmp_path):
+    "Whatever the configuration and the commands: what is resumed ends with closed books, and resumed again, too."
+    r = random.Random(5000 + seed)
+    table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))},
+                           "checkpoint_every": r.choice((1, 1, 2, 3)), "after_resume": r.choice(("keep", "keep", "drop")), "checkpoints_kept": r.choice((1, 2, 5))}
+    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [(r.randint(20, 200), "checkpoint", None, 0)] * r.choice((0, 1))
+    copies = {r.randint(30, 300): tmp_path / f"copy-{i}" for i in range(2)}
+    drive(a_run(tmp_path / "run", table, copies, told))
+    for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
+        onward = {r.randint(30, 300): tmp_path / f"{copy.name}-onward"}
+        driver = taken_up(copy, 1, onward)
+        drive(driver)
+        check_resumed(driver)
+        for second in [path for path in onward.values() if path.exists()]:
+            driver = taken_up(second, 1 + len(read_resumes(second)))
+            drive(driver)
+            check_resumed(driver)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    "The second and the third save find no room, in the run process and at the trainer: the journal says so, nothing of them is left, the digest is that of a run that had room."
+    import errno
+
+    from rlbench import driver as d
+    from rlbench import worker as w
+
+    drive(whole := a_run(tmp_path / "whole", SYNC))
+    saves = []
+
+    def full(*args):
+        saves.append(args)
+        if len(saves) in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return begin(*args)
+
+    begin, finish = d.begin_checkpoint, d.finish_checkpoint
+    monkeypatch.setattr(d, "begin_checkpoint", full)
+    drive(driver := a_run(tmp_path / "full", SYNC))
+    refused = read_table(driver.folder, "commands").filter(pl.col("knob") == "checkpoint")
+    assert refused["status"].to_list() == ["refused"] * 2 and all("dropped: No space left" in reason for reason in refused["reason"])
+    assert driver.state.digest == whole.state.digest and len(saves) == 4 and not list((driver.folder / "checkpoints").glob(".*"))
+    monkeypatch.setattr(d, "begin_checkpoint", begin)
+    monkeypatch.setattr(w, "scripted_learner", lambda: w.Learner(lambda groups, version: (w.TrainMetrics(), {}, 0.0), *[lambda *_: None] * 3, checkpoint=lambda folder: finish(Path(folder) / "nowhere", None)))
+    drive(driver := a_run(tmp_path / "trainer", SYNC))
+    assert driver.state.digest == whole.state.digest and not checkpoint_folders(driver.folder) and len(read_table(driver.folder, "commands")) == 4
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path):
+    "Saved before the stop, with its queue; resumed, it ends with the steps it was asked for. A command that took effect after the checkpoint is undone and says so."
+    table = SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 100}
+    stopped = a_run(tmp_path / "run", table, told=[(150, "checkpoint", None, 0), (220, "temperature", 0.5, 0), (300, "stop", None, 0)])
+    drive(stopped)
+    assert stopped.state.reason.startswith("stopped") and [f.name for f in checkpoint_folders(stopped.folder)][-1] == find_checkpoint(stopped.folder).name
+    last = load_checkpoint(find_checkpoint(stopped.folder))
+    assert last.manifest.reason == "before a stop" and last.state.config.temperature == 0.5 and last.state.groups
+    shutil.copytree(tmp_path / "run", tmp_path / "early")
+    shutil.rmtree(tmp_path / "early/checkpoints" / last.folder.name)
+    for folder, temperature in ((tmp_path / "run", 0.5), (tmp_path / "early", 1.0)):
+        driver = taken_up(folder)
+        drive(driver)
+        check_resumed(driver)
+        assert driver.state.version == 8 and driver.state.config.temperature == temperature
+        told = read_table(folder, "commands").filter(pl.col("knob") == "temperature")["status"].to_list()
+        assert told == (["applied"] if temperature == 0.5 else ["applied", "lost"])
+
+
+def test_kill_9_in_three_phases(tmp_path):
+    "A real synchronous run, killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
+    settings = SETTINGS | {"steps": 4, "batch": 16, "preflight": 0, "eval": []}
+    done = crash(2, PHASES, tmp_path, untouched(tmp_path, settings), settings)
+    assert [kill.meant for kill in done.kills] == list(PHASES) and done.state == "finished" and done.exact == done.books == () and done.equal, done
