@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 
 from .config import RunConfig, captured_functions, make_config
 from .ledger import count_rows, read_json, write_json
-from .loop import LoopState
+from .state import LoopState
 from .records import TABLES
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-pack

@@ -45,8 +45,12 @@ from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
-from .loop import (FINISHED, PREFLIGHT, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish, Published, Replayed, Save,
-                          Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, abandon, books_closed, place_of, start_state, step)
+from .loop import FINISHED, abandon, place_of, step
+from rlbench.state import (
+    PREFLIGHT, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish,
+    Published, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
+    start_state,
+)
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
 from .records import CommandRow, EvalRow, Fate, first_turns, Group, GroupRow, later_turns, Meter, observation_segment, oldest_writer, prompt_segment, Rollout, RolloutRow, Segment, Served, span, StepRow, StopReason, stream_key, Task
 from .tasks import TASK_SETS, make_tasks
@@ -57,7 +61,8 @@ from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, Environm
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
 from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
 from .ledger import Resume, note_resume, read_table
-from .loop import PLACED, Move, Moved, Snapshot, Stored, resume_state
+from .loop import PLACED, resume_state
+from .state import Move, Moved, Snapshot, Stored
 from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../nbs/55_driver.ipynb #driver-pools

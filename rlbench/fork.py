@@ -19,7 +19,8 @@ from .guard import first_guards
 from .knobs import Captured, save_function
 from .ledger import create_run_folder
 from .lineage import Family, write_family
-from .loop import LoopState, spent
+from .loop import spent
+from .state import LoopState
 from .records import TABLES, Task
 from .tasks import make_tasks
 

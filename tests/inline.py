@@ -6,7 +6,8 @@ import polars as pl
 from rlbench.config import make_config, read_config, to_toml
 from rlbench.driver import CARRY, Driver, drive, log, make_pools
 from rlbench.ledger import create_run_folder, read_status, read_table
-from rlbench.loop import FINISHED, Commanded, step
+from rlbench.loop import FINISHED, step
+from rlbench.state import Commanded
 
 
 class Told(Driver):

@@ -4,7 +4,8 @@ import pytest
 from rlbench.config import make_config, to_toml
 from rlbench.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
 from rlbench.ledger import create_run_folder
-from rlbench.loop import Publish, Started, step
+from rlbench.loop import step
+from rlbench.state import Publish, Started
 from rlbench.worker import LoadJob, PublishJob, WeightsLoaded, WeightsWritten
 
 

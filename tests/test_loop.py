@@ -8,7 +8,8 @@ from world import World
 from rlbench.config import RunConfig, make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
 from rlbench.ledger import create_run_folder, read_status, read_table, send_command
-from rlbench.loop import Commanded, Lost, Started, abandon, books_closed, start_state, step
+from rlbench.loop import abandon, step
+from rlbench.state import Commanded, Lost, Started, books_closed, start_state
 from rlbench.records import Fate
 from rlbench.worker import TrainJob
 

@@ -11,7 +11,8 @@ from rlbench.config import FUNCTIONS, captured_functions, make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
 from rlbench.knobs import Captured, FileFunction, capture, save_function
 from rlbench.ledger import create_run_folder, read_table, send_command
-from rlbench.loop import ERRORS_IN_A_ROW, Commanded, Member, Scored, Write, decide_command, note_call, start_state
+from rlbench.loop import ERRORS_IN_A_ROW, decide_command, note_call
+from rlbench.state import Commanded, Member, Scored, Write, start_state
 from rlbench.loss import LossTerms
 from rlbench.records import Outcome
 from rlbench.steer import in_force

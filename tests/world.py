@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from rlbench.config import RunConfig
 from rlbench.driver import stuck
-from rlbench.loop import (FINISHED, Abort, Commanded, Configure, Generate, Generated, Lost, MarkOld, Observed, Publish, Published, Save, Saved, Score, Scored, Snapshot, Start, Started,
-                          Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state, step)
+from rlbench.loop import FINISHED, step
+from rlbench.state import (
+    Abort, Commanded, Configure, Generate, Generated, Lost, MarkOld, Observed, Publish, Published, Save, Saved, Score, Scored, Snapshot,
+    Start, Started, Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state,
+)
 from rlbench.records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Served, StepRow, StopReason
 
 
