@@ -38,7 +38,7 @@ import numpy as np
 from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import processor
 from .clock import RealClock, VirtualClock
-from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, read_config, with_knob
+from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
 from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
 from .guard import eval_figures, step_figures
