@@ -137,7 +137,7 @@ def test_a_sink_holds_what_the_tables_hold(sink, tmp_path, environment):
     assert_holds(sink, folder, environment)
     numbers, notes = in_the_tables(folder)
     assert len(numbers["steps/loss"]) == 6 and "steps/solve_rates" not in numbers and len(numbers["eval/held_out/avg"]) == 3
-    refused, applied = (text for _, text in notes)
+    applied, refused = (text for _, text in notes)
     assert refused.startswith("learning_rate = 5.0 (test, refused): ") and applied == "temperature = 1.2 over 2 versions (test)"
 
 
