@@ -321,7 +321,8 @@ class _Saving(_Looking):
         for knob, value in {**(table or {}), **knobs}.items():
             send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
         attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
-        write_status(self.folder, replace(self.status or Status("starting"), state="starting", pid=os.getpid(), host=os.uname().nodename, updated=time.time(), reason="", books_closed=False))
+        known = {"state": "starting", "pid": os.getpid(), "host": os.uname().nodename, "supervisor": 0, "workers": {}, "updated": time.time(), "reason": "", "books_closed": False}
+        write_status(self.folder, replace(self.status or Status("starting"), **known))
         start_process(self.folder, attempt)
         return self
 
