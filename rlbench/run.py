@@ -337,7 +337,7 @@ def check_resumable(folder: Path, knobs: Mapping[str, object]) -> None:
     for knob, value in knobs.items():
         found.config = with_knob(found.config, knob, value, extra)
         check_built(found.config, found.built)
-    if reason := spent(found):
+    if state == "finished" and (reason := spent(found)):
         raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
 
 # %% ../nbs/80_run.ipynb #run-leftovers

@@ -1,6 +1,7 @@
 """The whole loop saved, and resumed: from a random moment on the virtual clock, and from killed processes."""
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -12,8 +13,9 @@ from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
 from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint
 from rlbench.config import captured_functions, make_config, read_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
-from rlbench.ledger import create_run_folder, read_resumes, read_status, read_table
+from rlbench.ledger import create_run_folder, read_resumes, read_status, read_table, write_status
 from rlbench.loop import FINISHED
+from rlbench.run import check_resumable
 
 
 class Killed(Told):
@@ -89,6 +91,24 @@ def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
             assert driver.state.digest == whole.state.digest
             columns = ["version", "trained_tokens", "solve_rate", "loss", "entropy", "optimizer_steps"]
             assert read_table(driver.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_path):
+    "Nothing is left to train, but the policy is to be saved and the books to be closed; a finished run is refused."
+    whole = a_run(tmp_path / "whole", SYNC)
+    drive(whole)
+    late = a_run(tmp_path / "late", SYNC, {whole.state.seq - 1: tmp_path / "killed"})
+    drive(late)
+    folder = tmp_path / "killed"
+    assert checkpoint_folders(folder)[-1].name == "v000008"
+    write_status(folder, replace(read_status(folder), state="failed"))
+    check_resumable(folder, {})
+    driver = taken_up(folder)
+    drive(driver)
+    check_resumed(driver)
+    assert driver.state.digest == whole.state.digest and read_status(folder).state == "finished"
+    with pytest.raises(ValueError, match="has spent its budget"):
+        check_resumable(folder, {})
 
 
 @pytest.mark.parametrize("seed", range(16))
