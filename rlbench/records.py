@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS', 'TABLES', 'ELSEWHERE',
            'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'Segment', 'prompt_segment', 'observation_segment',
-           'response_segment', 'Rollout', 'said', 'first_turns', 'later_turns', 'span', 'oldest_writer', 'Staleness',
-           'staleness', 'Group', 'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow',
-           'Served', 'EvalRow', 'CommandRow', 'Column']
+           'response_segment', 'Rollout', 'said', 'span', 'oldest_writer', 'Staleness', 'staleness', 'Group',
+           'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
+           'CommandRow', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import numpy as np
@@ -159,18 +159,6 @@ class Rollout:
 def said(rollout: Rollout) -> list[str]:
     "The text of every response that was not judged yet, in order."
     return [*(s.text for s in rollout.responses[:-1]), rollout.text]
-
-
-def first_turns(rollout: Rollout, n: int) -> Rollout:
-    "The rollout as its turn `n` began; n at least 1."
-    segments = tuple(s for s in rollout.segments if s.turn < n or s.turn == n and s.kind == "observation")
-    last = [s for s in segments if s.kind == "response"][-1]
-    return replace(rollout, segments=segments, text=last.text, reason=StopReason.STOP)
-
-
-def later_turns(rollout: Rollout, n: int) -> Rollout:
-    "What `first_turns` leaves out."
-    return replace(rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation"))
 
 # %% ../nbs/00_records.ipynb #records-span
 def span(rollout: Rollout) -> tuple[int, int] | None:

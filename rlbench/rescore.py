@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SEEN', 'DRIFT', 'DRAWS', 'TRIED', 'TRIED_SECONDS', 'NotRead', 'Unread', 'unread', 'stored', 'stored_tokens',
-           'segments_of', 'with_rollouts', 'Limits', 'judged', 'advantages', 'Tokens', 'tokens_of', 'on_tokens',
-           'evidence', 'draws', 'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
+           'with_rollouts', 'Limits', 'judged', 'advantages', 'Tokens', 'tokens_of', 'on_tokens', 'evidence', 'draws',
+           'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
 
 # %% ../nbs/68_rescore.ipynb #rescore-imports
 import math
@@ -21,10 +21,11 @@ import numpy as np
 from .config import FUNCTIONS, RunConfig, captured_functions
 from .curriculum import Curriculum, draw, observe, solve_rate
 from .environment import DeadlinePassed, FunctionFailed, guarded, judge, within
+from .episode import segments_of
 from .knobs import FileFunction, bind, capture, resolve, save_function, unknown
 from .ledger import count_rows, read_table
 from .loss import LossTerms, totals_of
-from .records import Outcome, Rollout, Segment, StopReason, Task, observation_segment, prompt_segment, response_segment, uniforms
+from .records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
 from .reward import correct
 from .steer import in_force
 from .tasks import make_tasks
@@ -85,19 +86,6 @@ def stored_tokens(folder: Path, wanted: set[tuple[int, int]], last: int) -> dict
     since = _since(folder, "tokens", last)
     rows = read_table(folder, "tokens", ["rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn"], since)
     return {(rollout, attempt): segments_of(*columns) for rollout, attempt, *columns in rows.iter_rows() if (rollout, attempt) in wanted}
-
-
-def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None) -> tuple[Segment, ...]:
-    "The segments of a row of the tokens table, turn by turn."
-    whole, turns = [np.asarray(column) for column in (tokens, logprobs, versions, mask)], np.asarray(turn or [0] * len(tokens))
-    found = [prompt_segment(prompt)]
-    for t in dict.fromkeys([*turns.tolist(), *(observed_turn or ())]):
-        if t in (observed_turn or ()):
-            found.append(observation_segment("", t, tokens=np.asarray(observed)[np.asarray(observed_turn) == t]))
-        parts = [column[turns == t] for column in whole]
-        if len(parts[0]):
-            found.append(replace(response_segment(*parts[:3], turn=t), mask=parts[3].astype(np.uint8)))
-    return tuple(found)
 
 
 def with_rollouts(folder: Path, last: int, use: Callable):
