@@ -202,6 +202,8 @@ def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings
         if (kill := kill_in(struck, phase, r.choice(VICTIMS), r, 1 + i * (settings["steps"] - 2) // len(meant))) is None:
             break
         kills.append(kill)
+        if struck.state == "finished":  # it had done all it was for, and died on the way out
+            break
         struck.resume()
     state = wait(struck, 600)
     ended = () if state == "finished" else (f"it ended as {state}: {struck.status.reason}",)
