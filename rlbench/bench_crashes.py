@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .capacity import machine
 from .ledger import ENDED, Follower, read_json, read_table, write_json
 from .run import Run, run, wait
 
@@ -222,6 +223,7 @@ class CrashBench:
     phases: dict[str, int]
     victims: dict[str, int]
     runs: tuple[Crashed, ...]
+    machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         by = ", ".join(f"{count} in {phase}" for phase, count in self.phases.items())
@@ -235,7 +237,7 @@ def summed(runs: Iterable[Crashed]) -> CrashBench:
     count = lambda kept: sum(len(each.kills) for each in runs if kept(each))
     kills = [kill for each in runs for kill in each.kills]
     return CrashBench(len(kills), count(lambda c: not c.exact), count(lambda c: not c.books), count(lambda c: c.equal is True), count(lambda c: c.equal is not None),
-                      {phase: sum(kill.phase == phase for kill in kills) for phase in PHASES}, dict(Counter(kill.victim for kill in kills)), runs)
+                      {phase: sum(kill.phase == phase for kill in kills) for phase in PHASES}, dict(Counter(kill.victim for kill in kills)), runs, machine("torch"))
 
 
 def bench_crashes(kills: int = 30, seed: int = 0, folder: str | Path = "bench-crashes", say: Callable[[str], None] = lambda line: None, **settings) -> CrashBench:
