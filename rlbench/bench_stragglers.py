@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETTING', 'WARM', 'FACTOR', 'WASTED', 'SHOWN', 'ALONE', 'QUICK', 'TAILS', 'virtual_run', 'StragglerRow', 'measure',
-           'arm', 'StragglerBench', 'table', 'MeterRow', 'cut_off_tokens', 'cut_off', 'continuous', 'bench_stragglers']
+           'arm', 'StragglerBench', 'table', 'printed', 'MeterRow', 'cut_off_tokens', 'cut_off', 'continuous',
+           'bench_stragglers']
 
 # %% ../nbs/77_bench_stragglers.ipynb #stragglers-imports
 import tempfile
@@ -55,7 +56,7 @@ class StragglerRow:
     trainer_wait: float  # share of the time
     rollouts_per_s: float  # trained ones
     wasted: float  # share of the generated tokens
-    prefill: float  # prompt tokens computed, against those of the trained rollouts
+    prefill: float  # tokens read before writing, those of an episode's earlier turns included, against the prompt tokens of the trained rollouts
     lag_trajectory: float
     lag_token: float
     lag_max: int
@@ -106,7 +107,7 @@ class StragglerBench:
     meters: tuple["MeterRow", ...]
 
     def __str__(self) -> str:
-        return str(table((*self.rows, *self.synchronous, *self.single))) + "\n" + "\n".join(map(str, self.meters))
+        return "\n\n".join((*map(printed, (self.rows, self.synchronous, self.single)), "\n".join(map(str, self.meters))))
 
 
 SHOWN = ("strategy", "unit", "bound", "seconds", "trainer_wait", "rollouts_per_s", "wasted", "lag_trajectory", "lag_token", "lag_state", "mixed", "drop_bias", "bias_level",
@@ -118,6 +119,12 @@ def table(rows: tuple[StragglerRow, ...]) -> "pl.DataFrame":
     import polars as pl
 
     return pl.DataFrame([{name: round(v, 3) if isinstance(v := getattr(row, name), float) else v for name in SHOWN} for row in rows])
+
+
+def printed(rows: tuple[StragglerRow, ...]) -> str:
+    "The same for a terminal: a column per run."
+    values = {name: [getattr(row, name) for row in rows] for name in SHOWN}
+    return "\n".join(f"{name:<20}" + "".join(f"{f'{v:.3f}' if isinstance(v, float) else '–' if v is None else v:>12}" for v in found) for name, found in values.items())
 
 # %% ../nbs/77_bench_stragglers.ipynb #stragglers-meters
 @dataclass(frozen=True)
