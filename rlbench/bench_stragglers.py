@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETTING', 'WARM', 'FACTOR', 'WASTED', 'SHOWN', 'ALONE', 'QUICK', 'TAILS', 'virtual_run', 'StragglerRow', 'measure',
-           'arm', 'StragglerBench', 'table', 'MeterRow', 'cut_off_tokens', 'cut_off', 'continuous', 'bench_stragglers']
+           'arm', 'StragglerBench', 'table', 'printed', 'MeterRow', 'cut_off_tokens', 'cut_off', 'continuous',
+           'bench_stragglers']
 
 # %% ../nbs/77_bench_stragglers.ipynb #stragglers-imports
 import tempfile
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 # %% ../nbs/77_bench_stragglers.ipynb #stragglers-setting
 SETTING = {
     "clock": "virtual", "generator": "scripted", "placement": "split", "tasks": {"name": "arithmetic"}, "sampler": "uniform", "filter": "none", "preflight": 0, "eval": [],
+    "environment": {"name": "scripted", "low": 1, "high": 4}, "on_resume": "continue",
     "group": 8, "batch": 64, "steps": 20, "concurrency": 160, "max_tokens": 2048, "staleness": 2, "overdue": "wait",
-    "virtual": {"decode": 0.01, "train": 0.0003, "publish": 0.05, "score": 1e-4, "scripted_length": 64.0, "scripted_tail": 0.7, "scripted_hardship": 1.5},
+    "virtual": {"decode": 0.01, "prefill": 1e-5, "train": 0.0003, "publish": 0.05, "score": 1e-4, "scripted_length": 26.0, "scripted_tail": 0.7, "scripted_hardship": 1.5},
 }
 WARM = 4  # batches at the start that are not counted
 FACTOR = 0.5  # of oversampling, where a strategy needs more groups than one batch
@@ -54,12 +56,12 @@ class StragglerRow:
     trainer_wait: float  # share of the time
     rollouts_per_s: float  # trained ones
     wasted: float  # share of the generated tokens
-    prefill: float  # prompt tokens computed, against those of the trained rollouts
+    prefill: float  # tokens read before writing, those of an episode's earlier turns included, against the prompt tokens of the trained rollouts
     lag_trajectory: float
     lag_token: float
     lag_max: int
     mixed: float  # share of trained rollouts written by more than one version
-    lag_state: float | None  # None: no environment has a state here
+    lag_state: float | None  # of the writes in which a turn began
     drop_bias: float
     bias_length: float
     bias_level: float
@@ -92,7 +94,8 @@ def measure(driver: Driver) -> StragglerRow:
 def arm(strategy: str, bound: int = 2, unit: str = "group") -> dict:
     "The knobs of one run."
     more = FACTOR if strategy == "oversample" or bound == 0 and strategy in ("requeue", "partial") else 0.0
-    return {"stragglers": strategy, "straggler_unit": unit, "staleness": bound, "oversample": more, "old_tokens": "mask" if bound == 0 else "train"}
+    found = {"stragglers": strategy, "straggler_unit": unit, "staleness": bound, "oversample": more, "old_tokens": "mask" if bound == 0 else "train"}
+    return found if bound else {**found, "environment": "single", "virtual": {**SETTING["virtual"], "scripted_length": 64.0}}
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ class StragglerBench:
     meters: tuple["MeterRow", ...]
 
     def __str__(self) -> str:
-        return str(table((*self.rows, *self.synchronous, *self.single))) + "\n" + "\n".join(map(str, self.meters))
+        return "\n\n".join((*map(printed, (self.rows, self.synchronous, self.single)), "\n".join(map(str, self.meters))))
 
 
-SHOWN = ("strategy", "unit", "bound", "seconds", "trainer_wait", "rollouts_per_s", "wasted", "lag_trajectory", "lag_token", "mixed", "drop_bias", "bias_level",
+SHOWN = ("strategy", "unit", "bound", "seconds", "trainer_wait", "rollouts_per_s", "wasted", "lag_trajectory", "lag_token", "lag_state", "mixed", "drop_bias", "bias_level",
          "discard_count", "discard_tokens", "unfinished_at_fill")
 
 
@@ -116,6 +119,12 @@ def table(rows: tuple[StragglerRow, ...]) -> "pl.DataFrame":
     import polars as pl
 
     return pl.DataFrame([{name: round(v, 3) if isinstance(v := getattr(row, name), float) else v for name in SHOWN} for row in rows])
+
+
+def printed(rows: tuple[StragglerRow, ...]) -> str:
+    "The same for a terminal: a column per run."
+    values = {name: [getattr(row, name) for row in rows] for name in SHOWN}
+    return "\n".join(f"{name:<20}" + "".join(f"{f'{v:.3f}' if isinstance(v, float) else '–' if v is None else v:>12}" for v in found) for name, found in values.items())
 
 # %% ../nbs/77_bench_stragglers.ipynb #stragglers-meters
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class MeterRow:
     expected_tokens: float | None = None
 
 
-ALONE = {**SETTING, "group": 1, "advantage": "reinforce", "max_tokens": 20_000, "decode_steps": 1}
+ALONE = {**SETTING, "environment": "single", "group": 1, "advantage": "reinforce", "max_tokens": 20_000, "decode_steps": 1}
 QUICK = {"decode": 0.01, "prefill": 0.0, "train": 1e-9, "publish": 1e-6, "score": 1e-9, "scripted_length": 120.0}
 
 

@@ -606,7 +606,9 @@ def spoken(chart: Chart) -> str:
         return chart.aria
     if extent(chart) is None:
         return f"{chart.title}: {chart.empty}"
-    parts = [f"{s.name} {number(item.y)}" for s in chart.series if isinstance(s, Line) for item in labels(replace(chart, series=(s,)))]
+    lines = [s for s in chart.series if isinstance(s, Line)]
+    ends = [(s.name, y[np.isfinite(y)][-1:]) for s in lines for y in (_floats(s.y),) if s.name or len(lines) == 1]  # beside named lines one without a name is a guide
+    parts = [f"{name} {number(y[0] if len(y) else math.nan)}".strip() for name, y in ends]
     for s in chart.series:
         if isinstance(s, Stack):
             parts += [f"{name} {number(_floats(y)[-1])}" for name, y in zip(s.names, s.ys, strict=True)]
@@ -618,7 +620,8 @@ def spoken(chart: Chart) -> str:
             parts.append(f"{len(s.rows)} responses")
     parts += [f"{r.label} {number(r.y)}" for r in chart.references if r.label and number(r.y) not in r.label]
     unit = f" {chart.y_unit}" if chart.y_unit and chart.y_unit != "share" else ""
-    return f"{chart.title}: newest {', '.join(parts)}{unit}" + (f"; {len(chart.marks)} commands marked" if chart.marks else "")
+    newest, count = "newest " if any(isinstance(s, (Line, Stack)) for s in chart.series) else "", len(chart.marks)
+    return f"{chart.title}: {newest}{', '.join(parts)}{unit}" + (f"; {count} command{'s' if count > 1 else ''} marked" if count else "")
 
 # %% ../nbs/60_figures.ipynb #figures-svg
 _DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bars, Ribbons: _draw_ribbons, Intervals: _draw_intervals}
@@ -984,6 +987,7 @@ FATES = {
     "masked": "sky",
     "stale": "amber",
     "aborted": "amber",
+    "rewound": "amber",
     "surplus": "grey",
     "environment_error": "vermilion",
     "lost_generator": "vermilion",

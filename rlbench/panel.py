@@ -321,6 +321,7 @@ STOP_SECONDS = 3.0
 BUTTONS = {
     "pause": ("Pause", "pause", "Hold training and new rollouts"), "go": ("Go", "play", "Release a paused run"), "step": ("Step", "step-forward", "One more version, then hold"),
     "publish": ("Publish now", "upload", "Hand the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate now"),
+    "checkpoint": ("Checkpoint", "save", "Save the whole run as soon as no batch trains; it can be resumed or forked from there"),
     "stop": ("Stop", "stop", "Finish the batch in training, save the policy, close the books, end; asks twice"),
 }
 

@@ -13,7 +13,7 @@ from rlbench.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferen
 from rlbench.run import attach, run
 
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</pre></article><b onclick=alert(1)>", "&lt;&amp;\x00\x1b[31m", "\u202egnal", "'\"`${x}", "</style><style>*{display:none}", "\ud800")
-TAGS = {"div", "style", "article", "p", "span", "b", "small", "h4", "pre", "details", "summary", "em", "i", "section"}
+TAGS = {"div", "style", "article", "p", "span", "b", "small", "h4", "pre", "details", "summary", "em", "i", "section", "h5"}
 
 
 class Tags(HTMLParser):
@@ -63,6 +63,11 @@ def hostile(folder):
         ledger.append("rollouts", at=1.0, rollout=i, **{"try": 0}, group=0, k=i, task=HOSTILE[1], set=words, level=i, fate="trained", reason="stop", outcome="ok", correct=None, reward=None,
                       part_names=[words], part_values=[1.0], length=3, turns=1, oldest=1, newest=1, trained_at=3, message=words, prompt=HOSTILE[0], text=words, answer=words)
         ledger.append("tokens", at=1.0, rollout=i, **{"try": 0}, prompt_tokens=[3], tokens=[3, 10**6, 1], logprobs=[0.0, float("-inf"), float("nan")], versions=[1, 1, 2], mask=[1, 0, 1])
+    for attempt, fate in enumerate(("rewound", "aborted", "trained")):  # an episode of two turns that was begun three times
+        row = {"at": 1.0, "rollout": 50, "try": attempt}
+        ledger.append("rollouts", **row, group=2, k=0, task="t", set="s", level=1, fate=fate, reason="turns", outcome="ok", correct=False, reward=0.0, part_names=[], part_values=[], length=3, turns=2, oldest=1,
+                      newest=4, writer=1, trained_at=6, prompt=HOSTILE[0], text=HOSTILE[1], answer="", said=[*HOSTILE[:3]], states=["", HOSTILE[1]], writers=[-1, 1])
+        ledger.append("tokens", **row, prompt_tokens=[3], tokens=[3, 4, 1], logprobs=[0.0, -1.0, -2.0], versions=[1, 4, 4], mask=[1, 1, 1], turn=[0, 1, 1], observed=[5, 6], observed_turn=[1, 1])
     ledger.append("rollouts", at=1.0, rollout=99, **{"try": 0}, group=1, fate="left_at_stop", length=0, trained_at=-1)  # never sent: nothing else is known
     ledger.close()
     return made
@@ -99,7 +104,11 @@ def test_hostile_text_stays_text(tmp_path):
             page = Tags(b.parts.view.value)
             assert page.tags <= TAGS and page.attributes <= {"class", "title", "aria-label", "role", "open"}
     b.parts.text.value = "ONERROR"
-    assert len(b.parts.found.options) == 1
+    assert len(b.parts.found.options) == 4, "one rollout, and three attempts at an episode"
+    told = rollout_html(folder, 50)
+    for words in ("Turn 2", "2 tokens · by v4 · taken up 3 versions after turn 1", "written by v1, 3 versions old", "environment, 2 tokens", "state of the environment 4", "cut at the limit of turns",
+                  "attempt 0 was put back to before turn 1: its turns 1 to 2, 3 tokens, were undone", "attempt 1 ended (aborted) and was begun again at turn 1"):
+        assert words in told, words
     for pair in pairs(folder):
         assert pair.left.text != pair.right.text
     view = Ranking(folder, HOSTILE[0], least=0)

@@ -135,7 +135,7 @@ def test_guards_and_kept_knobs(live):
 
 
 def test_pause_step_go_and_stop(live):
-    "Pause holds the version, step makes one more, go releases, stop asks twice."
+    "Pause holds the version, a checkpoint is written at once, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
     click = lambda verb: frame(panel).buttons.all[verb].click()
     click("pause")
@@ -145,6 +145,9 @@ def test_pause_step_go_and_stop(live):
     time.sleep(1.5)
     assert live.status.version == version and panel.buttons.all["pause"].disabled is False
     assert frame(panel).light.word == "paused" and panel.buttons.all["pause"].disabled
+    saved = set(live.checkpoints)
+    click("checkpoint")
+    until(lambda: set(live.checkpoints) - saved)
     click("step")
     until(lambda: live.status.version == version + 1)
     time.sleep(1.0)
