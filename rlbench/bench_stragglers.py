@@ -107,7 +107,7 @@ class StragglerBench:
     meters: tuple["MeterRow", ...]
 
     def __str__(self) -> str:
-        return "\n\n".join((*map(printed, (self.rows, self.synchronous, self.single)), "\n".join(map(str, self.meters))))
+        return "\n\n".join((*map(printed, (self.rows, self.synchronous, self.single)), "\n".join(["thrown away", *map(str, self.meters)])))
 
 
 SHOWN = ("strategy", "unit", "bound", "seconds", "trainer_wait", "rollouts_per_s", "wasted", "lag_trajectory", "lag_token", "lag_state", "mixed", "drop_bias", "bias_level",
@@ -135,6 +135,10 @@ class MeterRow:
     discard_tokens: float
     unfinished_at_fill: float
     expected_tokens: float | None = None
+
+    def __str__(self) -> str:
+        formula = "" if self.expected_tokens is None else f" (formula {100 * self.expected_tokens:.2f} %)"
+        return f"{self.case:36s} rollouts {100 * self.discard_count:5.2f} %   tokens {100 * self.discard_tokens:5.2f} %{formula}   unfinished at fill {100 * self.unfinished_at_fill:5.2f} %"
 
 
 ALONE = {**SETTING, "environment": "single", "group": 1, "advantage": "reinforce", "max_tokens": 20_000, "decode_steps": 1}
