@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .config import ConfigError, RunConfig, check_sinks, load_config, value_of
+from .config import ConfigError, RunConfig, check_sinks, load_config
 from .driver import make_pools
 from .figures import COLOURS, Chart, Intervals, Mark, to_svg
 from .knobs import Knob, bind, resolve, unknown

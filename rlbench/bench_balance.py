@@ -9,7 +9,7 @@ __all__ = ['LAG', 'STEPS', 'SETTLE', 'COSTS', 'BASE', 'CASES', 'GRID', 'STARTS',
 # %% ../nbs/82_bench_balance.ipynb #bench-balance-imports
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median

@@ -14,7 +14,6 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from rlbench.figures import (
 from .balance import percent
 from .ledger import ENDED, count_rows, read_table
 from .loop import VERBS
-from .view import Snapshot, View, corners_of, value
+from .view import Snapshot, corners_of, value
 
 if TYPE_CHECKING:
     import polars as pl

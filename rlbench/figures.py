@@ -15,7 +15,7 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np

@@ -557,8 +557,6 @@ class Bounds:
 
 def bounds_of(folder: str | Path) -> Bounds:
     "The ranges of a run's rollouts."
-    import polars as pl
-
     rows = matching(folder, last=None)
     if rows.is_empty():
         return Bounds()

@@ -10,7 +10,7 @@ __all__ = ['KEYS', 'DIGITS', 'ENVIRONMENTS', 'Snapshot', 'content_id', 'Store', 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from .environment import Done, Episode, Observation, SingleTurn, State

@@ -22,7 +22,7 @@ import numpy as np
 
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
-from .ledger import Follower, Place, Status, count_rows, read_status, read_table, state_of
+from .ledger import Follower, Place, Status, count_rows, read_status, state_of
 
 if TYPE_CHECKING:
     import polars as pl

@@ -17,7 +17,6 @@ import numpy as np
 from .balance import MOVES, percent
 from .cards import JUDGED, STALE, WAITS, Facts, facts, helps, judge, light, limit, remedies, shown, why as reason_of, window
 from .figures import items, number
-from .ledger import read_table
 from .view import Snapshot, View, value
 
 # %% ../nbs/76_why.ipynb #why-record
