@@ -14,7 +14,6 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from rlbench.figures import (
 from .balance import percent
 from .ledger import ENDED, count_rows, read_table
 from .loop import VERBS
-from .view import Snapshot, View, corners_of, value
+from .view import Snapshot, corners_of, value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -342,12 +341,14 @@ def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
 
 # %% ../nbs/62_cards.ipynb #cards-length
 def length_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Response length with its cap; share of responses cut off."
+    "Response length with its cap, and in how many turns, where there are several; share of responses cut off."
     marks = marks_of(s)
     base = lengths(s.steps, None, marks)
     cap = over_versions(s, "max_tokens", "limit", "vermilion", "6 3")
     named = [replace(line, name=line.name.replace("–p", "–")) for line in base.series]
-    return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle="p10–p90, p25–p75, median"), truncated_share(s.steps, marks)
+    turns = s.recent["turns"][-1:]
+    note = f"in {number(float(turns[0]), 2)} turns" if len(turns) and turns[0] > 1 else ""
+    return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle=note), truncated_share(s.steps, marks)
 
 
 def time_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -393,9 +394,10 @@ def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Which policy version wrote which part of the newest responses."
     names = [f"level {r.level} {'✓' if r.correct else '✗'}" for r in s.ribbons]
     mixed = sum(len(set(r.versions.tolist())) > 1 for r in s.ribbons)
-    chart = version_ribbons(names, [r.versions for r in s.ribbons])
+    chart = version_ribbons(names, [r.versions for r in s.ribbons], [r.turns for r in s.ribbons])
+    cut = "; a line where a turn begins" if any(len(r.turns) for r in s.ribbons) else ""
     said = f"Who wrote the newest responses: {len(s.ribbons)} of the batch that made version {s.batch}, {mixed} of them by more than one policy version"
-    return (replace(chart, title="Version ribbons", aria=said if s.ribbons else "", subtitle=f"of the batch that made version {s.batch}" if s.ribbons else ""),)
+    return (replace(chart, title="Version ribbons", aria=said if s.ribbons else "", subtitle=f"of v{s.batch}{cut}" if s.ribbons else ""),)
 
 # %% ../nbs/62_cards.ipynb #cards-discard
 def discard_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -672,7 +674,7 @@ def areas(stack: Stack) -> list[Band]:
     return found
 
 # %% ../nbs/62_cards.ipynb #cards-figure
-NOTED = ("time", "staleness", "throughput", "discard")  # cards whose charts say more than their names
+NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard")  # cards whose charts say more than their names
 
 
 def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:

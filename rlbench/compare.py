@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .figures import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour, column, items, number, to_svg
+from .figures import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour, column, number, to_svg
 from .knobs import unknown
 from .ledger import ENDED, state_of
 from .lineage import parent_folder, read_family

@@ -17,7 +17,7 @@ from .records import Fate, Rollout, StopReason
 
 # %% ../nbs/47_drop_bias.ipynb #drop-bias-ended
 KEPT = (Fate.TRAINED, Fate.FILTERED)
-LEFT_OUT = (Fate.EVALUATED, Fate.LEFT_AT_STOP)
+LEFT_OUT = (Fate.EVALUATED, Fate.LEFT_AT_STOP, Fate.REWOUND)
 
 
 class Ended(NamedTuple):

@@ -15,7 +15,7 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -68,8 +68,9 @@ class Bars:
 
 @dataclass(frozen=True, eq=False)
 class Ribbons:
-    "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker."
+    "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker. `cuts` are places along each row that a line marks."
     rows: tuple[tuple[str, tuple[tuple[float, int], ...]], ...]
+    cuts: tuple[tuple[float, ...], ...] = ()
 
 # %% ../nbs/60_figures.ipynb #figures-intervals
 @dataclass(frozen=True, eq=False)
@@ -508,12 +509,16 @@ def _draw_ribbons(f: Frame, s: Ribbons, bins: int) -> str:
     for i, (label, pieces) in enumerate(s.rows):
         at, y = 0.0, f.top + i * pitch
         out += _text(f.left - 6, y + pitch / 2 + 3.5, label, "s", "end")
+        cuts = [float(f.x(cut)) - 0.5 for cut in s.cuts[i]] if s.cuts else []
         for length, n in pieces:
             x, wide = float(f.x(at)), float(f.x(at + length) - f.x(at))
             depth = 0.3 + 0.7 * numbers.index(n) / max(1, len(numbers) - 1)
             out += f'<rect x="{x:.1f}" y="{y + 2:.1f}" width="{max(0.5, wide - 1):.1f}" height="{pitch - 4:.1f}" fill="{colour("blue")}" fill-opacity="{depth:.2g}"/>'
-            out += _text(x + 4, y + pitch / 2 + 3.5, f"v{n}", "g" if depth > 0.6 else "") if text_width(f"v{n}") + 6 < wide else ""
+            need = text_width(f"v{n}") + 6
+            left = max((cut for cut in cuts if x < cut < x + need), default=x)  # a name stands beside a line, not under it
+            out += _text(left + 4, y + pitch / 2 + 3.5, f"v{n}", "g" if depth > 0.6 else "") if left + need < x + wide else ""
             at += length
+        out += "".join(f'<path d="M{cut:.1f} {y:.1f}v{pitch:.1f}" fill="none" stroke="{INK}" stroke-width="1.5"/>' for cut in cuts)
     return out
 
 
@@ -1074,17 +1079,17 @@ def staleness_histogram(lags: Iterable[int], bound: int | None = None) -> Chart:
     )
 
 
-def version_ribbons(names: Sequence[str], versions: Sequence[Sequence[int]]) -> Chart:
-    "A ribbon per response from the version of each of its tokens."
-    rows = []
+def version_ribbons(names: Sequence[str], versions: Sequence[Sequence[int]], turns: Sequence[Sequence[int]] = ()) -> Chart:
+    "A ribbon per response from the version of each of its tokens. `turns`, where given, holds the turn of each token, or nothing for a response of one turn; a line stands where a turn begins."
+    rows, starts = [], tuple(tuple((np.flatnonzero(np.diff(np.asarray(row, int))) + 1.0).tolist()) for row in turns)
     for name, row in zip(names, versions, strict=True):
         row = np.asarray(row, int)
         cuts = np.flatnonzero(np.diff(row)) + 1 if len(row) else []
         rows.append((name, tuple((float(len(piece)), int(piece[0])) for piece in np.split(row, cuts) if len(piece))))
     return Chart(
         "Who wrote the newest responses",
-        (Ribbons(tuple(rows)),) if rows else (),
-        "a piece per policy version",
+        (Ribbons(tuple(rows), starts if any(starts) else ()),) if rows else (),
+        "a piece per policy version" + (", a line where a turn begins" if any(starts) else ""),
         x_label="tokens",
         x_unit="tokens",
         empty="no response yet",

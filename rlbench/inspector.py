@@ -185,7 +185,7 @@ def staleness_in_words(r: StoredRollout) -> str:
         return ""
     over = r.newest - r.oldest
     wrote = f"written by v{r.oldest}" + (f" to v{r.newest}" if over else "")
-    world = f", state of the environment {r.trained_at - 1 - r.writer}" if r.writer >= 0 else ""
+    world = f", {r.trained_at - 1 - r.writer} of the environment's state" if r.writer >= 0 else ""
     return wrote if r.lag is None else f"{wrote}, lag {r.lag} ({over} in flight, {r.lag - over} in queue){world}"
 
 # %% ../nbs/66_inspector.ipynb #inspector-read
@@ -431,7 +431,7 @@ LOOK_STYLE = PALETTE + (
     + ".rl-look .m{background:repeating-linear-gradient(135deg,transparent 0 3px,color-mix(in srgb,currentColor 28%,transparent) 3px 4px);box-shadow:none}"
     f".rl-look .v{{display:inline-block;white-space:nowrap;font:600 10px/1 var(--jp-ui-font-family,system-ui,sans-serif);color:{GROUND};background:{SOFT};border-radius:3px;padding:2px 4px;margin:0 3px 0 1px;vertical-align:1px}}"
     f".rl-look .sw{{outline:1px solid {GRID};margin-right:2px}}"
-    f".rl-look h5{{font-size:12px;font-weight:400;margin:10px 0 2px;color:{SOFT}}}.rl-look h5 b{{font-weight:600;color:{INK};margin-right:6px}}"
+    f".rl-look h5{{font-size:12px;font-weight:400;line-height:1.35;margin:10px 0 2px;color:{SOFT}}}.rl-look h5 b{{font-weight:600;color:{INK};margin-right:6px}}"
     f".rl-look .env{{border-left:3px solid {GRID};margin:4px 0 0 12px;padding:0 0 0 10px}}.rl-look .env small{{display:block}}.rl-look .back{{margin:10px 0 0;font-size:12px;color:var(--rl-no)}}"
     ".rl-look .gap{display:block;text-align:center;margin:6px 0;color:" + SOFT + "}"
     ".rl-legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:11px;margin:8px 0 0!important}.rl-legend>span{white-space:nowrap}"
@@ -557,8 +557,6 @@ class Bounds:
 
 def bounds_of(folder: str | Path) -> Bounds:
     "The ranges of a run's rollouts."
-    import polars as pl
-
     rows = matching(folder, last=None)
     if rows.is_empty():
         return Bounds()
@@ -681,7 +679,7 @@ def widen(p: Parts, b: Bounds) -> None:
 # %% ../nbs/66_inspector.ipynb #inspector-box
 BROWSER_STYLE = PALETTE + (
     ".rl-browser.rl-browser{display:block;container-type:inline-size;width:100%;overflow:hidden!important}.rl-browser .rl-filters{display:flex;flex-flow:row wrap;gap:2px 10px}"
-    ".rl-browser .rl-filters>*{width:auto;flex:1 1 260px;max-width:400px;min-width:0}.rl-browser .rl-filters>button{flex:0 0 auto}.rl-browser .widget-label{min-width:0}"
+    ".rl-browser .rl-filters>*{width:auto;flex:1 1 260px;max-width:400px;min-width:0}.rl-browser .rl-filters>button{flex:0 0 auto}.rl-browser .widget-readout{min-width:84px;margin-left:8px}.rl-browser .widget-label{min-width:0}"
     ".rl-browser .rl-body{display:grid;grid-template-columns:minmax(0,2fr) minmax(0,3fr);gap:12px;overflow:visible!important}@container (max-width:1000px){.rl-browser .rl-body{grid-template-columns:minmax(0,1fr)}}"
     ".rl-browser .rl-list,.rl-browser .rl-detail{display:block}.rl-browser .rl-list>.widget-select{width:auto;height:auto;margin:0 0 4px}.rl-browser .rl-list .widget-label{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}"
     ".rl-browser select[multiple],.rl-browser .widget-select select{font:12px/1.5 var(--jp-code-font-family,ui-monospace,monospace);width:100%;max-width:none;height:30em}"

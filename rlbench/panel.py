@@ -102,7 +102,7 @@ class KnobRow:
         self.shown, self.waiting, self.error, self.showing = k.value, "", "", 0
         self.control, self.typed = control_of(k)
         self.said = w.HTML()
-        name = w.HTML(f'<span class="rl-name" title="{escape(told_range(k), quote=True)}">{escape(k.field)}</span>')
+        name = w.HTML(f'<span class="rl-name" title="{escape(told_range(k), quote=True)}">{escape(k.field).replace("_", "_<wbr>")}</span>')
         controls = [name, self.control, *([self.typed] if self.typed else [])]
         self.widget = w.VBox([w.HBox(controls).add_class("rl-knob-controls"), self.said])
         for name in ("rl-knob", f"rl-knob-{k.field.replace('.', '-')}"):

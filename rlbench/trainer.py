@@ -11,7 +11,7 @@ __all__ = ['Forward', 'TrainerConfig', 'Row', 'Arrays', 'prepare', 'parts', 'spl
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch

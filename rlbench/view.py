@@ -22,7 +22,7 @@ import numpy as np
 
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
-from .ledger import Follower, Place, Status, count_rows, read_status, read_table, state_of
+from .ledger import Follower, Place, Status, count_rows, read_status, state_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -139,6 +139,7 @@ class Ribbon:
     level: int
     correct: bool | None
     versions: np.ndarray  # int [T]
+    turns: np.ndarray  # int [T]: turn of each token; empty if there is one turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +208,7 @@ ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment"
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
-    "bias_length", "bias_level", "bias_turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
+    "bias_length", "bias_level", "bias_turns", "turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
     "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "publish_seconds", *ACTOR_COLUMNS,
 )  # numbers that are drawn
@@ -253,8 +254,8 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
     weighed = rows.select("versions", "mask").explode("versions", "mask").filter(pl.col("mask") > 0)["versions"].drop_nulls().to_numpy()
     lags = np.bincount(np.maximum(0, version - 1 - weighed)) * every if len(weighed) else np.zeros(0, int)
     chosen = rows[sorted({len(rows) * i // shown for i in range(shown)} if len(rows) else set())]
-    names = ("rollout", "level", "correct", "versions")
-    return version, lags, tuple(Ribbon(r, n or 0, c, np.array(v, int)) for r, n, c, v in chosen.select(names).iter_rows())
+    names = ("rollout", "level", "correct", "versions", "turn")
+    return version, lags, tuple(Ribbon(r, n or 0, c, np.array(v, int), np.array(t or (), int)) for r, n, c, v, t in chosen.select(names).iter_rows())
 
 # %% ../nbs/58_view.ipynb #view-view
 class View:
@@ -268,7 +269,7 @@ class View:
         self.bins = Bins([*STEP_COLUMNS, "tokens_so_far"], ["version", "at", "tokens_so_far"], bins)
         self.recent = np.zeros((0, len(STEP_COLUMNS) + 1))
         self.follower = Follower(self.folder, TABLE_COLUMNS)
-        self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask")})
+        self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask", "turn")})
         self.frames: dict[str, pl.DataFrame] = {}
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
         self.lost: Mapping[int, tuple[int, float]] = {}

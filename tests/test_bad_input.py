@@ -1,7 +1,6 @@
 """What is refused: before a folder exists, by the actor that loads the model, or by a disk that is full."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys

@@ -106,7 +106,7 @@ def test_hostile_text_stays_text(tmp_path):
     b.parts.text.value = "ONERROR"
     assert len(b.parts.found.options) == 4, "one rollout, and three attempts at an episode"
     told = rollout_html(folder, 50)
-    for words in ("Turn 2", "2 tokens · by v4 · taken up 3 versions after turn 1", "written by v1, 3 versions old", "environment, 2 tokens", "state of the environment 4", "cut at the limit of turns",
+    for words in ("Turn 2", "2 tokens · by v4 · taken up 3 versions after turn 1", "written by v1, 3 versions old", "environment, 2 tokens", "4 of the environment&#x27;s state", "cut at the limit of turns",
                   "attempt 0 was put back to before turn 1: its turns 1 to 2, 3 tokens, were undone", "attempt 1 ended (aborted) and was begun again at turn 1"):
         assert words in told, words
     for pair in pairs(folder):

@@ -6,10 +6,13 @@ import pytest
 from inline import check_books, inline_run
 from test_loop import a_world
 
+from rlbench.cards import card_html
 from rlbench.config import make_config, read_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
+from rlbench.figures import number
 from rlbench.ledger import create_run_folder, read_table
 from rlbench.store import Drawn
+from rlbench.view import View
 
 STORE = {"model": "tiny", "tasks": {"name": "chains", "low": 2}, "environment": "store", "group": 4, "batch": 16, "steps": 3, "max_tokens": 40, "observation_tokens": 32, "concurrency": 16,
          "filter": "none", "preflight": 0, "eval": [{"count": 8}], "staleness": 0, "sampler": "uniform", "checkpoint_every": 0}
@@ -52,6 +55,9 @@ def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch
     trained = read_table(driver.folder, "rollouts").filter(pl.col("fate") == "trained").join(rows, on=["rollout", "try"])
     assert trained["mask"].list.sum().sum() == steps["trained_tokens"].sum() == trained["length"].sum()
     assert {*read_table(driver.folder, "rollouts")["reason"]} <= {"stop", "length", "turns"}
+    seen = View(driver.folder).poll()
+    assert any(len(set(r.turns.tolist())) > 1 for r in seen.ribbons) and all(len(r.turns) in (0, len(r.versions)) for r in seen.ribbons)
+    assert "a line where a turn begins" in card_html("ribbons", seen) and f"in {number(steps['turns'][-1], 2)} turns" in card_html("length", seen)
     again = inline_run(tmp_path, "b", STORE | {"generator": "torch"})
     assert again.state.digest == driver.state.digest
 
