@@ -742,11 +742,15 @@ def _traces(s) -> list:
             {"x": list(s.values), "y": list(s.labels), "orientation": "h"} if s.horizontal else {"x": list(s.labels), "y": list(s.values)}
         )
         return [go.Bar(**across, text=list(s.notes) or None, marker_color=[COLOURS[r] for r in s.roles], name="", showlegend=False)]
-    pieces = [(label, length, n) for label, row in s.rows for length, n in row]
-    return [
+    names = [label + "\u200b" * i for i, (label, _) in enumerate(s.rows)]  # rows of one name stay rows of their own
+    pieces = [(label, length, n) for label, (_, row) in zip(names, s.rows, strict=True) for length, n in row]
+    bars = [
         go.Bar(x=[length], y=[label], orientation="h", name=f"v{n}", text=f"v{n}", marker_color=COLOURS["blue"], showlegend=False)
         for label, length, n in pieces
     ]
+    cuts = [(cut, label) for label, row in zip(names, s.cuts) for cut in row]
+    line = {"symbol": "line-ns", "size": 16, "line": {"width": 2, "color": "black"}}
+    return [*bars, *([go.Scatter(x=[x for x, _ in cuts], y=[y for _, y in cuts], mode="markers", marker=line, name="", showlegend=False)] if cuts else [])]
 
 # %% ../nbs/60_figures.ipynb #figures-plotly-three
 def _error(value, lo, hi) -> dict:
