@@ -125,7 +125,7 @@ def on_observed(state: LoopState, e: Observed, actions: list) -> None:
     if member is None or member.status != "scoring" or e.turn != len(member.turns) + 1:
         return
     member.turns.append(Mark(member.tokens, member.seconds, member.oldest, member.hash, State(e.state, e.writer)))
-    member.tried, state.failures = 0, 0
+    member.tried = 0  # failures in a row go on being counted: an environment that fails in every second turn fails
     if state.groups[member.group].doom:
         member.status = "done"
         state.touched.append(member.group)
@@ -711,6 +711,7 @@ def decide_score(state: LoopState, actions: list) -> None:
         if cut and not group.doom and (cut == "surplus" or member.reason is StopReason.ABORTED):
             put_off(state, member, group, cut, actions)
         elif group.doom or member.reason is StopReason.ABORTED:
+            state.refused += not group.doom and not group.eval  # nobody asked for it to be stopped
             member.status = "done"
             doom(state, group, Fate.ABORTED)
         elif any(a.kind == "environment" and a.up for a in state.actors.values()):
@@ -743,6 +744,7 @@ def settle(state: LoopState, group: GroupState, actions: list) -> None:
         _close_evaluated(state, group, members)
         close_group(state, group, Fate.EVALUATED, actions)
     else:
+        state.refused = 0
         if valid:
             stage(state, group, len(valid), sum(bool(m.correct) for m in valid))
             actions.append(Write("steps", Served(group.id)))
@@ -810,6 +812,8 @@ def hopeless(state: LoopState) -> str:
     c = state.config
     if state.failures >= max(FAILED_LEAST, FAILED_BATCHES * c.batch):
         return f"scoring failed {state.failures} times in a row: {state.failure}"
+    if state.refused >= FAILED_BATCHES * c.batch_groups:
+        return f"the generator would not write a response of {state.refused} groups in a row; run.log says why"
     if state.fruitless >= FRUITLESS_BATCHES * c.batch_groups:
         return f"{state.fruitless} groups in a row all passed or all failed: nothing to learn from; change the tasks, the band, the group size or the filter"
     return ""

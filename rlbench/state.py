@@ -435,6 +435,7 @@ class Counts:
     dispatched_groups: int = 0
     next_rollout: int = 0
     fruitless: int = 0  # filtered groups in a row
+    refused: int = 0  # groups in a row of which the generator would not write a response
     failures: int = 0  # failed scorings in a row
     failure: str = ""
     digest: str = ""

@@ -124,3 +124,10 @@ def test_random_worlds_rewind():
     "The worlds of the loop's test hold what is claimed for them: episodes that are rewound, and others that keep turns."
     worlds = [a_world(seed, False, False).run() for seed in range(0, 60, 3)]
     assert sum(world.watch.rewound for world in worlds) > 5 and any(len(marks) > 1 for world in worlds for marks in world.watch.marks.values())
+
+
+def test_words_that_the_policy_cannot_read_end_the_run(tmp_path):
+    "An environment whose second turn is in letters that the model has no tokens for: it answers the first one, and that is not enough."
+    driver = inline_run(tmp_path, "a", STORE | {"generator": "torch", "environment": "scripted", "steps": 50, "eval": []})
+    assert driver.state.phase == "failed" and "would not write" in driver.state.reason, driver.state.reason
+    check_books(driver)
