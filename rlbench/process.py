@@ -122,8 +122,8 @@ def close_books(folder: Path, reason: str) -> Status:
 
 # %% ../nbs/65_process.ipynb #process-rescue
 def clear(folder: Path) -> None:
-    "Save the newest published weights of a run that failed, unless nothing was published, and remove their file."
-    if (folder / WEIGHTS_FILE).exists():
+    "Save the newest weights that a failed run left, published ones or those of a checkpoint, and remove their file."
+    if (folder / WEIGHTS_FILE).exists() or read_status(folder).state == "failed" and any((folder / "checkpoints").glob("v*")):
         try:
             version = rescue(folder)
             saved = f"; the policy of version {version} is saved" if version >= 0 else "; nothing was published, so no policy is saved"
@@ -135,13 +135,17 @@ def clear(folder: Path) -> None:
 
 
 def rescue(folder: Path) -> int:
-    "Save what is in the mapped file as the run's policy; returns the version, -1 if there is nothing."
+    "Save what is in the mapped file, or in the newest checkpoint, as the run's policy; returns the version, -1 if there is nothing."
+    from rlbench.checkpoint import TRAINER, checkpoint_folders, find_checkpoint, read_manifest, read_weights
     from rlbench.config import read_config
     from rlbench.model import load_policy, save_policy
     from rlbench.publish import fill
 
     policy = load_policy(read_config(folder).model)
-    version = fill(policy.model, folder / WEIGHTS_FILE)
+    version = fill(policy.model, folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else -1
+    if version < 0 and checkpoint_folders(folder):
+        read_weights((newest := find_checkpoint(folder)) / TRAINER, policy.model)
+        version = read_manifest(newest).version
     if version >= 0:
         save_policy(policy, folder / "policy")
     return version
