@@ -299,8 +299,9 @@ def number(value: float, sign: bool = False) -> str:
 
 
 def repeats(config: RunConfig) -> bool:
-    "Whether two runs of a configuration must be equal to the bit."
-    return (config.staleness == 0 or config.clock == "virtual") and not config.minutes
+    "Whether two runs of a configuration must be equal to the bit: on the virtual clock, and in whole waves that nothing measured turns a knob of."
+    waves = config.staleness == 0 and config.stragglers in ("in_flight", "wait") and config.balance.mode != "act" and not config.guards
+    return (waves or config.clock == "virtual") and not config.minutes
 
 # %% ../nbs/81_ablation.ipynb #ablation-result
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from .capacity import machine
 from .config import load_config, make_config, to_toml
 from .driver import Driver, drive, make_pools
 from .ledger import create_run_folder, read_json, read_table, write_json
-from .run import free_name, run, wait
+from .run import ending, free_name, run
 
 # %% ../nbs/82_bench_balance.ipynb #bench-balance-cases
 LAG, STEPS, SETTLE = 2.0, 120, 40  # versions: target of the lag, length of a run, and those left out as the way there
@@ -131,16 +131,14 @@ class Timed:
 def timed(start: str, pair: int, mode: str, runs: Path, seconds: float) -> Timed:
     "Start a run, let it train for `seconds` from its first batch on, stop it. TimeoutError if it does not start."
     table = {**load_config("tiny").model_dump(), **REAL, **STARTS[start], "name": free_name(runs, f"{start}-{mode}-{pair}"), "balance": {"mode": mode, "lag": LAG}}
-    live, limit = run(table, runs=runs), time.monotonic() + PATIENCE
-    while (status := live.status) is None or status.version < 1:
-        if time.monotonic() > limit or live.state not in ("starting", "running"):
-            live.stop() if live.state in ("starting", "running") else None
-            raise TimeoutError(f"run {live.name!r}: no batch within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log")
-        time.sleep(0.1)
-    time.sleep(seconds)
-    config = live.settings
-    live.stop(author="bench")
-    wait(live, 120)
+    with ending(run(table, runs=runs)) as live:
+        limit = time.monotonic() + PATIENCE
+        while (status := live.status) is None or status.version < 1:
+            if time.monotonic() > limit or live.state not in ("starting", "running"):
+                raise TimeoutError(f"run {live.name!r}: no batch within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log")
+            time.sleep(0.1)
+        time.sleep(seconds)
+        config = live.settings
     first = live.steps["at"].min()
     rows = live.steps.filter((live.steps["version"] > 1) & (live.steps["at"] <= first + seconds))
     if not len(rows):
@@ -156,7 +154,7 @@ def bench_pairs(start: str, pairs: int, folder: Path, seconds: float, say: Calla
     found = []
     for pair in range(pairs):
         for mode in ("off", "act") if pair % 2 == 0 else ("act", "off"):
-            path = folder / f"{start}-{pair}-{mode}.json"
+            path = folder / f"{start}-{pair}-{mode}-{seconds:g}s.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, asdict(timed(start, pair, mode, folder / "runs", seconds)))

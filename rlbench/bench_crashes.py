@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'VICTIMS', 'NOT_FINAL', 'SETTINGS', 'PLACES', 'KILLS_A_RUN', 'Under', 'Phases', 'Kill', 'strike', 'killed',
-           'kill_in', 'exactness', 'open_books', 'Crashed', 'untouched', 'crash', 'CrashBench', 'summed',
+           'kill_in', 'exactness', 'open_books', 'Crashed', 'key_of', 'untouched', 'crash', 'CrashBench', 'summed',
            'bench_crashes']
 
 # %% ../nbs/82_bench_crashes.ipynb #bench-crashes-imports
@@ -17,11 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 from .capacity import machine
 from .ledger import ENDED, Follower, read_json, read_table, write_json
-from .run import Run, run, wait
+from .run import Run, ending, run, wait
 
 # %% ../nbs/82_bench_crashes.ipynb #bench-crashes-phase
 PHASES = ("generation", "training", "publish or save")
@@ -180,13 +181,18 @@ class Crashed:
     seconds: float
 
 
+def key_of(settings: dict) -> str:
+    "A short name for settings, for files that hold only with them."
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
 def untouched(folder: Path, settings: dict) -> str:
     "The digest of the synchronous run that nobody kills; made once."
-    path = folder / "untouched.json"
+    path = folder / f"untouched-{key_of(settings)}.json"
     if not path.exists():
         shutil.rmtree(folder / "untouched", ignore_errors=True)
-        whole = run("tiny", runs=folder, name="untouched", placement="colocated", staleness=0, **settings)
-        state = whole.wait(600)
+        with ending(run("tiny", runs=folder, name="untouched", placement="colocated", staleness=0, **settings)) as whole:
+            state = whole.wait(600)
         if state != "finished":
             raise RuntimeError(f"the run that nobody kills is {state}: {whole.status.reason}")
         write_json(path, {"digest": whole.status.digest})
@@ -197,16 +203,16 @@ def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings
     "Start a run, kill it in these phases one after the other and resume it each time, lead it to its end, check."
     (placement, staleness), r, began, kills = PLACES[number % len(PLACES)], random.Random(f"{seed} {number}"), time.monotonic(), []
     shutil.rmtree(folder / f"run-{number:02d}", ignore_errors=True)
-    struck = run("tiny", runs=folder, name=f"run-{number:02d}", placement=placement, staleness=staleness, **settings)
     meant = list(meant)
-    for i, phase in enumerate(meant):
-        if (kill := kill_in(struck, phase, r.choice(VICTIMS), r, 1 + i * (settings["steps"] - 2) // len(meant))) is None:
-            break
-        kills.append(kill)
-        if struck.state == "finished":  # it had done all it was for, and died on the way out
-            break
-        struck.resume()
-    state = wait(struck, 600)
+    with ending(run("tiny", runs=folder, name=f"run-{number:02d}", placement=placement, staleness=staleness, **settings)) as struck:
+        for i, phase in enumerate(meant):
+            if (kill := kill_in(struck, phase, r.choice(VICTIMS), r, 1 + i * (settings["steps"] - 2) // len(meant))) is None:
+                break
+            kills.append(kill)
+            if struck.state == "finished":  # it had done all it was for, and died on the way out
+                break
+            struck.resume()
+        state = wait(struck, 600)
     ended = () if state == "finished" else (f"it ended as {state}: {struck.status.reason}",)
     equal = None if staleness else struck.status.digest == digest
     return Crashed(number, placement, staleness, tuple(kills), state, (*ended, *exactness(struck)), tuple(open_books(struck)), equal, round(time.monotonic() - began, 1))
@@ -248,7 +254,7 @@ def bench_crashes(kills: int = 30, seed: int = 0, folder: str | Path = "bench-cr
     folder.mkdir(parents=True, exist_ok=True)
     settings, so_far = SETTINGS | settings, summed(())
     while so_far.kills < kills:
-        path = folder / f"{seed}-{len(runs):02d}.json"
+        path = folder / f"{seed}-{key_of(settings)}-{len(runs):02d}.json"
         if not path.exists():
             write_json(path, asdict(crash(len(runs), _meant(so_far, kills), folder, untouched(folder, settings), settings, seed)))
         told = read_json(path)

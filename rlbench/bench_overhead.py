@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .capacity import machine
-from .run import Run, attach, free_name, run, wait
+from .run import Run, attach, ending, free_name, run, wait
 
 # %% ../nbs/89_bench_overhead.ipynb #overhead-shares
 ACTORS, PARTS = ("generator", "trainer"), ("compute", "publish", "wait", "overhead")
@@ -49,8 +49,8 @@ def _arm(folder: Path, number: int, placement: str, say: Callable[[str], None]) 
     name = f"{placement}-{number}"
     if (folder / name / "config.toml").is_file() and attach(name, runs=folder).state == "finished":
         return attach(name, runs=folder)
-    measured = run("tiny", runs=folder, name=name if not (folder / name).exists() else free_name(folder, name), placement=placement, seed=number, eval=[], preflight=0)
-    state = wait(measured, 900)
+    with ending(run("tiny", runs=folder, name=name if not (folder / name).exists() else free_name(folder, name), placement=placement, seed=number, eval=[], preflight=0)) as measured:
+        state = wait(measured, 900)
     if state != "finished":
         raise RuntimeError(f"run: {measured.folder} {state}: {measured.status.reason}; see its run.log")
     say(f"{measured.name}: {measured.status.version} versions in {measured.status.seconds:.1f} s")

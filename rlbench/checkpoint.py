@@ -6,7 +6,7 @@
 __all__ = ['PLAIN', 'CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 'TRAINER', 'ROOM', 'Arrays', 'pack',
            'unpack', 'Manifest', 'Torn', 'read_manifest', 'checkpoint_folders', 'find_checkpoint', 'begin_checkpoint',
            'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest', 'Checkpoint', 'load_checkpoint', 'load_newest',
-           'install_checkpoint', 'write_trainer', 'read_weights', 'read_trainer']
+           'write_trainer', 'read_weights', 'read_trainer']
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-imports
 import errno
@@ -30,7 +30,6 @@ from safetensors.numpy import load_file, save_file
 from .config import RunConfig, captured_functions, make_config
 from .ledger import count_rows, read_json, write_json
 from .state import LoopState
-from .records import TABLES
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-pack
 @dataclass
@@ -280,23 +279,6 @@ def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] 
             return load_checkpoint(folder, extra)
         except (ValueError, OSError) as error:
             torn.append(Torn(folder, str(error)))
-
-# %% ../nbs/53_checkpoint.ipynb #checkpoint-install
-def install_checkpoint(checkpoint: Checkpoint, into: str | Path, config: RunConfig | None = None) -> Path:
-    "Copy a checkpoint into another run's folder as its beginning, with another configuration if one is given. Returns the new checkpoint's folder."
-    into, folder = Path(into), checkpoint.folder
-    aside = into / CHECKPOINTS / f".{folder.name}.{secrets.token_hex(4)}"
-    shutil.copytree(folder, aside)
-    data = read_json(folder / STATE)
-    state, alive = data["state"], checkpoint.state
-    if config is not None:
-        state.update(config=pack(config, Arrays()), built=pack(config, Arrays()), ramps=[], commands=[])
-    written = sum(m.tokens for m in alive.members.values())
-    data["kept"]["memory"]["marked_tokens"] += written - state["generated_tokens"]
-    state.update(books={}, dispatched=len(alive.members), generated_tokens=written)
-    (aside / STATE).write_text(json.dumps(data, separators=(",", ":")))
-    (aside / MANIFEST).unlink()
-    return finish_checkpoint(aside, replace(checkpoint.manifest, rows=dict.fromkeys(TABLES, -1), attempt=0))
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-trainer
 ROOM = 16_000_000  # bytes that stay free beside a checkpoint, for the tables

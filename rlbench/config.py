@@ -340,7 +340,7 @@ AFTER_RESUME = ("keep", "drop")
 class _Keep(BaseModel):
     "When the whole run is saved, and what a resume takes up."
 
-    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="save the whole run after so many versions; 0: not by versions", apply="now")] = 20
+    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="save the whole run after so many versions; 0: not by versions, and if not by minutes either, not before a stop", apply="now")] = 20
     checkpoint_minutes: Annotated[float, Knob(0, 1e6, unit="min", help="save the whole run after so many minutes; 0: not by time", apply="now")] = 0.0
     checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +172,7 @@ def bench_delay(folder: str | Path = "bench-delay", seeds: int = 5, delays: Sequ
     for seed in range(seeds):
         for delay in delays:
             for arm in arms():
-                path = Path(folder) / f"{arm}-{delay}-{seed}.json"
+                path = Path(folder) / f"{arm}-{delay}-{seed}{'' if sizes == Sizes() else '-' + '-'.join(map(str, astuple(sizes)))}.json"
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_json(path, asdict(train_delayed(arm, delay, seed, sizes)))

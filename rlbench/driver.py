@@ -789,7 +789,7 @@ def beyond(folder: Path, last: Mapping[str, int], alive: set[tuple[int, int]]) -
 # %% ../nbs/55_driver.ipynb #driver-pick-up
 def pick_up(driver: "Driver") -> None:
     "Make the run go on from its checkpoint: say which rows are lost, book them, and put the loop's state in order."
-    start, state, m = driver.begun, driver.state, driver.memory
+    start, state, m, waited = driver.begun, driver.state, driver.memory, tuple(driver.state.commands)
     last, first = start.manifest.rows, {table: seq + 1 for table, seq in driver.ledger.last().items()}
     alive = {(each.id, each.attempt) for each in state.members.values()}
     found = beyond(driver.folder, last, alive)
@@ -812,7 +812,10 @@ def pick_up(driver: "Driver") -> None:
         CARRY[type(action)](driver, action)
     _forget_evaluations(driver)
     driver.append("events", kind="Resumed", fields=json.dumps({"attempt": driver.attempt, "checkpoint": start.folder.name, "version": state.version, "lost": len(lost), "undone": undone}))
-    state.commands += [event for event in commands(driver) if event.knob != "stop"]
+    for event in (*(c for c in waited if c.knob == "stop"), *commands(driver)):
+        state.commands += [event] if event.knob != "stop" else []
+        if event.knob == "stop" and event.author != driver.asked_to_end:  # what the process itself asks for, it asks again
+            refuse(driver, event, "stop: the run was resumed after it was asked for; ask again")
 
 
 def undone_commands(driver: "Driver", last: int) -> list[str]:
@@ -822,12 +825,13 @@ def undone_commands(driver: "Driver", last: int) -> list[str]:
     for path in (driver.folder / "commands" / "done").glob("*.json"):
         if path.stem not in answered:
             os.replace(path, driver.folder / "commands" / path.name)
-    undone = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")]
+    undone, waits = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")], {c.id for c in driver.state.commands}
     for row in undone:
         told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
-        driver.append("commands", **told, status="lost", reason="it took effect after the checkpoint that the run was resumed from; ask again", apply="", version=driver.state.version,
+        why = "it takes effect once more" if row["command"] in waits else "ask again"
+        driver.append("commands", **told, status="lost", reason=f"it took effect after the checkpoint that the run was resumed from; {why}", apply="", version=driver.state.version,
                       dispatched=driver.state.dispatched_groups)
-    return [row["command"] for row in undone]
+    return [row["command"] for row in undone if row["command"] not in waits]
 
 
 def _forget_evaluations(driver: "Driver") -> None:

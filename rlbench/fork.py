@@ -83,7 +83,7 @@ def _change_tasks(state: LoopState, kept: Kept, extra: Mapping) -> None:
         raise ValueError("tasks: the set is empty; choose other levels or another set")
     name = next(name for n in range(2, len(state.pools) + 3) if (name := f"train-{n}") not in state.pools)
     kept.pools[name], state.pools[name], state.pool = tasks, len(tasks), name
-    state.curriculum, state.staged, state.fruitless = Curriculum([t.level for t in tasks], draws=state.curriculum.draws), [], 0
+    state.curriculum, state.staged, state.fruitless, state.late.again = Curriculum([t.level for t in tasks], draws=state.curriculum.draws), [], 0, []
 
 
 def _change_eval(state: LoopState, kept: Kept, pools: Mapping[str, list[Task]], point: Checkpoint) -> None:
@@ -97,7 +97,7 @@ def _change_eval(state: LoopState, kept: Kept, pools: Mapping[str, list[Task]], 
 
 def _begin_books(state: LoopState, kept: Kept) -> None:
     "Books that hold what is alive."
-    written = sum(m.tokens for m in state.members.values() if m.status not in ("to_send", "generating"))
+    written = sum(m.tokens for m in state.members.values())
     kept.memory.marked_tokens += written - state.generated_tokens
     state.books, state.dispatched, state.generated_tokens = {}, len(state.members), written
 

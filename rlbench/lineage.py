@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILY_FILE', 'REPLAY_FILE', 'BY_PLACE', 'BY_EVENT', 'OWN', 'Family', 'write_family', 'read_family', 'parent_folder',
-           'Said', 'said_of', 'Script', 'due_by_place', 'due_by_event', 'come', 'write_script', 'read_script',
-           'journal_of']
+           'Said', 'standing', 'said_of', 'Script', 'due_by_place', 'due_by_event', 'come', 'write_script',
+           'read_script', 'journal_of']
 
 # %% ../nbs/49_lineage.ipynb #lineage-imports
 import json
@@ -91,10 +91,18 @@ class Said:
         return self.version, self.dispatched, self.training
 
 
+def standing(journal: "pl.DataFrame") -> "pl.DataFrame":
+    "The rows of a journal whose effect no resume has undone, in order."
+    import polars as pl
+
+    undone = journal.filter(pl.col("status") == "lost").group_by("command").agg(pl.col("seq").max().alias("until"))
+    return journal.join(undone, on="command", how="left").filter(pl.col("until").is_null() | (pl.col("seq") > pl.col("until"))).drop("until").sort("seq")
+
+
 def said_of(journal: "pl.DataFrame", by: str, until: int) -> list[Said]:
     "The commands of a journal that a replay up to version `until` needs, in the order in which it needs them."
-    found, undone, last = [], {row["command"] for row in journal.iter_rows(named=True) if row["status"] == "lost"}, journal["attempt"].max()
-    for row in journal.filter(~journal["command"].is_in(list(undone))).sort("seq").iter_rows(named=True):
+    found, last = [], journal["attempt"].max()
+    for row in standing(journal).iter_rows(named=True):
         own, sent = row["author"] in OWN, (row["heard"] if row["heard"] is not None else -1) >= 0
         telling = row["knob"] not in ("alert", "checkpoint") and not (row["knob"] == "stop" and row["attempt"] < last)
         if sent if by == BY_EVENT else row["status"] == "applied" and telling and row["version"] <= until:

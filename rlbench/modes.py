@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .capacity import machine
 from .ledger import read_json, write_json
-from .run import Run, free_name, run, wait
+from .run import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
     import polars as pl
@@ -112,8 +112,8 @@ def bench_modes(folder: str | Path = "bench-modes", seeds: int = 3, modes: Mappi
             path = Path(folder) / f"{mode.replace(' ', '-').replace(',', '')}-{seed}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                ended = run("tiny", runs=Path(folder) / "runs", name=free_name(Path(folder) / "runs", path.stem), seed=seed, **modes[mode].knobs)
-                wait(ended, 900)
+                with ending(run("tiny", runs=Path(folder) / "runs", name=free_name(Path(folder) / "runs", path.stem), seed=seed, **modes[mode].knobs)) as ended:
+                    wait(ended, 900)
                 write_json(path, asdict(measure(mode, seed, ended)))
             found.append(Measured(**read_json(path)))
             say(f"{mode}, seed {seed}: {found[-1].seconds:.1f} s, held-out {found[-1].held_out:.3f}")

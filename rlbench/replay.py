@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .checkpoint import CHECKPOINTS, load_checkpoint
 from .config import RunConfig, captured_functions, load_config, presets, read_config, to_toml
 from .ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
-from .lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, write_family, write_script
+from .lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, standing, write_family, write_script
 from .loop import VERBS
 from .report import DECIDE
 
@@ -37,14 +37,14 @@ def begun_with(folder: Path) -> RunConfig:
 
 def always_waves(config: RunConfig, journal: "pl.DataFrame") -> bool:
     "Whether the run went in whole waves all the time. `journal`: the commands table."
-    applied = journal.filter(journal["status"] == "applied")
+    applied = standing(journal.filter(journal["status"].is_in(["applied", "lost"])))
     values = {knob: [json.loads(value) for value in applied.filter(applied["knob"] == knob)["value"]] for knob in ("staleness", "stragglers")}
     return not any((config.staleness, *values["staleness"])) and {config.stragglers, *values["stragglers"]} <= {"in_flight", "wait"}
 
 
 def doubts(folder: Path) -> str:
     "Why a replay of this run may end with another digest, in a sentence with a remedy; empty if it will not on this machine and with these packages."
-    config, journal, status = begun_with(folder), read_table(folder, "commands"), read_status(folder)
+    config, journal, status = begun_with(folder), standing(read_table(folder, "commands")), read_status(folder)
     applied = journal.filter(journal["status"] == "applied")
     if applied["event"].null_count():
         return "its journal does not say where commands took effect (an older rlbench wrote it)"
@@ -142,7 +142,7 @@ def _spoken(row: Mapping) -> str:
 
 def spoken_commands(folder: Path) -> list[tuple[int, str]]:
     "(version, line of Python) of every command that somebody gave and that took effect."
-    rows = read_table(folder, "commands")
+    rows = standing(read_table(folder, "commands"))
     rows = rows.filter((rows["status"] == "applied") & (rows["heard"].fill_null(0) >= 0) & (rows["knob"] != "alert")).sort("seq")
     return [(row["version"], _spoken(row)) for row in rows.iter_rows(named=True)]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REPORT_SECONDS', 'take_functions', 'own_functions', 'free_name', 'run', 'check_watch', 'keep_files', 'start_process',
-           'attach', 'list_runs', 'check_resumable', 'end_leftovers', 'Replay', 'Run', 'handed_over', 'wait', 'leaving',
-           'reached', 'until']
+           'attach', 'list_runs', 'check_resumable', 'end_leftovers', 'Replay', 'Run', 'handed_over', 'wait', 'ending',
+           'leaving', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -480,6 +481,17 @@ def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
     while leaving(run) and time.monotonic() - last < REPORT_SECONDS:
         time.sleep(poll)
     return run.state
+
+
+@contextmanager
+def ending(run: Run) -> Iterator[Run]:
+    "A run that ends with the block it is used in, however that ends."
+    try:
+        yield run
+    finally:
+        if run.state not in (*ENDED, "dead"):
+            run.stop()
+        wait(run, 120)
 
 
 def leaving(run: Run) -> bool:

@@ -10,10 +10,12 @@ from inline import Told
 from test_loop import a_command, a_config
 
 from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
-from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint
+from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint, read_manifest
 from rlbench.config import captured_functions, make_config, read_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
+from rlbench.fork import prepare_fork
 from rlbench.ledger import create_run_folder, read_resumes, read_status, read_table, write_status
+from rlbench.lineage import BY_PLACE, said_of
 from rlbench.loop import FINISHED
 from rlbench.run import check_resumable
 
@@ -109,6 +111,38 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_pa
     assert driver.state.digest == whole.state.digest and read_status(folder).state == "finished"
     with pytest.raises(ValueError, match="has spent its budget"):
         check_resumable(folder, {})
+
+
+@pytest.mark.parametrize("table", [{"stragglers": "partial"}, {"environment": "scripted", "max_turns": 4}, {"stragglers": "requeue", "straggler_unit": "rollout"}], ids=["partial", "episodes", "requeue"])
+def test_a_fork_in_the_middle_of_things_closes_its_books(tmp_path, table):
+    "What was written of rollouts that are alive is the fork's, whatever they are waiting for."
+    run = a_run(tmp_path / "run", SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 1, "checkpoints_kept": 9} | table)
+    drive(run)
+    begun = set()
+    for folder in checkpoint_folders(run.folder)[:-1]:
+        child = prepare_fork(run.folder, f"of-{folder.name}", read_manifest(folder).version)
+        driver = Driver(child, read_config(child), make_pools(read_config(child)), load_checkpoint(find_checkpoint(child), captured_functions(child)))
+        begun |= {member.status for member in driver.state.members.values() if member.tokens}
+        drive(driver)
+        assert read_status(child).books_closed and driver.state.version == 8
+    assert begun - {"done", "written", "scoring"} or "requeue" in table.values(), "some had been begun"
+
+
+def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
+    "Undone with what it did, and asked for still: the journal says so, and nobody has to ask again."
+    for heard in range(60, 400, 3):
+        run = a_run(tmp_path / f"run-{heard}", SYNC, {heard + 25: tmp_path / f"killed-{heard}"}, told=[(heard, "temperature", 0.5, 0)])
+        drive(run)
+        killed = tmp_path / f"killed-{heard}"
+        last = load_checkpoint(find_checkpoint(killed)) if killed.exists() and checkpoint_folders(killed) else None
+        if last and last.state.commands and len(read_table(killed, "commands")):
+            break
+    driver = taken_up(killed)
+    drive(driver)
+    journal = read_table(killed, "commands").filter(pl.col("knob") == "temperature")
+    assert journal["status"].to_list() == ["applied", "lost", "applied"] and journal["reason"][1].endswith("it takes effect once more")
+    assert driver.state.config.temperature == 0.5 and driver.state.digest == run.state.digest
+    assert [said.knob for said in said_of(read_table(killed, "commands"), BY_PLACE, 8)] == ["temperature"]
 
 
 @pytest.mark.parametrize("seed", range(16))
