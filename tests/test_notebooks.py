@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path for path in ROOT.glob("nbs/**/*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 MODULES = sorted(path for path in ROOT.glob("rlbench/**/*.py") if path.name not in ("__init__.py", "_modidx.py"))
 HEAVY = {"torch", "transformers", "polars", "plotly", "vllm", "ray"}
-RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curriculum", "staleness", "queue", "config", "loop", "placement", "sinks")
+RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curriculum", "staleness", "queue", "config", "episode", "state", "loop", "placement", "sinks")
 FACADE = 85  # `import rlbench` reaches up to run and ablation (80, 81): only what comes later may use it
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -231,11 +232,32 @@ for cell in notebook.cells:
 """
 
 
+ALONE = ("86_faults", "89_bench_overhead", "index", "which_mode", "workbench")  # they start runs in processes of their own
+
+
+def execute(path: Path, folder: Path) -> subprocess.CompletedProcess:
+    "Run a notebook from top to bottom, in a process of its own, in a copy so that it leaves nothing here."
+    shutil.copytree(ROOT / "nbs", folder / "nbs", ignore=shutil.ignore_patterns(".*"))
+    (folder / "data").symlink_to(ROOT / "data")
+    copy = folder / path.relative_to(ROOT)
+    return subprocess.run([sys.executable, "-c", EXECUTE, copy.name], cwd=copy.parent, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="session")
+def executed(request, tmp_path_factory):
+    "The executions of the notebooks whose tests are asked for: two at a time, since each keeps one core busy."
+    wanted = [item.callspec.params["path"] for item in request.session.items if getattr(item, "originalname", "") == "test_notebook_runs"]
+    pool = ThreadPoolExecutor(2)
+    yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in wanted if path.stem not in ALONE}
+    pool.shutdown(cancel_futures=True)
+
+
 @every_notebook
-def test_notebook_runs(path, tmp_path):
-    "Every notebook runs from top to bottom, in a process of its own, in a copy so that it leaves nothing here."
-    shutil.copytree(ROOT / "nbs", tmp_path / "nbs", ignore=shutil.ignore_patterns(".*"))
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    copy = tmp_path / path.relative_to(ROOT)
-    done = subprocess.run([sys.executable, "-c", EXECUTE, copy.name], cwd=copy.parent, capture_output=True, text=True, timeout=240)
+def test_notebook_runs(path, executed, tmp_path):
+    "Every notebook runs; one that needs the machine for itself waits for the others."
+    if path in executed:
+        done = executed[path].result()
+    else:
+        wait(executed.values())
+        done = execute(path, tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
