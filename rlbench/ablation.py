@@ -28,6 +28,7 @@ from .driver import make_pools
 from .figures import COLOURS, Chart, Intervals, Mark, to_svg
 from .knobs import Knob, bind, resolve, unknown
 from .ledger import ENDED, read_json, write_json
+from .replay import WHOLE
 from .report import duration
 from .run import Run, check_watch, keep_files, run, take_functions
 
@@ -300,7 +301,7 @@ def number(value: float, sign: bool = False) -> str:
 
 def repeats(config: RunConfig) -> bool:
     "Whether two runs of a configuration must be equal to the bit: on the virtual clock, and in whole waves that nothing measured turns a knob of."
-    waves = config.staleness == 0 and config.stragglers in ("in_flight", "wait") and config.balance.mode != "act" and not config.guards
+    waves = config.staleness == 0 and config.stragglers in WHOLE and config.balance.mode != "act" and not config.guards
     return (waves or config.clock == "virtual") and not config.minutes
 
 # %% ../nbs/81_ablation.ipynb #ablation-result

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'VICTIMS', 'NOT_FINAL', 'SETTINGS', 'PLACES', 'KILLS_A_RUN', 'Under', 'Phases', 'Kill', 'strike', 'killed',
-           'kill_in', 'exactness', 'open_books', 'Crashed', 'key_of', 'untouched', 'crash', 'CrashBench', 'summed',
+           'kill_in', 'exactness', 'open_books', 'Crashed', 'tag_of', 'untouched', 'crash', 'CrashBench', 'summed',
            'bench_crashes']
 
 # %% ../nbs/82_bench_crashes.ipynb #bench-crashes-imports
@@ -181,14 +181,14 @@ class Crashed:
     seconds: float
 
 
-def key_of(settings: dict) -> str:
+def tag_of(settings: dict) -> str:
     "A short name for settings, for files that hold only with them."
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def untouched(folder: Path, settings: dict) -> str:
     "The digest of the synchronous run that nobody kills; made once."
-    path = folder / f"untouched-{key_of(settings)}.json"
+    path = folder / f"untouched-{tag_of(settings)}.json"
     if not path.exists():
         shutil.rmtree(folder / "untouched", ignore_errors=True)
         with ending(run("tiny", runs=folder, name="untouched", placement="colocated", staleness=0, **settings)) as whole:
@@ -254,7 +254,7 @@ def bench_crashes(kills: int = 30, seed: int = 0, folder: str | Path = "bench-cr
     folder.mkdir(parents=True, exist_ok=True)
     settings, so_far = SETTINGS | settings, summed(())
     while so_far.kills < kills:
-        path = folder / f"{seed}-{key_of(settings)}-{len(runs):02d}.json"
+        path = folder / f"{seed}-{tag_of(settings)}-{len(runs):02d}.json"
         if not path.exists():
             write_json(path, asdict(crash(len(runs), _meant(so_far, kills), folder, untouched(folder, settings), settings, seed)))
         told = read_json(path)
