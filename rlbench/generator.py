@@ -62,7 +62,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Stats:
-    "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into results and not into tokens."
+    "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into results and not into tokens, `prefix_hits` the prompt tokens that a cache spared."
     running: int
     waiting: int
     slots: int
@@ -73,6 +73,7 @@ class Stats:
     seconds: float
     preempted: int = 0
     records: float = 0.0
+    prefix_hits: int = 0
 
 # %% ../nbs/11_generator.ipynb #generator-protocol
 class Generator(Protocol):

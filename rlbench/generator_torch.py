@@ -393,6 +393,14 @@ class TorchGenerator:
         "Counters."
         return _stats(self)
 
+    def sleep(self) -> None:
+        "Give the memory of the cache back until `wake`."
+        _sleep(self)
+
+    def wake(self) -> None:
+        "Take the memory again, and compute anew what the running sequences had in it."
+        _wake(self)
+
 # %% ../nbs/12_generator_torch.ipynb #torchgen-allocate
 def _allocate(g: TorchGenerator, kv_bytes: float | None, slots: int | None) -> None:
     "Slots, budget in tokens, cache, rows, queue, prompt store and counters of a new generator."
@@ -403,7 +411,7 @@ def _allocate(g: TorchGenerator, kv_bytes: float | None, slots: int | None) -> N
     g.cache, g.rows = new_cache(g.weights, g.slots, g.max_length), _Rows(g.slots, g.max_length)
     g.waiting, g.keys, g.holes, g.used = deque(), set(), [], 0  # rows 0..used-1 less the holes run
     g.store, g.stored = {}, 0  # keys and values of prompts, by their tokens; how many tokens
-    g.prefilled = g.decoded = g.preempted = g.ticket = 0
+    g.prefilled = g.decoded = g.preempted = g.ticket = g.hits = 0
     g.seconds = g.records = 0.0
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-prompts
@@ -457,6 +465,8 @@ def _admit(g: TorchGenerator, room: float) -> None:
             return
         if len(tokens) and tokens.tobytes() not in g.store:
             _fetch(g)
+        else:
+            g.hits += len(tokens)
         g.waiting.popleft()
         row = g.holes.pop() if g.holes else g.used
         g.used = max(g.used, row + 1)
@@ -601,17 +611,35 @@ def _load(g: TorchGenerator, version: int, weights: Mapping[str, torch.Tensor], 
     rebuild = check_cache(cache) == "rebuild"
     load_weights(g.weights, weights)
     g.version, g.store, g.stored = version, {}, 0
-    running = [row for row in range(g.used) if g.rows.entry[row] is not None]
-    for row in running:
-        g.rows.entry[row].rebuilt = rebuild
+    for row in range(g.used):
+        if g.rows.entry[row] is not None:
+            g.rows.entry[row].rebuilt = rebuild
     if rebuild:
-        prefixes = [_prefix(g.rows.entry[row].request, g.rows.tokens[row, : g.rows.count[row]]) for row in running]
-        for row, tokens, kv in zip(running, prefixes, _compute(g, prefixes)):
-            g.cache.kv[:, :, row, :, : len(tokens)] = kv
-            g.rows.entry[row].prefill += len(tokens)
-            g.prefilled += len(tokens)
+        _rebuild(g)
+
+
+def _rebuild(g: TorchGenerator) -> None:
+    "Compute the keys and values of all running sequences with the present weights."
+    running = [row for row in range(g.used) if g.rows.entry[row] is not None]
+    prefixes = [_prefix(g.rows.entry[row].request, g.rows.tokens[row, : g.rows.count[row]]) for row in running]
+    for row, tokens, kv in zip(running, prefixes, _compute(g, prefixes)):
+        g.cache.kv[:, :, row, :, : len(tokens)] = kv
+        g.rows.entry[row].prefill += len(tokens)
+        g.prefilled += len(tokens)
 
 
 def _stats(g: TorchGenerator) -> Stats:
     resident = int(g.rows.at[: g.used].clip(0).sum())
-    return Stats(g.running, len(g.waiting), g.slots, g.concurrency, resident / g.budget, g.prefilled, g.decoded, g.seconds, g.preempted, g.records)
+    return Stats(g.running, len(g.waiting), g.slots, g.concurrency, resident / g.budget, g.prefilled, g.decoded, g.seconds, g.preempted, g.records, g.hits)
+
+# %% ../nbs/12_generator_torch.ipynb #torchgen-sleep
+def _sleep(g: TorchGenerator) -> None:
+    g.store, g.stored, g.cache = {}, 0, None
+
+
+def _wake(g: TorchGenerator) -> None:
+    g.cache = g.cache or new_cache(g.weights, g.slots, g.max_length)
+    for row in range(g.used):
+        if g.rows.entry[row] is not None:
+            g.rows.entry[row].rebuilt = True
+    _rebuild(g)

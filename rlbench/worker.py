@@ -7,9 +7,9 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
-           'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written',
-           'read', 'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main',
-           'environment_main']
+           'new_generator', 'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed',
+           'decode', 'written', 'read', 'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of',
+           'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -289,19 +289,29 @@ def _settings(config: RunConfig) -> dict:
     )
 
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
-def torch_policy(config: RunConfig):
-    "The policy that a configuration names, with this process settled for it. Raises ValueError for a model or device that is not there."
+def torch_policy(config: RunConfig, device: str = ""):
+    "The policy that a configuration names, with this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
     from rlbench.generator_torch import settle_cpu
     from rlbench.model import load_policy
 
     warnings.filterwarnings("ignore", "The value of the smallest subnormal", UserWarning)  # numpy notices flushed denormals
     settle_cpu()
-    return load_policy(config.model, device_of(config))
+    return load_policy(config.model, device or device_of(config))
+
+
+def new_generator(config: RunConfig, policy, room: int):
+    "The generator that a configuration names, for sequences of `room` tokens. Raises ValueError if it cannot run here or not with this model."
+    if config.generator == "vllm":
+        from rlbench.generator_vllm import VllmGenerator
+
+        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), options=config.vllm)
+    from rlbench.generator_torch import TorchGenerator
+
+    return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config))
 
 
 def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
-    from rlbench.generator_torch import TorchGenerator
     from rlbench.model import decode_response, encode_observation, encode_prompt
 
     encode = lru_cache(4096)(partial(encode_prompt, policy))  # the members of a group share their prompt
@@ -309,7 +319,7 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     longest = check_prompts(prompts, encode, policy.context, config.max_tokens, shown)
     room = longest + config.max_tokens + shown
     try:
-        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
+        generator = new_generator(config, policy, room)
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
@@ -574,7 +584,7 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
         return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
-    policy = torch_policy(config)
+    policy = torch_policy(config, "cpu" if config.generator == "vllm" and not learns else "")  # an engine has weights of its own
     read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
     writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None

