@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'CPU_ENVIRONMENT', 'ARGUMENT', 'CPU_HEADS', 'OURS', 'BLOCK', 'cpu_flags', 'vllm_missing', 'settle_vllm',
            'hushed', 'Drawing', 'drawn', 'moved_rows', 'draw_processor', 'served_head', 'spread', 'widened',
-           'check_options', 'make_engine', 'Recorder', 'VllmGenerator', 'pack_heads']
+           'check_options', 'make_engine', 'Recorder', 'VllmGenerator', 'drop_expert_kernels', 'pack_heads', 'complete']
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-imports
+import gc
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from pathlib import Path
@@ -195,7 +197,7 @@ def widened(named: Iterable[tuple[str, torch.Tensor]], size: int, wide: int) -> 
         if part in factors:
             yield name, spread(tensor, size, wide) * factors[part]
         else:
-            yield name, spread(tensor, size, wide, dim=1) if part == "o_proj" else tensor
+            yield name, spread(tensor, size, wide, dim=1) if name.endswith("o_proj.weight") else tensor
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-options
 OURS = {
@@ -382,6 +384,10 @@ class VllmGenerator:
         "Take the memory again."
         _wake(self)
 
+    def close(self) -> None:
+        "End the engine, so that this process can have another one."
+        _close(self)
+
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-start
 def _named(model):
     "The model's configuration with the model's class in it, which vLLM goes by."
@@ -395,6 +401,8 @@ def _start(g: VllmGenerator, model, kv_bytes: float | None, slots: int | None, d
     config = model.config.get_text_config()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     named = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    with torch.device("meta"):
+        g.skeleton = type(model)(model.config)  # no memory; knows how its weights are called in a checkpoint
     g.vocabulary, g.tied, g.shapes = config.vocab_size, tied, {name: tuple(t.shape) for name, t in named.items()}
     g.head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     g.folder, sleeps = tempfile.TemporaryDirectory(prefix="rlbench-"), {"enable_sleep_mode": True} if g.device == "cuda" else {}
@@ -410,6 +418,13 @@ def _start(g: VllmGenerator, model, kv_bytes: float | None, slots: int | None, d
     _put(g, named)
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-load
+def drop_expert_kernels(model) -> None:
+    "Have the experts of a model of vLLM's make their kernels anew when they next get weights."
+    for layer in model.modules():
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            layer.quant_method.moe_kernel = None
+
+
 def pack_heads(model) -> None:
     "Have the output layers of a model of vLLM's process their weights again."
     for layer in model.modules():
@@ -417,8 +432,27 @@ def pack_heads(model) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+@contextmanager
+def complete() -> Iterator[None]:
+    "Raises RuntimeError if vLLM says, in a warning and no more, that some of its weights were not loaded."
+    said, logger = [], logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
+    listen = logging.Handler(logging.WARNING)
+    listen.emit = lambda record: said.append(record.getMessage())
+    level, logger.propagate = logger.level, False
+    logger.addHandler(listen), logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listen), logger.setLevel(level)
+        logger.propagate = True
+    if missing := [line for line in said if "not loaded" in line]:
+        raise RuntimeError(f"weights: vLLM took only part of them: {missing[0]}")
+
+
 def _put(g: VllmGenerator, weights: Mapping[str, torch.Tensor]) -> None:
     "Weights into the engine. Raises ValueError if a name or a shape does not fit; the engine is then as before."
+    from transformers.core_model_loading import revert_weight_conversion
+
     if weights is None:
         raise ValueError("weights: none given; this generator needs tensors by Hugging Face name")
     given = {name: tensor for name, tensor in weights.items() if name not in g.tied}
@@ -430,11 +464,13 @@ def _put(g: VllmGenerator, weights: Mapping[str, torch.Tensor]) -> None:
         if tuple(tensor.shape) != g.shapes[name]:
             raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)}, the model's is {g.shapes[name]}")
     wide = served_head(g.head, g.device)
-    named = list(given.items()) if wide == g.head else list(widened(given.items(), g.head, wide))
-    with torch.inference_mode():
+    with torch.inference_mode(), complete():
+        stored = revert_weight_conversion(g.skeleton, given).items()
+        named = list(stored) if wide == g.head else list(widened(stored, g.head, wide))
+        packs = g.device == "cpu"
+        g.engine.apply_model(drop_expert_kernels) if packs else None
         g.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-    if g.device == "cpu" and g.tied:
-        g.engine.apply_model(pack_heads)
+        g.engine.apply_model(pack_heads) if packs and g.tied else None
 
 
 def _load(g: VllmGenerator, version: int, weights: Mapping[str, torch.Tensor], cache: str) -> None:
@@ -528,3 +564,13 @@ def _wake(g: VllmGenerator) -> None:
     for entry in entries:
         entry.rebuilt = entry.rebuilt or bool(entry.tokens)
     g.waiting.extendleft(reversed(entries))
+
+
+def _close(g: VllmGenerator) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    with hushed():
+        g.engine.engine_core.shutdown()
+        g.engine = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
