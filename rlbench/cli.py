@@ -935,7 +935,7 @@ FolderOption = Annotated[str, typer.Option(help="where finished pieces are kept;
 @benches.command()
 def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "", runs: RunsOption = "runs",
            folder: FolderOption = "bench-engine", as_json: JsonOption = False) -> None:
-    "The torch generator against transformers.generate."
+    "The torch generator, and vLLM where it runs, against transformers.generate."
     from rlbench.bench import bench_engine
 
     _measure(lambda say: bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=say), as_json)
