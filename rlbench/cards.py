@@ -8,10 +8,10 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'window', 'room', 'facts', 'judge', 'limit', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
            'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts',
-           'drops_said', 'health_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts',
-           'steps_frame', 'solve_frame', 'token_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html',
-           'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html',
-           'moved', 'still_html']
+           'drops_said', 'health_charts', 'memory_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent',
+           'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'reward_frame', 'CardSpec', 'style_html',
+           'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html',
+           'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -25,7 +25,7 @@ import numpy as np
 
 from .drop_bias import in_words
 from rlbench.figures import (
-    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, discards, drop_bias, health, items, labels, lengths, number,
+    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
     queue_depth, reward, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
@@ -419,6 +419,11 @@ def health_charts(s: Snapshot) -> tuple[Chart, ...]:
     return tuple(replace(c, series=tuple(replace(line, lo=s.low[n], hi=s.high[n]) for line, n in zip(c.series, of[c.title], strict=True))) for c in charts)
 
 
+def memory_charts(s: Snapshot) -> tuple[Chart, ...]:
+    "Most memory held while generating and while training."
+    return (memory(s.steps, marks_of(s), colocated=value(s, "placement") == "colocated"),)
+
+
 def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     "Mean of each part of the reward over the versions of the newest rollouts."
     import polars as pl
@@ -564,6 +569,7 @@ CARDS: dict[str, CardSpec] = {
     "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
+    "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
     "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 

@@ -267,6 +267,7 @@ class _Where(BaseModel):
     publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="hand weights over after every so many batches")] = 1
     clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="virtual: all actors in one process, on stated times")] = "real"
     generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
+    sleep: Annotated[bool, Knob(help="colocated: while the trainer trains, the generator gives the memory of its cache (of vLLM on a GPU: of its weights, too) back", apply="now")] = False
     vllm: dict[str, Any] = {}  # options of vLLM's engine, by its own names
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()

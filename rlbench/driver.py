@@ -6,10 +6,10 @@
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools', 'provenance',
            'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated', 'heard_scored',
            'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'start_prompt', 'keep_turns',
-           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_running', 'events_of', 'lost', 'carry_generate',
-           'carry_train', 'carry_publish', 'send_load', 'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes',
-           'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
-           'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
+           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'lost',
+           'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'weigh', 'carry_prepare', 'carry_mark_old',
+           'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures',
+           'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
            'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command',
            'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands',
            'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation',
@@ -54,7 +54,7 @@ from .episode import begun, first_turns, judged, later_turns, shown, told_so_far
 from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
-from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
+from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
@@ -155,6 +155,7 @@ class Memory:
     means: Means = field(default_factory=Means)
     window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
+    held: dict[str, float] = field(default_factory=dict)  # most bytes by phase
     weights: int = 0  # newest version in the mapped file
     asked: int = 0  # newest version the trainer was asked to put there
     to_load: list[str] = field(default_factory=list)  # generators that wait for it
@@ -184,7 +185,7 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, pending=[], in_force={}, publish_seconds=None, prompts={},
+    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
     return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
@@ -306,6 +307,12 @@ def heard_loaded(driver: "Driver", worker: str, w: WeightsLoaded) -> Iterable:
     yield Published(generator, w.version, w.seconds)
 
 
+def heard_held(driver: "Driver", worker: str, h: Held) -> Iterable:
+    "Remember how much memory a phase takes; the loop need not know."
+    driver.memory.held[h.phase] = max(h.bytes, driver.memory.held.get(h.phase, 0.0))
+    return ()
+
+
 def heard_running(driver: "Driver", worker: str, r: Running) -> Iterable:
     "Remember how full the generator is; the loop need not know."
     driver.memory.running[worker] = r
@@ -323,6 +330,7 @@ HEARD = {
     WeightsWritten: heard_weights,
     WeightsLoaded: heard_loaded,
     Running: heard_running,
+    Held: heard_held,
     EnvironmentReady: lambda driver, worker, said: [Started("environment", "environment")],
     PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder)],
     CheckpointWritten: lambda driver, worker, said: heard_checkpoint(driver, said),
@@ -615,7 +623,7 @@ def write_step(driver: "Driver", row: StepRow) -> None:
                    prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   publish_seconds=m.publish_seconds, **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
+                   publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}

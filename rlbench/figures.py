@@ -8,8 +8,8 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame',
            'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
            'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness',
-           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actor_time', 'tokens_by_fate', 'reward', 'health',
-           'staleness_histogram', 'version_ribbons']
+           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actor_time', 'tokens_by_fate', 'memory', 'reward',
+           'health', 'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -1021,6 +1021,14 @@ def tokens_by_fate(books: Mapping[str, Mapping[str, float]]) -> Chart:
     return Chart(
         "Tokens by fate", (bars,) if found else (), f"{number(sum(t for _, t in found))} response tokens in all", empty="nothing booked yet"
     )
+
+# %% ../nbs/60_figures.ipynb #figures-memory
+def memory(steps, marks: tuple[Mark, ...] = (), x: str = "version", colocated: bool = False) -> Chart:
+    "Most memory held while generating and while training, in GB."
+    at = axis(steps, x)
+    lines = tuple(Line(name, at, column(steps, f"memory_{phase}") / 1e9, role, dash) for name, phase, role, dash in (("generating", "generate", "blue", ""), ("training", "train", "vermilion", "6 3")))
+    known = any(np.isfinite(line.y).any() for line in lines)
+    return Chart("Memory by phase", lines if known else (), "peaks of one worker, which takes turns" if colocated else "peaks of two workers", y_label="GB", y_range=(0, None), marks=marks, empty="not measured yet", **_x_axis(x))
 
 # %% ../nbs/60_figures.ipynb #figures-health
 def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:

@@ -247,6 +247,8 @@ class TrainMetrics:
     clip_low: float = 0.0
     clip_high: float = 0.0
     kl_sampler: float = 0.0
+    logprob_diff_mean: float = 0.0
+    logprob_diff_max: float = 0.0
     ess: float = 1.0
     learning_rate: float = 0.0
     update_norm: float = 0.0
@@ -438,11 +440,15 @@ grad_norm | float | | gradient norm before clipping
 clip_low | float | share | tokens clipped on the low side
 clip_high | float | share | tokens clipped on the high side
 kl_sampler | float | nats | KL of the sampler from the trainer's recomputation, k3 estimate
+logprob_diff_mean | float | nats | distance between a token's log-probability from the sampler and from the trainer, mean over the batch
+logprob_diff_max | float | nats | largest of these distances
 ess | float | share | effective sample size of the importance weights, 1 is on-policy
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | part of the training tokens that was padding
 publish_seconds | float | s | from finished batch to the generator's new weights
+memory_generate | float | bytes | most memory that a generator's process held while it wrote; on a GPU, that the device held
+memory_train | float | bytes | the same of the trainer, while it trained
 """)
 
 

@@ -33,6 +33,7 @@ from rlbench.figures import (
     drop_bias,
     extent,
     health,
+    memory,
     items,
     lengths,
     number,
@@ -387,7 +388,7 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         truncated_share(steps, marks),
     )
     books, together = tokens_by_fate(data.status.books if data.status else {}), in_force(data, "placement")[-1][1] == "colocated"
-    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), staleness_levels(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in ACTORS))
+    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), staleness_levels(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in ACTORS), memory(steps, marks, colocated=together))
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
     return (
         section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'LoadJob', 'AbortJob', 'FitJob', 'SaveJob',
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
-           'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
+           'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
-           'new_generator', 'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'timed',
-           'decode', 'written', 'read', 'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of',
-           'worker_main', 'environment_main']
+           'new_generator', 'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready',
+           'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
+           'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -171,6 +171,13 @@ class Running:
     "How full the generator is."
     running: int
     kv_used: float
+
+# %% ../nbs/54_worker.ipynb #worker-held
+@dataclass(frozen=True)
+class Held:
+    "More memory than was said before: the most that a phase (generate, train) has held, in bytes."
+    phase: str
+    bytes: float
 
 # %% ../nbs/54_worker.ipynb #worker-checkpoint
 @dataclass(frozen=True)
@@ -378,6 +385,8 @@ class Worker:
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
         self.started, self.trained = False, trained  # trained: version of the policy's weights
+        self.device = device_of(config) if config.generator != "scripted" and config.clock == "real" else ""  # whose memory is looked at
+        self.held: dict[str, float] = {}  # most bytes by phase, as said
         self.limit_concurrency()
 
     def limit_concurrency(self) -> None:
@@ -420,6 +429,35 @@ def ready(worker: Worker) -> Ready:
         return Ready(model=worker.learner.name)
     return Ready(worker.writer.generator.stats().slots, worker.writer.version, worker.writer.name)
 
+# %% ../nbs/54_worker.ipynb #worker-memory
+def memory_held(device: str) -> float:
+    "Bytes: on a GPU held by whomever now, else the most this process held since `forget_peak`; 0 where the system does not tell."
+    if device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return float(total - free)
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0.0
+    return next((1024.0 * float(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+def forget_peak() -> None:
+    "Begin a new peak."
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    except OSError:
+        return  # then peaks are those of the whole life
+
+
+def note_memory(worker: "Worker", phase: str, said: list) -> None:
+    "Say how much memory a phase has held, if that is news (a hundredth more)."
+    if worker.device and (held := memory_held(worker.device)) > 1.01 * worker.held.get(phase, 0.0):
+        worker.held[phase] = held
+        said.append(Held(phase, held))
+
 # %% ../nbs/54_worker.ipynb #worker-timed
 @contextmanager
 def timed(spent: list, part: str, kind: str, work: str, units: float) -> Iterator[None]:
@@ -441,6 +479,7 @@ def decode(worker: Worker, said: list, spent: list) -> None:
     rate = after.seconds / max(1, after.decode_tokens)
     said.extend(written(worker, result, rate) for result in results)
     said.append(Running(after.running, after.kv_used))
+    note_memory(worker, "generate", said)
 
 
 def written(worker: Worker, result: Result, rate: float) -> Written:
@@ -481,9 +520,29 @@ def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> 
     said.append(CheckpointWritten(worker.trained, job.folder, message))
 
 # %% ../nbs/54_worker.ipynb #worker-handle
+@contextmanager
+def cache_asleep(worker: Worker, spent: list) -> Iterator[None]:
+    "The generator beside the trainer gives its memory back, if the configuration says so."
+    generator = worker.writer.generator if worker.writer and worker.config.sleep else None
+    if generator:
+        with timed(spent, "generator", "overhead", "sleep", 1):
+            generator.sleep()
+    try:
+        yield
+    finally:
+        if generator:
+            before, began = generator.stats().prefill_tokens, time.perf_counter()
+            generator.wake()
+            spent.append(Spent("generator", "overhead", time.perf_counter() - began, "wake", 1, generator.stats().prefill_tokens - before))
+
+
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
-        metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
+        with cache_asleep(worker, spent):
+            forget_peak()
+            metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
+            note_memory(worker, "train", said)
+            forget_peak()
     except Exception as error:
         own = isinstance(error, FunctionFailed)
         message = str(error) if own else f"trainer: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-12)}"

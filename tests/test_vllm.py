@@ -1,0 +1,52 @@
+"The real vLLM, on a CPU: other families of models, a run in flight with two engines, and the loss of one."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rlbench.generator_vllm import cpu_flags
+from rlbench.ledger import read_table
+from rlbench.run import run
+
+pytestmark = pytest.mark.skipif("avx512f" not in cpu_flags(), reason="vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it")
+HERE = Path(__file__).parent
+
+
+def test_families_are_served_as_transformers_computes_them(tmp_path):
+    "Heads with and without bias, a sliding window, experts, tied and untied: first weights and swapped ones, in one process one after the other."
+    said = subprocess.run([sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert said.returncode == 0, said.stderr[-4000:]
+    found = json.loads(said.stdout.splitlines()[-1])
+    assert set(found) == {"llama", "mistral", "gemma3", "qwen3_moe"}
+    for family, figures in found.items():
+        assert figures["tokens"] > 200, family
+        assert figures["logprob_max_diff"] <= 2e-3 and figures["after_swap"] <= 2e-3, f"{family}: {figures}"
+
+
+def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
+    "Both engines write, every version reaches them while sequences run, a killed one comes back, and the books close."
+    r = run("tiny-vllm-cpu", runs=tmp_path, name="two", generators=2, steps=6, preflight=0, concurrency=48, eval=[])
+    struck = False
+    until = time.monotonic() + 240
+    while r.state in ("starting", "running") and time.monotonic() < until:
+        status = r.status
+        if not struck and status and status.version >= 2:
+            os.kill(status.workers["generator-1"], signal.SIGKILL)
+            struck = True
+        time.sleep(0.2)
+    status = r.status
+    assert struck and status.state == "finished" and status.version == 6 and status.books_closed, status.reason
+    events = read_table(r.folder, "events")
+    wrote = {json.loads(f)["actor"] for f in events.filter(pl.col("kind") == "Generate")["fields"]}
+    assert wrote == {"generator-1", "generator-2"}
+    assert (events["kind"] == "Lost").sum() == 1 and (events["kind"] == "Start").sum() == 1
+    trained = r.rollouts.filter(pl.col("fate") == "trained")
+    assert (trained["newest"] > trained["oldest"]).any(), "no response was in flight when weights came"
+    assert "lost_generator" in status.books and r.steps["lag_token"].max() > 0
+    assert (r.steps["kl_sampler"].abs() < 0.05).all()
