@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from .capacity import ModelShape, kv_bytes_per_token, max_concurrency
 from .generator import Request, Result, Stats, check_cache, check_concurrency
+from .model import base_weights
 from .records import Segment, StopReason, response_segment, uniforms
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-cpu
@@ -95,7 +96,7 @@ def _layer_targets(f: Fused, i: int) -> dict[str, tuple[torch.Tensor, tuple[int,
 @torch.inference_mode()
 def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Fused:
     "Fused copies of a Hugging Face causal LM's weights, with rotary tables for `positions` positions."
-    config, names = model.config, model.state_dict()
+    config, names = model.config, base_weights(model)
     shape = read_shape(config, sum(p.numel() for p in model.parameters()))
     new = partial(torch.empty, device=device, dtype=dtype)
     layers, d, width = range(shape.layers), shape.head_dim, shape.width

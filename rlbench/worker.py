@@ -289,27 +289,33 @@ def _settings(config: RunConfig) -> dict:
     )
 
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
-def torch_policy(config: RunConfig):
-    "The policy that a configuration names, with this process settled for it. Raises ValueError for a model or device that is not there."
+def torch_policy(config: RunConfig, device: str = ""):
+    "The policy that a configuration names, with adapters and output layer as asked and this process settled for it. Raises ValueError for a model or device that is not there."
+    from rlbench.adapter import adapt
     from rlbench.generator_torch import settle_cpu
-    from rlbench.model import load_policy
+    from rlbench.model import fp32_head, load_policy
 
     warnings.filterwarnings("ignore", "The value of the smallest subnormal", UserWarning)  # numpy notices flushed denormals
     settle_cpu()
-    return load_policy(config.model, device_of(config))
+    policy, lora = load_policy(config.model, device or device_of(config)), config.lora
+    if config.logits == "fp32":
+        fp32_head(policy.model)
+    if lora.rank:
+        adapt(policy.model, lora.rank, lora.alpha, lora.targets, lora.dropout, config.seed)
+    return policy
 
 
 def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
     from rlbench.generator_torch import TorchGenerator
-    from rlbench.model import decode_response, encode_observation, encode_prompt
+    from rlbench.model import DTYPES, decode_response, encode_observation, encode_prompt
 
     encode = lru_cache(4096)(partial(encode_prompt, policy))  # the members of a group share their prompt
     shown = 0 if key_of(config.environment) == "single" else config.observation_tokens
     longest = check_prompts(prompts, encode, policy.context, config.max_tokens, shown)
     room = longest + config.max_tokens + shown
     try:
-        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config))
+        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config), dtype=DTYPES[config.rollout_dtype])
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
@@ -318,7 +324,7 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
 
 def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
     "A trainer over a policy, going on from the checkpoint `start` if there is one."
-    from rlbench.model import save_policy
+    from rlbench.adapter import save_trained
     from rlbench.trainer import Trainer, TrainerConfig
 
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
@@ -328,7 +334,7 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], fun
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute
 
-    return Learner(train, publish, lambda folder: save_policy(policy, Path(folder)),
+    return Learner(train, publish, lambda folder: save_trained(policy, Path(folder)),
                    lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
@@ -599,7 +605,7 @@ def _in_memory(policy) -> tuple[Callable, Callable]:
 
 def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callable]:
     "Ways to load and to publish through the run's mapped file; the trainer makes it, a generator maps it when it first needs it."
-    from rlbench.publish import SharedWeights, weights
+    from rlbench.publish import SharedWeights, served, weights
 
     named, mapped = weights(policy.model), []
 
@@ -610,16 +616,16 @@ def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callabl
 
     if create:
         shared()
-    return lambda generator, version, cache: shared().load(generator, cache), lambda version: shared().write(version, named)
+    return lambda generator, version, cache: shared().load(generator, cache, partial(served, policy.model)), lambda version: shared().write(version, named)
 
 # %% ../nbs/54_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
     "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
     if start:
-        from rlbench.publish import weights
+        from rlbench.publish import hand_over
 
         writer.version = version_of(start)
-        writer.generator.load(writer.version, weights(model) if model is not None else None, "keep")
+        hand_over(model, writer.generator, writer.version) if model is not None else writer.generator.load(writer.version, None, "keep")
     return writer
 
 
