@@ -6,7 +6,7 @@
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
            'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_observation',
            'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs', 'flat_logprobs', 'base_weights',
-           'save_policy']
+           'hub_names', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -180,7 +180,8 @@ def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str
         raise ValueError(f"{what} {text!r} has no tokens; give it at least one character")
     if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
         strange = dict.fromkeys(c for c in text if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
-        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {' '.join(map(repr, list(strange)[:8]))}; {remedy}")
+        which = " ".join(map(repr, list(strange)[:8])) or "those that its chat template adds"
+        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {which}; {remedy}")
     return np.asarray(ids, np.int32)
 
 
@@ -299,6 +300,13 @@ def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             seen.add(place)
             named[name.replace(".base_layer.", ".")] = tensor
     return named
+
+# %% ../nbs/10_model.ipynb #model-hub-names
+def hub_names(model, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    "All weights of a model, named as the files of the Hub name them: the experts of a mixture one by one. `named` are those of `base_weights`, and most families keep them."
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(named)))
 
 # %% ../nbs/10_model.ipynb #model-save
 def save_policy(

@@ -16,7 +16,7 @@ import torch
 
 from .adapter import adapters, merged, scale_of
 from .generator import Generator
-from .model import base_weights
+from .model import base_weights, hub_names
 
 # %% ../nbs/36_publish.ipynb #publish-weights
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def served(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "What a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are `model`'s."
-    return merged(base_weights(model), named, scale_of(model)) if adapters(model) else dict(named)
+    return hub_names(model, merged(base_weights(model), named, scale_of(model)) if adapters(model) else named)
 
 # %% ../nbs/36_publish.ipynb #publish-hand-over
 def hand_over(model: torch.nn.Module, generator: Generator, version: int, cache: str = "keep") -> None:
