@@ -324,9 +324,12 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
 
 def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
     "A trainer over a policy, going on from the checkpoint `start` if there is one."
+    import torch
+
     from rlbench.adapter import save_trained
     from rlbench.trainer import Trainer, TrainerConfig
 
+    torch.manual_seed(config.seed)  # of an adapter's dropout, the only draws in training
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
     read_trainer(start / TRAINER, trainer) if start else None
 

@@ -7,13 +7,16 @@ import torch
 from checkpoints import FAMILIES, checkpoint
 from peft import PeftModel
 from rlbench.adapter import adapt, adapters, save_trained, scale_of
+from rlbench.checkpoint import find_checkpoint
 from rlbench.config import ConfigError, load_config, to_toml, with_knob
+from rlbench.driver import drive
 from rlbench.ledger import WEIGHTS_FILE
 from rlbench.model import base_weights, load_policy, token_logprobs
 from rlbench.process import rescue
 from rlbench.publish import HEADER, SharedWeights, served, weights
 from rlbench.worker import build_halves
 from safetensors.torch import load_file
+from test_checkpoint import SYNC, a_run, check_resumed, taken_up
 from test_run import assert_books, ended, until
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +46,7 @@ def disturbed(model, seed: int = 0):
 
 
 def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, placement="split", steps=3, checkpoint_every=3, **SMALL)
+    run = rl.run("tiny", runs=tmp_path, placement="split", steps=4, checkpoint_every=4, **SMALL)
     size = until(lambda: (run.folder / WEIGHTS_FILE).exists() and (run.folder / WEIGHTS_FILE).stat().st_size)
     ended(run)
     assert_books(run)
@@ -67,14 +70,21 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
     assert max(kl) < 0.05, kl  # what is served is what is trained
 
 
-def test_a_resumed_run_with_adapters_goes_on_as_if_it_had_not_stopped(tmp_path):
-    settings_ = {**SMALL, "staleness": 0, "placement": "colocated", "checkpoint_every": 2}
-    whole = ended(rl.run("tiny", runs=tmp_path, name="whole", steps=4, **settings_))
-    first = ended(rl.run("tiny", runs=tmp_path, name="parts", steps=2, **settings_))
-    again = ended(first.resume(steps=4)) if hasattr(first, "resume") else ended(rl.resume(first.folder, steps=4))
-    assert_books(again)
-    ours, theirs = (load_file(r.folder / "policy" / "adapter" / "adapter_model.safetensors") for r in (whole, again))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def newest_weights(folder) -> dict:
+    return load_file(find_checkpoint(folder) / "trainer" / "weights.safetensors")
+
+
+def test_a_resumed_run_with_adapters_is_the_run_that_was_not_stopped(tmp_path):
+    "Killed in the middle and taken up: the same digest, and the same adapters to the bit."
+    table = SYNC | {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1, "eval": [], "placement": "split", "lora": {"rank": 4, "dropout": 0.1}}
+    drive(whole := a_run(tmp_path / "whole", table))
+    drive(a_run(tmp_path / "first", table, {int(0.6 * whole.state.seq): tmp_path / "killed"}))
+    before = newest_weights(tmp_path / "killed")
+    drive(resumed := taken_up(tmp_path / "killed"))
+    check_resumed(resumed)
+    ours, theirs = newest_weights(whole.folder), newest_weights(resumed.folder)
+    assert resumed.state.digest == whole.state.digest and ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()) and any(not torch.equal(tensor, before[name]) for name, tensor in ours.items())
 
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
