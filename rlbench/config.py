@@ -275,7 +275,7 @@ class _Weights(BaseModel):
 
     lora: LoraConfig = LoraConfig()
     rollout_dtype: Annotated[str, Knob(choices=("float32", "bfloat16"), live=False, help="type of a generator's weights and cache")] = "float32"
-    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="type of the trainer's output layer: that of the rest, or 32 bits")] = "model"
+    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="type in which the output layer computes: that of the rest, or 32 bits")] = "model"
 
     @field_validator("lora", mode="before")
     @classmethod

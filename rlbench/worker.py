@@ -315,7 +315,8 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     longest = check_prompts(prompts, encode, policy.context, config.max_tokens, shown)
     room = longest + config.max_tokens + shown
     try:
-        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config), dtype=DTYPES[config.rollout_dtype])
+        generator = TorchGenerator(policy.model, max_length=room, kv_bytes=config.kv_megabytes * 1e6, device=device_of(config), dtype=DTYPES[config.rollout_dtype],
+                                   fp32_logits=config.logits == "fp32")
     except ValueError as error:
         raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
