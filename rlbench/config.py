@@ -588,7 +588,7 @@ def _knob(field: str, config: RunConfig) -> Knob:
         if (rest or "mode") not in knobs:
             raise unknown("balance", rest, knobs)
         return knobs[rest or "mode"][0]
-    if head == "lora":
+    if head == "lora" and (rest or "rank") in LoraConfig.model_fields:
         return Knob(live=False)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
@@ -611,6 +611,8 @@ def value_of(config: RunConfig, field: str):
     if head == "balance":
         _knob(field, config)
         return getattr(config.balance, rest or "mode")
+    if head == "lora":
+        return getattr(config.lora, rest or "rank")
     value = getattr(config, head)
     if rest and rest not in value:
         raise unknown(f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")])

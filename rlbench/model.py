@@ -6,7 +6,7 @@
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
            'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_observation',
            'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs', 'flat_logprobs', 'base_weights',
-           'hub_names', 'save_policy']
+           'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -291,35 +291,30 @@ def flat_logprobs(
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../nbs/10_model.ipynb #model-names
-def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    "Name -> tensor, each tensor once, adapters left out. They are the model's own, without gradient: copy them before the model moves."
+def base_weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Name -> tensor, each tensor once, adapters left out. They are the model's own, without gradient: copy them before the model moves.
+
+    `state`: in place of the model's state dict, for one that holds only parts of its tensors."""
     named, seen = {}, set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.state_dict() if state is None else state).items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if place not in seen and ".lora_" not in name:
             seen.add(place)
             named[name.replace(".base_layer.", ".")] = tensor
     return named
 
-# %% ../nbs/10_model.ipynb #model-hub-names
-def hub_names(model, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "All weights of a model, named as the files of the Hub name them: the experts of a mixture one by one. `named` are those of `base_weights`, and most families keep them."
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, dict(named)))
-
 # %% ../nbs/10_model.ipynb #model-save
 def save_policy(
-    policy: Policy, folder: Path | str, named: Mapping[str, torch.Tensor] | None = None, beside: Callable[[Path], None] | None = None
+    policy: Policy, folder: Path | str, weights: Mapping[str, torch.Tensor] | None = None, beside: Callable[[Path], None] | None = None
 ) -> Path:
-    "Write the policy as a Hugging Face folder, replacing an earlier one. `named`: other weights for it; `beside(folder)` writes more into it before it is there."
+    "Write the policy as a Hugging Face folder, replacing an earlier one. `weights`: others than its own; `beside(folder)` writes more into it before it is there."
     folder = Path(folder)
     aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     for leftover in (aside, before):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     with quiet():
-        policy.model.save_pretrained(aside, state_dict=None if named is None else dict(named))
+        policy.model.save_pretrained(aside, state_dict=None if weights is None else dict(weights))
         policy.tokenizer.save_pretrained(aside)
     if beside:
         beside(aside)

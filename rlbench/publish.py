@@ -16,17 +16,19 @@ import torch
 
 from .adapter import adapters, merged, scale_of
 from .generator import Generator
-from .model import base_weights, hub_names
+from .model import base_weights
 
 # %% ../nbs/36_publish.ipynb #publish-weights
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    "What training moves, name -> tensor, each once: the adapters if there are any, else all weights. They are the model's own, without gradient: copy them before the model moves."
-    return adapters(model) or base_weights(model)
+def weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """What training moves, name -> tensor, each once: the adapters if there are any, else all weights. They are the model's own, without gradient: copy them before the model moves.
+
+    `state`: in place of the model's state dict, for one that holds only parts of its tensors."""
+    return adapters(model, state) or base_weights(model, state)
 
 
 def served(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "What a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are `model`'s."
-    return hub_names(model, merged(base_weights(model), named, scale_of(model)) if adapters(model) else named)
+    return merged(base_weights(model), named, scale_of(model)) if adapters(model) else dict(named)
 
 # %% ../nbs/36_publish.ipynb #publish-hand-over
 def hand_over(model: torch.nn.Module, generator: Generator, version: int, cache: str = "keep") -> None:

@@ -10,6 +10,7 @@ from rlbench.adapter import adapt, adapters, save_trained, scale_of
 from rlbench.checkpoint import find_checkpoint
 from rlbench.config import ConfigError, load_config, to_toml, with_knob
 from rlbench.driver import drive
+from rlbench.fork import prepare_fork
 from rlbench.ledger import WEIGHTS_FILE
 from rlbench.model import base_weights, load_policy, token_logprobs
 from rlbench.process import rescue
@@ -84,6 +85,8 @@ def test_a_resumed_run_with_adapters_is_the_run_that_was_not_stopped(tmp_path):
     check_resumed(resumed)
     ours, theirs = newest_weights(whole.folder), newest_weights(resumed.folder)
     assert resumed.state.digest == whole.state.digest and ours.keys() == theirs.keys()
+    with pytest.raises(ValueError, match="lora: fixed, since the checkpoint holds its parent's"):
+        prepare_fork(whole.folder, "wider", knobs={"lora.rank": 8})
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()) and any(not torch.equal(tensor, before[name]) for name, tensor in ours.items())
 
 

@@ -5,7 +5,6 @@ import torch
 from checkpoints import FAMILIES, SHAPE, checkpoint
 from rlbench.model import base_weights, encode_observation, encode_prompt, fp32_head, load_policy, save_policy, token_logprobs
 from rlbench.objective import objective
-from rlbench.publish import served, weights
 from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
 from rlbench.trainer import Trainer, TrainerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +70,7 @@ def test_a_checkpoint_of_a_family_is_loaded_trained_and_saved(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_a_saved_or_served_mixture_of_experts_has_the_names_of_its_checkpoint(name, tmp_path):
+def test_a_saved_mixture_of_experts_has_the_names_of_its_checkpoint(name, tmp_path):
     "Inside a model the experts are one tensor; other tools read them one by one."
     from safetensors import safe_open
 
@@ -80,8 +79,8 @@ def test_a_saved_or_served_mixture_of_experts_has_the_names_of_its_checkpoint(na
 
     folder = checkpoint(name, tmp_path / "hub")
     policy = load_policy(str(folder))
-    assert any(".experts.3." in key for key in names(folder))
-    assert names(save_policy(policy, tmp_path / "policy")) == sorted(served(policy.model, weights(policy.model))) == names(folder)
+    assert any(".experts.3." in key for key in names(folder)) and not any(".experts.3." in key for key in base_weights(policy.model))
+    assert names(save_policy(policy, tmp_path / "policy")) == names(folder)
 
 
 class Widest(TorchDispatchMode):
