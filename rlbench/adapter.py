@@ -35,11 +35,9 @@ def chosen(model: torch.nn.Module, targets: str | Sequence[str] = ALL) -> tuple[
 
 # %% ../nbs/16_adapter.ipynb #adapter-adapt
 def adapt(model: torch.nn.Module, rank: int, alpha: float = 16.0, targets: str | Sequence[str] = ALL, dropout: float = 0.0, seed: int = 0) -> torch.nn.Module:
-    "Put adapters beside linear layers of a Hugging Face model, in place, and freeze the rest; returns the model. ValueError for an unknown layer, ImportError without peft."
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ImportError("lora: adapters need peft; pip install peft") from error
+    "Put adapters beside linear layers of a Hugging Face model, in place, and freeze the rest; returns the model. ValueError for an unknown layer."
+    from peft import LoraConfig, inject_adapter_in_model
+
     told = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(chosen(model, targets)), lora_dropout=dropout, task_type="CAUSAL_LM")
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(seed)
