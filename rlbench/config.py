@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
-           'Deadlines', 'knobs_in', 'BalanceConfig', 'default_placement', 'GuardConfig', 'check_guard', 'RunConfig',
-           'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment', 'load_config',
-           'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
-           'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig', 'check_guard',
+           'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment',
+           'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of',
+           'check_built', 'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -250,6 +250,38 @@ class _Turns(BaseModel):
     on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
     max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
 
+# %% ../nbs/50_config.ipynb #config-weights
+class LoraConfig(BaseModel):
+    "Whether adapters are trained in place of the weights, and which."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    rank: Annotated[int, Knob(0, 4096, live=False, help="of the adapters; 0: all weights are trained")] = 0
+    alpha: Annotated[float, Knob(0.001, 65_536, live=False, help="adapters count alpha / rank times")] = 16.0
+    targets: str | tuple[str, ...] = "all-linear"
+    dropout: Annotated[float, Knob(0, 0.9, unit="share", live=False, help="of what enters an adapter, while training")] = 0.0
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _sequence(cls, value):
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _ranges(self):
+        return _check_ranges(self, "lora.")
+
+
+class _Weights(BaseModel):
+    "What is trained of the weights, and in which types they are used."
+
+    lora: LoraConfig = LoraConfig()
+    rollout_dtype: Annotated[str, Knob(choices=("float32", "bfloat16"), live=False, help="type of a generator's weights and cache")] = "float32"
+    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="type in which the output layer computes: that of the rest, or 32 bits")] = "model"
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _lora(cls, value):
+        return {"rank": value} if isinstance(value, int) else value
+
 # %% ../nbs/50_config.ipynb #config-where
 def default_placement() -> str:
     "split where this process may use two cores, else colocated."
@@ -348,7 +380,7 @@ class _Keep(BaseModel):
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Where):
+class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -434,7 +466,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -472,8 +504,8 @@ def read_table_file(source: str) -> dict:
 def set_dotted(table: dict, field: str, value) -> None:
     "Put a value at a dotted field, e.g. `loss.high`; a function given by bare name becomes a table first."
     head, _, rest = field.partition(".")
-    if head == "balance" and not rest and isinstance(value, str):
-        rest = "mode"
+    if not rest and isinstance(value, {"balance": str, "lora": int}.get(head, ())):
+        rest = {"balance": "mode", "lora": "rank"}[head]
     if not rest:
         table[head] = value
         return
@@ -558,6 +590,8 @@ def _knob(field: str, config: RunConfig) -> Knob:
         if (rest or "mode") not in knobs:
             raise unknown("balance", rest, knobs)
         return knobs[rest or "mode"][0]
+    if head == "lora" and (rest or "rank") in LoraConfig.model_fields:
+        return Knob(live=False)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
         raise unknown("knob", field, [*knobs, *FUNCTIONS, "balance"])
@@ -579,6 +613,8 @@ def value_of(config: RunConfig, field: str):
     if head == "balance":
         _knob(field, config)
         return getattr(config.balance, rest or "mode")
+    if head == "lora":
+        return getattr(config.lora, rest or "rank")
     value = getattr(config, head)
     if rest and rest not in value:
         raise unknown(f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")])

@@ -41,7 +41,7 @@ def fork_point(folder: Path, at: int | None = None) -> Checkpoint:
     return load_newest(folder, extra) if at is None else load_checkpoint(find_checkpoint(folder, at), extra)
 
 # %% ../nbs/74_fork.ipynb #fork-branch
-FIXED = ("model", "generator", "clock")  # a checkpoint is tied to these
+FIXED = ("model", "lora", "generator", "clock")  # a checkpoint is tied to these
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ def shareable(model) -> bool:
     except ValueError:
         return False
     first = model.model.layers[0]
-    return hasattr(first.input_layernorm, "variance_epsilon") and all(type(p) is torch.nn.Linear for p in (first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.down_proj))
+    return hasattr(first.input_layernorm, "variance_epsilon") and all(type(getattr(p, "base_layer", p)) is torch.nn.Linear for p in (first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.down_proj))
 
 # %% ../nbs/34_forward.ipynb #forward-logprobs
 def hidden_states(model, b: Blocks) -> torch.Tensor:

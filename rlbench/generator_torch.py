@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from .capacity import ModelShape, kv_bytes_per_token, max_concurrency
 from .generator import Request, Result, Stats, check_cache, check_concurrency
+from .model import base_weights
 from .records import Segment, StopReason, response_segment, uniforms
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-cpu
@@ -73,6 +74,7 @@ class Fused:
     cos: torch.Tensor
     sin: torch.Tensor
     targets: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
+    fp32_logits: bool = False
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-layer
 def _layer_targets(f: Fused, i: int) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
@@ -95,7 +97,7 @@ def _layer_targets(f: Fused, i: int) -> dict[str, tuple[torch.Tensor, tuple[int,
 @torch.inference_mode()
 def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Fused:
     "Fused copies of a Hugging Face causal LM's weights, with rotary tables for `positions` positions."
-    config, names = model.config, model.state_dict()
+    config, names = model.config, base_weights(model)
     shape = read_shape(config, sum(p.numel() for p in model.parameters()))
     new = partial(torch.empty, device=device, dtype=dtype)
     layers, d, width = range(shape.layers), shape.head_dim, shape.width
@@ -251,7 +253,8 @@ def decode(f: Fused, cache: Cache, last: np.ndarray, at: np.ndarray) -> torch.Te
         cache.flat[i].index_copy_(0, place, heads[:, s.heads :].reshape(-1, s.head_dim))
         q = heads[:, : s.heads].reshape(n * s.kv_heads, -1, s.head_dim)
         x = _rest(f, i, x, _attend(f, cache, i, q, cut, masks).view(n, -1))
-    return product(F.rms_norm(x, (s.width,), f.norm, f.eps), f.head)
+    x = F.rms_norm(x, (s.width,), f.norm, f.eps)
+    return product(x.float(), f.head.float()) if f.fp32_logits else product(x, f.head)
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-draw
 def _truncate(p_RV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
@@ -349,8 +352,9 @@ class TorchGenerator:
     "Writes responses with a Hugging Face causal LM; obeys `rlbench.generator.Generator`. `max_length` is prompt and response together."
 
     def __init__(self, model, max_length: int = 128, kv_bytes: float | None = None, slots: int | None = None, concurrency: int | None = None,
-                 version: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32):
+                 version: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, fp32_logits: bool = False):
         self.weights, self.max_length, self.version = fuse(model, max_length, device, dtype), max_length, version
+        self.weights.fp32_logits = fp32_logits
         _allocate(self, kv_bytes, slots)
         self.concurrency = self.slots if concurrency is None else concurrency
 

@@ -30,6 +30,7 @@ import torch
 
 from .generator import Request, Result, Stats, check_cache, check_concurrency
 from .generator_torch import draw
+from .model import base_weights
 from .records import Segment, StopReason, response_segment, uniforms
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-there
@@ -400,7 +401,7 @@ def _start(g: VllmGenerator, model, kv_bytes: float | None, slots: int | None, d
     "Engine, books and weights of a new generator."
     config = model.config.get_text_config()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    named = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    named = {name: tensor for name, tensor in base_weights(model).items() if name not in tied}
     with torch.device("meta"):
         g.skeleton = type(model)(model.config)  # no memory; knows how its weights are called in a checkpoint
     g.vocabulary, g.tied, g.shapes = config.vocab_size, tied, {name: tuple(t.shape) for name, t in named.items()}

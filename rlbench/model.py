@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
            'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_observation',
-           'head_logits', 'check_head', 'token_logprobs', 'flat_logprobs', 'save_policy']
+           'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs', 'flat_logprobs', 'base_weights',
+           'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -179,7 +180,8 @@ def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str
         raise ValueError(f"{what} {text!r} has no tokens; give it at least one character")
     if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
         strange = dict.fromkeys(c for c in text if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
-        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {' '.join(map(repr, list(strange)[:8]))}; {remedy}")
+        which = " ".join(map(repr, list(strange)[:8])) or "those that its chat template adds"
+        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {which}; {remedy}")
     return np.asarray(ids, np.int32)
 
 
@@ -221,6 +223,23 @@ def check_head(name: str, model) -> None:
         raise ValueError(
             f"model: {name!r} ({type(model).__name__}) changes its logits after the output layer in a way rlbench does not know; take another family"
         )
+
+# %% ../nbs/10_model.ipynb #model-fp32-head
+class Fp32Linear(torch.nn.Linear):
+    "A linear layer that computes in float32, whatever its weights, its input or autocast are in."
+
+    def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden_NH.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+def fp32_head(model: torch.nn.Module) -> torch.nn.Module:
+    "Have a model's output layer compute in float32, in place; returns the model. ValueError if it is no plain linear layer."
+    head = model.get_output_embeddings()
+    if type(head) not in (torch.nn.Linear, Fp32Linear):
+        raise ValueError(f'logits: "fp32" needs a plain linear output layer, and {type(model).__name__} has {type(head).__name__}; use logits = "model"')
+    head.__class__ = Fp32Linear  # the parameters stay the same objects, tied ones included
+    return model
 
 # %% ../nbs/10_model.ipynb #model-chunk
 def _chunk(model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,17 +290,34 @@ def flat_logprobs(
     logprobs_N, entropy_N = _chunks(model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size)
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
+# %% ../nbs/10_model.ipynb #model-names
+def base_weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Name -> tensor, each tensor once, adapters left out. They are the model's own, without gradient: copy them before the model moves.
+
+    `state`: in place of the model's state dict, for one that holds only parts of its tensors."""
+    named, seen = {}, set()
+    for name, tensor in (model.state_dict() if state is None else state).items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in seen and ".lora_" not in name:
+            seen.add(place)
+            named[name.replace(".base_layer.", ".")] = tensor
+    return named
+
 # %% ../nbs/10_model.ipynb #model-save
-def save_policy(policy: Policy, folder: Path | str) -> Path:
-    "Write the policy as a Hugging Face folder, replacing an earlier one."
+def save_policy(
+    policy: Policy, folder: Path | str, weights: Mapping[str, torch.Tensor] | None = None, beside: Callable[[Path], None] | None = None
+) -> Path:
+    "Write the policy as a Hugging Face folder, replacing an earlier one. `weights`: others than its own; `beside(folder)` writes more into it before it is there."
     folder = Path(folder)
     aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     for leftover in (aside, before):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     with quiet():
-        policy.model.save_pretrained(aside)
+        policy.model.save_pretrained(aside, state_dict=None if weights is None else dict(weights))
         policy.tokenizer.save_pretrained(aside)
+    if beside:
+        beside(aside)
     if folder.exists():
         folder.rename(before)
     aside.rename(folder)

@@ -136,18 +136,19 @@ def clear(folder: Path) -> None:
 
 def rescue(folder: Path) -> int:
     "Save what is in the mapped file, or in the newest checkpoint, as the run's policy; returns the version, -1 if there is nothing."
+    from rlbench.adapter import save_trained
     from rlbench.checkpoint import TRAINER, checkpoint_folders, find_checkpoint, read_manifest, read_weights
     from rlbench.config import read_config
-    from rlbench.model import load_policy, save_policy
     from rlbench.publish import fill
+    from rlbench.worker import torch_policy
 
-    policy = load_policy(read_config(folder).model)
+    policy = torch_policy(read_config(folder), "cpu")
     version = fill(policy.model, folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else -1
     if version < 0 and checkpoint_folders(folder):
         read_weights((newest := find_checkpoint(folder)) / TRAINER, policy.model)
         version = read_manifest(newest).version
     if version >= 0:
-        save_policy(policy, folder / "policy")
+        save_trained(policy, folder / "policy")
     return version
 
 # %% ../nbs/65_process.ipynb #process-supervise

@@ -297,24 +297,33 @@ def _settings(config: RunConfig) -> dict:
 
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
-    "The policy that a configuration names, with this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
+    "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
+    from rlbench.adapter import adapt
     from rlbench.generator_torch import settle_cpu
-    from rlbench.model import load_policy
+    from rlbench.model import fp32_head, load_policy
 
     warnings.filterwarnings("ignore", "The value of the smallest subnormal", UserWarning)  # numpy notices flushed denormals
     settle_cpu()
-    return load_policy(config.model, device or device_of(config))
+    policy, lora = load_policy(config.model, device or device_of(config)), config.lora
+    if config.logits == "fp32":
+        fp32_head(policy.model)
+    if lora.rank:
+        adapt(policy.model, lora.rank, lora.alpha, lora.targets, lora.dropout, config.seed)
+    return policy
 
 
 def new_generator(config: RunConfig, policy, room: int):
     "The generator that a configuration names, for sequences of `room` tokens. Raises ValueError if it cannot run here or not with this model."
+    from rlbench.model import DTYPES
+
+    dtype = DTYPES[config.rollout_dtype]
     if config.generator == "vllm":
         from rlbench.generator_vllm import VllmGenerator
 
-        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), options=config.vllm)
+        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, options=config.vllm)
     from rlbench.generator_torch import TorchGenerator
 
-    return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config))
+    return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32")
 
 
 def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
@@ -335,9 +344,12 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
 
 def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
     "A trainer over a policy, going on from the checkpoint `start` if there is one."
-    from rlbench.model import save_policy
+    import torch
+
+    from rlbench.adapter import save_trained
     from rlbench.trainer import Trainer, TrainerConfig
 
+    torch.manual_seed(config.seed)  # of an adapter's dropout, the only draws in training
     trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
     read_trainer(start / TRAINER, trainer) if start else None
 
@@ -345,7 +357,7 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], fun
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute
 
-    return Learner(train, publish, lambda folder: save_policy(policy, Path(folder)),
+    return Learner(train, publish, lambda folder: save_trained(policy, Path(folder)),
                    lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
@@ -668,7 +680,7 @@ def _in_memory(policy) -> tuple[Callable, Callable]:
 
 def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callable]:
     "Ways to load and to publish through the run's mapped file; the trainer makes it, a generator maps it when it first needs it."
-    from rlbench.publish import SharedWeights, weights
+    from rlbench.publish import SharedWeights, served, weights
 
     named, mapped = weights(policy.model), []
 
@@ -679,16 +691,16 @@ def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callabl
 
     if create:
         shared()
-    return lambda generator, version, cache: shared().load(generator, cache), lambda version: shared().write(version, named)
+    return lambda generator, version, cache: shared().load(generator, cache, partial(served, policy.model)), lambda version: shared().write(version, named)
 
 # %% ../nbs/54_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
     "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
     if start:
-        from rlbench.publish import weights
+        from rlbench.publish import hand_over
 
         writer.version = version_of(start)
-        writer.generator.load(writer.version, weights(model) if model is not None else None, "keep")
+        hand_over(model, writer.generator, writer.version) if model is not None else writer.generator.load(writer.version, None, "keep")
     return writer
 
 
