@@ -266,7 +266,8 @@ class _Where(BaseModel):
     generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="of a split run; a change saves the run and starts its workers anew")] = 1
     publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="hand weights over after every so many batches")] = 1
     clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="virtual: all actors in one process, on stated times")] = "real"
-    generator: Annotated[str, Knob(choices=("torch", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
+    generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
+    vllm: dict[str, Any] = {}
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
     balance: BalanceConfig = BalanceConfig()
