@@ -940,12 +940,16 @@ def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths
 
 # %% ../nbs/91_cli.ipynb #cli-bench-more
 @benches.command()
-def trl(pairs: Annotated[int, typer.Option(help="trainings of each side")] = 3, placement: Annotated[str, typer.Option(help="split or colocated; empty: the preset's")] = "",
+def trl(pairs: Annotated[int | None, typer.Option(help="trainings of each side: 3 unless told otherwise, 1 with --size")] = None,
+        placement: Annotated[str, typer.Option(help="split or colocated; empty: the preset's")] = "",
+        size: Annotated[str, typer.Option(help="instead of the embedded policy, random weights of this size: 1m, 10m or 60m")] = "",
+        tokens: Annotated[int, typer.Option(help="with --size: length of every response")] = 512,
         folder: FolderOption = "bench-trl", as_json: JsonOption = False) -> None:
     "The whole training loop against TRL's GRPOTrainer, in an environment of its own."
+    from rlbench.bench_size import bench_size
     from rlbench.bench_trl import bench_trl
 
-    _measure(lambda say: bench_trl(folder, pairs, placement, say=say), as_json)
+    _measure(lambda say: bench_size(folder, size, tokens, 1 if pairs is None else pairs, placement, say=say) if size else bench_trl(folder, 3 if pairs is None else pairs, placement, say=say), as_json)
 
 
 @benches.command()
