@@ -8,13 +8,12 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'outcome', 'run_command', 'facts', 'family_order', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command',
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
-           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'checks', 'engine', 'trl',
+           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'engine', 'trl',
            'overhead', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -31,7 +30,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .config import captured_functions, default_placement, live_knobs, load_config, parse_assignment, presets
+from .config import captured_functions, live_knobs, load_config, parse_assignment
 from .ledger import ENDED, Status
 from .report import summary, write_report
 from .run import Run, attach, list_runs, run
@@ -250,11 +249,15 @@ def run_command(
     name: Annotated[str, typer.Option(help="the run's name; without it the next free number")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing; say where the memory would go, exit status 1 if it does not fit")] = False,
+    on: Annotated[list[str] | None, typer.Option("--on", metavar="GPU", help='with --dry-run: plan for this GPU instead of the machine at hand, such as "RTX 4090" or "H100 x 2"')] = None,
     runs: RunsOption = "runs",
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training and closes the books."
     console = Console(stderr=as_json)
+    if dry_run or on:
+        return _dry_run(source, set_, dry_run, on or [], as_json)
     with friendly():
         overrides = dict(map(parse_assignment, set_ or []))
         if name:
@@ -269,6 +272,17 @@ def run_command(
     if as_json:
         emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
+
+def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
+    with friendly():
+        if not dry_run:
+            raise ValueError("--on: a run starts on the machine at hand; add --dry-run to plan for another one")
+        from rlbench.memory import memory_plan, plan_facts
+
+        plan = memory_plan(load_config(source, dict(map(parse_assignment, set_ or []))), on=on)
+    emit(plan_facts(plan)) if as_json else print(plan)
+    raise typer.Exit(int(not plan.fits))
 
 
 def _numbered(source: str, overrides: dict, runs: str) -> Run:
@@ -742,13 +756,22 @@ def rm(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    "What is there, and what will not work."
+def doctor(
+    against: Annotated[str, typer.Option("--against", metavar="RUN", help="what has changed since this run was made")] = "",
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "What is there, and what will not work; exit status 1 if something is missing that nothing works without."
+    from rlbench.doctor import changes_text, checks, healthy, since
+
+    if against:
+        with friendly():
+            r = attach(against, runs=runs)
+            found = since(r.folder)
+        return emit({"run": r.name, "changes": found}) if as_json else print(changes_text(found, r.name))
     found = checks()
-    if as_json:
-        return emit({"checks": [{"name": n, "ok": ok, "found": text} for n, ok, text in found], "ok": all(ok for _, ok, _ in found)})
-    for n, ok, text in found:
-        print(f"{'ok ' if ok else 'NO '} {n:<16} {text}")
+    emit({"checks": found, "ok": healthy(found)}) if as_json else print(*found, sep="\n")
+    raise typer.Exit(int(not healthy(found)))
 
 # %% ../nbs/91_cli.ipynb #cli-why
 @app.command("why")
@@ -893,31 +916,6 @@ def serve_command(
     with friendly():
         serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: print(line, flush=True))
 
-# %% ../nbs/91_cli.ipynb #cli-doctor
-def checks() -> list[tuple[str, bool, str]]:
-    "Name, whether it is as it should be, and what was found."
-    from importlib.metadata import PackageNotFoundError, version
-
-    def package(name: str) -> tuple[str, bool, str]:
-        try:
-            return name, True, version(name)
-        except PackageNotFoundError:
-            return name, False, f"not installed; pip install {name}"
-
-    import torch
-
-    free = shutil.disk_usage(".").free / 1e9
-    threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    return [
-        ("python", sys.version_info >= (3, 11), platform.python_version()),
-        ("cores", (os.cpu_count() or 1) >= 2, f"{os.cpu_count()}; a run is {default_placement()} unless it says otherwise"),
-        *map(package, ("torch", "transformers", "accelerate", "polars", "plotly", "math-verify")),
-        ("accelerator", True, torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none; runs on the CPU"),
-        ("disk", free > 1, f"{free:.0f} GB free here"),
-        ("OMP_NUM_THREADS", True, f"{threads}; workers use one thread each unless it is set"),
-        ("presets", bool(presets()), ", ".join(presets())),
-    ]
-
 # %% ../nbs/91_cli.ipynb #cli-bench
 def _measure(measure: Callable, as_json: bool) -> None:
     "Run a bench with its progress on standard error; what it started ends with it."
@@ -942,12 +940,16 @@ def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths
 
 # %% ../nbs/91_cli.ipynb #cli-bench-more
 @benches.command()
-def trl(pairs: Annotated[int, typer.Option(help="trainings of each side")] = 3, placement: Annotated[str, typer.Option(help="split or colocated; empty: the preset's")] = "",
+def trl(pairs: Annotated[int | None, typer.Option(help="trainings of each side: 3 unless told otherwise, 1 with --size")] = None,
+        placement: Annotated[str, typer.Option(help="split or colocated; empty: the preset's")] = "",
+        size: Annotated[str, typer.Option(help="instead of the embedded policy, random weights of this size: 1m, 10m or 60m")] = "",
+        tokens: Annotated[int, typer.Option(help="with --size: length of every response")] = 512,
         folder: FolderOption = "bench-trl", as_json: JsonOption = False) -> None:
     "The whole training loop against TRL's GRPOTrainer, in an environment of its own."
+    from rlbench.bench_size import bench_size
     from rlbench.bench_trl import bench_trl
 
-    _measure(lambda say: bench_trl(folder, pairs, placement, say=say), as_json)
+    _measure(lambda say: bench_size(folder, size, tokens, 1 if pairs is None else pairs, placement, say=say) if size else bench_trl(folder, 3 if pairs is None else pairs, placement, say=say), as_json)
 
 
 @benches.command()

@@ -63,7 +63,23 @@ def test_report_is_written_again(folder):
 
 
 def test_doctor(folder):
-    assert {"python", "torch", "disk"} <= {c["name"] for c in told(folder, "doctor")["checks"]}
+    found = told(folder, "doctor")
+    checks = {c["name"]: c for c in found["checks"]}
+    assert {"python", "torch", "disk", "vllm", "peft", "gpu", "memory", "shared memory", "open files", "processes"} <= set(checks) and found["ok"]
+    assert all(c["ok"] or ";" in c["found"] for c in checks.values()), "a line that says no says the remedy"
+
+
+def test_doctor_against_a_run(folder):
+    assert "nothing has changed since x was made" in call(folder, "doctor", "--against", "x").stdout
+    noted = folder / "runs" / "x" / "provenance.json"
+    before = noted.read_text()
+    then = json.loads(before)
+    noted.write_text(json.dumps({**then, "cores": 512, "packages": {**then["packages"], "numpy": "0.1"}}))
+    changed = {c["what"]: c for c in told(folder, "doctor", "--against", "x")["changes"]}
+    assert set(changed) == {"cores", "numpy"} and changed["cores"]["then"] == "512" and changed["numpy"]["now"] == then["packages"]["numpy"]
+    noted.unlink()
+    assert "provenance: x has none" in call(folder, "doctor", "--against", "x", code=2).stderr
+    noted.write_text(before)
 
 
 def test_commands_to_an_ended_run_are_refused(folder):
