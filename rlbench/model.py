@@ -9,7 +9,7 @@ __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length'
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -272,15 +272,15 @@ def flat_logprobs(
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../nbs/10_model.ipynb #model-save
-def save_policy(policy: Policy, folder: Path | str) -> Path:
-    "Write the policy as a Hugging Face folder, replacing an earlier one."
+def save_policy(policy: Policy, folder: Path | str, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
+    "Write the policy as a Hugging Face folder, replacing an earlier one; with these weights instead of its own, if they are given (its own may be parts)."
     folder = Path(folder)
     aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     for leftover in (aside, before):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     with quiet():
-        policy.model.save_pretrained(aside)
+        policy.model.save_pretrained(aside, state_dict=weights)
         policy.tokenizer.save_pretrained(aside)
     if folder.exists():
         folder.rename(before)
