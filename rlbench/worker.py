@@ -7,13 +7,14 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
-           'torch_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'torch_learner', 'check_prompts',
-           'misfit', 'Worker', 'ready', 'timed', 'decode', 'written', 'read', 'EnvironmentReady', 'Scorer',
-           'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
+           'torch_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner',
+           'check_prompts', 'misfit', 'Worker', 'ready', 'timed', 'decode', 'written', 'read', 'EnvironmentReady',
+           'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
 import inspect
+import os
 import sys
 import time
 import traceback
@@ -340,13 +341,19 @@ def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | Non
     return trainer, partial(configure_trainer, trainer, functions)
 
 
-def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None = None) -> Learner:
-    "A trainer over a policy, of `trainers` processes, going on from the checkpoint `start` if there is one. `publish(version, weights)` hands them over."
-    from rlbench.model import save_policy
-    from rlbench.ranks import start_ranks, whole_weights
+def team_of(config: RunConfig, folder: Path | None, start: Path | None):
+    "The processes of a run's trainer: this one, and the others started and joined. ValueError if there are too few devices."
+    from rlbench.ranks import start_ranks
     from rlbench.trainer import ALONE
 
-    team = start_ranks(config.trainers, device_of(config), rank_trainer, (config, functions.folder, start)) if config.trainers > 1 else ALONE
+    return start_ranks(config.trainers, device_of(config), rank_trainer, (config, folder, start)) if config.trainers > 1 else ALONE
+
+
+def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None, team) -> Learner:
+    "A trainer over a policy, or rank 0 of it, going on from the checkpoint `start` if there is one. `publish(version, weights)` hands them over."
+    from rlbench.model import save_policy
+    from rlbench.ranks import whole_weights
+
     trainer = make_trainer(config, policy, functions, start, team)
 
     def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float]:
@@ -599,11 +606,12 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
         return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
-    policy = torch_policy(config, "cpu" if learns and config.trainers > 1 else "")  # each rank moves its part
+    team = team_of(config, folder, start) if learns else None  # before the policy is loaded, which each rank does
+    policy = torch_policy(config, "cpu" if learns and team.size > 1 else "")
     read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
     writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
-    learner = torch_learner(config, policy, publish, Functions(folder), start) if learns else None
+    learner = torch_learner(config, policy, publish, Functions(folder), start, team) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
         writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
     gc.collect()
@@ -664,6 +672,9 @@ def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[s
         return Worker(config, *build_halves(config, prompts, parts, Path(folder), begun), version_of(begun))
 
     serve(connection, build)
+    if trainers > 1:  # what torch.distributed has brought along complains at an ordinary end, into the run's log
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def environment_main(connection, folder: str) -> None:
