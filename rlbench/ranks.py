@@ -22,31 +22,50 @@ from .forward import decoder_layers
 from .publish import weights
 from .trainer import Alone, Trainer
 
+# %% ../nbs/37_ranks.ipynb #ranks-help
+ALONE_STATUS, LOST_STATUS = 70, 71  # exit status of a rank with an error of its own, and of one whose others are gone
+
+
+def _join(rank: int, size: int, device: torch.device, store):
+    "Meet the others; returns the mesh of devices. All are on this machine, so gloo keeps to its loopback."
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    return dist.init_device_mesh(device.type, (size,))
+
+
+def _sharded(model: torch.nn.Module, compute: Callable, mesh) -> Callable:
+    "Keep this rank's part of every tensor; returns the forward pass that gathers them."
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    model.rank_logprobs = MethodType(compute, model)
+    register_fsdp_forward_method(model, "rank_logprobs")
+    return lambda model, *args: model.rank_logprobs(*args)
+
+
+def _to_all(value) -> list:
+    "Everybody's value, by rank."
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
 # %% ../nbs/37_ranks.ipynb #ranks-team
 class Team(Alone):
     "The processes of one trainer, seen from one of them. `pipes`: rank 0's to the others. Make it in each process, with the same port."
 
     def __init__(self, rank: int, size: int, device: torch.device, store, pipes: Sequence = ()):
-        import torch.distributed as dist
-
-        self.rank, self.size, self.pipes, self.common = rank, size, tuple(pipes), None
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
-        self.device, self.mesh = device, dist.init_device_mesh(device.type, (size,))
+        self.rank, self.size, self.device, self.pipes, self.common = rank, size, device, tuple(pipes), None
+        self.mesh = _join(rank, size, device, store)
 
     def shard(self, model: torch.nn.Module, compute: Callable, device: torch.device) -> tuple[Callable, torch.device]:
         "Keep this rank's part of every tensor of the model, on the team's device."
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        for layer in decoder_layers(model):
-            fully_shard(layer, mesh=self.mesh)
-        fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
-        model.rank_logprobs = MethodType(compute, model)
-        register_fsdp_forward_method(model, "rank_logprobs")
-        return lambda model, *args: model.rank_logprobs(*args), self.device
+        return _sharded(model, compute, self.mesh), self.device
 
     def tell(self, name: str, *args) -> None:
         "Have the other ranks do this job."
@@ -95,16 +114,6 @@ class Team(Alone):
 
         same = hasattr(like, "full_tensor") and tensor.shape == like.shape
         return distribute_tensor(tensor.to(self.device), like.device_mesh, like.placements, src_data_rank=None) if same else tensor
-
-# %% ../nbs/37_ranks.ipynb #ranks-help
-ALONE_STATUS, LOST_STATUS = 70, 71  # exit status of a rank with an error of its own, and of one whose others are gone
-
-
-def _to_all(value) -> list:
-    "Everybody's value, by rank."
-    found = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found
 
 # %% ../nbs/37_ranks.ipynb #ranks-weights
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -170,7 +179,12 @@ def rank_main(pipe, rank: int, size: int, kind: str, port: int, build: Callable,
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(LOST_STATUS)), daemon=True).start()
     store = torch.distributed.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
-    trainer, configure = build(Team(rank, size, rank_device(kind, rank, size), store), *args)
+    try:
+        trainer, configure = build(Team(rank, size, rank_device(kind, rank, size), store), *args)
+    except Exception:
+        traceback.print_exc()
+        pipe.poll(10)  # rank 0 will have met the same, and says it better
+        os._exit(ALONE_STATUS)
     jobs = {"train": trainer.train_prepared, "weights": lambda: whole_weights(trainer), "state": trainer.state_dict, "configure": configure}
     while True:
         try:
