@@ -10,6 +10,7 @@ import torch
 from test_trainer import made_groups, small_model
 
 from rlbench.checkpoint import read_trainer, read_weights, write_trainer
+from rlbench.environment import FunctionFailed, guarded
 from rlbench.objective import objective
 from rlbench.ranks import start_ranks, whole_weights
 from rlbench.trainer import ALONE, Trainer, TrainerConfig
@@ -38,7 +39,7 @@ def build(team, start):
     trainer = Trainer(model, TrainerConfig(device="cpu", micro_tokens=200, learning_rate=1e-3, optimizer_steps=3, gradient_checkpointing=team is not ALONE), GOAL, team=team)
     if start:
         read_trainer(start, trainer)
-    return trainer, lambda width: trainer.set(replace(GOAL, aggregation=Raises(width)) if width else GOAL)
+    return trainer, lambda width: trainer.set(replace(GOAL, aggregation=guarded("aggregation", Raises(width))) if width else GOAL)
 
 
 def trained(trainer, batches) -> list[dict]:
@@ -55,8 +56,8 @@ def refused(trainer, configure, groups) -> tuple[str, bool]:
         configure(width)
         try:
             trainer.train(groups, 9) if width else None
-        except ZeroDivisionError as error:
-            told = str(error)
+        except FunctionFailed as error:
+            told = f"{error.field}: {'the longest row' in str(error)}"
     return told, all(torch.equal(before[name], tensor) for name, tensor in whole_weights(trainer).items())
 
 
