@@ -289,12 +289,12 @@ def write_trainer(folder: str | Path, trainer) -> None:
     import torch
     from safetensors.torch import save_file as save
 
-    from rlbench.publish import weights
+    from rlbench.ranks import whole_weights
 
     folder, told = Path(folder), trainer.state_dict()
     moments = {f"{i}.{name}": value for i, each in told["optimizer"]["state"].items() for name, value in each.items()}
     rng = {"random.cpu": torch.get_rng_state(), **{f"random.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())}}
-    files = {"weights.safetensors": weights(trainer.model), "optimizer.safetensors": {**moments, **rng}}
+    files = {"weights.safetensors": whole_weights(trainer), "optimizer.safetensors": {**moments, **rng}}
     needed = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
     free = shutil.disk_usage(folder).free
     if free < needed + ROOM:

@@ -379,8 +379,27 @@ class _Keep(BaseModel):
     checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
+# %% ../nbs/50_config.ipynb #config-scale
+class _Scale(BaseModel):
+    "How much hardware one trainer takes, and how it saves memory."
+
+    trainers: Annotated[int, Knob(1, 64, unit="processes", apply="dispatch", help="of one trainer, each with a part of the model and of every batch; a change saves the run and starts its workers anew")] = 1
+    gradient_checkpointing: Annotated[bool, Knob(live=False, help="keep only what goes into a layer, and compute it once more in the backward pass")] = False
+    packing: Annotated[bool, Knob(live=False, help="rows of a micro-batch end to end, for models whose attention keeps them apart")] = False
+    context_parallel: Annotated[int, Knob(live=False, help="processes for one sequence: 1, there is no other")] = 1
+
+
+def _check_scale(c: "RunConfig") -> None:
+    if c.trainers > 1 and c.placement != "split":
+        raise ValueError(f'trainers: {c.trainers} processes are a trainer by itself; set placement = "split", or trainers = 1')
+    if c.trainers > 1 and c.clock != "real":
+        raise ValueError(f'trainers: {c.trainers} processes run in real time only; set clock = "real", or trainers = 1')
+    if c.context_parallel != 1:
+        raise ValueError(f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; set context_parallel = 1, "
+                         "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers")
+
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
+class RunConfig(_Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -410,6 +429,7 @@ class RunConfig(_Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _We
     def _together(self):
         _check_ranges(self)
         _check_together(self)
+        _check_scale(self)
         _check_watch(self)
         return self
 
@@ -640,7 +660,7 @@ ACTS_ON = {
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation"),
+    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation", "trainers"),
 }  # the rest acts on the generator
 
 

@@ -670,7 +670,7 @@ class Driver:
         had = start.remembered(Kept) if start else Kept()
         self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED)), None  # moving: workers under way
+        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED[:2])), None  # moving: workers under way
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
@@ -1247,7 +1247,9 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
     if name == "environment":
         handle = ProcessHandle(name, environment_main, (str(driver.folder),))
     else:
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else ""))
+        config = driver.state.moving.target if driver.moving and not driver.moving.failed else driver.state.config
+        ranks = config.trainers if driver.layout[name] == ("trainer",) else 1
+        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1)
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
 

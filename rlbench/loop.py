@@ -456,7 +456,7 @@ def _saved_first(state: LoopState) -> bool:
     return saves_itself(state) and bool(state.training) and state.phase == "running" and trainer(state) is not None
 
 # %% ../nbs/52_loop.ipynb #loop-move
-PLACED = ("placement", "generators")
+PLACED = ("placement", "generators", "trainers")
 
 
 def begin_move(state: LoopState, command: Commanded) -> bool:

@@ -7,13 +7,15 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
-           'new_generator', 'torch_writer', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready',
-           'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
-           'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
+           'new_generator', 'torch_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of',
+           'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory',
+           'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'build_halves',
+           'begin_at', 'version_of', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
 import inspect
+import os
 import sys
 import time
 import traceback
@@ -341,24 +343,55 @@ def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
-
-def torch_learner(config: RunConfig, policy, publish: Callable[[int], None], functions: Functions, start: Path | None = None) -> Learner:
-    "A trainer over a policy, going on from the checkpoint `start` if there is one."
+# %% ../nbs/54_worker.ipynb #worker-torch-learner
+def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
+    "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch
 
-    from rlbench.adapter import save_trained
     from rlbench.trainer import Trainer, TrainerConfig
 
-    torch.manual_seed(config.seed)  # of an adapter's dropout, the only draws in training
-    trainer = Trainer(policy.model, TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config)), objective_of(config, functions), policy.pad_id)
+    torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
+    settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
+    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team)
     read_trainer(start / TRAINER, trainer) if start else None
+    return trainer
+
+
+def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
+    "The objective and the settings in force, in all ranks."
+    trainer.team.tell("configure", config)
+    trainer.set(objective_of(config, functions), **_settings(config))
+
+
+def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
+    "In a rank other than 0: its trainer, and what it does when it is configured."
+    policy, functions = torch_policy(config, "cpu"), Functions(folder)
+    read_weights(start / TRAINER, policy.model) if start else None
+    trainer = make_trainer(config, policy, functions, start, team)
+    return trainer, partial(configure_trainer, trainer, functions)
+
+
+def team_of(config: RunConfig, folder: Path | None, start: Path | None):
+    "The processes of a run's trainer: this one, and the others started and joined. ValueError if there are too few devices."
+    from rlbench.ranks import start_ranks
+    from rlbench.trainer import ALONE
+
+    return start_ranks(config.trainers, device_of(config), rank_trainer, (config, folder, start)) if config.trainers > 1 else ALONE
+
+
+def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None, team) -> Learner:
+    "A trainer over a policy, or rank 0 of it, going on from the checkpoint `start` if there is one. `publish(version, weights)` hands them over."
+    from rlbench.adapter import save_trained
+    from rlbench.ranks import whole_state, whole_weights
+
+    trainer = make_trainer(config, policy, functions, start, team)
 
     def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float]:
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute
 
-    return Learner(train, publish, lambda folder: save_trained(policy, Path(folder)),
-                   lambda config: trainer.set(objective_of(config, functions), **_settings(config)), policy.name, lambda folder: write_trainer(folder, trainer))
+    return Learner(train, lambda version: publish(version, whole_weights(trainer)), lambda folder: save_trained(policy, Path(folder), whole_state(trainer) if team.size > 1 else None),
+                   partial(configure_trainer, trainer, functions), policy.name, lambda folder: write_trainer(folder, trainer))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
 def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0) -> int:
@@ -655,11 +688,13 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
         return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
-    policy = torch_policy(config, "cpu" if config.generator == "vllm" and not learns else "")  # an engine has weights of its own
+    team = team_of(config, folder, start) if learns else None  # before the policy is loaded, which each rank does
+    on_host = learns and team.size > 1 or config.generator == "vllm" and not learns  # ranks take their parts, an engine has weights of its own
+    policy = torch_policy(config, "cpu" if on_host else "")
     read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
     writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
-    learner = torch_learner(config, policy, publish, Functions(folder), start) if learns else None
+    learner = torch_learner(config, policy, publish, Functions(folder), start, team) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
         writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
     gc.collect()
@@ -675,23 +710,23 @@ def _in_memory(policy) -> tuple[Callable, Callable]:
         hand_over(policy.model, generator, version, cache)
         return version
 
-    return load, lambda version: None
+    return load, lambda version, named: None
 
 
 def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callable]:
     "Ways to load and to publish through the run's mapped file; the trainer makes it, a generator maps it when it first needs it."
     from rlbench.publish import SharedWeights, served, weights
 
-    named, mapped = weights(policy.model), []
+    shapes, mapped = {name: tensor.to("meta") for name, tensor in weights(policy.model).items()}, []
 
     def shared() -> SharedWeights:
         if not mapped:
-            mapped.append(SharedWeights(folder / WEIGHTS_FILE, named, create=create))
+            mapped.append(SharedWeights(folder / WEIGHTS_FILE, shapes, create=create))
         return mapped[0]
 
     if create:
         shared()
-    return lambda generator, version, cache: shared().load(generator, cache, partial(served, policy.model)), lambda version: shared().write(version, named)
+    return lambda generator, version, cache: shared().load(generator, cache, partial(served, policy.model)), lambda version, named: shared().write(version, named)
 
 # %% ../nbs/54_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
@@ -712,14 +747,17 @@ def version_of(start: Path | None) -> int:
     return told.version if told else 0
 
 # %% ../nbs/54_worker.ipynb #worker-mains
-def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "") -> None:
-    "Process of a worker that hosts `parts`; `start`: the checkpoint it goes on from."
+def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "", trainers: int = 1) -> None:
+    "Process of a worker that hosts `parts`; `start`: the checkpoint it goes on from; `trainers`: the processes that its trainer consists of."
 
     def build() -> Worker:
-        config, begun = read_config(Path(folder)), Path(start) if start else None
+        config, begun = read_config(Path(folder)).model_copy(update={"trainers": trainers}), Path(start) if start else None
         return Worker(config, *build_halves(config, prompts, parts, Path(folder), begun), version_of(begun))
 
     serve(connection, build)
+    if trainers > 1:  # what torch.distributed has brought along complains at an ordinary end, into the run's log
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def environment_main(connection, folder: str) -> None:
