@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MODELS', 'HARDWARE', 'SAVED', 'ModelShape', 'kv_bytes_per_token', 'weight_bytes', 'max_concurrency',
            'resident_tokens', 'Hardware', 'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes',
-           'lora_parameters', 'activation_bytes', 'decode_seconds', 'dollars_per_million', 'processor', 'machine']
+           'lora_parameters', 'activation_bytes', 'decode_seconds', 'dollars_per_million', 'processor', 'machine',
+           'cpu_flags', 'gpus_here']
 
 # %% ../nbs/04_capacity.ipynb #capacity-imports
 import os
@@ -168,3 +169,24 @@ def machine(*packages: str) -> dict[str, str]:
 
     return {"processor": processor(), "cores": str(os.cpu_count() or 1), "system": platform.system(), "python": platform.python_version(),
             **{package: installed(package) for package in packages}, "date": time.strftime("%Y-%m-%d")}
+
+# %% ../nbs/04_capacity.ipynb #capacity-parts
+def cpu_flags(path: str | Path = "/proc/cpuinfo") -> frozenset[str] | None:
+    "What the processor says it can do; None where the system does not tell."
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
+    return None if found is None else frozenset(found)
+
+
+def gpus_here() -> tuple[str, ...]:
+    "Names of the GPUs that a process sees, as CUDA_VISIBLE_DEVICES spells them; empty without any. Asks no library."
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return tuple(name.strip() for name in told.split(",") if name.strip())
+    try:
+        return tuple(str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return ()

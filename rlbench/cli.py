@@ -9,7 +9,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'benches'
            'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command',
            'eval_command', 'sample', 'export', 'report', 'digest', 'rm', 'doctor', 'why_command', 'fork_command',
            'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'engine', 'trl',
-           'overhead', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
+           'overhead', 'mismatch', 'modes', 'faults', 'delay', 'balance', 'crashes', 'staleness', 'stragglers', 'panel',
+           'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -959,6 +960,14 @@ def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] 
     from rlbench.bench_overhead import bench_overhead
 
     _measure(lambda say: bench_overhead(folder, runs, placement, say), as_json)
+
+
+@benches.command()
+def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 12, folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
+    "How far the sampler's log-probabilities are from the trainer's, with a control at learning rate 0."
+    from rlbench.mismatch import bench_mismatch
+
+    _measure(lambda say: bench_mismatch(folder, steps, say=say), as_json)
 
 
 @benches.command()

@@ -297,6 +297,7 @@ class _Where(BaseModel):
     ] = Field(default_factory=default_placement)
     generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="of a split run; a change saves the run and starts its workers anew")] = 1
     publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="hand weights over after every so many batches")] = 1
+    transport: Annotated[str, Knob(choices=("file", "ipc"), live=False, help="of a split run's weights: a file that all map, or on GPUs of one machine the memory of the trainer's")] = "file"
     clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="virtual: all actors in one process, on stated times")] = "real"
     generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
     sleep: Annotated[bool, Knob(help="colocated: while the trainer trains, the generator gives the memory of its cache (of vLLM on a GPU: of its weights, too) back", apply="now")] = False
@@ -451,6 +452,8 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError('generator: "scripted" runs on the virtual clock only; set clock = "virtual"')
     if c.generators > 1 and c.placement == "colocated":
         raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
+    if c.transport == "ipc" and c.trainers > 1:
+        raise ValueError(f'transport: "ipc" is there for one trainer process, and trainers = {c.trainers}; use transport = "file"')
     if c.backlog == "drop_oldest" and c.staleness == 0:
         raise ValueError('backlog: "drop_oldest" lets the generator run ahead, and staleness = 0 forbids it; use staleness >= 1, or backlog = "hold"')
     if c.publish_every - 1 > c.staleness:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 
 from .accounts import batch_columns, eval_columns, served_columns
-from .capacity import processor
+from .capacity import gpus_here, processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
@@ -49,7 +49,7 @@ from rlbench.state import (
     Published, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
     start_state,
 )
-from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, hung, kind_of, layout
+from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
 from .episode import begun, first_turns, judged, later_turns, shown, told_so_far, token_columns, turn_columns, weigh_old, without_begun, written
 from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
 from .tasks import TASK_SETS, make_tasks
@@ -156,6 +156,7 @@ class Memory:
     window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
     held: dict[str, float] = field(default_factory=dict)  # most bytes by phase
+    cached: tuple[int, int] = (0, 0)  # prefix hits and preemptions since the last step row
     weights: int = 0  # newest version in the mapped file
     asked: int = 0  # newest version the trainer was asked to put there
     to_load: list[str] = field(default_factory=list)  # generators that wait for it
@@ -316,6 +317,7 @@ def heard_held(driver: "Driver", worker: str, h: Held) -> Iterable:
 def heard_running(driver: "Driver", worker: str, r: Running) -> Iterable:
     "Remember how full the generator is; the loop need not know."
     driver.memory.running[worker] = r
+    driver.memory.cached = tuple(a + b for a, b in zip(driver.memory.cached, (r.prefix_hits, r.preempted)))
     return ()
 
 
@@ -623,9 +625,10 @@ def write_step(driver: "Driver", row: StepRow) -> None:
                    prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
+                   prefix_hits=m.cached[0], preempted=m.cached[1], publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
+    m.cached = (0, 0)
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
     m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
     del m.metrics[row.version]
@@ -1249,7 +1252,8 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
     else:
         config = driver.state.moving.target if driver.moving and not driver.moving.failed else driver.state.config
         ranks = config.trainers if driver.layout[name] == ("trainer",) else 1
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1)
+        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks),
+                               parent=ranks > 1, gpus=gpus_of(driver.layout, gpus_here(), config.trainers, int(config.vllm.get("tensor_parallel_size", 1)))[name])
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
 

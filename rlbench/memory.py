@@ -77,6 +77,7 @@ class Facts:
     lora: int = 0
     trainers: int = 1
     checkpointing: bool = False
+    ipc: bool = False
 
     @property
     def split(self) -> bool:
@@ -90,7 +91,7 @@ def facts_of(config: RunConfig) -> Facts:
     return Facts(
         model=config.model, placement=config.placement if config.clock == "real" else "colocated", generators=config.generators, generator=config.generator, concurrency=config.concurrency,
         max_tokens=config.max_tokens, shown=shown, kv_bytes=config.kv_megabytes * 1e6, micro_tokens=config.micro_tokens, bf16=config.precision == "bf16",
-        rollout_bytes=2 if config.generator == "vllm" else 4,
+        rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4, lora=config.lora.rank, trainers=config.trainers, checkpointing=config.gradient_checkpointing, ipc=config.transport == "ipc",
     )
 
 # %% ../nbs/59_memory.ipynb #memory-places
@@ -191,7 +192,8 @@ def writer_needs(facts: Facts, shape: ModelShape, name: str, place: Place) -> It
 def between(facts: Facts, shape: ModelShape, homes: Mapping[str, Place], machine: Machine) -> Iterator[Need]:
     "What belongs to no actor: weights on their way, and what libraries take in every process."
     if facts.split:
-        yield Need("between them", "weights on their way", 2 * FULL * shape.parameters, "two copies in a mapped file", machine.host)
+        where, how = (homes[next(iter(homes))], "two copies on the trainer's GPU") if facts.ipc and machine.gpus else (machine.host, "two copies in a mapped file")
+        yield Need("between them", "weights on their way", 2 * FULL * shape.parameters, how, where)
     workers = homes if facts.split else {name: place for name, place in homes.items() if name.startswith("trainer")}
     what, each = ("CUDA, libraries, graphs", CONTEXT) if machine.gpus else ("Python, libraries", LIBRARIES)
     for name, place in workers.items():

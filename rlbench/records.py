@@ -380,6 +380,8 @@ trained_rollouts | int | rollouts | rollouts in the batch
 trained_tokens | int | tokens | response tokens that carried weight
 generated_tokens | int | tokens | response tokens sampled since the batch before, evaluation included
 prefill_tokens | int | tokens | prompt tokens computed, repeated prefill included
+prefix_hits | int | tokens | prompt tokens that a cache spared
+preempted | int | sequences | sequences that had to give up their place in the KV budget and start again
 decode_tokens | int | tokens | tokens decoded
 turns | float | turns | mean turns of a trained rollout
 queue_depth | float | groups | finished groups waiting, mean over the time since the batch before

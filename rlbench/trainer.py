@@ -354,7 +354,7 @@ class TrainResult:
 def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float) -> TrainMetrics:
     "Metrics of a batch from its micro-batches, its gradient norms and how far the weights moved."
     flat = {name: torch.cat([getattr(s, name) for s in seen]).float() for name in ("old_N", "sampler_N", "entropy_N", "low_N", "high_N")}
-    everywhere_N = torch.ones_like(flat["old_N"])
+    everywhere_N, distance_N = torch.ones_like(flat["old_N"]), (flat["old_N"] - flat["sampler_N"]).abs()
     return TrainMetrics(
         loss=float(torch.stack([s.loss for s in seen]).sum()) / len(norms),
         entropy=float(flat["entropy_N"].mean()),
@@ -362,6 +362,7 @@ def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: fl
         clip_low=float(flat["low_N"].mean()),
         clip_high=float(flat["high_N"].mean()),
         kl_sampler=kl_k3(flat["old_N"], flat["sampler_N"], everywhere_N),
+        logprob_diff_mean=float(distance_N.mean()), logprob_diff_max=float(distance_N.max()),
         ess=ess((flat["old_N"] - flat["sampler_N"]).exp(), everywhere_N),
         learning_rate=rate, update_norm=moved, optimizer_steps=len(norms), padding=padded,
     )

@@ -170,9 +170,11 @@ class PolicySaved:
 
 @dataclass(frozen=True)
 class Running:
-    "How full the generator is."
+    "How full the generator is, and what it says of its cache since the last time."
     running: int
     kv_used: float
+    prefix_hits: int = 0
+    preempted: int = 0
 
 # %% ../nbs/54_worker.ipynb #worker-held
 @dataclass(frozen=True)
@@ -523,7 +525,7 @@ def decode(worker: Worker, said: list, spent: list) -> None:
     spent.append(Spent("generator", "compute", seconds, "decode", worker.config.decode_steps, prefilled, decoded))
     rate = after.seconds / max(1, after.decode_tokens)
     said.extend(written(worker, result, rate) for result in results)
-    said.append(Running(after.running, after.kv_used))
+    said.append(Running(after.running, after.kv_used, after.prefix_hits - before.prefix_hits, after.preempted - before.preempted))
     note_memory(worker, "generate", said)
 
 
@@ -688,11 +690,13 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
         return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
+    if config.transport == "ipc" and device_of(config) != "cuda":
+        raise ValueError('transport: "ipc" hands weights from GPU to GPU, and this run has none; use transport = "file"')
     team = team_of(config, folder, start) if learns else None  # before the policy is loaded, which each rank does
     on_host = learns and team.size > 1 or config.generator == "vllm" and not learns  # ranks take their parts, an engine has weights of its own
     policy = torch_policy(config, "cpu" if on_host else "")
     read_weights(start / TRAINER, policy.model) if start else None
-    load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, create=learns)
+    load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, learns, "cuda" if config.transport == "ipc" else "cpu")
     writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
     learner = torch_learner(config, policy, publish, Functions(folder), start, team) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
@@ -713,15 +717,15 @@ def _in_memory(policy) -> tuple[Callable, Callable]:
     return load, lambda version, named: None
 
 
-def _through_file(policy, folder: Path, create: bool) -> tuple[Callable, Callable]:
-    "Ways to load and to publish through the run's mapped file; the trainer makes it, a generator maps it when it first needs it."
+def _through_file(policy, folder: Path, create: bool, device: str) -> tuple[Callable, Callable]:
+    "Ways to load and to publish through the run's mapped file; the trainer makes it (on a GPU: its buffers there), a generator maps it when it first needs it."
     from rlbench.publish import SharedWeights, served, weights
 
     shapes, mapped = {name: tensor.to("meta") for name, tensor in weights(policy.model).items()}, []
 
     def shared() -> SharedWeights:
         if not mapped:
-            mapped.append(SharedWeights(folder / WEIGHTS_FILE, shapes, create=create))
+            mapped.append(SharedWeights(folder / WEIGHTS_FILE, shapes, create, device))
         return mapped[0]
 
     if create:

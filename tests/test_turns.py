@@ -1,4 +1,5 @@
 """Episodes of several turns in whole runs: token in, token out; real processes; and the staleness of an environment's state."""
+import json
 from itertools import groupby
 
 import polars as pl
@@ -131,3 +132,17 @@ def test_words_that_the_policy_cannot_read_end_the_run(tmp_path):
     driver = inline_run(tmp_path, "a", STORE | {"generator": "torch", "environment": "scripted", "steps": 50, "eval": []})
     assert driver.state.phase == "failed" and "would not write" in driver.state.reason, driver.state.reason
     check_books(driver)
+
+
+def test_an_episode_stays_with_its_generator(tmp_path):
+    "With two generators the work is shared, and the later turns of an episode go where its cache is."
+    driver = inline_run(tmp_path, "two", STORE | {"placement": "split", "generators": 2, "staleness": 2, "concurrency": 64, "eval": []})
+    check_books(driver)
+    events = read_table(driver.folder, "events")
+    asked: dict[tuple, list[str]] = {}
+    for told in map(json.loads, events.filter(pl.col("kind") == "Generate")["fields"]):
+        for rollout, attempt, _ in told["rollouts"]:
+            asked.setdefault((rollout, attempt), []).append(told["actor"])
+    first = [actors[0] for actors in asked.values()]
+    assert min(first.count(name) for name in ("generator-1", "generator-2")) > len(first) / 4, "work is shared by load"
+    assert sum(len(actors) > 1 for actors in asked.values()) > 10 and all(len(set(actors)) == 1 for actors in asked.values())
