@@ -23,7 +23,6 @@ from copy import copy
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -441,7 +440,7 @@ def complete() -> Iterator[None]:
     if missing := [line for line in said if "not loaded" in line]:
         raise RuntimeError(f"weights: vLLM took only part of them: {missing[0]}")
 
-
+# %% ../nbs/13_generator_vllm.ipynb #vllmgen-put
 def _put(g: VllmGenerator, weights: Mapping[str, torch.Tensor]) -> None:
     "Weights into the engine. Raises ValueError if a name or a shape does not fit; the engine is then as before."
     from transformers.core_model_loading import revert_weight_conversion

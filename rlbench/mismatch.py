@@ -8,7 +8,6 @@ __all__ = ['ARMS', 'FIGURES', 'PRESETS', 'Arm', 'arm_of', 'MismatchBench', 'benc
 # %% ../nbs/83_mismatch.ipynb #mismatch-imports
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 

@@ -566,7 +566,7 @@ def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> 
             message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     said.append(CheckpointWritten(worker.trained, job.folder, message))
 
-# %% ../nbs/54_worker.ipynb #worker-handle
+# %% ../nbs/54_worker.ipynb #worker-asleep
 @contextmanager
 def cache_asleep(worker: Worker, spent: list) -> Iterator[None]:
     "The generator beside the trainer gives its memory back, if the configuration says so."
@@ -582,7 +582,7 @@ def cache_asleep(worker: Worker, spent: list) -> Iterator[None]:
             generator.wake()
             spent.append(Spent("generator", "overhead", time.perf_counter() - began, "wake", 1, generator.stats().prefill_tokens - before))
 
-
+# %% ../nbs/54_worker.ipynb #worker-handle
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
         with cache_asleep(worker, spent):

@@ -7,14 +7,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlbench.capacity import cpu_flags
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
+AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
 
 
 @pytest.fixture
 def root() -> Path:
     "The project's folder."
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def avx512f() -> None:
+    "For tests that start vLLM's CPU build."
+    if "avx512f" not in (cpu_flags() or ()):
+        pytest.skip(AVX512F)
 
 
 @pytest.fixture

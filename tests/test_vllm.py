@@ -10,11 +10,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rlbench.capacity import cpu_flags
 from rlbench.ledger import read_table
 from rlbench.run import run
 
-pytestmark = pytest.mark.skipif("avx512f" not in (cpu_flags() or ()), reason="vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it")
+pytestmark = pytest.mark.usefixtures("avx512f")
 HERE = Path(__file__).parent
 
 
