@@ -85,6 +85,9 @@ $(BIN)/python:
 	@touch $@ .venv/.run
 
 .venv/.vllm: requirements-vllm.lock .venv/.dev
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "vLLM needs libnuma.so.1: install Debian's package libnuma1" >&2; exit 1; }; \
+	echo "installing libnuma1 (once)"; export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -qq -y --no-install-recommends libnuma1 >/dev/null; }
 	@echo "installing $$(grep -c == $<) packages for vLLM into .venv (once)"
 	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
 	@touch $@

@@ -8,6 +8,7 @@ __all__ = ['ENVIRONMENT', 'CPU_ENVIRONMENT', 'ARGUMENT', 'CPU_HEADS', 'OURS', 'B
            'make_engine', 'Recorder', 'VllmGenerator', 'drop_expert_kernels', 'pack_heads', 'complete']
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-imports
+import ctypes
 import gc
 import importlib.util
 import logging
@@ -41,6 +42,11 @@ def vllm_missing(device: str = "cpu") -> str:
         return f'vllm is not installed; pip install "rlbench[{extra}]", or set generator = "torch"'
     if device == "cpu" and "avx512f" not in (cpu_flags() or {"avx512f"}):  # a system that does not tell is given a try
         return 'the CPU lacks the flag avx512f that the CPU build of vLLM needs; set generator = "torch", or use a GPU'
+    if device == "cpu":
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:
+            return 'the system lacks the library libnuma.so.1 that the CPU build of vLLM needs; install it (Debian\'s package is libnuma1), or set generator = "torch"'
     return ""
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-settle
