@@ -446,12 +446,18 @@ def _check_together(c: RunConfig) -> None:
         )
     if c.batch % c.group:
         raise ValueError(
-            f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {c.batch // c.group * c.group or c.group} or {(c.batch // c.group + 1) * c.group}"
+            f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {' or '.join(dict.fromkeys(str(n * c.group) for n in (max(1, c.batch // c.group), c.batch // c.group + 1)))}"
         )
     if c.generator == "scripted" and c.clock != "virtual":
         raise ValueError('generator: "scripted" runs on the virtual clock only; set clock = "virtual"')
     if c.generators > 1 and c.placement == "colocated":
         raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
+    if c.sleep and c.placement == "split":
+        raise ValueError('sleep: generator and trainer of a split run have memory of their own; set placement = "colocated", or sleep = false')
+    if c.vllm and c.generator != "vllm":
+        raise ValueError(f'vllm: these are options of another generator than "{c.generator}"; set generator = "vllm", or leave them out')
+    if c.transport == "ipc" and c.placement == "colocated":
+        raise ValueError('transport: in a colocated run weights do not travel; leave it out, or set placement = "split"')
     if c.transport == "ipc" and c.trainers > 1:
         raise ValueError(f'transport: "ipc" is there for one trainer process, and trainers = {c.trainers}; use transport = "file"')
     if c.backlog == "drop_oldest" and c.staleness == 0:

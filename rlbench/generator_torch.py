@@ -582,7 +582,7 @@ def _step(g: TorchGenerator) -> list[Result]:
 def _steps(g: TorchGenerator, n: int) -> list[Result]:
     results: list[Result] = []
     for _ in range(n):
-        if g.idle:
+        if g.idle or g.cache is None:
             break
         results += _step(g)
     return results
@@ -613,6 +613,7 @@ def _abort(g: TorchGenerator, keys: set[tuple[int, int]], keep: bool) -> list[Re
 
 def _load(g: TorchGenerator, version: int, weights: Mapping[str, torch.Tensor], cache: str) -> None:
     rebuild = check_cache(cache) == "rebuild"
+    _wake(g) if g.cache is None else None
     load_weights(g.weights, weights)
     g.version, g.store, g.stored = version, {}, 0
     for row in range(g.used):
@@ -642,7 +643,9 @@ def _sleep(g: TorchGenerator) -> None:
 
 
 def _wake(g: TorchGenerator) -> None:
-    g.cache = g.cache or new_cache(g.weights, g.slots, g.max_length)
+    if g.cache is not None:
+        return
+    g.cache = new_cache(g.weights, g.slots, g.max_length)
     for row in range(g.used):
         if g.rows.entry[row] is not None:
             g.rows.entry[row].rebuilt = True

@@ -28,6 +28,9 @@ ARMS: dict[str, dict[str, object]] = {
     "control, bf16 trainer": {"staleness": 0, "learning_rate": 0.0, "precision": "bf16"},
     "on-policy, bf16 trainer": {"staleness": 0, "precision": "bf16"},
     "on-policy, bf16 trainer, fp32 logits": {"staleness": 0, "precision": "bf16", "logits": "fp32"},
+    "on-policy, bf16 sampler": {"staleness": 0, "rollout_dtype": "bfloat16"},
+    "on-policy, both bf16": {"staleness": 0, "precision": "bf16", "rollout_dtype": "bfloat16"},
+    "on-policy, both bf16, fp32 logits": {"staleness": 0, "precision": "bf16", "rollout_dtype": "bfloat16", "logits": "fp32"},
 }
 FIGURES = ("logprob_diff_mean", "logprob_diff_max", "kl_sampler", "ess")
 PRESETS = {"torch": "tiny", "vllm": "tiny-vllm-cpu"}

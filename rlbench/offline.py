@@ -82,7 +82,7 @@ def evaluate(
     config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None
 ) -> list[Evaluated]:
     "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
-    sets = config.eval if sets is None else sets
+    sets = (config.eval or (EvalConfig(),)) if sets is None else sets
     task_sets = {**FUNCTIONS["tasks"], **(extra or {}).get("tasks", {})}
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count, task_sets)[: e.count] for e in sets]
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}

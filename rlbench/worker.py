@@ -324,7 +324,7 @@ def new_generator(config: RunConfig, policy, room: int):
     if config.generator == "vllm":
         from rlbench.generator_vllm import VllmGenerator
 
-        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, options=config.vllm)
+        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32", options=config.vllm)
     from rlbench.generator_torch import TorchGenerator
 
     return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32")

@@ -22,7 +22,7 @@ def test_families_are_served_as_transformers_computes_them(tmp_path):
     said = subprocess.run([sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert said.returncode == 0, said.stderr[-4000:]
     found = json.loads(said.stdout.splitlines()[-1])
-    assert set(found) == {"llama", "mistral", "gemma3", "qwen3_moe"}
+    assert set(found) == {"llama", "mistral", "gemma2", "gemma3", "qwen3_moe"}
     for family, figures in found.items():
         assert figures["tokens"] > 200, family
         assert figures["logprob_max_diff"] <= 2e-3 and figures["after_swap"] <= 2e-3, f"{family}: {figures}"

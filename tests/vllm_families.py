@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from rlbench.generator import Request, drain
 from rlbench.generator_torch import settle_cpu
@@ -15,14 +15,19 @@ SHAPE = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_la
 FAMILIES = {
     "llama": partial(LlamaConfig, tie_word_embeddings=True, attention_bias=True),  # heads of 16, without a norm
     "mistral": partial(MistralConfig, head_dim=32, sliding_window=16, tie_word_embeddings=False),
-    "gemma3": partial(Gemma3TextConfig, head_dim=32, sliding_window=16, query_pre_attn_scalar=32),
+    "gemma2": partial(Gemma2Config, head_dim=16, sliding_window=16, attn_logit_softcapping=None),  # heads that are spread, with a scale of their own
+    "gemma3": partial(Gemma3TextConfig, head_dim=16, sliding_window=16),  # and with norms of 1 + w
     "qwen3_moe": partial(Qwen3MoeConfig, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
 }
 
 
 def model_of(family: str, seed: int):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(FAMILIES[family](**SHAPE)).float().eval()
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](**SHAPE)).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # norms that do something
+            weight.add_(0.3 * torch.rand_like(weight)) if "norm" in name else None
+    return model
 
 
 def worst(generator: VllmGenerator, model, serial: int) -> tuple[float, int]:
