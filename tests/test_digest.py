@@ -44,9 +44,10 @@ def test_commands_at_the_same_events_give_the_same_run(tmp_path):
     assert len(digests) == 3
 
 
-def test_another_seed_is_another_run(tmp_path):
+@pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
+def test_another_seed_is_another_run(tmp_path, table):
     "The digest sees tasks, rewards and tokens."
-    digests = {inline_run(tmp_path, f"seed{seed}", SCRIPTED | {"seed": seed}).state.digest for seed in range(3)}
+    digests = {inline_run(tmp_path, f"seed{seed}", table | {"seed": seed, "steps": 2}).state.digest for seed in range(3)}
     assert len(digests) == 3
 
 
