@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TARGETS', 'SIGNALS', 'GOES_ON', 'PATIENCE', 'ENDLESS', 'MOMENTS', 'Blow', 'pid_of', 'leftovers', 'book_problems',
-           'strike', 'FaultBench', 'plan', 'bench_faults']
+           'fall', 'strike', 'FaultBench', 'plan', 'bench_faults']
 
 # %% ../nbs/86_faults.ipynb #faults-imports
 import os
@@ -84,12 +84,7 @@ def book_problems(ended: Run) -> list[str]:
     }
     return [problem for problem, kept in checks.items() if not kept]
 
-# %% ../nbs/86_faults.ipynb #faults-strike
-ENDLESS = dict(steps=100_000, batch=64, group=8, preflight=8, preflight_k=2, staleness=2, placement="split", eval=[],
-               deadlines={"silence": 5.0, "start": 60.0})
-MOMENTS = 6.0  # the blow falls within so many seconds after the workers are up
-
-
+# %% ../nbs/86_faults.ipynb #faults-fall
 def _until(condition: Callable[[], object], seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -99,26 +94,38 @@ def _until(condition: Callable[[], object], seconds: float) -> bool:
     return False
 
 
-def strike(number: int, target: str, name: str, runs: Path, after: float) -> Blow:
-    "Start a run, strike one of its processes, wait for the end, check the promises."
+def fall(struck: Run, target: str, name: str, processes: list[psutil.Process]) -> list[str]:
+    "Send a signal to a process of a live run, and see it go on if it must; a process that is started instead is added to `processes`. Returns what is wrong."
+    lost = pid_of(struck, target)
+    os.kill(lost, getattr(signal, name))
+    if target in GOES_ON:
+        _until(lambda: pid_of(struck, target) != lost, 60)
+        processes.append(psutil.Process(pid_of(struck, target)))
+    elif (target, name) != ("supervisor", "SIGSTOP"):
+        return []
+    again = struck.status.version
+    return [] if _until(lambda: struck.status.version >= again + 2, 60) else [f"{name} to the {target}, and the run did not go on"]
+
+# %% ../nbs/86_faults.ipynb #faults-strike
+ENDLESS = dict(steps=100_000, batch=64, group=8, preflight=8, preflight_k=2, staleness=2, placement="split", eval=[],
+               deadlines={"silence": 5.0, "start": 60.0})
+MOMENTS = 6.0  # the blow falls within so many seconds after the workers are up
+
+
+def strike(number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = ()) -> Blow:
+    "Start a run, strike one of its processes, wait for the end, check the promises. `first`: (target, signal) of blows before it, which the run must outlive."
     struck = run("tiny", runs=runs, name=f"{number:02d}-{target.replace(' ', '-')}-{name}", **ENDLESS)
     problems = [] if _until(lambda: struck.status and struck.status.workers and struck.state == "running", 120) else ["it did not start"]
     time.sleep(after)
     status = struck.status
     processes = [psutil.Process(p) for p in (status.pid, status.supervisor, *status.workers.values())]
-    began = time.monotonic()
-    os.kill(pid_of(struck, target), getattr(signal, name))
-    if target in GOES_ON:
-        _until(lambda: struck.status.workers[target] != status.workers[target], 60)
-        processes.append(psutil.Process(struck.status.workers[target]))
-        again = struck.status.version
-        problems += [] if _until(lambda: struck.status.version >= again + 2, 60) else [f"the {target} was lost, and the run did not go on"]
-    elif (target, name) == ("supervisor", "SIGSTOP"):
-        again = struck.status.version
-        problems += [] if _until(lambda: struck.status.version >= again + 2, 60) else ["the run stood still with its supervisor"]
+    for each in first:
+        problems += fall(struck, *each, processes)
+    began, version = time.monotonic(), struck.status.version
+    problems += fall(struck, target, name, processes)
     if struck.state == "running" and target not in ("trainer", "run process") and (target, name) != ("supervisor", "SIGKILL"):
         struck.stop(author="the test")
-    return _told(number, target, name, after, status.version, began, struck, processes, problems)
+    return _told(number, target, name, after, version, began, struck, processes, problems)
 
 # %% ../nbs/86_faults.ipynb #faults-told
 def _told(number, target, name, after, version, began, struck: Run, processes, problems: list[str]) -> Blow:

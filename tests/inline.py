@@ -5,8 +5,10 @@ import polars as pl
 
 from rlbench.config import make_config, read_config, to_toml
 from rlbench.driver import CARRY, Driver, drive, log, make_pools
+from rlbench.knobs import save_function
 from rlbench.ledger import create_run_folder, read_status, read_table
 from rlbench.loop import FINISHED, step
+from rlbench.run import take_functions
 from rlbench.state import Commanded
 
 
@@ -31,11 +33,14 @@ class Told(Driver):
 
 
 def inline_run(root: Path, name: str, table: dict, told: list = ()) -> Told:
-    "The finished driver of a run in `root/name`."
+    "The finished driver of a run in `root/name`. A function among the settings is captured, as `rlbench.run` does."
+    plain, extra, captures = take_functions({"clock": "virtual", "generator": "scripted", **table})
     folder = create_run_folder(root, name)
-    (folder / "config.toml").write_text(to_toml(make_config({"clock": "virtual", "generator": "scripted", **table})))
+    for captured in captures:
+        save_function(captured, folder / "functions")
+    (folder / "config.toml").write_text(to_toml(make_config(plain, extra)))
     config = read_config(folder)
-    driver = Told(folder, config, make_pools(config))
+    driver = Told(folder, config, make_pools(config, extra))
     driver.told = sorted(told, key=lambda each: each[0])
     drive(driver)
     return driver

@@ -39,14 +39,18 @@ def test_an_interrupted_ablation_goes_on(tmp_path):
     assert [row["arm"] for row in found["table"]] == ["base", "base again", "band = 0.1–0.9"] and "null arm holds" in (tmp_path / "page.html").read_text()
 
 
+def beyond(curriculum, u, band, progress):
+    return 10**6
+
+
 def test_a_run_that_failed_is_told_left_out_and_tried_again(tmp_path):
     "An arm that cannot run does not take the others with it, and it is not stored."
     def again():
-        return rl.ablate("tiny", arms={"gone": {"generator": "torch", "model": str(tmp_path / "nowhere")}}, seeds=2, folder=tmp_path / "kept", say=lambda line: None, null=False, **VIRTUAL, steps=3)
+        return rl.ablate("tiny", arms={"gone": {"sampler": beyond}}, seeds=2, at_once=2, folder=tmp_path / "kept", say=lambda line: None, null=False, **VIRTUAL, steps=3)
 
     found = again()
     assert [t.state for t in found.trials] == ["finished", "failed"] * 2 and found.difference("gone").missing == (0, 1)
-    assert "gone, seed 0: failed" in found.cautions[0] and "nowhere" in found.cautions[0]
+    assert "gone, seed 0: failed" in found.cautions[0] and "sampler beyond: raised IndexError" in found.cautions[0]
     assert len(list((tmp_path / "kept").glob("*.json"))) == 2
     again()
     assert len(list((tmp_path / "kept/runs").glob("*.1"))) == 2  # what failed is put aside

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline import inline_run
 
 import rlbench as rl
 from rlbench.ledger import read_table
 
 SMALL = dict(steps=3, batch=32, group=8, preflight=0, eval=[])
+SCRIPTED = dict(generator="scripted", clock="virtual", **SMALL)
 
 
 def refused(tmp_path, *words: str, **knobs) -> None:
@@ -50,23 +52,39 @@ def test_the_command_line_says_it_without_a_traceback(tmp_path):
 
 
 def failed(tmp_path, *words: str, **knobs) -> None:
-    "Started, refused by an actor before any rollout, with closed books and the reason in the status."
+    "Started, refused by an actor in its process before any rollout, with closed books and the reason in the status."
     run = rl.run("tiny", runs=tmp_path / "runs", **{**SMALL, **knobs})
     assert run.wait(90) == "failed", run.status
     for word in words:
         assert word in run.status.reason, run.status.reason
-    assert run.status.books_closed and run.status.tokens == 0 and "Traceback" not in run.status.reason
+    assert run.status.books_closed and not run.status.books and run.status.tokens == 0 and "Traceback" not in run.status.reason
+
+
+def not_built(tmp_path, *words: str, **knobs) -> None:
+    "Refused by an actor before any rollout, in this process: an error with these words, and closed books."
+    with pytest.raises((ValueError, OSError)) as error:
+        inline_run(tmp_path / "runs", "a", {**SMALL, "generator": "torch", "model": "tiny", **knobs})
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    status = rl.Run(tmp_path / "runs" / "a").status
+    assert status.state == "failed" and status.books_closed and not status.books and status.tokens == 0
 
 
 def test_a_model_path_that_is_not_there(tmp_path):
+    "By every worker that loads it."
     failed(tmp_path, "model", "nowhere", model=str(tmp_path / "nowhere"))
+
+
+def test_a_kv_budget_too_small_for_one_sequence(tmp_path):
+    "By the generator alone: the trainer beside it has nothing against it."
+    failed(tmp_path, "KV", "one sequence", kv_megabytes=0.01, placement="split")
 
 
 def test_a_model_without_tokenizer(tmp_path):
     from importlib.resources import files
 
     shutil.copytree(str(files("rlbench.data") / "tiny"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    failed(tmp_path, "tokenizer", model=str(tmp_path / "model"))
+    not_built(tmp_path, "tokenizer", model=str(tmp_path / "model"))
 
 
 def test_an_architecture_the_torch_generator_does_not_know(tmp_path):
@@ -77,21 +95,17 @@ def test_an_architecture_the_torch_generator_does_not_know(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(str(files("rlbench.data") / "tiny"))
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    failed(tmp_path, "gpt2", model=str(tmp_path / "model"))
+    not_built(tmp_path, "gpt2", model=str(tmp_path / "model"))
 
 
 def test_a_prompt_longer_than_the_context(tmp_path):
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)] + [{"prompt": "1+" * 150 + "1=", "answer": "151"}]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    failed(tmp_path, "tasks", "context", "256", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
+    not_built(tmp_path, "tasks", "context", "256", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
 
 
 def test_a_response_budget_beyond_the_context(tmp_path):
-    failed(tmp_path, "max_tokens", "context of 256", max_tokens=255)
-
-
-def test_a_kv_budget_too_small_for_one_sequence(tmp_path):
-    failed(tmp_path, "KV", "one sequence", kv_megabytes=0.01)
+    not_built(tmp_path, "max_tokens", "context of 256", max_tokens=255)
 
 
 def test_a_task_file_with_a_missing_column(tmp_path):
@@ -100,11 +114,11 @@ def test_a_task_file_with_a_missing_column(tmp_path):
 
 
 def test_a_name_in_use_leaves_the_old_run_alone(tmp_path):
-    first = rl.run("tiny", runs=tmp_path, name="monday", **SMALL)
+    first = rl.run("tiny", runs=tmp_path, name="monday", **SCRIPTED)
     assert first.wait(90) == "finished"
     before = first.status
     with pytest.raises(FileExistsError, match="a run of this name exists"):
-        rl.run("tiny", runs=tmp_path, name="monday", **SMALL)
+        rl.run("tiny", runs=tmp_path, name="monday", **SCRIPTED)
     assert first.status == before
 
 

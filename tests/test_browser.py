@@ -26,6 +26,15 @@ def lab(tmp_path_factory):
     lab.close()
 
 
+@pytest.fixture(scope="module")
+def shared(lab):
+    "A live run for several tests, the last of which stops it."
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000)
+    yield run
+    if run.state not in ("stopped", "failed", "dead"):
+        run.stop()
+
+
 @pytest.fixture
 def shot(tmp_path_factory):
     "Keep a picture of a page: in the folder RLBENCH_SHOTS, or among the files of the tests."
@@ -222,9 +231,9 @@ def restart_and_attach(page, run: rl.Run, shot) -> None:
     lives(page, run)
 
 
-def test_two_viewers_of_one_run(lab, shot):
+def test_two_viewers_of_one_run(lab, shared, shot):
     "What one asks is seen by the other, with its author; the knobs of both follow."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000, eval=[])
+    run = shared
     for who in ("ada", "emmy"):
         notebook(lab.notebooks / f"{who}.ipynb", "import rlbench as rl", f'rl.attach("shared").panel(author="{who}")')
     ada, emmy = (opened(lab, f"{who}.ipynb", height=1300) for who in ("ada", "emmy"))
@@ -244,15 +253,55 @@ def test_two_viewers_of_one_run(lab, shot):
     click(ada, "go")
     until(lambda: "paused" not in strip(emmy), page=emmy)
     shot(emmy, "second-viewer")
-    run.stop()
-    assert run.wait(SLOW) == "stopped"
     for page in (ada, emmy):
         page.context.close()
 
 
+FITS = """() => {
+    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), told = [];
+    const seen = e => e.offsetParent !== null || e.ownerSVGElement, box = e => e.getBoundingClientRect();
+    const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
+    const all = selector => [...panel.querySelectorAll(selector)].filter(seen), outer = box(panel);
+    for (const selector of ['.rl-card', '.rl-knob', '.rl-buttons button, .rl-over']) {
+        const found = all(selector);
+        found.forEach((a, i) => found.slice(i + 1).forEach(b => apart(box(a), box(b)) || told.push(`${selector} ${i} is overlapped by another`)));
+    }
+    for (const e of all('*')) if (box(e).right > outer.right + 1 && !e.closest('.rl-detail')) told.push(`${e.tagName} ${e.className.baseVal ?? e.className} is wider than the panel`);
+    for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) told.push(`${e.textContent} is cut`);
+    for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5) told.push(`${e.textContent} is too small to be read`);
+    for (const svg of all('svg')) for (const e of svg.querySelectorAll('text')) if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2) told.push(`${e.textContent} leaves its chart`);
+    for (const svg of all('svg')) {
+        const texts = [...svg.querySelectorAll('text')];
+        const glyphs = e => { const {left, right, top, bottom, height} = box(e); return {left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height} };
+        texts.forEach((a, i) => texts.slice(i + 1).forEach(b => apart(glyphs(a), glyphs(b)) || told.push(`"${a.textContent}" and "${b.textContent}" in one place`)));
+    }
+    return [...new Set(told)] }"""
+
+
+def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
+    "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough, in the frames that are drawn there."
+    notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("shared")')
+    page = opened(lab, "wide.ipynb", height=2000)
+    shared.set(staleness=3)
+    until(lambda: shared.status.version >= 8, page=page)
+    problems = {}
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        expect(page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
+        for width, height in ((760, 2400), (1280, 1400), (1920, 1200)):
+            page.set_viewport_size({"width": width, "height": height})
+            lives(page, shared)
+            problems |= {f"{theme} {width}": found} if (found := page.evaluate(FITS)) else {}
+            shot(page, f"{theme}-{width}")
+    assert not problems, problems
+    page.context.close()
+    shared.stop()
+    assert shared.wait(SLOW) == "stopped"
+
+
 def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     "Opened again without its kernel, the cell shows the run as it was."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="kept", steps=3, eval=[], preflight=0)
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="kept", generator="scripted", clock="virtual", steps=30, preflight=0)
     assert run.wait(SLOW) == "finished"
     notebook(lab.notebooks / "kept.ipynb", "import rlbench as rl", 'rl.attach("kept")')
     page = opened(lab, "kept.ipynb")
@@ -286,7 +335,7 @@ EXECUTE = """async ([kernel, name]) => {
 @pytest.fixture
 def served(tmp_path):
     "`rlbench serve` of a live run: the run, the address without its token, the token, and the process."
-    run = rl.run("tiny", runs=tmp_path / "runs", name="shown", steps=100_000, eval=[], preflight=0)
+    run = rl.run("tiny", runs=tmp_path / "runs", name="shown", generator="scripted", clock="virtual", steps=100_000, eval=[], preflight=0)
     port, home = free_port(), tmp_path / "home"
     home.mkdir()
     command = [sys.executable, "-m", "rlbench.cli", "serve", "shown", f"--port={port}"]
@@ -329,46 +378,3 @@ def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path,
     page.context.close()
     server.send_signal(signal.SIGINT)
     assert server.wait(30) == 0 and run.state == "running"
-
-
-FITS = """() => {
-    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), told = [];
-    const seen = e => e.offsetParent !== null || e.ownerSVGElement, box = e => e.getBoundingClientRect();
-    const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1 || b.bottom <= a.top + 1;
-    const all = selector => [...panel.querySelectorAll(selector)].filter(seen), outer = box(panel);
-    for (const selector of ['.rl-card', '.rl-knob', '.rl-buttons button, .rl-over']) {
-        const found = all(selector);
-        found.forEach((a, i) => found.slice(i + 1).forEach(b => apart(box(a), box(b)) || told.push(`${selector} ${i} is overlapped by another`)));
-    }
-    for (const e of all('*')) if (box(e).right > outer.right + 1 && !e.closest('.rl-detail')) told.push(`${e.tagName} ${e.className.baseVal ?? e.className} is wider than the panel`);
-    for (const e of all('button, .rl-name, .rl-word')) if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) told.push(`${e.textContent} is cut`);
-    for (const e of all('svg text')) if (parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a < 8.5) told.push(`${e.textContent} is too small to be read`);
-    for (const svg of all('svg')) for (const e of svg.querySelectorAll('text')) if (box(e).right > box(svg).right + 2 || box(e).left < box(svg).left - 2) told.push(`${e.textContent} leaves its chart`);
-    for (const svg of all('svg')) {
-        const texts = [...svg.querySelectorAll('text')];
-        const glyphs = e => { const {left, right, top, bottom, height} = box(e); return {left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height} };
-        texts.forEach((a, i) => texts.slice(i + 1).forEach(b => apart(glyphs(a), glyphs(b)) || told.push(`"${a.textContent}" and "${b.textContent}" in one place`)));
-    }
-    return [...new Set(told)] }"""
-
-
-def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shot):
-    "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="wide", steps=100_000)
-    notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("wide")')
-    page = opened(lab, "wide.ipynb", height=2000)
-    run.set(staleness=3)
-    versions(page, run, 8)
-    problems = {}
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        expect(page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
-        for width, height in ((760, 2400), (1280, 1400), (1920, 1200)):
-            page.set_viewport_size({"width": width, "height": height})
-            page.wait_for_timeout(1500)
-            problems |= {f"{theme} {width}": found} if (found := page.evaluate(FITS)) else {}
-            shot(page, f"{theme}-{width}")
-    assert not problems, problems
-    run.stop()
-    assert run.wait(SLOW) == "stopped"
-    page.context.close()

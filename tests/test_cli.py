@@ -1,14 +1,18 @@
 """Every verb of the command line, on one small real run, with `--json` and for people."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import time
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 import rlbench as rl
+from rlbench.cli import app
 
 
 def call(folder, *arguments, code: int = 0) -> subprocess.CompletedProcess:
@@ -21,6 +25,19 @@ def call(folder, *arguments, code: int = 0) -> subprocess.CompletedProcess:
 def told(folder, *arguments, code: int = 0) -> dict:
     "The JSON object a verb prints last."
     return json.loads(call(folder, *arguments, "--json", code=code).stdout.splitlines()[-1])
+
+
+def inside(folder, *arguments, code: int = 0) -> Result:
+    "Run a verb in this process, where a process of its own shows nothing more."
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+def told_inside(folder, *arguments) -> dict:
+    "The JSON object that a verb in this process prints last."
+    return json.loads(inside(folder, *arguments, "--json").stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +66,11 @@ def test_ls_digest_and_log(folder):
 
 def test_sample_eval_and_export(folder):
     sampled = told(folder, "sample", "x", "17+25=", "-n", 3)
-    assert len(sampled["responses"]) == 3 and sampled == told(folder, "sample", "x", "17+25=", "-n", 3)
-    (row,) = told(folder, "eval", "x")["evals"]
+    assert len(sampled["responses"]) == 3 and sampled == told_inside(folder, "sample", "x", "17+25=", "-n", 3)
+    (row,) = told_inside(folder, "eval", "x")["evals"]
     assert row["tasks"] == 64 and 0 < row["avg"] < 1
-    assert (folder / told(folder, "export", "x", "policy")["policy"] / "model.safetensors").exists()
-    assert "policy" in call(folder, "export", "x", "policy", code=2).stderr  # it is there already
+    assert (folder / told_inside(folder, "export", "x", "policy")["policy"] / "model.safetensors").exists()
+    assert "policy" in inside(folder, "export", "x", "policy", code=2).stderr  # it is there already
 
 
 def test_report_is_written_again(folder):
@@ -96,12 +113,12 @@ def test_steering_a_live_run(folder):
         time.sleep(0.1)
     (row,) = told(folder, "set", "live", "temperature=0.9", "--over", 4, "--author", "me")["commands"]
     assert (row["status"], row["author"], row["knob"]) == ("applied", "me", "temperature")
-    assert "outside" in call(folder, "set", "live", "temperature=9", code=2).stderr
+    assert "outside" in inside(folder, "set", "live", "temperature=9", code=2).stderr
     assert "applied" in call(folder, "pause", "live").stdout and run.state == "paused"
-    assert "running" not in call(folder, "show", "live").stdout
-    assert "stop it first" in call(folder, "rm", "live", "-y", code=2).stderr and run.folder.exists()
-    assert told(folder, "go", "live")["commands"][0]["status"] == "applied"
+    assert "running" not in inside(folder, "show", "live").stdout
+    assert "stop it first" in inside(folder, "rm", "live", "-y", code=2).stderr and run.folder.exists()
+    assert told_inside(folder, "go", "live")["commands"][0]["status"] == "applied"
     assert asyncio.run(asyncio.wait_for(run.until(step=run.status.version + 3), 60)) == "running"
     assert told(folder, "stop", "live")["commands"][0]["status"] == "applied"
     assert run.wait(60) == "stopped" and run.rollouts["temperature"].min() < 1
-    assert told(folder, "rm", "live", "-y")["removed"] and not run.folder.exists()
+    assert told_inside(folder, "rm", "live", "-y")["removed"] and not run.folder.exists()

@@ -20,11 +20,16 @@ def twice(root, table: dict, told: list = ()) -> None:
         assert one.drop(MEASURED, strict=False).equals(two.drop(MEASURED, strict=False)), name
 
 
+PLACES = {"colocated": {"placement": "colocated"}, "split": {"placement": "split"}, "two": {"placement": "split", "generators": 2}, "every": {"placement": "split", "publish_every": 3},
+          "two, every": {"placement": "split", "generators": 2, "publish_every": 3}}
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}, {"placement": "split", "publish_every": 3}], ids=["colocated", "split", "two", "every"])
-@pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
-def test_two_runs_are_one(tmp_path, table, where, staleness):
+@pytest.mark.parametrize(("table", "place"), [*((SCRIPTED, place) for place in PLACES), *((TINY, place) for place in ("colocated", "split", "two, every"))],
+                         ids=lambda value: value if isinstance(value, str) else value.get("generator", "scripted"))
+def test_two_runs_are_one(tmp_path, table, place, staleness):
     "Synchronous, and asynchronous on the virtual clock; scripted actors, and the tiny policy with its tokens, weights and log-probabilities; in one worker and in several."
+    where = PLACES[place]
     every = min(where.get("publish_every", 1), staleness + 1)
     twice(tmp_path, table | where | {"staleness": staleness, "publish_every": every})
 
@@ -44,9 +49,10 @@ def test_commands_at_the_same_events_give_the_same_run(tmp_path):
     assert len(digests) == 3
 
 
-def test_another_seed_is_another_run(tmp_path):
+@pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
+def test_another_seed_is_another_run(tmp_path, table):
     "The digest sees tasks, rewards and tokens."
-    digests = {inline_run(tmp_path, f"seed{seed}", SCRIPTED | {"seed": seed}).state.digest for seed in range(3)}
+    digests = {inline_run(tmp_path, f"seed{seed}", table | {"seed": seed, "steps": 2}).state.digest for seed in range(3)}
     assert len(digests) == 3
 
 

@@ -1,5 +1,6 @@
 """Guards that act while nobody looks, alerts, the webhook, knobs kept under a name, and modules made of notebooks."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from typer.testing import CliRunner
 
 import rlbench as rl
+from rlbench.cli import app
 from rlbench.knobs import capture
 from rlbench.ledger import read_status, read_table
 from rlbench.loss import LossTerms
@@ -99,8 +102,8 @@ def broken(logprobs_RT, old_RT, advantages_RT):
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, loss=broken, **{**SMALL, "steps": 1})
-    assert run.wait(120) == "finished"
+    run = rl.Run(inline_run(tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "loss": broken, "steps": 1}).folder)
+    assert run.state == "finished"
     (told,) = rows_of(run, "guard: loss is nan")
     assert (told["knob"], told["status"], told["reason"], told["version"]) == ("alert", "applied", "loss nan at version 1", 1)
     assert run.steps["loss"].is_nan().all()
@@ -151,10 +154,11 @@ def test_what_cannot_be_watched_is_refused_before_a_run_starts(tmp_path):
 
 
 def cli(folder, *arguments, code: int = 0) -> str:
-    "What the command line prints, standard error included."
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli", *map(str, arguments)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
-    assert done.returncode == code, done.stdout
-    return done.stdout
+    "What a verb of the command line prints in this process, standard error included."
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(app, [*map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
 
 
 def told(folder, *arguments, code: int = 0) -> dict:

@@ -1,5 +1,6 @@
 """The ledger under what notebooks cannot show: killed writers, readers in other processes, a disk that is full, and time."""
 import errno
+import inspect
 import json
 import os
 import random
@@ -41,11 +42,12 @@ def check(frame: pl.DataFrame, start: int = 0) -> int:
     return start + len(frame)
 
 
-WRITER = """
+WRITER = f"""
 import sys, random
-sys.path.insert(0, sys.argv[3])
-from test_ledger import row, TABLE
 from rlbench.ledger import Ledger, count_rows
+TABLE = {TABLE!r}
+{inspect.getsource(row)}
+""" + """
 folder, attempt = sys.argv[1], int(sys.argv[2])
 ledger, number, chance = Ledger(folder, attempt, seal_rows=50), count_rows(folder, TABLE), random.Random(attempt)
 print("ready", flush=True)
@@ -61,7 +63,7 @@ def test_killed_writers_leave_a_prefix(tmp_path, script):
     "Writers are killed (-9) at random moments while a reader follows; each next one goes on where the last whole row ended."
     chance, follower, seen = random.Random(0), Follower(tmp_path, [TABLE]), 0
     for attempt in range(12):
-        writer = script(WRITER, tmp_path, attempt, Path(__file__).parent)
+        writer = script(WRITER, tmp_path, attempt)
         assert writer.stdout.readline() == "ready\n", writer.stderr.read()
         stop = time.monotonic() + chance.uniform(0.02, 0.5)
         while time.monotonic() < stop:

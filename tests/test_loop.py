@@ -233,17 +233,6 @@ def test_refused_commands_have_their_reason_in_the_table(tmp_path):
     assert "did you mean 'temperature'" in told["temprature", "refused"] and "fixed" in told["seed", "refused"] and "whole number of groups" in told["batch", "refused"]
 
 
-def test_a_worker_that_cannot_start(tmp_path):
-    "Real processes: a model that is not there is refused before work, the run fails in those words with closed books."
-    config = make_config({"model": str(tmp_path / "nowhere"), "steps": 2, "group": 4, "batch": 16})
-    folder = create_run_folder(tmp_path, "a")
-    (folder / "config.toml").write_text(to_toml(config))
-    driver = Driver(folder, config, make_pools(config))
-    assert drive(driver).phase == "failed"
-    status = read_status(folder)
-    assert status.state == "failed" and status.books_closed and "nowhere" in status.reason and not status.books
-
-
 def test_what_the_generators_were_not_built_for_is_refused(tmp_path):
     "A longer response than there is room for would be lost again and again; a shorter one is a knob like any other, and so is the way back."
     told = [(10, "max_tokens", 128, 0), (20, "max_tokens", 16, 0), (30, "max_tokens", 64, 0)]

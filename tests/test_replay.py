@@ -74,11 +74,12 @@ def test_a_synchronous_run_repeats(tmp_path):
     child.stop(author="ana")
     again = run.replay()
     assert again.equal is None or again.equal
+    assert child.wait(400) == "stopped" and child.steps["version"].min() == 6
+    twin = child.replay("again")  # while the other one goes on
     verdict = again.wait(400)
     assert verdict.equal and verdict.digest == run.status.digest and applied(again.run) == applied(run)
     assert str(again.run.family) == f"replay of {run.name}" and again.run.name == f"{run.name}-replay-1"
-    assert child.wait(400) == "stopped" and child.steps["version"].min() == 6
-    assert child.replay("again").wait(400).equal and rl.attach("again", runs=tmp_path).status.reason == "stopped by ana"
+    assert twin.wait(400).equal and rl.attach("again", runs=tmp_path).status.reason == "stopped by ana"
     drop = ["seq", "at", "seconds", "score_seconds"]
     assert again.run.rollouts.filter(pl.col("fate") == "trained").drop(drop).sort("rollout").equals(run.rollouts.filter(pl.col("fate") == "trained").drop(drop).sort("rollout"))
 
@@ -97,40 +98,46 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
     at(run, run.status.version + 4)
     run.set(placement="colocated")
     at(run, run.status.version + 8)
-    run.stop()
-    assert run.wait(60) == "stopped"
-    verdict = run.replay().wait(400)
-    assert verdict.equal and applied(rl.attach(verdict.replay, runs=tmp_path)) == applied(run) and len(applied(run)) >= 10
-    child = run.fork(at=run.versions[1], staleness=1, steps=run.versions[1] + 20)
-    assert child.wait(400) == "finished" and child.replay().wait(400).equal and child.status.digest != run.status.digest
-
-
-def test_what_cannot_be_promised_is_refused(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "staleness": 1, "steps": 3, "eval": []})
     with pytest.raises(ValueError, match="wait until it has ended"):
         run.replay()
-    run.wait(400)
-    with pytest.raises(ValueError, match=r"asynchronous in real time.*anyway=True"):
-        run.replay()
-    told = subprocess.run([sys.executable, "-m", "rlbench.cli", "replay", run.name, "--runs", str(tmp_path), "--json"], capture_output=True, text=True)
-    assert told.returncode == 2 and "--anyway" in told.stderr and not (tmp_path / f"{run.name}-replay-1").exists()
-    told = subprocess.run([sys.executable, "-m", "rlbench.cli", "replay", run.name, "--anyway", "--runs", str(tmp_path), "--json"], capture_output=True, text=True)
-    verdict = json.loads(told.stdout.splitlines()[-1])
-    assert verdict["version"] == 3 and told.returncode == int(not verdict["equal"])
+    run.stop()
+    assert run.wait(60) == "stopped"
+    again, child = run.replay(), run.fork(at=run.versions[1], staleness=1, steps=run.versions[1] + 20)
+    assert child.wait(400) == "finished"
+    twin, verdict = child.replay(), again.wait(400)
+    assert verdict.equal and applied(rl.attach(verdict.replay, runs=tmp_path)) == applied(run) and len(applied(run)) >= 10
+    assert twin.wait(400).equal and child.status.digest != run.status.digest
 
 
-def test_the_exported_script_runs(tmp_path):
-    "It starts a run like this one, gives its commands and its function."
-    run = rl.run("tiny", runs=tmp_path / "runs", **{**SMALL, "steps": 6, "eval": []})
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory) -> rl.Run:
+    "An ended run, asynchronous in real time, that was given a reward and a temperature while it lived."
+    run = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, "staleness": 1, "eval": []})
     at(run, 1)
     run.reward(brief)
     run.set(temperature=0.7, author="ana")
-    run.wait(400)
-    path = run.export_script(tmp_path / "steering.py")
+    assert run.wait(400) == "finished", run.status
+    return run
+
+
+def test_what_cannot_be_promised_is_refused(asynchronous):
+    run, runs = asynchronous, asynchronous.folder.parent
+    with pytest.raises(ValueError, match=r"asynchronous in real time.*anyway=True"):
+        run.replay()
+    told = subprocess.run([sys.executable, "-m", "rlbench.cli", "replay", run.name, "--runs", str(runs), "--json"], capture_output=True, text=True)
+    assert told.returncode == 2 and "--anyway" in told.stderr and not (runs / f"{run.name}-replay-1").exists()
+    told = subprocess.run([sys.executable, "-m", "rlbench.cli", "replay", run.name, "--anyway", "--runs", str(runs), "--json"], capture_output=True, text=True)
+    verdict = json.loads(told.stdout.splitlines()[-1])
+    assert verdict["version"] == 12 and told.returncode == int(not verdict["equal"])
+
+
+def test_the_exported_script_runs(asynchronous, tmp_path):
+    "It starts a run like this one, gives its commands and its function."
+    path = asynchronous.export_script(tmp_path / "steering.py")
     done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    (made,) = [r for r in rl.list_runs(tmp_path / "runs") if r.name != run.name] if hasattr(rl, "list_runs") else [rl.attach("tiny-2", runs=tmp_path / "runs")]
-    assert made.state == "finished" and [row[:3] for row in applied(made)] == [row[:3] for row in applied(run)]
+    (made,) = rl.list_runs(tmp_path / "runs")
+    assert made.state == "finished" and [row[:3] for row in applied(made)] == [row[:3] for row in applied(asynchronous)] != []
 
 
 def test_forks_of_a_family(tmp_path):

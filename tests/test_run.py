@@ -10,6 +10,7 @@ import time
 import polars as pl
 import psutil
 import pytest
+from inline import inline_run
 
 import rlbench as rl
 from rlbench.ledger import read_table
@@ -97,30 +98,46 @@ def test_provenance_and_config_are_on_disk(finished):
 
 def test_same_seed_same_digest(finished, tmp_path):
     assert ended(rl.run("tiny", runs=tmp_path, **SMALL)).status.digest == finished.status.digest
-    assert ended(rl.run("tiny", runs=tmp_path, seed=1, **SMALL)).status.digest != finished.status.digest
 
 
-@pytest.mark.parametrize("where", [{"placement": "colocated"}, {"placement": "split"}, {"placement": "split", "generators": 2}, {"placement": "split", "publish_every": 3}], ids=str)
-def test_an_asynchronous_run_stays_within_its_bound(tmp_path, where):
-    run = ended(rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 10, "staleness": 2, **where}))
+PLACES = {"colocated": {"placement": "colocated", "eval": []}, "split": {"placement": "split", "eval": []},
+          "two generators, every third version": {"placement": "split", "generators": 2, "publish_every": 3}}
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    "Asynchronous runs by where their actors live, each made when it is first asked for."
+    made = {}
+
+    def run_of(place: str) -> rl.Run:
+        if place not in made:
+            made[place] = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, "steps": 12, "staleness": 2, **PLACES[place]})
+        return ended(made[place])
+
+    return run_of
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_asynchronous_run_stays_within_its_bound(asynchronous, place):
+    run, where = asynchronous(place), PLACES[place]
     steps = run.steps
     assert 0 < steps["lag_max"].max() <= 2
     trained = run.rollouts.filter(pl.col("fate") == "trained")
     assert (trained["trained_at"] - 1 - trained["oldest"]).max() <= 2
     assert ((steps["lag_in_flight"] >= 0) & (steps["lag_in_queue"] >= 0)).all() and steps["lag_in_queue"].max() > 0
     dispatched = {row["oldest"] for row in trained.to_dicts()}
-    assert dispatched <= set(range(0, 10, where.get("publish_every", 1)))
+    assert dispatched <= set(range(0, 12, where.get("publish_every", 1)))
     writers = {json.loads(f)["actor"] for f in run.table("events").filter(pl.col("kind") == "Generate")["fields"]}
     assert len(writers) == where.get("generators", 1)
     assert_books(run)
     assert not list(run.folder.glob("weights*"))
 
 
-def test_generation_never_stops_for_training(tmp_path):
+def test_generation_never_stops_for_training(asynchronous):
     "While a batch is in training, the generator of a split run has turns; a colocated one has none."
     shares = {}
     for placement in ("split", "colocated"):
-        run = ended(rl.run("tiny", runs=tmp_path, placement=placement, **{**SMALL, "steps": 12, "staleness": 2, "eval": []}))
+        run = asynchronous(placement)
         steps, events = run.steps, run.table("events")
         begun = {json.loads(f)["version"]: at for f, at in events.filter(pl.col("kind") == "Train").select("fields", "at").iter_rows()}
         arrived = events.filter(pl.col("kind") == "Generated")["at"].to_list()
@@ -172,12 +189,10 @@ def test_a_guardrail_pauses_the_run_and_says_why(tmp_path):
     assert_books(run)
 
 
-@pytest.mark.parametrize("whom", ["run process", "supervisor"])
-def test_sigterm_ends_a_run_as_stop_does(tmp_path, whom):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
-    until(lambda: run.status and run.status.version >= 1)
+def ends_at_sigterm(run: rl.Run, pid: int) -> None:
+    "SIGTERM to one of its processes ends a run as stop does."
     processes = processes_of(run)
-    os.kill(run.status.pid if whom == "run process" else run.status.supervisor, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
     ended(run, "stopped")
     assert run.status.reason == "stopped by SIGTERM" and len(processes) >= 5
     assert_books(run)
@@ -208,15 +223,13 @@ def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
     assert run_policy_differs(run) and not list(run.folder.glob("weights*"))
 
 
-def test_a_killed_environment_is_started_again(tmp_path):
+def test_a_killed_environment_is_started_again_and_sigterm_to_the_run_process_ends_a_run_as_stop_does(tmp_path):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
     version = run.status.version
     worker_of(run, "environment").kill()
     until(lambda: run.status.version >= version + 3)
-    run.stop()
-    ended(run, "stopped")
-    assert_books(run)
+    ends_at_sigterm(run, run.status.pid)
 
 
 def test_whoever_kills_all_of_a_run_can_still_close_its_books(tmp_path):
@@ -260,21 +273,32 @@ def crashing_reward(r: rl.Rollout) -> float:
     return r.length / 0
 
 
-@pytest.mark.parametrize(("reward", "words"), [(nan_reward, "nan"), (text_reward, "good"), (crashing_reward, "ZeroDivisionError")])
-def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_path, reward, words):
-    run = ended(rl.run("tiny", runs=tmp_path, reward=reward, **{**SMALL, "score_retries": 0}), "failed")
-    assert reward.__name__ in run.status.reason and words in run.status.reason
+def assert_no_reward(run: rl.Run, reward, words: str, log: str) -> None:
+    "The run has failed by its reward: the function is named wherever one looks, and no rollout has a reward."
+    assert run.state == "failed" and reward.__name__ in run.status.reason and words in run.status.reason
     assert all(reward.__name__ in m for m in run.rollouts.filter(pl.col("fate") == "environment_error")["message"])
-    assert reward.__name__ in (run.folder / "run.log").read_text()
+    assert reward.__name__ in log
     assert run.rollouts["reward"].null_count() == len(run.rollouts) and "environment_error" in run.status.books
     assert_books(run)
+
+
+def test_a_reward_that_crashes_ends_the_run_and_names_the_function(tmp_path):
+    run = ended(rl.run("tiny", runs=tmp_path, reward=crashing_reward, **{**SMALL, "score_retries": 0}), "failed")
+    assert_no_reward(run, crashing_reward, "ZeroDivisionError", (run.folder / "run.log").read_text())
+
+
+@pytest.mark.parametrize(("reward", "words"), [(nan_reward, "nan"), (text_reward, "good")])
+def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_path, capfd, reward, words):
+    "On the virtual clock, in this process."
+    driver = inline_run(tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "reward": reward, "score_retries": 0})
+    assert_no_reward(rl.Run(driver.folder), reward, words, capfd.readouterr().err)
 
 
 def terse(r: rl.Rollout, *, weight: rl.Knob(0, 1) = 0.1) -> float:
     return r.correct - weight * r.length / 64
 
 
-def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other(tmp_path):
+def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other_and_sigterm_to_its_supervisor_ends_it(tmp_path):
     run = rl.run("tiny", runs=tmp_path, reward=terse, **{**SMALL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 1)
     ids = run.set({"temperature": 0.8, "reward.weight": 0.5})
@@ -283,37 +307,35 @@ def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other(tmp_path):
     until(lambda: run.rollouts.filter(pl.col("correct") & (pl.col("reward") < 0.96))["reward"].len() > 0)
     with pytest.raises(ValueError, match="reward.weight"):
         run.set({"reward.weight": 5})
-    run.stop()
-    ended(run, "stopped")
-    assert_books(run)
+    ends_at_sigterm(run, run.status.supervisor)
 
 
-def half_slow(r: rl.Rollout, *, seconds: rl.Knob(0, 60, unit="s") = 30.0) -> float:
-    import time
+def hangs(r: rl.Rollout, *, seconds: rl.Knob(0, 600, unit="s") = 30.0) -> float:
+    "Some are late; rollout 5 hears no alarm."
+    import signal, time
 
+    if r.id == 5:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(20 * seconds)
     if r.id % 16 == 3:
         time.sleep(seconds)
     return float(r.correct)
 
 
-def test_a_reward_past_its_deadline_is_no_reward(tmp_path):
-    run = ended(rl.run("tiny", runs=tmp_path, reward=half_slow, **{**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}))
-    late = run.rollouts.filter(pl.col("outcome") == "timeout")
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory) -> rl.Run:
+    "A run whose reward hangs now and then."
+    settings = {**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}
+    return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), reward=hangs, **settings))
+
+
+def test_a_reward_past_its_deadline_is_no_reward(hung):
+    late = hung.rollouts.filter(pl.col("outcome") == "timeout")
     assert len(late) > 0 and late["reward"].null_count() == len(late) and set(late["fate"]) <= {"environment_error", "left_at_stop"}
-    assert_books(run)
+    assert_books(hung)
 
 
-def deaf(r: rl.Rollout) -> float:
-    import signal, time
-
-    if r.id == 5:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        time.sleep(600)
-    return float(r.correct)
-
-
-def test_an_environment_that_hangs_deaf_is_ended_and_the_run_goes_on(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, reward=deaf, **{**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 1})
-    ended(run)
-    assert run.rollouts.filter(pl.col("fate") == "lost_environment")["rollout"].to_list() == [5]
-    assert_books(run)
+def test_an_environment_that_hangs_deaf_is_ended_and_the_run_goes_on(hung):
+    assert hung.rollouts.filter(pl.col("fate") == "lost_environment")["rollout"].to_list() == [5]
+    assert hung.steps["version"].to_list() == [1, 2]
+    assert_books(hung)

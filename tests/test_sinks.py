@@ -118,20 +118,37 @@ def assert_holds(sink: str, folder: Path, environment: dict) -> None:
         assert versions == wanted and found == pytest.approx(written, rel=1e-6), name
 
 
-ONCE = """
+EXPORT = """
 import sys
 from rlbench.sinks import export_run
-print(export_run(sys.argv[1], sys.argv[2]).rows)
+for folder in sys.argv[2:]:
+    print(export_run(folder, sys.argv[1]).rows)
 assert not {"torch", "transformers", "plotly", "tensorflow"} & set(sys.modules)
 """
+
+
+def assert_configured(sink: str, folder: Path, environment: dict) -> None:
+    "The configuration went along, as hyperparameters, where the trackers show them. Trackio's is looked at where its numbers are read."
+    if sink == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.plugins.hparams import metadata
+
+        plugin = EventAccumulator(str(folder / "tensorboard")).Reload().SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+        settings = metadata.parse_session_start_info_plugin_data(plugin).hparams
+        assert settings["loss.name"].string_value == "ppo" and settings["batch"].number_value == 32
+    if sink == "wandb":
+        (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+        (run,) = [json.loads(line)["run"] for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines() if '"type":"run"' in line]
+        assert run["config"]["update"]["loss.name"] == "ppo" and run["display_name"] == "monday" and run["project"] == "rlbench"
 
 
 @every_sink
 def test_a_sink_holds_what_the_tables_hold(sink, tmp_path, environment):
     "Every number and every command is there, after a second export, too; the process stays small."
     folder = inline_run(tmp_path / "runs", "monday", SMALL, TOLD).folder
-    python(environment, "-c", ONCE, folder, sink)
+    python(environment, "-c", EXPORT, sink, folder)
     assert_holds(sink, folder, environment)
+    assert_configured(sink, folder, environment)
     told = json.loads(python(environment, "-m", "rlbench.cli", "export", folder, "--to", sink, "--json").splitlines()[-1])
     assert told["rows"] == {"steps": 6, "evals": 4, "commands": 2}
     assert_holds(sink, folder, environment)
@@ -141,27 +158,10 @@ def test_a_sink_holds_what_the_tables_hold(sink, tmp_path, environment):
     assert refused.startswith("learning_rate = 5.0 (test, refused): ") and applied == "temperature = 1.2 over 2 versions (test)"
 
 
-def test_configuration_goes_along(tmp_path, environment):
-    "As hyperparameters, where the trackers show them."
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
-    folder = inline_run(tmp_path / "runs", "monday", SMALL).folder
-    for sink in ("tensorboard", "wandb"):
-        python(environment, "-c", ONCE, folder, sink)
-    plugin = EventAccumulator(str(folder / "tensorboard")).Reload().SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
-    settings = metadata.parse_session_start_info_plugin_data(plugin).hparams
-    assert settings["loss.name"].string_value == "ppo" and settings["batch"].number_value == 32
-    (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    (run,) = [json.loads(line)["run"] for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines() if '"type":"run"' in line]
-    assert run["config"]["update"]["loss.name"] == "ppo" and run["display_name"] == "monday" and run["project"] == "rlbench"
-
-
 def test_runs_of_one_name_stay_apart(tmp_path, environment):
     "In a store that is shared, an export replaces only the run it is of; in a folder that is named, each run has its own."
     folders = [inline_run(tmp_path / root, "monday", SMALL).folder for root in ("a", "b")]
-    for folder in (*folders, folders[0]):
-        python(environment, "-c", ONCE, folder, "trackio")
+    python(environment, "-c", EXPORT, "trackio", *folders, folders[0])
     count = "import trackio; print(sorted(len(run.config) for run in trackio.Api().runs('rlbench')))"
     assert len(json.loads(python(environment, "-c", count))) == 2
     other = inline_run(tmp_path / "a", "tuesday", SMALL).folder

@@ -283,7 +283,7 @@ def test_what_a_replaced_reward_still_says_is_not_held_against_the_one_before():
 
 def test_several_knobs_are_asked_for_together_or_not_at_all(tmp_path):
     "One that would be refused keeps the others back; two that are right only together are sent in their order; what cannot ramp is refused here."
-    run = rl.run("tiny", runs=tmp_path, placement="colocated", **LONG)
+    run = rl.run({**SCRIPTED, "group": 8, "batch": 64, "steps": 1_000_000, "eval": []}, runs=tmp_path)
     until(lambda: run.status and run.status.state == "running")
     for wrong in ({"temperature": 0.77, "learning_rate": -1.0}, {"temperature": None}, {"temperature": 0.77, "sampler": "uniform", "over": 5}):
         with pytest.raises(ValueError):

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlparse
 
 import polars as pl
 import pytest
+from inline import inline_run
 
 import rlbench as rl
 from rlbench.ledger import read_table
@@ -193,12 +194,18 @@ def upper(r: rl.Rollout) -> float:
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 def test_a_checkpoint_with_a_chat_template_is_trained_on_a_hub_data_set(tmp_path, monkeypatch, family):
+    "One in processes of its own, the other in this one."
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     tokenizer, data = write_model(tmp_path / "model", family), write_dataset(tmp_path / "boxes")
     tasks = {"name": "hub", "dataset": str(data), "config": "main", "held_out": "test", "template": "{prompt} How many? End with ####."}
-    run = rl.run("tiny", runs=tmp_path / "runs", model=str(tmp_path / "model"), tasks=tasks, verifier="gsm8k", reward=upper, steps=2, batch=16, group=4, max_tokens=12,
-                 preflight=0, filter="none", eval=[{"name": "held_out", "count": 8, "every": 0}])
-    assert run.wait(120) == "finished", f"{run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
+    settings = dict(model=str(tmp_path / "model"), tasks=tasks, verifier="gsm8k", reward=upper, steps=2, batch=16, group=4, max_tokens=12, preflight=0, filter="none",
+                    eval=[{"name": "held_out", "count": 8, "every": 0}])
+    if family == "qwen":
+        run = rl.Run(inline_run(tmp_path / "runs", "tiny-1", {"generator": "torch", **settings}).folder)
+    else:
+        run = rl.run("tiny", runs=tmp_path / "runs", **settings)
+        assert run.wait(120) == "finished", f"{run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
+    assert run.state == "finished"
     assert run.status.books_closed and run.steps["version"].to_list() == [1, 2] and run.steps["grad_norm"].min() > 0
     rollouts, tokens = run.rollouts, read_table(run.folder, "tokens")
     asked = dict(zip(rollouts["rollout"], rollouts["prompt"]))
@@ -218,7 +225,7 @@ def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
     rows = [{"question": f"{n}+{n}=", "answer": f"{n}+{n} is {2 * n}\n#### {2 * n:,}"} for n in range(10, 99)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, "-m", "rlbench.cli", "run", "tiny", "--json", "--name", "x", "--set", 'tasks={name="file",path="sums.jsonl"}', "--set", "verifier=gsm8k",
-               "--set", "steps=2", "--set", "batch=32", "--set", "group=8", "--set", "preflight=0", "--set", "eval=[]"]
+               "--set", "steps=2", "--set", "batch=32", "--set", "group=8", "--set", "preflight=0", "--set", "eval=[]", "--set", "clock=virtual"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
     run = rl.Run(tmp_path / "runs" / "x")
