@@ -112,6 +112,6 @@ def chart(arms: tuple[Arm, ...], generator: str) -> Chart:
     "Mean distance over the steps, in powers of ten, a line per arm."
     from math import log10
 
-    mine, roles, dashes = [a for a in arms if a.generator == generator], ("green", "blue", "vermilion", "sky", "purple", "amber"), ("", "", "", "6 3", "6 3", "2 2.5")
+    mine, roles, dashes = [a for a in arms if a.generator == generator], ("green", "blue", "vermilion", "sky", "purple", "amber", "sky", "purple", "amber"), ("", "", "", "6 3", "6 3", "6 3", "2 2.5", "2 2.5", "2 2.5")
     lines = tuple(Line(a.arm, range(1, len(a.ess) + 1), [log10(max(x, 1e-12)) for x in a.logprob_diff_mean], role, dash) for a, role, dash in zip(mine, roles, dashes))
     return Chart(f"Sampler against trainer, {generator}", lines, "mean distance of a token's log-probability, as a power of ten", x_label="version", y_label="log10 nats")
