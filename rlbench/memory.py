@@ -116,6 +116,8 @@ def machine_named(names: Sequence[str]) -> Machine:
         kind, _, times = re.fullmatch(r"(.*?)(\s+[x×]\s*(\d+))?\s*", name.lstrip(), re.S).groups()
         if kind not in HARDWARE:
             raise unknown("on", kind, HARDWARE)
+        if times and not int(times):
+            raise ValueError(f"on: {name!r} names no GPU; give at least one, or leave --on out to plan for this machine")
         found += [kind] * int(times or 1)
     if "CPU" in found:
         raise ValueError('on: "CPU" is one core of a table of prices; leave --on out to plan for the processor at hand')
