@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .capacity import ModelShape, kv_bytes_per_token, max_concurrency
-from .generator import Request, Result, Stats, check_cache, check_concurrency
+from .generator import Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from .model import base_weights
 from .records import Segment, StopReason, response_segment, uniforms
 
@@ -123,16 +123,7 @@ def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.
 @torch.inference_mode()
 def load_weights(f: Fused, weights: Mapping[str, torch.Tensor]) -> None:
     "Copy tensors by their Hugging Face names into the fused ones."
-    if weights is None:
-        raise ValueError("weights: none given; this generator needs tensors by Hugging Face name")
-    given = {name: t for name, t in weights.items() if not (name == "lm_head.weight" and f.head is f.embed)}
-    if missing := sorted(f.targets.keys() - given.keys()):
-        raise ValueError(f"weights: {len(missing)} missing, first {missing[0]}; give all of them")
-    if unknown := sorted(given.keys() - f.targets.keys()):
-        raise ValueError(f"weights: unknown {unknown[0]}; the model has no such tensor")
-    for name, (_, shape) in f.targets.items():
-        if tuple(given[name].shape) != shape:
-            raise ValueError(f"weights: {name} has shape {tuple(given[name].shape)}, the model's is {shape}")
+    given = check_weights(weights, {name: shape for name, (_, shape) in f.targets.items()}, ("lm_head.weight",) if f.head is f.embed else ())
     for name, (target, _) in f.targets.items():
         target.copy_(given[name])
 
@@ -590,13 +581,7 @@ def _steps(g: TorchGenerator, n: int) -> list[Result]:
 # %% ../nbs/12_generator_torch.ipynb #torchgen-between
 def _submit(g: TorchGenerator, requests: Iterable[Request]) -> None:
     for request in requests:
-        total = len(request.prompt) + request.sampling.max_tokens
-        if total > g.max_length:
-            raise ValueError(f"max_length: {g.max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them")
-        if not 0 <= request.prompt.min() <= request.prompt.max() < len(g.weights.embed):
-            raise ValueError(f"prompt: request {request.key} has token ids outside the model's 0 to {len(g.weights.embed) - 1}; use the model's tokenizer")
-        if request.key in g.keys:
-            raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
+        check_request(request, g.max_length, len(g.weights.embed), g.keys)
         g.keys.add(request.key)
         g.waiting.append(_Entry(request))
 

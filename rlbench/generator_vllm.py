@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from .capacity import cpu_flags
-from .generator import Request, Result, Stats, check_cache, check_concurrency
+from .generator import Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from .generator_torch import draw
 from .model import base_weights
 from .records import Segment, StopReason, response_segment, uniforms
@@ -466,16 +466,7 @@ def _put(g: VllmGenerator, weights: Mapping[str, torch.Tensor]) -> None:
     "Weights into the engine. Raises ValueError if a name or a shape does not fit; the engine is then as before."
     from transformers.core_model_loading import revert_weight_conversion
 
-    if weights is None:
-        raise ValueError("weights: none given; this generator needs tensors by Hugging Face name")
-    given = {name: tensor for name, tensor in weights.items() if name not in g.tied}
-    if missing := sorted(g.shapes.keys() - given.keys()):
-        raise ValueError(f"weights: {len(missing)} missing, first {missing[0]}; give all of them")
-    if unknown := sorted(given.keys() - g.shapes.keys()):
-        raise ValueError(f"weights: unknown {unknown[0]}; the model has no such tensor")
-    for name, tensor in given.items():
-        if tuple(tensor.shape) != g.shapes[name]:
-            raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)}, the model's is {g.shapes[name]}")
+    given = check_weights(weights, g.shapes, g.tied)
     wide = served_head(g.head, g.device)
     with torch.inference_mode(), complete():
         stored = revert_weight_conversion(g.skeleton, given).items()
@@ -535,13 +526,7 @@ def _steps(g: VllmGenerator, n: int) -> list[Result]:
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-between
 def _submit(g: VllmGenerator, requests: Iterable[Request]) -> None:
     for request in requests:
-        total = len(request.prompt) + request.sampling.max_tokens
-        if total > g.max_length:
-            raise ValueError(f"max_length: {g.max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them")
-        if not 0 <= request.prompt.min() <= request.prompt.max() < g.vocabulary:
-            raise ValueError(f"prompt: request {request.key} has token ids outside the model's 0 to {g.vocabulary - 1}; use the model's tokenizer")
-        if request.key in g.keys:
-            raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
+        check_request(request, g.max_length, g.vocabulary, g.keys)
         entry = _entry(request)
         entry.rebuilt = bool(entry.tokens) and any(version != g.version for version in entry.versions)
         g.keys.add(request.key)

@@ -7,7 +7,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'device_of', 'torch_policy',
-           'new_generator', 'torch_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of',
+           'new_generator', 'model_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of',
            'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory',
            'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'build_halves',
            'begin_at', 'version_of', 'worker_main', 'environment_main']
@@ -330,7 +330,7 @@ def new_generator(config: RunConfig, policy, room: int):
     return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32")
 
 
-def torch_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
+def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
     from rlbench.model import decode_response, encode_observation, encode_prompt
 
@@ -697,7 +697,7 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     policy = torch_policy(config, "cpu" if on_host else "")
     read_weights(start / TRAINER, policy.model) if start else None
     load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, learns, "cuda" if config.transport == "ipc" else "cpu")
-    writer = begin_at(torch_writer(config, prompts, policy, load), start, policy.model) if writes else None
+    writer = begin_at(model_writer(config, prompts, policy, load), start, policy.model) if writes else None
     learner = torch_learner(config, policy, publish, Functions(folder), start, team) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
         writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
