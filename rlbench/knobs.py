@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['APPLY_POINTS', 'Knob', 'check_value', 'nearest', 'unknown', 'knobs_of', 'Named', 'key_of', 'resolve', 'bind',
-           'free_names', 'Captured', 'capture', 'signature_of', 'FileFunction', 'save_function', 'load_function']
+           'ingredients_of', 'supply', 'free_names', 'Captured', 'capture', 'signature_of', 'FileFunction',
+           'save_function', 'load_function']
 
 # %% ../nbs/01_knobs.ipynb #knobs-imports
 import ast
@@ -126,6 +127,21 @@ def bind(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
     "The function of a `Named`, or of a table that was resolved before, with its parameters bound; positional arguments are left to the caller."
     table = named.table() if isinstance(named, Named) else named
     return partial(functions[key_of(table)], **{k: v for k, v in table.items() if k not in ("name", "source")})
+
+# %% ../nbs/01_knobs.ipynb #knobs-ingredients
+def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
+    "Names of the parameters after the first `given` that carry no Knob, in order; True where the function cannot do without."
+    plain = [p for p in inspect.signature(function).parameters.values() if not isinstance(p.annotation, Knob) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return {p.name: p.default is p.empty for p in plain[given:]}
+
+
+def supply(function: Callable, *args, **there):
+    "Call `function` with `args` and, of what is `there`, with what its signature names. ValueError naming an ingredient that is missing or None and has no default."
+    asked = ingredients_of(function, len(args))
+    for name, needed in asked.items():
+        if needed and there.get(name) is None:
+            raise ValueError(f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: needs {name!r}, which this run does not have")
+    return function(*args, **{name: there[name] for name in asked if there.get(name) is not None})
 
 # %% ../nbs/01_knobs.ipynb #knobs-free
 def free_names(source: str) -> list[str]:

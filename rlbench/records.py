@@ -134,6 +134,9 @@ class Rollout:
     parts: tuple[tuple[str, float], ...] = ()
     outcome: Outcome = Outcome.OK
     temperature: float = 1.0
+    scores: tuple[tuple[str, float], ...] = ()  # of other models, by name: a reward model's, a judge's
+    traces: tuple[tuple[str, np.ndarray], ...] = ()  # log-probabilities under other models, by name; float32, one per token of all segments
+    steps: tuple[tuple[int, float], ...] = ()  # rewards inside the response: (its characters so far, reward)
 
     @property
     def prompt(self) -> str:
@@ -526,7 +529,11 @@ mask | list[int] | | 1 where a token carries weight, 2 where it is corrected as 
 turn | list[int] | turns | turn of each token; empty if there is one turn
 observed | list[int] | | token ids of the observations
 observed_turn | list[int] | turns | turn that each of them opens
-advantage | float | | advantage it was trained with, null if not trained
+advantage | float | | advantage it was trained with, mean over its tokens; null if not trained
+advantages | list[float] | | that of each token, where they differ
+start_logprobs | list[float] | nats | under the trainer's weights when its batch began; empty if not trained
+step_logprobs | list[float] | nats | at the optimizer step that took it, where that was a later one
+reference | list[float] | nats | under the reference policy, if there is one
 """))
 
 COMMANDS = (*ROW, *_columns("""
