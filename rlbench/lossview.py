@@ -44,7 +44,7 @@ def slider_of(name: str, knob, value):
     low, high = (value if bound is None else bound for bound in (knob.low, knob.high))
     high = min(high, max(10 * abs(value), 2 * low) or 1e-3) if high > 20 * abs(value) else high
     kind, step = (w.IntSlider, 1) if isinstance(value, int) else (w.FloatSlider, float(f"{(high - low) / 200:.1g}"))
-    return kind(value=value, min=low, max=max(high, value), step=step, continuous_update=True, **about, **({} if kind is w.IntSlider else {"readout_format": ".4g"}))
+    return kind(value=value, min=low, max=max(high, value), step=step, continuous_update=True, **about, **({} if kind is w.IntSlider else {"readout_format": ".3f" if abs(value) >= 0.01 else ".1e"}))
 
 # %% ../nbs/64_lossview.ipynb #lossview-class
 class LossView:
