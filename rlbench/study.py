@@ -32,6 +32,7 @@ from .model import load_policy
 from .objective import objective
 from .records import Group, StopReason
 from .reward import REWARDS
+from .shaping import SHAPINGS, facts_of, reshape
 from .tasks import arithmetic
 from .trainer import Trainer, TrainerConfig
 
@@ -44,7 +45,7 @@ class Setup:
     "An arm: what is minimised, what writes, what is kept, and how much of everything. `draw` changes the random numbers alone."
     objective: Mapping[str, object] = field(default_factory=dict)  # arguments of `objective`
     reward: object = "correct"
-    masked: bool = False  # no reward, and so no weight, for what the length limit stopped
+    shaping: object = "none"
     refill: bool = False  # write on until the batch has `tasks` groups with an advantage
     bits: int = 23  # of the mantissa of the sampler's weights
     group: int = 8
@@ -81,14 +82,12 @@ def rounded(shelf: Mapping[str, torch.Tensor], bits: int) -> Mapping[str, torch.
 FULL = 8  # batches' worth of groups after which refilling gives up
 
 
-def rewarded(group: Group, setup: Setup, reward: Callable) -> Group:
-    "The group with the setup's rewards."
-    def one(r):
-        told = reward(r)
-        value = None if setup.masked and r.reason == StopReason.LENGTH else float(told[0] if isinstance(told, tuple) else told)
-        return replace(r, reward=value)
-
-    return replace(group, rollouts=tuple(map(one, group.rollouts)))
+def rewarded(group: Group, reward: Callable, shaping: Callable) -> Group:
+    "The group with these rewards, shaped."
+    told = [reward(r) for r in group.rollouts]
+    plain_R = np.array([t[0] if isinstance(t, tuple) else t for t in told], float)
+    shaped_R = reshape(shaping, plain_R, facts_of(group.rollouts))
+    return replace(group, rollouts=tuple(replace(r, reward=None if math.isnan(x) else float(x)) for r, x in zip(group.rollouts, shaped_R, strict=True)))
 
 
 def write_batch(setup: Setup, ask: Callable[[int], list[Group]], useful: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
@@ -138,11 +137,12 @@ def measured(written: Sequence[Group], kept: Sequence[Group], useful: Callable[[
 # %% ../nbs/84_study.ipynb #study-train
 @dataclass(frozen=True)
 class Trained:
-    "One run of an arm: held-out solve rate before and after, and the curves by version."
+    "One run of an arm: held-out solve rate before and after, after as the rounded sampler writes, and the curves by version."
     arm: str
     seed: int
     before: float
     after: float
+    after_rounded: float
     curves: Mapping[str, tuple[float, ...]]
 
     def mean(self, curve: str, first: int = 0, last: int | None = None) -> float:
@@ -159,20 +159,20 @@ class Trained:
 def train(arm: str, setup: Setup, seed: int) -> Trained:
     "Train the embedded policy under a setup. ValueError where the objective, the reward or the sampler's bits are not there."
     settle_cpu()
-    goal, reward = objective(**setup.objective), bind(REWARDS, resolve("reward", REWARDS, setup.reward))
+    goal, reward, shaping = objective(**setup.objective), bind(REWARDS, resolve("reward", REWARDS, setup.reward)), bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping))
     useful = lambda g: informative(g.rewards, goal.advantage)
     policy, draw, pool = load_policy("tiny"), random.Random(seed), arithmetic(seed=seed)
     trainer = Trainer(policy.model, TrainerConfig(learning_rate=setup.learning_rate, optimizer_steps=setup.steps, device="cpu"), goal, policy.pad_id)
     generator = TorchGenerator(policy.model, max_length=32 + setup.max_tokens, slots=max(64, setup.tasks * setup.group))
     exam, rows, spent = arithmetic(split="held_out", count=setup.exam, seed=7), [], 0
 
-    def examine(version: int) -> float:
-        generator.load(version, snapshot(policy))
-        return solve_rate(respond(policy, generator, exam, 1, 10**6 + seed, 64))
+    def examine(version: int, bits: int = 23) -> float:
+        generator.load(version, rounded(snapshot(policy), bits))
+        return solve_rate(respond(policy, generator, exam, 1, 10**6 + seed, setup.max_tokens))
 
     def ask(n: int) -> list[Group]:
         groups = respond(policy, generator, draw.sample(pool, n), setup.group, 10**7 * setup.draw + 1000 * seed + version, setup.max_tokens)
-        return [rewarded(g, setup, reward) for g in groups]
+        return [rewarded(g, reward, shaping) for g in groups]
 
     before = examine(0)
     for version in range(1, setup.updates + 1):
@@ -185,7 +185,8 @@ def train(arm: str, setup: Setup, seed: int) -> Trained:
         spent += rows[-1]["tokens"]
         if setup.tokens and spent >= setup.tokens:
             break
-    return Trained(arm, seed, before, examine(setup.updates + 1), {name: tuple(row[name] for row in rows) for name in CURVES})
+    after = examine(setup.updates + 1)
+    return Trained(arm, seed, before, after, after if setup.bits == 23 else examine(setup.updates + 2, setup.bits), {name: tuple(row[name] for row in rows) for name in CURVES})
 
 # %% ../nbs/84_study.ipynb #study-arms
 STUDY_SEEDS = 5
