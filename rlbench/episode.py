@@ -118,11 +118,19 @@ def token_columns(rollout: Rollout) -> dict:
     responses, observations = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
     if len(responses) == 1 and not observations:
         r = responses[0]
-        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r))
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r), **_under(rollout, "reference"))
     joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
     return dict(**joined, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
                 observed=np.concatenate([[], *(s.tokens for s in observations)]).astype(int),
-                observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int))
+                observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int), **_under(rollout, "reference"))
+
+
+def _under(rollout: Rollout, name: str) -> dict:
+    "The column of a trace at the response tokens; none for a rollout without it."
+    trace = dict(rollout.traces).get(name)
+    if trace is None or len(trace) != sum(len(s) for s in rollout.segments):  # of an episode that went on since
+        return {}
+    return {name: trace[np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])]}
 
 
 def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None) -> tuple[Segment, ...]:
