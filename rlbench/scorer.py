@@ -184,13 +184,15 @@ class AskAnswer:
     seconds: float = 0.0
 
 # %% ../nbs/38_scorer.ipynb #scorer-each
-def each_of(name: str, function: Callable[[list[Rollout]], Sequence], rollouts: list[Rollout]) -> list:
-    "A model's value for each rollout, or the text that says why there is none."
+def each_of(name: str, function: Callable[[list[Rollout]], Sequence], rollouts: list[Rollout], alone: bool = False) -> list:
+    "A model's value for each rollout, or the text that says why there is none. `alone`: each is looked at by itself."
+    if alone and len(rollouts) > 1:
+        return [value for rollout in rollouts for value in each_of(name, function, [rollout])]
     try:
         values = list(function(rollouts))
     except Exception as error:
         if len(rollouts) > 1:
-            return [value for rollout in rollouts for value in each_of(name, function, [rollout])]
+            return each_of(name, function, rollouts, alone=True)
         return [f"{name}: raised {type(error).__name__}: {error}"]
     if len(values) != len(rollouts):
         return [f"{name}: gave {len(values)} values for {len(rollouts)} rollouts"] * len(rollouts)
@@ -207,23 +209,28 @@ def _checked(name: str, value):
 # %% ../nbs/38_scorer.ipynb #scorer-actor
 @dataclass(frozen=True, eq=False)
 class Models:
-    "Whom the scorer asks: functions by name, each from rollouts to one value for each. `refresh(file)` puts other weights into the reference and returns their version."
+    "Whom the scorer asks: functions by name, each from rollouts to one value for each; `remote` ones compute elsewhere. `refresh(file)` puts other weights into the reference and returns their version."
     traces: Mapping[str, Callable[[list[Rollout]], Sequence[np.ndarray]]]
     scores: Mapping[str, Callable[[list[Rollout]], Sequence[float]]]
+    remote: Mapping[str, Callable[[list[Rollout]], Sequence[float]]] = field(default_factory=dict)
     refresh: Callable[[Path], int] = lambda file: -1
 
 
 class ScorerActor:
     "Asks models about finished rollouts. A turn takes those that have waited longest, with at most `tokens` tokens and `most` of them."
 
-    def __init__(self, models: Models, tokens: int = 16_384, most: int = 10**9):
-        self.models, self.tokens, self.most = models, tokens, most
+    def __init__(self, models: Models, tokens: int = 16_384, most: int = 10**9, alone: bool = False):
+        self.models, self.tokens, self.most, self.alone = models, tokens, most, alone
         self._queue: deque[AskRequest] = deque()
 
     @property
     def idle(self) -> bool:
         "Nobody waits."
         return not self._queue
+
+    def waiting(self) -> list[AskRequest]:
+        "The requests not yet answered, oldest first."
+        return list(self._queue)
 
     def receive(self, requests: Sequence[AskRequest]) -> None:
         "Take requests."
@@ -235,7 +242,7 @@ class ScorerActor:
         while self._queue and len(taken) < self.most and (not taken or length_of(self._queue[0].rollout) <= left):
             taken.append(self._queue.popleft())
             left -= length_of(taken[-1].rollout)
-        return answers(self.models, taken) if taken else []
+        return answers(self.models, taken, self.alone) if taken else []
 
 
 def length_of(rollout: Rollout) -> int:
@@ -243,14 +250,17 @@ def length_of(rollout: Rollout) -> int:
     return sum(len(s) for s in rollout.segments)
 
 
-def answers(models: Models, requests: Sequence[AskRequest]) -> list[AskAnswer]:
-    "What all models say of these rollouts."
-    began, all_ = time.perf_counter(), [request.rollout for request in requests]
+def answers(models: Models, requests: Sequence[AskRequest], alone: bool = False) -> list[AskAnswer]:
+    "What all models say of these rollouts. `alone`: each has forward passes of its own."
+    began, rollouts = time.perf_counter(), [request.rollout for request in requests]
     traced = [request.rollout for request in requests if request.traces]
-    scores = {name: each_of(name, function, all_) for name, function in models.scores.items()}
-    traces = {name: dict(zip([r.id for r in traced], each_of(name, function, traced))) for name, function in models.traces.items() if traced}
+    with ThreadPoolExecutor(max(1, len(models.remote))) as pool:
+        under_way = {name: pool.submit(each_of, name, function, rollouts) for name, function in models.remote.items()}
+        scores = {name: each_of(name, function, rollouts, alone) for name, function in models.scores.items()}
+        traces = {name: dict(zip([r.id for r in traced], each_of(name, function, traced, alone))) for name, function in models.traces.items() if traced}
+        scores |= {name: future.result() for name, future in under_way.items()}
     share, found = (time.perf_counter() - began) / len(requests), []
-    for i, rollout in enumerate(all_):
+    for i, rollout in enumerate(rollouts):
         said, drawn = [(name, values[i]) for name, values in scores.items()], [(name, values[rollout.id]) for name, values in traces.items() if rollout.id in values]
         failed, key = [value for _, value in (*said, *drawn) if isinstance(value, str)], (rollout.id, rollout.attempt)
         found.append(AskAnswer(key, message="; ".join(failed), seconds=share) if failed else AskAnswer(key, tuple(said), tuple(drawn), seconds=share))
