@@ -26,15 +26,13 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from .advantage import ADVANTAGES, MIN_GROUP
+from .advantage import MIN_GROUP
 from .balance import MODES, MOVES
-from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
-from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
-from .loss import AGGREGATIONS, LOSSES
-from .objective import OLD
+from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
+from .objective import KL_IN, OLD, PARTS, RATIOLESS, WEIGHTS
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .scorer import TEMPLATE, check_endpoint
@@ -45,8 +43,7 @@ from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
-    "tasks": TASK_SETS, "sampler": SAMPLERS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
-    "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
+    "tasks": TASK_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
 }
 FILTERS = ("zero_advantage", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -232,7 +229,7 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
-    old: Annotated[str, Knob(choices=OLD, help="whose log-probabilities the loss takes its ratio to: the trainer's at the batch's start, or the sampler's")] = "recomputed"
+    old: Annotated[str, Knob(choices=OLD, help="whose log-probabilities the loss takes its ratio to: the trainer's at the batch's start, the sampler's, or what lies between by versions")] = "recomputed"
     learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
@@ -243,6 +240,43 @@ class _Training(BaseModel):
     micro_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", help="of a micro-batch, padding included")] = 16_384
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
     device: Annotated[str, Knob(help="auto, cpu or cuda", live=False)] = "auto"
+
+# %% ../nbs/50_config.ipynb #config-objective
+class _Objective(BaseModel):
+    "What else a batch is trained on."
+
+    shaping: dict[str, Any] = Field(default="none", validate_default=True)
+    kl: dict[str, Any] = Field(default="none", validate_default=True)
+    kl_in: Annotated[str, Knob(choices=KL_IN, help="whether the divergence from the reference is a term of the loss or taken off the reward")] = "loss"
+    kl_weight: Annotated[float, Knob(0, 100, help="what it counts, at the start of its schedule")] = 0.01
+    kl_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
+    entropy_weight: Annotated[float, Knob(0, 10, help="what entropy counts in the objective, at the start of its schedule")] = 0.0
+    entropy_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
+    replay_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="groups of earlier batches that are trained on once more, on top of the batch")] = 0.0
+    replay_size: Annotated[int, Knob(0, 1_000_000, unit="groups", help="newest trained groups that are kept for that")] = 64
+    replay_correction: dict[str, Any] = Field(default="tis", validate_default=True)
+    demonstrations: Annotated[str, Knob(help="file of prompts with responses (JSON lines) to imitate beside RL; empty: none", live=False)] = ""
+    supervised_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="demonstrations in a batch, for each of its rollouts")] = 0.125
+    supervised_weight: Annotated[float, Knob(0, 100, help="what their loss counts")] = 0.1
+    critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values", live=False)] = False
+    critic_learning_rate: Annotated[float, Knob(0, 1, help="AdamW")] = 1e-3
+    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first versions, in which only the critic learns", live=False)] = 0
+    critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="of the critic over a batch")] = 1
+    value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="how far a value may move from what it was when the batch began before it stops learning; 0: any way")] = 0.2
+
+
+def _check_objective(c: "RunConfig") -> None:
+    loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
+    if asked.get("values_RT") and not c.critic:
+        raise ValueError(f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage')
+    if c.critic and c.trainers > 1:
+        raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
+    if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
+        raise ValueError(f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"')
+    if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
+        raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
+    if c.demonstrations and not Path(c.demonstrations).expanduser().is_file():
+        raise ValueError(f"demonstrations: {c.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
 
 # %% ../nbs/50_config.ipynb #config-turns
 class _Turns(BaseModel):
@@ -455,7 +489,7 @@ def _check_scorer(c: "RunConfig") -> None:
         raise ValueError(f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward')
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
+class RunConfig(_Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -487,6 +521,7 @@ class RunConfig(_Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turn
         _check_together(self)
         _check_scale(self)
         _check_scorer(self)
+        _check_objective(self)
         _check_watch(self)
         return self
 
@@ -725,7 +760,8 @@ ACTS_ON = {
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation", "trainers"),
+    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",
+                "replay_share", "replay_size", "replay_correction", "supervised_share", "supervised_weight", "critic_learning_rate", "critic_epochs", "value_clip", "trainers"),
 }  # the rest acts on the generator
 
 

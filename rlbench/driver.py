@@ -53,7 +53,7 @@ from rlbench.state import (
     start_state,
 )
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
-from .episode import begun, first_turns, judged, later_turns, shown, told_so_far, token_columns, turn_columns, unjudged, weigh_old, without_begun, written
+from .episode import begun, first_turns, judged, later_turns, shown, told_columns, told_so_far, token_columns, turn_columns, unjudged, weigh_old, without_begun, written
 from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Outcome, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
 from .scorer import REFERENCE_FILE, AskAnswer, AskRequest, drop_reference
 from .tasks import TASK_SETS, make_tasks
@@ -142,13 +142,14 @@ class Memory:
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     score_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     messages: dict[tuple[int, int], str] = field(default_factory=dict)  # why a response has no reward
-    told: set[str] = field(default_factory=set)  # failures already in run.log
+    failures: set[str] = field(default_factory=set)  # already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
     prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
+    told: dict[int, object] = field(default_factory=dict)  # by rollout: what training made of its tokens
     metrics: dict[int, BatchTrained] = field(default_factory=dict)
     updates: list[int] = field(default_factory=lambda: [0])  # optimizer steps when version v was made
     meters: dict[str, Meter] = field(default_factory=dict)
@@ -190,7 +191,7 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
+    lasting = replace(m, failures=set(), told={}, fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
     return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
@@ -364,8 +365,8 @@ def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
 def tell(driver: "Driver", message: str, where: str = "") -> None:
     "A failure of a new kind goes to run.log, with its traceback."
     kind = message.partition("\n")[0]
-    if kind not in driver.memory.told:
-        driver.memory.told.add(kind)
+    if kind not in driver.memory.failures:
+        driver.memory.failures.add(kind)
         print(where + message, file=sys.stderr, flush=True)
 
 # %% ../nbs/55_driver.ipynb #driver-events-ready
@@ -380,6 +381,7 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     "Keep metrics and advantages, tell the loop."
     m = driver.memory
     m.advantages.update(b.advantages)
+    m.told.update(b.told)
     m.metrics[b.version] = b
     m.updates.append(m.updates[-1] + b.metrics.optimizer_steps)
     m.trained_at[b.version] = driver.clock.now()
@@ -732,7 +734,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
                   length=r.length or row.tokens, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
                   seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))
+        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None), **told_columns(r, m.told.pop(r.id, None)))
 
 # %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'shown', 'opened', 'told_so_far', 'written', 'judged', 'unjudged', 'begun', 'without_begun', 'weigh_old',
-           'first_turns', 'later_turns', 'turn_columns', 'token_columns', 'segments_of']
+           'first_turns', 'later_turns', 'turn_columns', 'token_columns', 'segments_of', 'told_columns']
 
 # %% ../nbs/28_episode.ipynb #episode-imports
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -124,19 +125,11 @@ def token_columns(rollout: Rollout) -> dict:
     responses, observations = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
     if len(responses) == 1 and not observations:
         r = responses[0]
-        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r), **_under(rollout, "reference"))
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r))
     joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
     return dict(**joined, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
                 observed=np.concatenate([[], *(s.tokens for s in observations)]).astype(int),
-                observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int), **_under(rollout, "reference"))
-
-
-def _under(rollout: Rollout, name: str) -> dict:
-    "The column of a trace at the response tokens; none for a rollout without it."
-    trace = dict(rollout.traces).get(name)
-    if trace is None or len(trace) != sum(len(s) for s in rollout.segments):  # of an episode that went on since
-        return {}
-    return {name: trace[np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])]}
+                observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int))
 
 
 def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None) -> tuple[Segment, ...]:
@@ -150,3 +143,19 @@ def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask
         if len(parts[0]):
             found.append(replace(response_segment(*parts[:3], turn=t), mask=parts[3].astype(np.uint8)))
     return tuple(found)
+
+# %% ../nbs/28_episode.ipynb #episode-told
+def told_columns(rollout: Rollout, told) -> dict:
+    "Columns of the tokens table for what training made of a rollout's tokens (a `Told` of the trainer, or None), and its log-probabilities under the reference; null where a token carries no weight."
+    response_T = np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])
+
+    def of_responses(values_T) -> list | None:
+        if values_T is None:
+            return None
+        whole_T = np.full(len(response_T), np.nan)
+        whole_T[: len(values_T)] = values_T
+        return [None if math.isnan(value) else value for value in whole_T[response_T].tolist()]
+
+    reference = {"reference": of_responses(dict(rollout.traces).get("reference"))}
+    trained = {} if told is None else {"start_logprobs": of_responses(told.start_T), "step_logprobs": of_responses(told.step_T), "advantages": of_responses(told.advantages_T)}
+    return {name: values for name, values in {**reference, **trained}.items() if values is not None}

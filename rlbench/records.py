@@ -264,6 +264,15 @@ class TrainMetrics:
     update_norm: float = 0.0
     optimizer_steps: int = 1
     padding: float = 0.0
+    chi_square: float = 0.0
+    masked_tokens: float = 0.0
+    kl_reference: float | None = None
+    kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+    supervised_loss: float | None = None
+    replayed_rollouts: int = 0
+    value_loss: float | None = None
+    value_explained: float | None = None
 
 
 @dataclass(frozen=True)
@@ -455,6 +464,15 @@ kl_sampler | float | nats | KL of the sampler from the trainer's recomputation, 
 logprob_diff_mean | float | nats | distance between a token's log-probability from the sampler and from the trainer, mean over the batch
 logprob_diff_max | float | nats | largest of these distances
 ess | float | share | effective sample size of the importance weights, 1 is on-policy
+chi_square | float | | mean square of the importance weights less 1, 0 is on-policy
+masked_tokens | float | share | tokens whose weight the correction made 0
+kl_reference | float | nats | KL of the policy from the reference policy, k3 estimate; null without one
+kl_weight | float | | what KL counted in the objective
+entropy_weight | float | | what entropy counted in it
+supervised_loss | float | nats | mean negative log-probability of the demonstrations' tokens in the batch, null without any
+replayed_rollouts | int | rollouts | rollouts of earlier batches that were trained on once more
+value_loss | float | | mean loss of the critic over the batch, null without one
+value_explained | float | share | part of the returns' variance that the critic's values explain, before it learned from them
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | part of the training tokens that was padding

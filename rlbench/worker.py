@@ -7,11 +7,12 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
-           'warm', 'objective_of', 'device_of', 'torch_policy', 'new_generator', 'model_writer', 'make_trainer',
-           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
-           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
-           'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker',
-           'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main', 'scorer_main']
+           'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
+           'model_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner',
+           'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode',
+           'written', 'read', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores',
+           'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -25,8 +26,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +35,11 @@ import numpy as np
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
 from .correction import tis
-from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, guarded
+from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, function_name, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, key_of
 from .ledger import WEIGHTS_FILE
-from .objective import Objective
+from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
 from .scorer import REFERENCE_FILE, AskRequest, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
@@ -129,10 +130,11 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class BatchTrained:
-    "A batch is trained; advantages by rollout id."
+    "A batch is trained; advantages by rollout id, and what became of each rollout's tokens (`rlbench.trainer.Told`)."
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]
+    told: dict[int, object] = field(default_factory=dict)
 
 # %% ../nbs/54_worker.ipynb #worker-said-two
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class Writer:
 class Learner:
     "What trains. `publish(version)` hands the weights over."
 
-    train: Callable[[tuple[Group, ...], int], tuple[TrainMetrics, dict[int, float], float]]  # metrics, advantages, seconds of compute
+    train: Callable[[tuple[Group, ...], int], tuple[TrainMetrics, dict[int, float], float, dict[int, object]]]  # metrics, advantages, seconds of compute, what became of tokens
     publish: Callable[[int], None]
     save: Callable[[str], None]
     configure: Callable[[RunConfig], None]
@@ -268,7 +270,7 @@ def scripted_writer(config: RunConfig) -> Writer:
 
 def scripted_learner() -> Learner:
     "No model: training that only counts."
-    return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0), lambda version: None, lambda folder: None, lambda config: None, "scripted")
+    return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0, {}), lambda version: None, lambda folder: None, lambda config: None, "scripted")
 
 # %% ../nbs/54_worker.ipynb #worker-functions
 class Functions:
@@ -297,8 +299,37 @@ def warm(function: Callable) -> Callable:
 # %% ../nbs/54_worker.ipynb #worker-torch
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
-    parts = [guarded(field, functions.bound(config, field)) for field in ("advantage", "loss", "correction", "aggregation")]
-    return Objective(*parts, config.old, tis if key_of(config.correction) == "none" else parts[2])
+    bound = {field: guarded(field, functions.bound(config, field)) for field in (*PARTS, "replay_correction")}
+    replayed = bound.pop("replay_correction")
+    return Objective(**{**bound, "loss": sound_loss(bound["loss"]), "kl": None if key_of(config.kl) == "none" else bound["kl"]}, old=config.old, kl_in=config.kl_in, kl_weight=config.kl_weight,
+                     entropy_weight=config.entropy_weight, partials=tis if key_of(config.correction) == "none" else bound["correction"], replayed=replayed)
+
+
+def sound_loss(loss: Callable) -> Callable:
+    "The loss, raising FunctionFailed if what it returns is no `LossTerms`, has another shape, is not finite, or does not depend on the log-probabilities."
+    @wraps(loss)
+    def checked(logprobs_RT, *args, **kwargs):
+        terms = loss(logprobs_RT, *args, **kwargs)
+        if reason := unsound(terms, logprobs_RT):
+            raise FunctionFailed("loss", f"loss {function_name(loss)}: {reason}")
+        return terms
+
+    return checked
+
+
+def unsound(terms, logprobs_RT) -> str:
+    "What is wrong with what a loss returned; empty if nothing is."
+    from rlbench.loss import LossTerms
+
+    if not isinstance(terms, LossTerms):
+        return f"returned a {type(terms).__name__}; return rlbench.loss.LossTerms(loss_RT, clipped_low_RT, clipped_high_RT)"
+    if tuple(terms.loss_RT.shape) != tuple(logprobs_RT.shape):
+        return f"returned loss_RT of shape {tuple(terms.loss_RT.shape)} for log-probabilities of shape {tuple(logprobs_RT.shape)}; return one number per token, without adding up"
+    if logprobs_RT.requires_grad and not terms.loss_RT.requires_grad:
+        return "its value does not depend on the log-probabilities (it was detached, or made with .item() or numpy); nothing would be learned from it"
+    if not bool(terms.loss_RT.isfinite().all()):
+        return "gives a token a value that is not finite; guard the division or logarithm that made it"
+    return ""
 
 
 def device_of(config: RunConfig) -> str:
@@ -321,6 +352,8 @@ def _settings(config: RunConfig) -> dict:
         max_grad_norm=config.max_grad_norm,
         optimizer_steps=config.optimizer_steps,
         micro_tokens=config.micro_tokens,
+        critic_warmup=config.critic_warmup if config.critic else 0,
+        supervised_weight=config.supervised_weight,
     )
 
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
@@ -417,9 +450,9 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
 
     trainer = make_trainer(config, policy, functions, start, team)
 
-    def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float]:
+    def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
         result = trainer.train(groups, version)
-        return result.metrics, result.advantages, result.compute
+        return result.metrics, result.advantages, result.compute, result.told
 
     return Learner(train, lambda version: publish(version, whole_weights(trainer)), lambda folder: save_trained(policy, Path(folder), whole_state(trainer) if team.size > 1 else None),
                    partial(configure_trainer, trainer, functions), policy.name, checkpoint, lambda version, file: write_reference(file, version, whole_weights(trainer)))
@@ -626,18 +659,18 @@ def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
     try:
         with cache_asleep(worker, spent):
             forget_peak()
-            metrics, advantages, seconds = worker.learner.train(job.groups, job.version)
+            metrics, advantages, seconds, told = worker.learner.train(job.groups, job.version)
             note_memory(worker, "train", said)
             forget_peak()
     except Exception as error:
-        own = isinstance(error, FunctionFailed)
+        own = hasattr(error, "field")  # of the configuration
         message = str(error) if own else f"trainer: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-12)}"
         print(f"version {job.version} is not trained: {message}", file=sys.stderr, flush=True)
         said.append(BatchFailed(job.version, message, error.field if own else ""))
         return
     spent.append(Spent("trainer", "compute", seconds, "train", sum(r.length for g in job.groups for r in g.rollouts)))
     worker.trained = job.version
-    said.append(BatchTrained(job.version, metrics, advantages))
+    said.append(BatchTrained(job.version, metrics, advantages, told))
 
 
 def _publish(worker: Worker, job: PublishJob, said: list, spent: list) -> None:
