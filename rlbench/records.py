@@ -158,6 +158,13 @@ class Rollout:
         "Response tokens."
         return sum(len(s) for s in self.responses)
 
+    def score(self, name: str) -> float:
+        "What another model gave the response: `reward_model` or `judge`. ValueError if it was not asked."
+        found = dict(self.scores)
+        if name not in found:
+            raise ValueError(f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration")
+        return found[name]
+
 # %% ../nbs/00_records.ipynb #records-turns
 def said(rollout: Rollout) -> list[str]:
     "The text of every response that was not judged yet, in order."
@@ -485,7 +492,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 
 
 STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
-         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
+         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
 GROUPS = (*ROW, *_columns("""
@@ -529,6 +536,8 @@ trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
 score_seconds | float | s | scoring time
+score_names | list[str] | | other models that gave it a number
+score_values | list[float] | | their numbers
 message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response
