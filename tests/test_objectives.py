@@ -36,8 +36,8 @@ def _phi(whole_R1, advantages_RT):
     return good.where(advantages_RT >= 0, bad)
 
 
-def data(seed=0, rows=6, width=7):
-    "A batch: random log-probabilities, prompts, observations and padding masked, one row without any token, advantages of both signs."
+def data(seed=0, rows=6, width=7, per_token=False):
+    "A batch: random log-probabilities, prompts, observations and padding masked, one row without any token, advantages of both signs, one per rollout or per token."
     g = torch.Generator().manual_seed(seed)
     normal = lambda scale, *shape: scale * torch.randn(*shape, generator=g, dtype=torch.float64)
     logprobs_RT = (normal(1, rows, width) - 1.5).clamp(max=-0.01)
@@ -46,6 +46,8 @@ def data(seed=0, rows=6, width=7):
     mask_RT[:, -2], mask_RT[2] = True, False
     advantages_RT = normal(1, rows, 1)
     advantages_RT[0], advantages_RT[1] = 1.0, -1.0
+    if per_token:
+        advantages_RT = advantages_RT + normal(1, rows, width)
     return SimpleNamespace(logprobs_RT=logprobs_RT, old_RT=old_RT, sampler_RT=sampler_RT, start_RT=old_RT, mask_RT=mask_RT, whole_RT=mask_RT, advantages_RT=advantages_RT,
                            reference_RT=logprobs_RT + normal(0.3, rows, width), ratio_RT=(logprobs_RT - old_RT).exp())
 
@@ -99,10 +101,11 @@ def test_no_name_stands_for_two_things():
 # --- losses
 
 @every(ALL_LOSSES)
-@pytest.mark.parametrize("seed", range(3))
-def test_gradient_of_a_loss(name, seed):
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_gradient_of_a_loss(name, seed, per_token):
     "Finite differences; where a weight is detached, minus that weight times the advantage."
-    d = data(seed, rows=12)
+    d = data(seed, 12, 7, per_token)
     for aggregation in AGGREGATIONS.values():
         _, gradient_RT, _ = weigh(ALL_LOSSES[name], aggregation, d)
         weight_RT = aggregation(d.mask_RT, totals_of(d.mask_RT))
@@ -145,9 +148,10 @@ def test_expected_gradient_on_a_tabular_policy(name):
 
 
 @every(ALL_LOSSES)
-def test_what_must_not_matter_to_a_loss(name):
+@pytest.mark.parametrize("per_token", [False, True])
+def test_what_must_not_matter_to_a_loss(name, per_token):
     "Padding, the order of rows, and the split into micro-batches, for each way of adding up."
-    d, loss = data(1), ALL_LOSSES[name]
+    d, loss = data(1, per_token=per_token), ALL_LOSSES[name]
     for aggregation in AGGREGATIONS.values():
         value, gradient_RT, terms = weigh(loss, aggregation, d)
         wide_value, wide_RT, wide_terms = weigh(loss, aggregation, changed(d, padded))
@@ -231,7 +235,7 @@ def test_a_correction_is_a_weight_without_gradient(name):
 @pytest.mark.parametrize("seed", range(3))
 def test_what_must_not_matter_to_a_correction(name, seed):
     "Padding, row order, and the split: but one that asks for the whole batch is computed before the cut."
-    d = data(seed)
+    d = data(seed, per_token=seed == 2)
     correction = partial(ALL_CORRECTIONS[name], **{"geometric": {"low": 0.8, "high": 1.2}, "k3_mask": {"bound": 0.08}, "opsm": {"delta": 0.05}}.get(name, {}))
     weight_RT = correct(correction, d)
     inside = lambda found_RT, mask_RT: found_RT.where(mask_RT, 0)
