@@ -97,7 +97,7 @@ def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.
     names = [*names_K] if names_K is not None else [""] * parts
     for name, text in found.items():
         if name not in names:
-            raise unknown("weights", name, filter(None, names))
+            raise unknown("weights", name, [known for known in names if known])
         try:
             float(text)
         except ValueError:
