@@ -30,3 +30,67 @@ def test_a_run_without_a_scorer_has_none(tmp_path):
     assert "scorer" not in driver.layout and read_table(driver.folder, "steps")["scorer_compute"].null_count() == 6
     asked = inline_run(tmp_path, "asked", ASKED)
     assert asked.state.digest == driver.state.digest  # the scripted environment pays for verdicts alone
+
+
+TORCH = dict(generator="torch", model="tiny", group=4, batch=16, steps=4, concurrency=16, max_tokens=24, preflight=4, preflight_k=2, eval=[], staleness=0, filter="none", checkpoint_every=1)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    "The folder of a reward model that has not learned anything."
+    import torch
+
+    from rlbench.heads import new_value_model, save_value_model
+    from rlbench.model import load_policy
+
+    policy = load_policy("tiny")
+    model = new_value_model(policy)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.score.weight.normal_()
+    return str(save_value_model(model, policy.tokenizer, tmp_path_factory.mktemp("models") / "reward"))
+
+
+def policy_of(folder):
+    "The model that a folder's weights are, or the tiny policy."
+    from rlbench.checkpoint import read_weights
+    from rlbench.model import load_policy
+
+    policy = load_policy("tiny")
+    if folder:
+        read_weights(folder, policy.model)
+    return policy
+
+
+def largest_gap(rows: pl.DataFrame, policy) -> float:
+    "Largest difference between the stored reference and the log-probabilities of a policy, computed here one by one."
+    import numpy as np
+    import torch
+
+    from rlbench.model import token_logprobs
+
+    worst = 0.0
+    for prompt, tokens, reference, temperature in rows.select("prompt_tokens", "tokens", "reference", "temperature").iter_rows():
+        whole = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            direct = token_logprobs(policy.model, whole, torch.tensor([whole.shape[1]]), temperature)[0][0, len(prompt) :].numpy()
+        worst = max(worst, float(np.abs(direct - np.array(reference)).max()))
+    return worst
+
+
+def told(folder) -> pl.DataFrame:
+    "Trained rollouts with their tokens."
+    return read_table(folder, "tokens").drop("seq", "attempt", "at").join(read_table(folder, "rollouts").filter(pl.col("fate") == "trained"), on=["rollout", "try"], how="inner")
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_traces_are_the_references_own_and_a_refresh_is_exact(tmp_path, placement):
+    "Refreshed every second version: rollouts of versions 0 and 1 have the first policy's numbers, those of 2 and 3 the second version's."
+    driver = inline_run(tmp_path, placement, {**TORCH, "placement": placement, "reference": "start", "reference_every": 2, "kl": "k3", "checkpoints_kept": 9})
+    check_books(driver)
+    rows = told(driver.folder)
+    start, later = rows.filter(pl.col("dispatched") < 2), rows.filter(pl.col("dispatched") >= 2)
+    assert len(start) == len(later) == 32
+    second = policy_of(driver.folder / "checkpoints" / "v000002" / "trainer")
+    assert largest_gap(start, policy_of(None)) < 1e-4 and largest_gap(later, second) < 1e-4 < largest_gap(later, policy_of(None))
+    assert not (driver.folder / "reference.safetensors").exists()
