@@ -94,3 +94,62 @@ def test_traces_are_the_references_own_and_a_refresh_is_exact(tmp_path, placemen
     second = policy_of(driver.folder / "checkpoints" / "v000002" / "trainer")
     assert largest_gap(start, policy_of(None)) < 1e-4 and largest_gap(later, second) < 1e-4 < largest_gap(later, policy_of(None))
     assert not (driver.folder / "reference.safetensors").exists()
+
+
+def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, reward_model):
+    "Killed after the reference was refreshed, and taken up from a checkpoint before and after it; a fork begins with the reference of its point."
+    from test_checkpoint import a_run, check_resumed, taken_up
+
+    from rlbench.checkpoint import find_checkpoint
+    from rlbench.fork import prepare_fork
+    from rlbench.loop import FINISHED
+    from rlbench.driver import drive
+
+    table = {**TORCH, "steps": 5, "reference": "start", "reference_every": 2, "kl": "k3", "kl_in": "loss", "kl_weight": 0.1, "reward_model": reward_model, "reward": {"name": "scored", "correct_weight": 1.0}, "checkpoints_kept": 9}
+    whole = a_run(tmp_path / "whole", table)
+    drive(whole)
+    assert read_table(whole.folder, "rollouts").filter(pl.col("fate") == "trained")["part_names"].to_list()[0] == ["reward_model", "correct"]
+    for share in (0.55, 0.9):
+        copy = tmp_path / f"killed-{share}"
+        drive(a_run(tmp_path / f"first-{share}", table, {int(share * whole.state.seq): copy}))
+        resumed = taken_up(copy)
+        version = resumed.state.version
+        assert (find_checkpoint(copy) / "trainer" / "reference.safetensors").exists() == (version >= 2)
+        drive(resumed)
+        check_resumed(resumed)
+        assert resumed.state.digest == whole.state.digest and resumed.state.phase in FINISHED
+    child = prepare_fork(whole.folder, "child", at=3)
+    forked = taken_up(child, 0)
+    drive(forked)
+    assert told(child).filter(pl.col("trained_at") == 4)["reference"].to_list() == told(whole.folder).filter(pl.col("trained_at") == 4)["reference"].to_list()
+
+
+def test_what_a_model_fails_on_is_asked_again_and_is_no_reward(tmp_path, monkeypatch):
+    "A reward model that fails on every seventh rollout the first time, and on rollout 5 for ever."
+    import rlbench.driver as driver_module
+    from rlbench.scorer import Models, scripted_models
+
+    seen = []
+
+    def fussy(rollouts):
+        seen.extend(r.id for r in rollouts)
+        return [float("nan") if r.id == 5 or r.id % 7 == 0 and seen.count(r.id) <= 2 else 0.5 for r in rollouts]
+
+    monkeypatch.setattr(driver_module, "scorer_models", lambda config, folder: Models(scripted_models(0, ["reference"], []).traces, {"reward_model": fussy}))
+    driver = inline_run(tmp_path, "fussy", {**ASKED, "staleness": 2, "eval": [], "preflight": 0})
+    check_books(driver)
+    rows = read_table(driver.folder, "rollouts")
+    failed = rows.filter(pl.col("outcome") == "environment_error")
+    assert failed["rollout"].to_list() == [5] and "gave nan" in failed["message"].item() and failed["fate"].item() == "environment_error" and failed["reward"].item() is None
+    assert rows.filter(pl.col("rollout") == 7)["score_values"].to_list() == [[0.5]]
+
+
+def test_a_move_leaves_the_scorer_where_it_is(tmp_path):
+    "From split to colocated and back while the reference is refreshed; every rollout is asked about."
+    driver = inline_run(tmp_path, "moved", {**ASKED, "staleness": 2, "placement": "split", "reference_every": 1, "checkpoint_every": 2, "steps": 8},
+                        [(60, "placement", "colocated", 0), (250, "placement", "split", 0)])
+    check_books(driver)
+    commands = read_table(driver.folder, "commands").filter(pl.col("knob") == "placement")
+    assert commands["status"].to_list() == ["applied", "applied"] and driver.layout["scorer"] == ("scorer",)
+    judged = read_table(driver.folder, "rollouts").filter(pl.col("reward").is_not_null())
+    assert (judged["score_names"].list.len() == 1).all()
