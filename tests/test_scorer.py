@@ -1,8 +1,18 @@
 """Other models are asked about finished rollouts: in order, in the books, through losses, refreshes and resumes."""
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from test_run import assert_books, ended, until
 
+import rlbench as rl
 from rlbench.ledger import read_table
 
 SMALL = dict(steps=6, batch=32, group=4, preflight=4, preflight_k=2, staleness=0, eval=[{"name": "held_out", "count": 8, "every": 3}])
@@ -153,3 +163,93 @@ def test_a_move_leaves_the_scorer_where_it_is(tmp_path):
     assert commands["status"].to_list() == ["applied", "applied"] and driver.layout["scorer"] == ("scorer",)
     judged = read_table(driver.folder, "rollouts").filter(pl.col("reward").is_not_null())
     assert (judged["score_names"].list.len() == 1).all()
+
+
+def test_a_split_run_outlives_its_scorer_killed_and_stopped(tmp_path, reward_model):
+    "In processes of their own: what the scorer had in hand is asked again, no rollout is lost, and the numbers are the reference's."
+    run = rl.run("tiny", runs=tmp_path, steps=8, batch=32, group=8, preflight=4, preflight_k=2, staleness=2, placement="split", eval=[{"name": "held_out", "count": 16, "every": 4}], reference="start", kl="k3",
+                 reward_model=reward_model, reward={"name": "scored", "correct_weight": 1.0}, deadlines={"silence": 4.0})
+    until(lambda: run.status and run.status.version >= 1, 120)
+    for version, signal_ in ((1, signal.SIGKILL), (4, signal.SIGSTOP)):
+        until(lambda: run.status.version >= version)
+        lost = run.status.workers["scorer"]
+        os.kill(lost, signal_)
+        until(lambda: run.status.workers["scorer"] != lost, 60)
+    ended(run)
+    assert_books(run)
+    assert not [fate for fate in run.status.books if fate.startswith("lost")] and run.steps["version"].to_list() == list(range(1, 9))
+    events = read_table(run.folder, "events").filter(pl.col("kind").is_in(["Lost", "Start"]), pl.col("fields").str.contains("scorer"))
+    assert events["kind"].to_list() == ["Lost", "Start"] * 2, events
+    rows = told(run.folder)
+    assert (rows["score_names"].list.join(",") == "reward_model").all() and largest_gap(rows.sample(40, seed=0), policy_of(None)) < 1e-3
+    assert run.steps["scorer_compute"].sum() > 0 and (run.steps["scorer_wait"] >= 0).all()  # a step may need nothing of a scorer that is just starting
+    evaluated = run.rollouts.filter(pl.col("set") == "held_out")
+    assert (evaluated["score_names"].list.len() == 1).all()
+
+
+class Verdicts(BaseHTTPRequestHandler):
+    "A judge that prefers short responses; every tenth answer is an error, every tenth comes too late, every tenth is no number."
+
+    asked = 0
+
+    def do_POST(self):
+        Verdicts.asked += 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer sesame" and body["model"] == "small"
+        length = len(body["messages"][0]["content"].partition("Response:\n")[2].partition("\n\nHow good")[0])
+        trouble = Verdicts.asked % 10
+        if trouble == 3:
+            return self.send_error(500)
+        time.sleep(1.0 if trouble == 6 else 0.0)
+        said = "excellent" if trouble == 9 else f"{max(0.0, 1 - length / 100):.2f}"
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+    def log_message(self, *told):
+        pass
+
+
+@pytest.fixture
+def judge():
+    "The address of a judge."
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Verdicts)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_judge_behind_an_address_gives_the_reward(tmp_path, judge, monkeypatch):
+    "Errors, late answers and answers that are no number are asked again and never a reward; the key is in no file."
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    monkeypatch.setenv("JUDGE_URL", judge)
+    run = ended(rl.run("tiny", runs=tmp_path, steps=2, batch=32, group=4, preflight=0, eval=[], staleness=1, score_retries=5,
+                       judge={"url": "$JUDGE_URL", "model": "small", "key": "$JUDGE_KEY", "timeout": 0.5}, reward={"name": "scored", "by": "judge"}))
+    assert_books(run)
+    trained = run.rollouts.filter(pl.col("fate") == "trained")
+    for row in trained.iter_rows(named=True):
+        assert row["reward"] == row["score_values"][0] == round(max(0.0, 1 - len(row["text"]) / 100), 2)
+    log = (run.folder / "run.log").read_text()
+    assert all(words in log for words in ("500", "within 0.5 s", "named no number")) and "sesame" not in log
+    assert not any("sesame" in path.read_text(errors="ignore") for path in run.folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(("table", "words"), [
+    ({"judge": "http://127.0.0.1:9/v1"}, "judge.url: nobody answers"), ({"judge": "$NO_SUCH_JUDGE"}, "judge.url: the environment has no NO_SUCH_JUDGE"),
+    ({"reward_model": "./no-such-folder"}, "reward_model: './no-such-folder' is no folder"), ({"teacher": "/no/such"}, "teacher: '/no/such' is no folder")])
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path, table, words):
+    with pytest.raises(ValueError, match=words):
+        rl.run("tiny", runs=tmp_path, **table)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teacher_with_other_tokens_is_refused_with_the_remedy(tmp_path):
+    from checkpoints import checkpoint
+
+    folder = checkpoint("qwen3", tmp_path / "other")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7":', '"\N{SNOWMAN}":', 1))
+    run = ended(rl.run("tiny", runs=tmp_path / "runs", steps=2, preflight=0, eval=[], teacher=str(folder)), "failed")
+    assert "another vocabulary than the policy" in run.status.reason and "take a model with the policy's tokenizer" in run.status.reason and run.status.books_closed
