@@ -42,7 +42,7 @@ from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
-from .scorer import REFERENCE_FILE, AskRequest, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
+from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
