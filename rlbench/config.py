@@ -265,6 +265,12 @@ class _Objective(BaseModel):
     value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="how far a value may move from what it was when the batch began before it stops learning; 0: any way")] = 0.2
 
 
+    @field_validator("demonstrations")
+    @classmethod
+    def _absolute(cls, value):
+        return str(Path(value).expanduser().resolve()) if value else value
+
+
 def _check_objective(c: "RunConfig") -> None:
     loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
     if asked.get("values_RT") and not c.critic:
@@ -275,7 +281,7 @@ def _check_objective(c: "RunConfig") -> None:
         raise ValueError(f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"')
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
         raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
-    if c.demonstrations and not Path(c.demonstrations).expanduser().is_file():
+    if c.demonstrations and not Path(c.demonstrations).is_file():
         raise ValueError(f"demonstrations: {c.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
 
 # %% ../nbs/50_config.ipynb #config-turns

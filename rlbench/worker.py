@@ -8,11 +8,11 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
            'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
-           'model_writer', 'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner',
-           'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode',
-           'written', 'read', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores',
-           'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
-           'environment_main', 'scorer_main']
+           'model_writer', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
+           'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
+           'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
+           'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at',
+           'version_of', 'worker_main', 'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -402,6 +402,27 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
+# %% ../nbs/54_worker.ipynb #worker-beside
+def replayed_groups(config: RunConfig) -> int:
+    "Groups that a trainer keeps to train on them again."
+    return config.replay_size if config.replay_share else 0
+
+
+def shown_of(config: RunConfig) -> int:
+    "Demonstrations that go with a batch."
+    return round(config.supervised_share * config.batch) if config.demonstrations else 0
+
+
+def beside_of(config: RunConfig, policy):
+    "What stands beside a run's model: replay, demonstrations, and how the ends of steps are found among tokens. ValueError for demonstrations that the policy cannot express."
+    from rlbench.batch import Demonstrations, demonstration
+    from rlbench.supervised import encode_all, read_demonstrations
+    from rlbench.trainer import Beside, Replay
+
+    examples, _ = encode_all(policy, read_demonstrations(config.demonstrations)) if config.demonstrations else ([], 0)
+    rows = tuple(demonstration(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
+    return Beside(replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed))
+
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
@@ -411,7 +432,7 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
     settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
-    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team)
+    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside_of(config, policy) if team.rank == 0 else None)
     read_trainer(start / TRAINER, trainer) if start else None
     return trainer
 
@@ -420,6 +441,8 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     "The objective and the settings in force, in all ranks."
     trainer.team.tell("configure", config)
     trainer.set(objective_of(config, functions), **_settings(config))
+    b = trainer.beside
+    b.replay.size, b.replay.share, b.shown.count = replayed_groups(config), config.replay_share, shown_of(config)
 
 
 def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
