@@ -125,7 +125,7 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
             ("served solve rate", f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}" if rate is not None else "-"),
             ("response length", f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}"),
             ("queue", f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}"),
-            ("trainer", f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"),
+            ("trainer", f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}" + (f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}" if recent["scorer_compute"].null_count() < len(recent) else "")),
             ("tokens", f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far"),
         ]
     return rows

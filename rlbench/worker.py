@@ -42,7 +42,7 @@ from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
-from .scorer import REFERENCE_FILE, AskRequest, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
+from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
@@ -785,6 +785,9 @@ def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
     traces, scores = asked(config)
     if config.generator == "scripted":
         return scripted_models(config.seed, traces, scores)
+    from rlbench.generator_torch import settle_cpu
+
+    settle_cpu()
     models = {name: _asked_policy(config, name) for name in traces}
     functions = {name: (lambda rollouts, model=policy.model: trace(model, rollouts, config.scorer_tokens)) for name, policy in models.items()}
     given = {"reward_model": reward_scores(config)} if config.reward_model else {}
@@ -817,12 +820,11 @@ def reward_scores(config: RunConfig) -> Callable:
     from rlbench.model import load_tokenizer, locate
 
     try:
-        model = load_reward_model(config.reward_model)
-        theirs = load_tokenizer(config.reward_model, config.reward_model).get_vocab()
+        model = load_reward_model(config.reward_model, device_of(config))
     except (ValueError, OSError) as error:
         raise ValueError(f"reward_model: {str(error).removeprefix('model: ').removeprefix('reward_model: ')}") from None
-    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), theirs)
-    return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts])
+    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), model.tokenizer.get_vocab())
+    return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts], config.scorer_tokens)
 
 
 def judge_of(config: RunConfig) -> Judge:
