@@ -139,7 +139,7 @@ class Rewarding:
     result: RewardFit
 
 
-def reward_model(pairs: str | Path, out: str | Path, model: str = "tiny", settings: FitSettings = FitSettings(held_out=0.2), center: float = 0.01, most: int = 0, unusable: str = "refuse",
+def reward_model(pairs: str | Path, out: str | Path, model: str = "tiny", settings: FitSettings = FitSettings(epochs=4, held_out=0.2), center: float = 0.01, most: int = 0, unusable: str = "refuse",
                  device: str = "auto", say: Say = lambda line: None) -> Rewarding:
     "Train a Bradley-Terry reward model on a file of pairs (the first `most` of it, 0 for all) and save it as a folder. Raises ValueError or OSError with the remedy."
     if most < 0 or center < 0:
