@@ -7,10 +7,10 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
            'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'sound_loss', 'unsound',
-           'device_of', 'torch_policy', 'new_generator', 'model_writer', 'make_trainer', 'configure_trainer',
-           'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
-           'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
-           'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
+           'device_of', 'torch_policy', 'new_generator', 'model_writer', 'critic_of', 'make_trainer',
+           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
+           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
+           'EnvironmentReady', 'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -331,6 +331,10 @@ def _settings(config: RunConfig) -> dict:
         supervised_weight=config.supervised_weight,
     )
 
+
+def _critic_settings(config: RunConfig) -> dict:
+    return {**_settings(config), "learning_rate": config.critic_learning_rate, "epochs": config.critic_epochs, "clip": config.value_clip}
+
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
     "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
@@ -378,15 +382,28 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
+def critic_of(config: RunConfig, policy):
+    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
+    if not config.critic:
+        return None
+    from rlbench.critic import CriticConfig, ValueCritic
+    from rlbench.heads import new_value_model
+    from rlbench.model import load_policy
+
+    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
+    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+
+
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch
 
-    from rlbench.trainer import Trainer, TrainerConfig
+    from rlbench.trainer import Beside, Trainer, TrainerConfig
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
     settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
-    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team)
+    beside = Beside(critic=critic_of(config, policy))
+    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside)
     read_trainer(start / TRAINER, trainer) if start else None
     return trainer
 
@@ -395,6 +412,8 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     "The objective and the settings in force, in all ranks."
     trainer.team.tell("configure", config)
     trainer.set(objective_of(config, functions), **_settings(config))
+    if trainer.beside.critic:
+        trainer.beside.critic.set(**_critic_settings(config))
 
 
 def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
