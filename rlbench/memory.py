@@ -78,6 +78,7 @@ class Facts:
     trainers: int = 1
     checkpointing: bool = False
     ipc: bool = False
+    critic: bool = False
 
     @property
     def split(self) -> bool:
@@ -92,6 +93,7 @@ def facts_of(config: RunConfig) -> Facts:
         model=config.model, placement=config.placement if config.clock == "real" else "colocated", generators=config.generators, generator=config.generator, concurrency=config.concurrency,
         max_tokens=config.max_tokens, shown=shown, kv_bytes=config.kv_megabytes * 1e6, micro_tokens=config.micro_tokens, bf16=config.precision == "bf16",
         rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4, lora=config.lora.rank, trainers=config.trainers, checkpointing=config.gradient_checkpointing, ipc=config.transport == "ipc",
+        critic=config.critic,
     )
 
 # %% ../nbs/59_memory.ipynb #memory-places
@@ -175,6 +177,9 @@ def trainer_needs(facts: Facts, shape: ModelShape, prompt: int, name: str, place
     yield Need(name, "activations", activation_bytes(shape, tokens, dtype, facts.checkpointing), f"{why}, {kept}", place)
     chunk = min(CHUNK, tokens * (shape.vocab or CHUNK))
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
+    if facts.critic:
+        each, what = (20, "weights, gradients, AdamW, weights as they were") if facts.lora else (12, "weights, AdamW; it learns before the policy does, in the same memory")
+        yield Need(name, "critic", each * shape.parameters, f"{each} bytes x {shape.parameters:,}: {what}", place)
 
 # %% ../nbs/59_memory.ipynb #memory-writer
 DRAWN = 32  # bytes a logit: as float32 twice, and as float64 three times on the way to a token
