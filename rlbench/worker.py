@@ -444,7 +444,7 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch
 
-    from rlbench.trainer import Beside, Trainer, TrainerConfig
+    from rlbench.trainer import Trainer, TrainerConfig
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
     settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
