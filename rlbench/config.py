@@ -31,11 +31,12 @@ from .correction import CORRECTIONS
 from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
-from .knobs import Captured, Knob, check_value, key_of, knobs_of, load_function, resolve, unknown
+from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
 from .loss import AGGREGATIONS, LOSSES
 from .objective import OLD
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
+from .shaping import INGREDIENTS, SHAPINGS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
@@ -43,7 +44,7 @@ from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
-    "tasks": TASK_SETS, "sampler": SAMPLERS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
+    "tasks": TASK_SETS, "sampler": SAMPLERS, "shaping": SHAPINGS, "advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS,
     "aggregation": AGGREGATIONS, "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
 }
 FILTERS = ("zero_advantage", "none")
@@ -113,7 +114,7 @@ class Deadlines(BaseModel):
     publish: Annotated[float, Knob(1, 1e6, unit="s", help="writing or loading weights")] = 600.0
     save: Annotated[float, Knob(1, 1e6, unit="s", help="saving the policy")] = 1800.0
     silence: Annotated[float, Knob(3, 1e6, unit="s", help="without a sign of life once ready: its process is stopped or its machine overloaded")] = 15.0
-    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler or an advantage of your own")] = 1.0
+    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler, a shaping or an advantage of your own")] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="making another task set for a live run")] = 60.0
 
     @model_validator(mode="after")
@@ -380,6 +381,29 @@ class _Keep(BaseModel):
     checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
+# %% ../nbs/50_config.ipynb #config-shaping
+class _Shaping(BaseModel):
+    "What a reward is worth in its group."
+
+    shaping: dict[str, Any] = Field(default="none", validate_default=True)
+
+    @field_validator("shaping")
+    @classmethod
+    def _asks(cls, table, info: ValidationInfo):
+        function = {**SHAPINGS, **(info.context or {}).get("shaping", {})}[key_of(table)]
+        for name in (name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS):
+            raise unknown(f"shaping.{table['name']}: asks for what a shaping is not given", name, INGREDIENTS)
+        return table
+
+    @field_validator("reward", check_fields=False)
+    @classmethod
+    def _pattern(cls, table):
+        try:
+            re.compile(str(table.get("pattern", "")))
+        except re.error as error:
+            raise ValueError(f"reward.pattern: {table['pattern']!r} is no regular expression ({error}); correct it") from None
+        return table
+
 # %% ../nbs/50_config.ipynb #config-scale
 class _Scale(BaseModel):
     "How much hardware one trainer takes, and how it saves memory."
@@ -400,7 +424,7 @@ def _check_scale(c: "RunConfig") -> None:
                          "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers")
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
+class RunConfig(_Shaping, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -669,7 +693,7 @@ ACTS_ON = {
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "advantage", "loss", "correction", "aggregation", "trainers"),
+    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "trainers"),
 }  # the rest acts on the generator
 
 

@@ -180,7 +180,7 @@ def within(deadline: float, function: Callable, *args):
 # %% ../nbs/26_environment.ipynb #environment-judged
 @dataclass(frozen=True)
 class Judged:
-    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time."
+    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time; `steps` are rewards inside the response."
 
     correct: bool | None = None
     reward: float | None = None
@@ -188,6 +188,7 @@ class Judged:
     outcome: Outcome = Outcome.OK
     message: str = ""
     seconds: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 def function_name(function: Callable) -> str:
@@ -240,8 +241,8 @@ def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callab
     value, outcome, message = _call("reward", reward, deadline, replace(rollout, correct=right))
     if outcome is not Outcome.OK:
         return Judged(right, None, (), outcome, message, time.perf_counter() - began)
-    checked = checked_reward(value, function_name(reward))
-    return Judged(right, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began)
+    checked = checked_reward(value, function_name(reward), None if len(rollout.responses) > 1 else len(rollout.text))
+    return Judged(right, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began, checked.steps)
 
 # %% ../nbs/26_environment.ipynb #environment-request
 @dataclass(frozen=True, eq=False)

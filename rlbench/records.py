@@ -39,7 +39,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
-    MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
+    MASKED = "masked"  # scored, but its group has fewer than two valid members, no token carries weight, or the shaping left it no reward
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
@@ -315,6 +315,7 @@ class StepRow:
     discard_count: float = 0.0
     discard_tokens: float = 0.0
     unfinished_at_fill: float = 0.0
+    unrewarded: tuple[int, ...] = ()  # rollouts of its groups that the shaping left no reward
 
 
 @dataclass(frozen=True)
