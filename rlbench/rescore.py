@@ -150,8 +150,8 @@ def on_groups(field: str, function: Callable, old: Callable, rollouts: Sequence[
 
 def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits) -> tuple[list[float], str]:
     "(values, what was wrong)."
-    if any(needed and name not in INGREDIENTS for name, needed in ingredients_of(function, 1).items()):
-        return [], ""
+    if missing := [name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS]:
+        return [], "" if field == "advantage" else f"{field}: asks for {missing[0]!r}; it is given {', '.join(INGREDIENTS)}"
     try:
         values = np.asarray(supply(guarded(field, function, limits.call), rewards_R.copy(), **vars(known)), float)
     except FunctionFailed as error:

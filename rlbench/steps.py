@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['expected_steps', 'Step', 'working', 'steps_of', 'first_wrong', 'share_right', 'conclusion', 'agrees', 'place_steps',
-           'spread']
+           'pieces_of', 'step_rewards']
 
 # %% ../nbs/24_steps.ipynb #steps-imports
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from .records import Rollout
 
 # %% ../nbs/24_steps.ipynb #steps-expected
 _SUM, _COUNT = re.compile(r"(\d+(?:\+\d+)+)=\s*$"), re.compile(r"([a-z]+)/([a-z])=\s*$")
@@ -112,12 +114,24 @@ def place_steps(steps: Sequence[tuple[int, float]], pieces: Sequence[str]) -> np
             placed_T[min(int(np.searchsorted(ends_T, end)), len(pieces) - 1)] += reward
     return placed_T
 
-# %% ../nbs/24_steps.ipynb #steps-spread
-def spread(rewards_R, steps_RT, mask_RT) -> np.ndarray:
-    "Rewards at tokens, float64 [R, T], each row adding up to its rollout's reward: the steps' where they are, the rest at the last token of the mask. A row without such a token is 0."
-    rewards_R, mask_RT = np.asarray(rewards_R, float), np.asarray(mask_RT, bool)
-    spread_RT = np.where(mask_RT, steps_RT, 0.0)
-    some_R = mask_RT.any(1)
-    last_R = mask_RT.shape[1] - 1 - mask_RT[:, ::-1].argmax(1)
-    spread_RT[some_R, last_R[some_R]] += (rewards_R - spread_RT.sum(1))[some_R]
-    return spread_RT
+# %% ../nbs/24_steps.ipynb #steps-tokens
+def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    "The text that each token adds; a token that ends inside a letter adds nothing, and the next one all of it."
+    pieces, before, upto = [], 0, 0
+    for end in range(1, len(tokens) + 1):
+        text = decode(tokens[before:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            pieces.append("")
+            continue
+        pieces.append(text[len(decode(tokens[before:upto])):])
+        before, upto = upto, end
+    return pieces
+
+
+def step_rewards(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> np.ndarray:
+    "The rollout's step rewards at the tokens of all its segments, float64 [T]; characters are counted over its responses one after the other."
+    placed_T = np.zeros(sum(len(s) for s in rollout.segments))
+    if rollout.steps:
+        here_T = np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])
+        placed_T[here_T] = place_steps(rollout.steps, [piece for s in rollout.responses for piece in pieces_of(s.tokens, decode)])
+    return placed_T
