@@ -61,11 +61,19 @@ def take(rows):
     return lambda name, value: value[rows]
 
 
+def whatever(name):
+    "A number for places without weight, another for every array."
+    return 0 if name in ("mask_RT", "whole_RT") else -0.7 * (1 + sum(map(ord, name)) % 7)
+
+
 def padded(name, value):
     "Three more columns: no weight, and whatever numbers."
-    if value.shape[1] == 1:
-        return value
-    return torch.cat([value, torch.full((len(value), 3), 0 if name in ("mask_RT", "whole_RT") else -7.5, dtype=value.dtype)], 1)
+    return value if value.shape[1] == 1 else torch.cat([value, torch.full((len(value), 3), whatever(name), dtype=value.dtype)], 1)
+
+
+def scrambled(d):
+    "Other numbers at the prompts and observations."
+    return changed(d, lambda name, value: value if value.shape[1] == 1 else value.where(d.mask_RT, whatever(name)))
 
 
 def weigh(loss, aggregation, d, totals=None):
@@ -158,6 +166,8 @@ def test_what_must_not_matter_to_a_loss(name, per_token):
         assert math.isclose(value, wide_value, abs_tol=1e-12) and torch.allclose(wide_RT[:, :-3], gradient_RT, atol=1e-14) and not wide_RT[:, -3:].any()
         for flags in ("clipped_low_RT", "clipped_high_RT"):
             assert torch.equal((getattr(wide_terms, flags) & padded("mask_RT", d.mask_RT))[:, :-3], getattr(terms, flags) & d.mask_RT)
+        other_value, other_RT, _ = weigh(loss, aggregation, scrambled(d))
+        assert math.isclose(value, other_value, abs_tol=1e-12) and torch.allclose(other_RT, gradient_RT, atol=1e-14)
         order = torch.tensor([4, 0, 5, 2, 1, 3])
         turned, turned_RT, _ = weigh(loss, aggregation, changed(d, take(order)))
         assert math.isclose(value, turned, abs_tol=1e-12) and torch.allclose(turned_RT, gradient_RT[order], atol=1e-14)
@@ -236,10 +246,11 @@ def test_a_correction_is_a_weight_without_gradient(name):
 def test_what_must_not_matter_to_a_correction(name, seed):
     "Padding, row order, and the split: but one that asks for the whole batch is computed before the cut."
     d = data(seed, per_token=seed == 2)
-    correction = partial(ALL_CORRECTIONS[name], **{"geometric": {"low": 0.8, "high": 1.2}, "k3_mask": {"bound": 0.08}, "opsm": {"delta": 0.05}}.get(name, {}))
+    correction = partial(ALL_CORRECTIONS[name], **{"geometric": {"low": 0.8, "high": 1.2}, "k3_mask": {"bound": 0.08}, "opsm": {"delta": 0.05}, "veto": {"low": 0.3}, "sequence_tis": {"cap": 100.0}}.get(name, {}))
     weight_RT = correct(correction, d)
     inside = lambda found_RT, mask_RT: found_RT.where(mask_RT, 0)
     assert torch.allclose(inside(correct(correction, changed(d, padded)), padded("mask_RT", d.mask_RT))[:, :-3], inside(weight_RT, d.mask_RT), atol=1e-14)
+    assert torch.allclose(inside(correct(correction, scrambled(d)), d.mask_RT), inside(weight_RT, d.mask_RT), atol=1e-14)
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     assert torch.allclose(inside(correct(correction, changed(d, take(order))), d.mask_RT[order]), inside(weight_RT, d.mask_RT)[order], atol=1e-14)
     if "whole_RT" not in ingredients_of(ALL_CORRECTIONS[name], 2):
@@ -393,6 +404,17 @@ def test_what_must_not_matter_to_an_advantage(name):
     stretched = {k: wide(k, v) if k.endswith("_RT") else v for k, v in there.items()} | {"memory": {}}
     again = advantages(name, REWARDS, stretched)
     assert np.allclose(np.delete(again, 2, axis=1)[:, :4], found, atol=1e-12) and not again[:, 2].any() and not again[:, 5:].any()
+
+
+@every(ALL_ADVANTAGES)
+def test_other_groups_matter_only_where_the_batch_is_whitened(name):
+    there, other = batch_there(REWARDS, GROUPS, LENGTHS), REWARDS.copy()
+    other[4:] = [0.5, 0.25, 1, 0.75]
+    found = advantages(name, REWARDS, there | {"memory": {}})[:4]
+    steps_RT = there["steps_RT"].copy()
+    steps_RT[4:] += 3
+    again = advantages(name, other, there | {"memory": {}, "steps_RT": steps_RT})[:4]
+    assert np.allclose(found, again, atol=1e-12) == (name not in ("reinforce_pp", "reinforce_pp_baseline"))
 
 
 @every(ALL_ADVANTAGES)
