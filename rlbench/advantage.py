@@ -170,7 +170,7 @@ def reinforce_pp_baseline(rewards_R, groups_R, mask_RT, kl_RT=None) -> np.ndarra
 
 # %% ../nbs/30_advantage.ipynb #advantage-gae
 def gae_returns(rewards_R, values_RT, mask_RT, kl_RT=None, steps_RT=None, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
-    "Advantages and the returns a critic is trained towards, both float64 [R, T], 0 outside the mask; NaN in rows without a reward."
+    "Advantages and the returns a critic is trained towards, both float64 [R, T], 0 outside the mask; NaN in rows without a reward. `values_RT`: the critic's, of what precedes each token."
     mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
     next_RT, next_R = np.zeros_like(values_RT), np.zeros(len(values_RT))
     for t in reversed(range(values_RT.shape[1])):
