@@ -439,7 +439,8 @@ def test_degenerate_batches(name):
         assert np.isnan(advantages(name, nobody, batch_there(nobody, [1, 1, 2, 2]), per_token=True)[:, 1:3]).all()
         assert advantages(name, [], batch_there([], []), per_token=False).size == 0
         alone = advantages(name, [1.0], batch_there([1.0], [1]))[0, 1:3]
-        assert np.isnan(alone).all() if MIN_GROUP.get(name, 1) > 1 else np.isfinite(alone).all()
+        assert not np.nan_to_num(alone).any() if MIN_GROUP.get(name, 1) > 1 else np.isfinite(alone).all()
+        assert np.isfinite(alone).all() == ("mask_RT" in ingredients_of(ALL_ADVANTAGES[name], 1) or MIN_GROUP.get(name, 1) == 1)  # of a whole batch: a number wherever there is a reward
         masked = advantages(name, REWARDS, batch_there(REWARDS, GROUPS, LENGTHS * (np.arange(8) != 2)))
         assert not masked[2].any() and np.isfinite(masked).all()
         equal = np.full(8, 0.1)
