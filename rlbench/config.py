@@ -261,7 +261,7 @@ class _Objective(BaseModel):
     supervised_weight: Annotated[float, Knob(0, 100, help="what their loss counts")] = 0.1
     critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values", live=False)] = False
     critic_learning_rate: Annotated[float, Knob(0, 1, help="AdamW")] = 1e-3
-    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first versions, in which only the critic learns", live=False)] = 0
+    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that the critic learns from, in which the policy stands still", live=False)] = 0
     critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="of the critic over a batch")] = 1
     value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="how far a value may move from what it was when the batch began before it stops learning; 0: any way")] = 0.2
 
