@@ -276,6 +276,11 @@ def _check_objective(c: "RunConfig") -> None:
     loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
     if asked.get("values_RT") and not c.critic:
         raise ValueError(f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage')
+    if asked.get("teacher_RT") and not c.teacher:
+        raise ValueError(f'advantage: "{c.advantage["name"]}" compares with a teacher, and there is none; set teacher = the model to learn from')
+    if (c.kl["name"] != "none" or asked.get("reference_RT")) and not c.reference:
+        wants = f'kl: "{c.kl["name"]}"' if c.kl["name"] != "none" else f'advantage: "{c.advantage["name"]}"'
+        raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
     if c.critic and c.trainers > 1:
         raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
     if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:

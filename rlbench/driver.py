@@ -830,8 +830,7 @@ class Driver:
         self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
-        self.scoring: dict[tuple[int, int], ScoreRequest] = {}
-        self.asking = Asking()
+        self.scoring, self.asking = {}, Asking()  # with the environment, by (rollout, attempt); with the scorer
         self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0

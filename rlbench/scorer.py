@@ -6,7 +6,7 @@
 __all__ = ['TEMPLATE', 'PLACES', 'REFERENCE_FILE', 'whole', 'portions', 'trace', 'JudgeFailed', 'read_number', 'fill_template',
            'looked_up', 'check_endpoint', 'reach', 'Judge', 'AskRequest', 'AskAnswer', 'each_of', 'Models',
            'ScorerActor', 'length_of', 'answers', 'write_reference', 'read_reference', 'drop_reference',
-           'check_vocabulary', 'check_place', 'scripted_models']
+           'check_vocabulary', 'check_place', 'look_around', 'scripted_models']
 
 # %% ../nbs/38_scorer.ipynb #scorer-imports
 import json
@@ -315,6 +315,17 @@ def check_place(field: str, name: str) -> None:
     path = Path(name).expanduser()
     if (name[0] in "./~" or name.count("/") > 1) and not path.is_dir():
         raise ValueError(f"{field}: {name!r} is no folder (looked from {str(Path.cwd())!r}); give one that is there")
+
+# %% ../nbs/38_scorer.ipynb #scorer-look
+def look_around(places: Mapping[str, str], url: str = "", key: str = "") -> None:
+    "ValueError for models (by field) whose path leads nowhere, and for a judge's address or key that cannot be had, or at which nobody answers."
+    for field_, name in places.items():
+        check_place(field_, name) if name else None
+    if url:
+        found = looked_up("judge.url", url)
+        check_endpoint(found)
+        looked_up("judge.key", key)
+        reach(found)
 
 # %% ../nbs/38_scorer.ipynb #scorer-scripted
 _SCORE_TURN = -2  # a stream of its own: the generator uses turns from 0, the scripted environment -1

@@ -8,7 +8,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
            'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
-           'model_writer', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
+           'model_writer', 'replayed_groups', 'shown_of', 'beside_of', 'critic_of', 'make_trainer', 'configure_trainer',
            'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
            'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
            'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at',
@@ -42,7 +42,7 @@ from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
-from .scorer import REFERENCE_FILE, AskRequest, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
+from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
@@ -356,6 +356,10 @@ def _settings(config: RunConfig) -> dict:
         supervised_weight=config.supervised_weight,
     )
 
+
+def _critic_settings(config: RunConfig) -> dict:
+    return {**_settings(config), "learning_rate": config.critic_learning_rate, "epochs": config.critic_epochs, "clip": config.value_clip}
+
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
     "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
@@ -421,14 +425,26 @@ def beside_of(config: RunConfig, policy):
 
     examples, _ = encode_all(policy, read_demonstrations(config.demonstrations)) if config.demonstrations else ([], 0)
     rows = tuple(demonstration(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
-    return Beside(replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed))
+    return Beside(critic=critic_of(config, policy), replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed))
 
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
+def critic_of(config: RunConfig, policy):
+    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
+    if not config.critic:
+        return None
+    from rlbench.critic import CriticConfig, ValueCritic
+    from rlbench.heads import new_value_model
+    from rlbench.model import load_policy
+
+    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
+    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+
+
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch
 
-    from rlbench.trainer import Trainer, TrainerConfig
+    from rlbench.trainer import Beside, Trainer, TrainerConfig
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
     settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
@@ -443,6 +459,8 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     trainer.set(objective_of(config, functions), **_settings(config))
     b = trainer.beside
     b.replay.size, b.replay.share, b.shown.count = replayed_groups(config), config.replay_share, shown_of(config)
+    if trainer.beside.critic:
+        trainer.beside.critic.set(**_critic_settings(config))
 
 
 def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
@@ -785,6 +803,9 @@ def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
     traces, scores = asked(config)
     if config.generator == "scripted":
         return scripted_models(config.seed, traces, scores)
+    from rlbench.generator_torch import settle_cpu
+
+    settle_cpu()
     models = {name: _asked_policy(config, name) for name in traces}
     functions = {name: (lambda rollouts, model=policy.model: trace(model, rollouts, config.scorer_tokens)) for name, policy in models.items()}
     given = {"reward_model": reward_scores(config)} if config.reward_model else {}
@@ -817,12 +838,11 @@ def reward_scores(config: RunConfig) -> Callable:
     from rlbench.model import load_tokenizer, locate
 
     try:
-        model = load_reward_model(config.reward_model)
-        theirs = load_tokenizer(config.reward_model, config.reward_model).get_vocab()
+        model = load_reward_model(config.reward_model, device_of(config))
     except (ValueError, OSError) as error:
         raise ValueError(f"reward_model: {str(error).removeprefix('model: ').removeprefix('reward_model: ')}") from None
-    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), theirs)
-    return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts])
+    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), model.tokenizer.get_vocab())
+    return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts], config.scorer_tokens)
 
 
 def judge_of(config: RunConfig) -> Judge:
