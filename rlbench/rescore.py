@@ -60,7 +60,8 @@ def unread(length: int, turns: int = 1) -> tuple[Segment, ...]:
     return Segment("prompt", Unread(), mask=Unread()), *(Segment("response", n, n, n, n) for n in nothing)
 
 # %% ../nbs/68_rescore.ipynb #rescore-stored-read
-SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "prompt", "text", "answer", "turns", "part_names", "part_values", "score_names", "score_values"]
+SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "score_names", "score_values", "prompt", "text", "answer",
+        "turns", "part_names", "part_values"]
 
 
 def _since(folder: Path, table: str, last: int) -> int:
@@ -77,8 +78,7 @@ def stored(folder: Path, last: int, tokens: bool = False) -> list[Rollout]:
     return [
         Rollout(row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"], row["answer"], row["level"], row["set"]),
                 segments.get((row["rollout"], row["try"])) or unread(row["length"], row["turns"] or 1), row["text"], StopReason(row["reason"]), row["dispatched"], row["seconds"],
-                row["correct"], row["reward"], tuple(zip(row["part_names"] or (), row["part_values"] or ())), temperature=row["temperature"],
-                scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())))
+                row["correct"], row["reward"], tuple(zip(row["part_names"] or (), row["part_values"] or ())), temperature=row["temperature"], scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())))
         for row in rows
     ]
 
