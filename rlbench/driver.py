@@ -5,17 +5,19 @@
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'GRACE', 'task_sets', 'make_pools', 'provenance',
            'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated', 'heard_scored',
-           'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'start_prompt', 'keep_turns',
-           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'lost',
-           'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'weigh', 'carry_prepare', 'carry_mark_old',
-           'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures',
-           'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
+           'Asking', 'asks', 'given_up', 'ask', 'unasked', 'heard_answer', 'send_rewards', 'refresh_reference',
+           'heard_reference_written', 'heard_reference_read', 'release', 'being_asked', 'note_failure', 'tell',
+           'heard_ready', 'heard_trained', 'heard_turn', 'start_prompt', 'keep_turns', 'heard_failed', 'heard_weights',
+           'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'lost', 'elsewhere', 'carry_generate',
+           'carry_train', 'carry_publish', 'send_load', 'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes',
+           'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score',
+           'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints',
            'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command',
-           'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'undone_commands',
-           'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation',
-           'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks',
-           'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log',
-           'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up', 'take_reference',
+           'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked', 'commands',
+           'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions',
+           'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'forgive',
+           'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -23,6 +25,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -36,7 +39,7 @@ from pathlib import Path
 from .accounts import batch_columns, eval_columns, served_columns
 from .capacity import gpus_here, processor
 from .clock import RealClock, VirtualClock
-from .config import FUNCTIONS, RunConfig, captured_functions, live_knobs, with_knob
+from .config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
 from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
 from .guard import eval_figures, step_figures
@@ -45,17 +48,18 @@ from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_
 from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
 from .loop import FINISHED, abandon, place_of, step
 from rlbench.state import (
-    PREFLIGHT, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish,
+    PREFLIGHT, STAYS, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish,
     Published, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
     start_state,
 )
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
-from .episode import begun, first_turns, judged, later_turns, shown, told_so_far, token_columns, turn_columns, weigh_old, without_begun, written
-from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
+from .episode import begun, first_turns, judged, later_turns, shown, told_columns, told_so_far, token_columns, turn_columns, unjudged, weigh_old, without_begun, written
+from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Outcome, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
+from .scorer import REFERENCE_FILE, AskAnswer, AskRequest, drop_reference
 from .tasks import TASK_SETS, make_tasks
 from .webhook import Webhook, address
-from .worker import (AbortJob, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, Running, SaveJob, Scorer, TrainJob,
-                            WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, warm, worker_main)
+from .worker import (AbortJob, Asker, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, ReferenceJob, ReferenceRead, ReferenceWritten, Running, SaveJob, Scorer, ScorerReady, TrainJob,
+                            WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
 from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
@@ -138,13 +142,14 @@ class Memory:
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     score_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     messages: dict[tuple[int, int], str] = field(default_factory=dict)  # why a response has no reward
-    told: set[str] = field(default_factory=set)  # failures already in run.log
+    failures: set[str] = field(default_factory=set)  # already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
     prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
+    told: dict[int, object] = field(default_factory=dict)  # by rollout: what training made of its tokens
     metrics: dict[int, BatchTrained] = field(default_factory=dict)
     updates: list[int] = field(default_factory=lambda: [0])  # optimizer steps when version v was made
     meters: dict[str, Meter] = field(default_factory=dict)
@@ -186,7 +191,7 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, told=set(), fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
+    lasting = replace(m, failures=set(), told={}, fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
                       measured=[each for each in m.measured if isinstance(each, Measured)])
     return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
 
@@ -210,15 +215,143 @@ def stated(driver: "Driver", rollout: Rollout, measured: float) -> float:
 
 
 def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
-    "Keep the verdict, tell the loop."
-    driver.scoring.pop(s.key, None)
-    j, old = s.judged, driver.memory.rollouts.get(s.key)
+    "Keep the verdict; ask the scorer if that is wanted, else tell the loop."
+    request = driver.scoring.pop(s.key, None)
+    j, old, again = s.judged, driver.memory.rollouts.get(s.key), request is not None and request.part == "reward"
     if old is not None:
         rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome)
-        driver.memory.rollouts[s.key] = judged(rollout, s.text, s.cut) if s.cut or s.text is not None or len(old.segments) > 2 else rollout
-        driver.memory.score_seconds[s.key] = j.seconds
+        driver.memory.rollouts[s.key] = judged(rollout, s.text, s.cut) if not again and (s.cut or s.text is not None or len(old.segments) > 2) else rollout
+        driver.memory.score_seconds[s.key] = j.seconds + (driver.memory.score_seconds.get(s.key, 0.0) if again else 0.0)
         note_failure(driver, s.key, j.message)
+        if j.outcome is Outcome.OK and request is not None and not again and (wanted := asks(driver, driver.memory.rollouts[s.key])):
+            ask(driver, request, wanted)
+            return
+        if j.outcome is Outcome.OK and request is not None and request.part == "verdict":
+            yield unasked(driver, s.key, "the scorer is lost, and the reward waits for it")
+            return
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message)
+
+# %% ../nbs/55_driver.ipynb #driver-ask
+@dataclass
+class Asking:
+    "What is with the scorer. `requests`: asked, by (rollout, attempt); `held`: those of them that wait for another reference; `rewards`: answered, and not yet sent on for their reward."
+    requests: dict[tuple[int, int], ScoreRequest] = field(default_factory=dict)
+    held: list[AskRequest] = field(default_factory=list)
+    rewards: list[ScoreRequest] = field(default_factory=list)
+    writing: int = -1  # version that the trainer writes as the reference
+    reading: int = -1  # version that the scorer reads
+
+    @property
+    def between(self) -> tuple[tuple[int, int], ...]:
+        "Rollouts that neither environment nor scorer has."
+        return tuple((r.rollout.id, r.rollout.attempt) for r in self.rewards)
+
+
+def asks(driver: "Driver", rollout: Rollout) -> tuple[bool, bool]:
+    "Whether traces and scores of a rollout are wanted; empty if the scorer is not asked at all."
+    traces, scores = asked_models(driver.state.config)
+    wanted = bool(traces) and rollout.group not in driver.eval_groups, bool(scores)
+    return wanted if any(wanted) and not given_up(driver, "scorer") else ()
+
+
+def given_up(driver: "Driver", actor: str) -> bool:
+    "Whether an actor is lost for good."
+    known = driver.state.actors.get(actor)
+    return known is not None and known.given_up
+
+
+def ask(driver: "Driver", request: ScoreRequest, wanted: tuple[bool, bool]) -> None:
+    "Send a rollout to the scorer, or have it wait for another reference."
+    key, a = (request.rollout.id, request.rollout.attempt), driver.asking
+    a.requests[key], asked = request, AskRequest(driver.memory.rollouts[key], wanted[0])
+    if max(a.writing, a.reading) >= 0:
+        a.held.append(asked)
+    else:
+        driver.submit("scorer", asked)
+
+
+def unasked(driver: "Driver", key: tuple[int, int], message: str, seconds: float = 0.0) -> Scored:
+    "The event of a rollout of which nothing was said. That is no reward: it is scored once more, or counted."
+    old = driver.memory.rollouts[key]
+    driver.memory.rollouts[key] = replace(old, reward=None, parts=(), outcome=Outcome.ENVIRONMENT_ERROR)
+    driver.memory.score_seconds[key] = driver.memory.score_seconds.get(key, 0.0) + seconds
+    note_failure(driver, key, message)
+    return Scored(*key, None, old.correct, Outcome.ENVIRONMENT_ERROR, seconds, message)
+
+# %% ../nbs/55_driver.ipynb #driver-ask-heard
+def heard_answer(driver: "Driver", worker: str, a: AskAnswer) -> Iterable:
+    "Keep what the models said. With scores the rollout goes on to its reward, else the loop is told."
+    request, m = driver.asking.requests.pop(a.key, None), driver.memory
+    if request is None or a.key not in m.rollouts:
+        return
+    if a.message:
+        yield unasked(driver, a.key, a.message, a.seconds)
+        return
+    rollout = m.rollouts[a.key] = replace(m.rollouts[a.key], scores=a.scores, traces=a.traces)
+    m.score_seconds[a.key] = m.score_seconds.get(a.key, 0.0) + a.seconds
+    if a.scores:
+        driver.asking.rewards.append(replace(request, rollout=rollout, part="reward"))
+    else:
+        yield Scored(*a.key, rollout.reward, rollout.correct, rollout.outcome, m.score_seconds[a.key])
+
+
+def send_rewards(driver: "Driver") -> Iterable:
+    "Have the rewards computed that waited for scores, once there is an environment; nobody will if it is lost for good."
+    known, waiting, driver.asking.rewards = driver.state.actors.get("environment"), driver.asking.rewards, []
+    for request in waiting:
+        key = request.rollout.id, request.rollout.attempt
+        if given_up(driver, "environment"):
+            yield unasked(driver, key, "the environment is lost, and the reward waits for it")
+        elif known is None or not known.up or getattr(driver.handles["environment"], "lost", False):
+            driver.asking.rewards.append(request)
+        else:
+            driver.scoring[key] = request
+            driver.submit("environment", request)
+
+# %% ../nbs/55_driver.ipynb #driver-ask-reference
+def refresh_reference(driver: "Driver", version: int) -> None:
+    "Have the trainer write its weights as the reference, if they are due. It does so before it begins another batch."
+    every, a = driver.state.config.reference_every, driver.asking
+    if every and version % every == 0 and not given_up(driver, "scorer"):
+        a.writing = version
+        driver.submit("trainer", ReferenceJob(version, str(driver.folder / REFERENCE_FILE)))
+
+
+def heard_reference_written(driver: "Driver", worker: str, w: ReferenceWritten) -> Iterable:
+    "Have the scorer read it; without it the one before stays."
+    a = driver.asking
+    if w.version == a.writing:
+        a.writing = -1
+        if w.message:
+            tell(driver, f"the reference stays as it is, it could not be written: {w.message}")
+            release(driver)
+        else:
+            a.reading = w.version
+            driver.submit("scorer", ReferenceJob(w.version, str(driver.folder / REFERENCE_FILE)))
+    return ()
+
+
+def heard_reference_read(driver: "Driver", worker: str, r: ReferenceRead) -> Iterable:
+    "The new reference is there."
+    if r.version == driver.asking.reading:
+        driver.asking.reading = -1
+        release(driver)
+    return ()
+
+
+def release(driver: "Driver") -> None:
+    "Send what waited for another reference, unless the next one is under way."
+    a = driver.asking
+    if max(a.writing, a.reading) < 0:
+        waiting, a.held = a.held, []
+        for request in waiting:
+            driver.submit("scorer", request)
+
+
+def being_asked(driver: "Driver") -> None:
+    "Forget what a lost scorer had in hand: it is asked for again. The next one reads the newest reference before it is there."
+    a = driver.asking
+    a.requests, a.held, a.reading = {}, [], -1
 
 # %% ../nbs/55_driver.ipynb #driver-events-told
 def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
@@ -232,8 +365,8 @@ def note_failure(driver: "Driver", key: tuple[int, int], message: str) -> None:
 def tell(driver: "Driver", message: str, where: str = "") -> None:
     "A failure of a new kind goes to run.log, with its traceback."
     kind = message.partition("\n")[0]
-    if kind not in driver.memory.told:
-        driver.memory.told.add(kind)
+    if kind not in driver.memory.failures:
+        driver.memory.failures.add(kind)
         print(where + message, file=sys.stderr, flush=True)
 
 # %% ../nbs/55_driver.ipynb #driver-events-ready
@@ -248,9 +381,11 @@ def heard_trained(driver: "Driver", worker: str, b: BatchTrained) -> Iterable:
     "Keep metrics and advantages, tell the loop."
     m = driver.memory
     m.advantages.update(b.advantages)
+    m.told.update(b.told)
     m.metrics[b.version] = b
     m.updates.append(m.updates[-1] + b.metrics.optimizer_steps)
     m.trained_at[b.version] = driver.clock.now()
+    refresh_reference(driver, b.version)
     yield Trained("trainer", b.version, b.metrics.optimizer_steps)
 
 # %% ../nbs/55_driver.ipynb #driver-turns
@@ -334,6 +469,10 @@ HEARD = {
     Running: heard_running,
     Held: heard_held,
     EnvironmentReady: lambda driver, worker, said: [Started("environment", "environment")],
+    ScorerReady: lambda driver, worker, said: [Started("scorer", "scorer")],
+    AskAnswer: heard_answer,
+    ReferenceWritten: heard_reference_written,
+    ReferenceRead: heard_reference_read,
     PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder)],
     CheckpointWritten: lambda driver, worker, said: heard_checkpoint(driver, said),
 }
@@ -357,13 +496,20 @@ def lost(driver: "Driver", worker: str, cause: str) -> Iterable:
     driver.memory.running.pop(worker, None)
     refuse_unfitted(driver, worker)
     print(f"{worker} lost: {cause}", file=sys.stderr, flush=True)
-    if driver.moving and worker != "environment":
+    if driver.moving and worker not in STAYS:
         yield from astray(driver, f"{worker}: {cause}")
         return
     for actor in driver.layout[worker]:
         driver.memory.loading.discard(actor)
         driver.memory.to_load = [name for name in driver.memory.to_load if name != actor]
-        yield Lost(actor, cause, at_work=being_scored(driver) if actor == "environment" else ())
+        if actor == "scorer":
+            being_asked(driver)
+        yield Lost(actor, cause, at_work=being_scored(driver) if actor == "environment" else (), elsewhere=elsewhere(driver, actor) if actor in STAYS else ())
+
+
+def elsewhere(driver: "Driver", actor: str) -> tuple[tuple[int, int], ...]:
+    "The rollouts in scoring that a lost environment or scorer did not have."
+    return (*(driver.asking.requests if actor == "environment" else driver.scoring), *driver.asking.between)
 
 # %% ../nbs/55_driver.ipynb #driver-carry
 def carry_generate(driver: "Driver", action: Generate) -> None:
@@ -481,10 +627,11 @@ def note_figures(driver: "Driver", version: int, figures: dict[str, float | None
 
 # %% ../nbs/55_driver.ipynb #driver-carry-two
 def carry_score(driver: "Driver", action: Score) -> None:
-    "Send one rollout to be scored."
+    "Send one rollout to be scored; where a score is to come, for the verdict first."
     key = (action.rollout, action.attempt)
-    driver.scoring[key] = None
-    driver.submit("environment", ScoreRequest(driver.memory.rollouts[key], action.tried - 1, action.deadline, action.last))
+    part = "verdict" if asked_models(driver.state.config)[1] and not given_up(driver, "scorer") else "all"
+    driver.scoring[key] = ScoreRequest(unjudged(driver.memory.rollouts[key]), action.tried - 1, action.deadline, action.last, part)
+    driver.submit("environment", driver.scoring[key])
 
 
 def carry_configure(driver: "Driver", action: Configure) -> None:
@@ -583,11 +730,11 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         m.window.add(ended(r, row.fate))
     oldest, newest = span(r) or (-1, -1)
     driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
-                  reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts],
+                  reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts], score_names=[n for n, _ in r.scores], score_values=[v for _, v in r.scores],
                   length=r.length or row.tokens, turns=len(r.responses), dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
                   seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
     if r.segments and r.length:
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None))
+        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None), **told_columns(r, m.told.pop(r.id, None)))
 
 # %% ../nbs/55_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -615,7 +762,7 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     seconds = now - m.marked_at
     queue_depth, running, kv_used = m.means.take()
     count = {"generator": max(1, sum(a.kind == "generator" and not a.given_up for a in s.actors.values()))}
-    spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer")}
+    spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer", *["scorer"] * ("scorer" in driver.layout))}
     times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
     waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
     for rollout in (r for group in trained for r in group.rollouts if r.reward is not None):
@@ -673,7 +820,7 @@ class Driver:
         had = start.remembered(Kept) if start else Kept()
         self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED[:2])), None  # moving: workers under way
+        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED[:2]), any(asked_models(config))), None  # moving: workers under way
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
         self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
@@ -683,7 +830,7 @@ class Driver:
         self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
-        self.scoring: dict[tuple[int, int], None] = {}
+        self.scoring, self.asking = {}, Asking()  # with the environment, by (rollout, attempt); with the scorer
         self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
@@ -757,6 +904,7 @@ def drive(driver: Driver) -> LoopState:
         close_all(list(driver.handles.values()))
         if driver.state.phase == "done" or not driver.supervisor:
             remove_weights(driver.folder)  # of a run that failed they are worth saving; who supervises it does
+        drop_reference(driver.folder)
         driver.flush()
         driver.write_status()
         driver.ballast.release()
@@ -806,6 +954,7 @@ def pick_up(driver: "Driver") -> None:
     found = beyond(driver.folder, last, alive)
     drop_aside(driver.folder)
     remove_weights(driver.folder)  # of versions that are lost
+    take_reference(driver.folder, start.folder)
     undone = undone_commands(driver, last["commands"])
     if driver.attempt:
         note_resume(driver.folder, Resume(driver.attempt, start.folder.name, start.manifest.version, last, first, tuple(sorted(found.void))))
@@ -827,6 +976,13 @@ def pick_up(driver: "Driver") -> None:
         state.commands += [event] if event.knob != "stop" else []
         if event.knob == "stop" and event.author != driver.asked_to_end:  # what the process itself asks for, it asks again
             refuse(driver, event, "stop: the run was resumed after it was asked for; ask again")
+
+
+def take_reference(folder: Path, checkpoint: Path) -> None:
+    "Put a refreshed reference where the scorer looks for it: that of the checkpoint, in place of a later one."
+    drop_reference(folder)
+    if (stored := checkpoint / TRAINER / REFERENCE_FILE).exists():
+        shutil.copyfile(stored, folder / REFERENCE_FILE)
 
 
 def undone_commands(driver: "Driver", last: int) -> list[str]:
@@ -895,6 +1051,7 @@ def next_events(driver: Driver) -> list:
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
         events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
         events += [e for name in names for e in overdue(driver, name)]
+    events += send_rewards(driver)
     driver.quiet = 0 if events or heard or busy(driver) else driver.quiet + 1
     if driver.quiet > QUIET_TICKS and not driver.state.paused:
         raise RuntimeError(f"stuck at version {driver.state.version}: {stuck(driver.state)}")
@@ -976,13 +1133,13 @@ def carry_move(driver: Driver, action: Move) -> None:
     "Begin a change of placement."
     driver.begun = load_checkpoint(driver.folder / CHECKPOINTS / action.checkpoint, captured_functions(driver.folder))
     driver.moving = Relocation(driver.clock.now(), driver.layout)
-    relocate(driver, layout(action.placement, action.generators))
+    relocate(driver, layout(action.placement, action.generators, "scorer" in driver.layout))
 
 
 def relocate(driver: Driver, placed: dict[str, tuple[str, ...]]) -> None:
     "End the workers of the old layout and start those of another one. One that cannot be made at once counts as lost."
     m, move = driver.memory, driver.moving
-    old = [name for name in driver.handles if name != "environment"]
+    old = [name for name in driver.handles if name not in STAYS]
     for name in old:
         refuse_unfitted(driver, name)
         m.running.pop(name, None)
@@ -990,7 +1147,7 @@ def relocate(driver: Driver, placed: dict[str, tuple[str, ...]]) -> None:
     remove_weights(driver.folder)  # the new trainer makes its own
     m.weights, m.asked, m.to_load, m.loading = 0, 0, [], set()
     driver.layout, move.started = placed, []
-    move.waiting = {name for name in placed if name != "environment"}
+    move.waiting = {name for name in placed if name not in STAYS}
     try:
         for name in sorted(move.waiting):
             driver.start(name)
@@ -1137,9 +1294,11 @@ def owed(driver: Driver, worker: str) -> list[str]:
         if known is None or not known.up:
             kinds += [] if known and known.given_up else ["start"]
         elif known.kind == "trainer":
-            kinds += ["train"] * bool(s.training) + ["save"] * (s.saving or s.saves.writing >= 0) + ["publish"] * (m.asked > m.weights)
+            kinds += ["train"] * bool(s.training) + ["save"] * (s.saving or s.saves.writing >= 0) + ["publish"] * (m.asked > m.weights or driver.asking.writing >= 0)
         elif known.kind == "generator":
             kinds += ["generate"] * bool(known.load) + ["publish"] * (actor in m.loading)
+        elif known.kind == "scorer":
+            kinds += ["judge"] * (len(driver.asking.requests) > len(driver.asking.held)) + ["publish"] * (driver.asking.reading >= 0)
         else:
             kinds += ["score"] * bool(driver.scoring)
     return kinds
@@ -1232,14 +1391,17 @@ def log(driver: Driver, happened) -> None:
 def stated_cost(config: RunConfig):
     "Seconds of a piece of work on the virtual clock."
     v = config.virtual
-    rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "score": v.score}
+    rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "reference": v.publish / 2, "score": v.score, "forward": v.forward}
     return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
 
 
 def start_inline(driver: Driver, name: str) -> InlineHandle:
     "An actor in this process, on the virtual clock."
     config, begun = driver.state.config, driver.begun.folder if driver.begun else None
-    actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
+    if name in STAYS:
+        actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Asker(config, scorer_models(config, driver.folder))
+    else:
+        actor = Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
     handle = InlineHandle(actor, stated_cost(config))
     handle.wake(driver.clock.now() + (config.virtual.start if driver.moving else 0.0))
     return handle
@@ -1247,13 +1409,15 @@ def start_inline(driver: Driver, name: str) -> InlineHandle:
 
 def start_process(driver: Driver, name: str) -> ProcessHandle:
     "A worker in a process of its own."
+    config = driver.state.moving.target if driver.moving and not driver.moving.failed else driver.state.config
+    gpus = gpus_of(driver.layout, gpus_here(), config.trainers, int(config.vllm.get("tensor_parallel_size", 1)))[name]
     if name == "environment":
         handle = ProcessHandle(name, environment_main, (str(driver.folder),))
+    elif name == "scorer":
+        handle = ProcessHandle(name, scorer_main, (str(driver.folder),), gpus=gpus)
     else:
-        config = driver.state.moving.target if driver.moving and not driver.moving.failed else driver.state.config
         ranks = config.trainers if driver.layout[name] == ("trainer",) else 1
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks),
-                               parent=ranks > 1, gpus=gpus_of(driver.layout, gpus_here(), config.trainers, int(config.vllm.get("tensor_parallel_size", 1)))[name])
+        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1, gpus=gpus)
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
 

@@ -41,7 +41,7 @@ from .staleness import drains, fresh, may_start, room, stops, surplus
 from rlbench.state import (
     PREFLIGHT, ActorState, Commanded, Configure, Evaluation, Generate, Generated, GroupState, Item, LoopState, Lost, Mark, MarkOld,
     Measured, Member, Move, Moved, Moving, Observed, Prepare, Publish, Published, Ramp, Replaced, Replayed, Save, Saved, Saves, Score,
-    Scored, Snapshot, Start, Started, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
+    Scored, Snapshot, Start, Started, STAYS, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
     generators, give_fate, held, live_groups, next_try, next_version, settled, stop_members, synchronous, trainer, wave_boundary,
 )
 
@@ -226,8 +226,8 @@ def on_lost(state: LoopState, e: Lost, actions: list) -> None:
     "The actor is gone: its work gets its fate or is asked for again."
     actor = state.actors.setdefault(e.actor, ActorState("unknown"))
     actor.up, actor.load = False, 0
-    {"generator": _lost_generator, "environment": _lost_environment}.get(actor.kind, _lost_for_good)(state, e, actions)
-    if actor.kind in ("generator", "environment") and actor.restarts < MAX_RESTARTS:
+    {"generator": _lost_generator, "environment": _lost_environment, "scorer": _lost_scorer}.get(actor.kind, _lost_for_good)(state, e, actions)
+    if actor.kind in ("generator", "environment", "scorer") and actor.restarts < MAX_RESTARTS:
         actor.restarts += not e.at_work  # otherwise what it was doing is charged
         if state.phase != "failing":
             actions.append(Start(e.actor))
@@ -251,8 +251,18 @@ def _lost_generator(state: LoopState, e: Lost, actions: list) -> None:
             state.touched.append(member.group)
 
 
+def _in_hand(state: LoopState, e: Lost) -> list[Member]:
+    return [m for m in state.members.values() if m.status == "scoring" and (m.id, m.attempt) not in e.elsewhere]
+
+
+def _lost_scorer(state: LoopState, e: Lost, actions: list) -> None:
+    for member in _in_hand(state, e):
+        member.status, member.tried = "written", member.tried - 1
+        state.written.append(member.id)
+
+
 def _lost_environment(state: LoopState, e: Lost, actions: list) -> None:
-    for member in [m for m in state.members.values() if m.status == "scoring"]:
+    for member in _in_hand(state, e):
         charged = not e.at_work or (member.id, member.attempt) in e.at_work
         if not charged or member.tried <= state.config.score_retries:
             member.status, member.tried = "written", member.tried - (not charged)
@@ -487,13 +497,13 @@ def decide_move(state: LoopState, actions: list) -> None:
         if not state.saves.stored:
             return end_move(state, "the run could not be saved, so its workers stay", actions)
         move.stage = "starting"
-        state.actors = {name: actor for name, actor in state.actors.items() if actor.kind == "environment"}
+        state.actors = {name: actor for name, actor in state.actors.items() if actor.kind in STAYS}
         actions.append(Move(move.target.placement, move.target.generators, state.saves.stored))
 
 
 def empty_handed(state: LoopState) -> bool:
     "Whether generators and trainer are up and have nothing to do."
-    theirs = [a for a in state.actors.values() if a.kind != "environment"]
+    theirs = [a for a in state.actors.values() if a.kind not in STAYS]
     idle = all(a.up and not a.load and a.version == a.sent for a in theirs if not a.given_up) and bool(generators(state)) and trainer(state) is not None
     return idle and not state.training and not state.evaluations and state.saves.writing < 0 and not state.saves.asked and not state.saving
 

@@ -158,6 +158,13 @@ class Rollout:
         "Response tokens."
         return sum(len(s) for s in self.responses)
 
+    def score(self, name: str) -> float:
+        "What another model gave the response: `reward_model` or `judge`. ValueError if it was not asked."
+        found = dict(self.scores)
+        if name not in found:
+            raise ValueError(f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration")
+        return found[name]
+
 # %% ../nbs/00_records.ipynb #records-turns
 def said(rollout: Rollout) -> list[str]:
     "The text of every response that was not judged yet, in order."
@@ -257,6 +264,15 @@ class TrainMetrics:
     update_norm: float = 0.0
     optimizer_steps: int = 1
     padding: float = 0.0
+    chi_square: float = 0.0
+    masked_tokens: float = 0.0
+    kl_reference: float | None = None
+    kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+    supervised_loss: float | None = None
+    replayed_rollouts: int = 0
+    value_loss: float | None = None
+    value_explained: float | None = None
 
 
 @dataclass(frozen=True)
@@ -448,6 +464,15 @@ kl_sampler | float | nats | KL of the sampler from the trainer's recomputation, 
 logprob_diff_mean | float | nats | distance between a token's log-probability from the sampler and from the trainer, mean over the batch
 logprob_diff_max | float | nats | largest of these distances
 ess | float | share | effective sample size of the importance weights, 1 is on-policy
+chi_square | float | | mean square of the importance weights less 1, 0 is on-policy
+masked_tokens | float | share | tokens whose weight the correction made 0
+kl_reference | float | nats | KL of the policy from the reference policy, k3 estimate; null without one
+kl_weight | float | | what KL counted in the objective
+entropy_weight | float | | what entropy counted in it
+supervised_loss | float | nats | mean negative log-probability of the demonstrations' tokens in the batch, null without any
+replayed_rollouts | int | rollouts | rollouts of earlier batches that were trained on once more
+value_loss | float | | mean loss of the critic over the batch, null without one
+value_explained | float | share | part of the returns' variance that the critic's values explain, before it learned from them
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | part of the training tokens that was padding
@@ -467,7 +492,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 
 
 STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
-         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
+         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
 GROUPS = (*ROW, *_columns("""
@@ -511,6 +536,8 @@ trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
 score_seconds | float | s | scoring time
+score_names | list[str] | | other models that gave it a number
+score_values | list[float] | | their numbers
 message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response

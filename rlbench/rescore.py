@@ -59,7 +59,7 @@ def unread(length: int) -> tuple[Segment, Segment]:
     return Segment("prompt", Unread(), mask=Unread()), Segment("response", nothing, nothing, nothing, nothing)
 
 # %% ../nbs/68_rescore.ipynb #rescore-stored-read
-SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "prompt", "text", "answer"]
+SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "score_names", "score_values", "prompt", "text", "answer"]
 
 
 def _since(folder: Path, table: str, last: int) -> int:
@@ -76,7 +76,7 @@ def stored(folder: Path, last: int, tokens: bool = False) -> list[Rollout]:
     return [
         Rollout(row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"], row["answer"], row["level"], row["set"]),
                 segments.get((row["rollout"], row["try"])) or unread(row["length"]), row["text"], StopReason(row["reason"]), row["dispatched"], row["seconds"],
-                row["correct"], row["reward"], temperature=row["temperature"])
+                row["correct"], row["reward"], temperature=row["temperature"], scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())))
         for row in rows
     ]
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'REWARDS', 'final_answer', 'exact', 'plain_numbers', 'last_number', 'numeric', 'math', 'marked_answer',
-           'gsm8k', 'correct', 'brief', 'overlong_penalty', 'soft_overlong', 'Checked', 'checked_reward']
+           'gsm8k', 'correct', 'brief', 'overlong_penalty', 'soft_overlong', 'scored', 'Checked', 'checked_reward']
 
 # %% ../nbs/25_reward.ipynb #reward-imports
 import logging
@@ -142,6 +142,16 @@ def soft_overlong(rollout: Rollout, *, cache: Knob(0, 4096, unit="tokens", help=
 
 
 REWARDS = {"correct": correct, "brief": brief, "soft_overlong": soft_overlong}
+
+# %% ../nbs/25_reward.ipynb #reward-scored
+def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help="whose number") = "reward_model",
+           correct_weight: Knob(0, 10, unit="reward", help="what a right answer is worth beside it") = 0.0) -> tuple[float, dict[str, float]]:
+    "The number of a reward model or a judge, plus weight x correct. ValueError if that model was not asked."
+    parts = {by: rollout.score(by), "correct": correct_weight * correct(rollout)}
+    return sum(parts.values()), parts
+
+
+REWARDS = {**REWARDS, "scored": scored}
 
 # %% ../nbs/25_reward.ipynb #reward-checked
 @dataclass(frozen=True)
