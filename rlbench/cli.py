@@ -10,8 +10,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
            'doctor', 'why_command', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
            'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
-           'trl', 'overhead', 'mismatch', 'modes', 'faults', 'delay', 'study', 'balance', 'crashes', 'staleness',
-           'stragglers', 'panel', 'main']
+           'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay', 'study', 'balance', 'crashes',
+           'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -1002,12 +1002,12 @@ def pairs_command(
 ) -> None:
     "Collect pairs of a better and a worse response: from the verifier, from people, from a judge model, from files."
     from rlbench.chain import collected_text, make_pairs
-    from rlbench.judge import Judge
+    from rlbench.judge import PairJudge
 
     with friendly():
         if bool(judge_url) != bool(judge_model):
             raise ValueError("judge: give both --judge-url and --judge-model")
-        judge = Judge(judge_url, judge_model, judge_key) if judge_url else None
+        judge = PairJudge(judge_url, judge_model, judge_key) if judge_url else None
         told = make_pairs(sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said())
     emit(told) if as_json else print(collected_text(told))
 
@@ -1080,6 +1080,15 @@ def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] 
     from rlbench.bench_overhead import bench_overhead
 
     _measure(lambda say: bench_overhead(folder, runs, placement, say), as_json)
+
+
+@benches.command()
+def objectives(seeds: Annotated[int, typer.Option(help="runs of each objective")] = 3, steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
+               only: Annotated[list[str], typer.Option(help="one of the objectives; may be given several times")] = [], folder: FolderOption = "bench-objectives", as_json: JsonOption = False) -> None:
+    "Every family of objectives on one short task: held-out solve rate, compute and memory."
+    from rlbench.bench_objectives import bench_objectives
+
+    _measure(lambda say: bench_objectives(folder, seeds, steps, tuple(only), say), as_json)
 
 
 @benches.command()

@@ -7,7 +7,6 @@ __all__ = ['CriticConfig', 'values_at', 'batch_values', 'explained', 'learned_fr
            'ValueCritic']
 
 # %% ../nbs/38_critic.ipynb #critic-imports
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +16,7 @@ from .batch import Arrays
 from .forward import compute_again
 from .heads import ValueModel, token_values
 from .loss import value_loss
-from .trainer import FIXED, TrainerConfig, learning_rate, optimizer_step, parts, split, undo, weights_of
+from .trainer import FIXED, TrainerConfig, optimizer_step, parts, split, undo, weights_of
 
 # %% ../nbs/38_critic.ipynb #critic-config
 @dataclass(frozen=True)

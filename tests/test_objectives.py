@@ -61,11 +61,19 @@ def take(rows):
     return lambda name, value: value[rows]
 
 
+def whatever(name):
+    "A number for places without weight, another for every array."
+    return 0 if name in ("mask_RT", "whole_RT") else -0.7 * (1 + sum(map(ord, name)) % 7)
+
+
 def padded(name, value):
     "Three more columns: no weight, and whatever numbers."
-    if value.shape[1] == 1:
-        return value
-    return torch.cat([value, torch.full((len(value), 3), 0 if name in ("mask_RT", "whole_RT") else -7.5, dtype=value.dtype)], 1)
+    return value if value.shape[1] == 1 else torch.cat([value, torch.full((len(value), 3), whatever(name), dtype=value.dtype)], 1)
+
+
+def scrambled(d):
+    "Other numbers at the prompts and observations."
+    return changed(d, lambda name, value: value if value.shape[1] == 1 else value.where(d.mask_RT, whatever(name)))
 
 
 def weigh(loss, aggregation, d, totals=None):
@@ -158,6 +166,8 @@ def test_what_must_not_matter_to_a_loss(name, per_token):
         assert math.isclose(value, wide_value, abs_tol=1e-12) and torch.allclose(wide_RT[:, :-3], gradient_RT, atol=1e-14) and not wide_RT[:, -3:].any()
         for flags in ("clipped_low_RT", "clipped_high_RT"):
             assert torch.equal((getattr(wide_terms, flags) & padded("mask_RT", d.mask_RT))[:, :-3], getattr(terms, flags) & d.mask_RT)
+        other_value, other_RT, _ = weigh(loss, aggregation, scrambled(d))
+        assert math.isclose(value, other_value, abs_tol=1e-12) and torch.allclose(other_RT, gradient_RT, atol=1e-14)
         order = torch.tensor([4, 0, 5, 2, 1, 3])
         turned, turned_RT, _ = weigh(loss, aggregation, changed(d, take(order)))
         assert math.isclose(value, turned, abs_tol=1e-12) and torch.allclose(turned_RT, gradient_RT[order], atol=1e-14)
@@ -173,6 +183,8 @@ def test_flags_say_where_the_gradient_went(name):
     _, gradient_RT, terms = weigh(ALL_LOSSES[name], AGGREGATIONS["sequence_sum"], d)
     flagged_RT = (terms.clipped_low_RT | terms.clipped_high_RT) & d.mask_RT
     assert not (terms.clipped_low_RT & terms.clipped_high_RT).any()
+    if name not in DETACHED and name != "ipo_mask":  # these look at no sign
+        assert not (terms.clipped_low_RT & (d.advantages_RT > 0)).any()  # a good token may fall as far as it likes: it is pulled back
     if name in DETACHED or "spring" in knobs_of(ALL_LOSSES[name]):
         bare_RT = -d.ratio_RT * d.advantages_RT / totals_of(d.mask_RT).sequences
         high_RT = terms.clipped_high_RT & d.mask_RT & (d.ratio_RT > 1)
@@ -236,10 +248,11 @@ def test_a_correction_is_a_weight_without_gradient(name):
 def test_what_must_not_matter_to_a_correction(name, seed):
     "Padding, row order, and the split: but one that asks for the whole batch is computed before the cut."
     d = data(seed, per_token=seed == 2)
-    correction = partial(ALL_CORRECTIONS[name], **{"geometric": {"low": 0.8, "high": 1.2}, "k3_mask": {"bound": 0.08}, "opsm": {"delta": 0.05}}.get(name, {}))
+    correction = partial(ALL_CORRECTIONS[name], **{"geometric": {"low": 0.8, "high": 1.2}, "k3_mask": {"bound": 0.08}, "opsm": {"delta": 0.05}, "veto": {"low": 0.3}, "sequence_tis": {"cap": 100.0}}.get(name, {}))
     weight_RT = correct(correction, d)
     inside = lambda found_RT, mask_RT: found_RT.where(mask_RT, 0)
     assert torch.allclose(inside(correct(correction, changed(d, padded)), padded("mask_RT", d.mask_RT))[:, :-3], inside(weight_RT, d.mask_RT), atol=1e-14)
+    assert torch.allclose(inside(correct(correction, scrambled(d)), d.mask_RT), inside(weight_RT, d.mask_RT), atol=1e-14)
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     assert torch.allclose(inside(correct(correction, changed(d, take(order))), d.mask_RT[order]), inside(weight_RT, d.mask_RT)[order], atol=1e-14)
     if "whole_RT" not in ingredients_of(ALL_CORRECTIONS[name], 2):
@@ -396,6 +409,17 @@ def test_what_must_not_matter_to_an_advantage(name):
 
 
 @every(ALL_ADVANTAGES)
+def test_other_groups_matter_only_where_the_batch_is_whitened(name):
+    there, other = batch_there(REWARDS, GROUPS, LENGTHS), REWARDS.copy()
+    other[4:] = [0.5, 0.25, 1, 0.75]
+    found = advantages(name, REWARDS, there | {"memory": {}})[:4]
+    steps_RT = there["steps_RT"].copy()
+    steps_RT[4:] += 3
+    again = advantages(name, other, there | {"memory": {}, "steps_RT": steps_RT})[:4]
+    assert np.allclose(found, again, atol=1e-12) == (name not in ("reinforce_pp", "reinforce_pp_baseline"))
+
+
+@every(ALL_ADVANTAGES)
 def test_no_reward_no_advantage(name):
     "A rollout that could not be judged gets NaN and is nobody's baseline: the others get what they get without it."
     rewards = REWARDS.copy()
@@ -415,7 +439,8 @@ def test_degenerate_batches(name):
         assert np.isnan(advantages(name, nobody, batch_there(nobody, [1, 1, 2, 2]), per_token=True)[:, 1:3]).all()
         assert advantages(name, [], batch_there([], []), per_token=False).size == 0
         alone = advantages(name, [1.0], batch_there([1.0], [1]))[0, 1:3]
-        assert np.isnan(alone).all() if MIN_GROUP.get(name, 1) > 1 else np.isfinite(alone).all()
+        assert not np.nan_to_num(alone).any() if MIN_GROUP.get(name, 1) > 1 else np.isfinite(alone).all()
+        assert np.isfinite(alone).all() == ("mask_RT" in ingredients_of(ALL_ADVANTAGES[name], 1) or MIN_GROUP.get(name, 1) == 1)  # of a whole batch: a number wherever there is a reward
         masked = advantages(name, REWARDS, batch_there(REWARDS, GROUPS, LENGTHS * (np.arange(8) != 2)))
         assert not masked[2].any() and np.isfinite(masked).all()
         equal = np.full(8, 0.1)
