@@ -11,7 +11,7 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'doctor', 'why_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command',
            'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
            'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay',
-           'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
+           'study', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -1156,6 +1156,15 @@ def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, f
     from rlbench.delay import bench_delay
 
     _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-study
+@benches.command()
+def study(name: Annotated[str, typer.Argument(help="group_size, mismatch or switches")], seeds: Annotated[int, typer.Option(help="runs of each arm")] = 5,
+          folder: FolderOption = "bench-study", as_json: JsonOption = False) -> None:
+    "The arms of a study on the embedded policy, with paired seeds; nbs/studies reads what this prints."
+    from rlbench.study import bench_study
+
+    _measure(lambda say: bench_study(name, folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-balance
 @benches.command()

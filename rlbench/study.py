@@ -24,7 +24,7 @@ import torch
 from .ablation import Difference, number
 from .advantage import informative
 from .capacity import machine
-from .delay import by_trainer, put, respond, snapshot, solve_rate
+from .delay import by_trainer, respond, snapshot, solve_rate
 from .figures import Chart, Intervals, Line, Mark
 from .generator_torch import TorchGenerator, settle_cpu
 from .knobs import bind, resolve
@@ -212,9 +212,8 @@ def mismatch_arms() -> dict[str, Setup]:
     "Corrections of a coarse sampler."
     base = Setup(updates=40)
     coarse = replace(base, bits=1)
-    corrected = {name: replace(coarse, objective={"correction": name}) for name in ("tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric")}
-    still = {f"control, {bits} bit{'s' * (bits > 1)}": replace(base, bits=bits, learning_rate=0.0) for bits in (1, 3)}
-    return {"none": coarse, **corrected, "none again": replace(coarse, draw=1), "none, 3 bits": replace(base, bits=3), "exact": base, **still}
+    corrected = {name: replace(coarse, objective={"correction": name}) for name in ("tis", "mis", "icepop", "sequence_tis", "geometric")}
+    return {"none": coarse, **corrected, "exact": base, "none again": replace(coarse, draw=1), "control": replace(coarse, learning_rate=0.0, updates=12)}
 
 # %% ../nbs/84_study.ipynb #study-switches
 SWITCHES: Mapping[str, Mapping[str, object]] = {

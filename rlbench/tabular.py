@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 
-import numpy as np
 import torch
 
 from .knobs import supply

@@ -409,10 +409,11 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
 
 # %% ../nbs/54_worker.ipynb #worker-beside
 def step_rewards(decode: Callable, rollout) -> np.ndarray:
-    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends."
-    last = rollout.responses[-1].tokens.tolist()
-    placed = place_steps(rollout.steps, pieces_of(last, decode))
-    return np.concatenate([placed if s is rollout.responses[-1] else np.zeros(len(s)) for s in rollout.segments])
+    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends; NaN elsewhere."
+    pieces = pieces_of(rollout.responses[-1].tokens.tolist(), decode) if rollout.steps else []
+    ends_T = place_steps([(end, 1.0) for end, _ in rollout.steps], pieces) > 0
+    placed_T = np.where(ends_T, place_steps(rollout.steps, pieces), np.nan) if len(pieces) else None
+    return np.concatenate([placed_T if placed_T is not None and s is rollout.responses[-1] else np.full(len(s), np.nan) for s in rollout.segments])
 
 
 def replayed_groups(config: RunConfig) -> int:
