@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
-           'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_observation',
-           'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs', 'flat_logprobs', 'base_weights',
-           'save_policy']
+           'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_response',
+           'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs',
+           'flat_logprobs', 'base_weights', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -189,6 +189,14 @@ def decode_response(policy: Policy, tokens: Sequence[int] | np.ndarray) -> str:
     "The response's text, without special tokens."
     ids = np.asarray(tokens).tolist()
     return policy.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+# %% ../nbs/10_model.ipynb #model-response
+def encode_response(policy: Policy, text: str, stopped: bool = True) -> np.ndarray:
+    "int32 [T]: the tokens of a written response, closed by the stop token if it `stopped`. ValueError for one without tokens or with text the tokenizer cannot express."
+    ids = list(policy.tokenizer(text, add_special_tokens=False).input_ids)
+    eos = policy.tokenizer.eos_token_id
+    closing = [policy.stop_ids[0] if eos is None else eos] if stopped else []
+    return _known(policy, ids + closing, text, "the response", "take another model, or leave this response out")
 
 # %% ../nbs/10_model.ipynb #model-observation
 def encode_observation(policy: Policy, text: str) -> np.ndarray:

@@ -39,7 +39,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
-    MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
+    MASKED = "masked"  # scored, but its group has fewer than two valid members, no token carries weight, or the shaping left it no reward
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
@@ -158,6 +158,13 @@ class Rollout:
         "Response tokens."
         return sum(len(s) for s in self.responses)
 
+    def score(self, name: str) -> float:
+        "What another model gave the response: `reward_model` or `judge`. ValueError if it was not asked."
+        found = dict(self.scores)
+        if name not in found:
+            raise ValueError(f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration")
+        return found[name]
+
 # %% ../nbs/00_records.ipynb #records-turns
 def said(rollout: Rollout) -> list[str]:
     "The text of every response that was not judged yet, in order."
@@ -257,6 +264,15 @@ class TrainMetrics:
     update_norm: float = 0.0
     optimizer_steps: int = 1
     padding: float = 0.0
+    chi_square: float = 0.0
+    masked_tokens: float = 0.0
+    kl_reference: float | None = None
+    kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+    supervised_loss: float | None = None
+    replayed_rollouts: int = 0
+    value_loss: float | None = None
+    value_explained: float | None = None
 
 
 @dataclass(frozen=True)
@@ -315,6 +331,7 @@ class StepRow:
     discard_count: float = 0.0
     discard_tokens: float = 0.0
     unfinished_at_fill: float = 0.0
+    unrewarded: tuple[int, ...] = ()  # rollouts of its groups that the shaping left no reward
 
 
 @dataclass(frozen=True)
@@ -448,6 +465,15 @@ kl_sampler | float | nats | KL of the sampler from the trainer's recomputation, 
 logprob_diff_mean | float | nats | distance between a token's log-probability from the sampler and from the trainer, mean over the batch
 logprob_diff_max | float | nats | largest of these distances
 ess | float | share | effective sample size of the importance weights, 1 is on-policy
+chi_square | float | | mean square of the importance weights less 1, 0 is on-policy
+masked_tokens | float | share | tokens whose weight the correction made 0
+kl_reference | float | nats | KL of the policy from the reference policy, k3 estimate; null without one
+kl_weight | float | | what KL counted in the objective
+entropy_weight | float | | what entropy counted in it
+supervised_loss | float | nats | mean negative log-probability of the demonstrations' tokens in the batch, null without any
+replayed_rollouts | int | rollouts | rollouts of earlier batches that were trained on once more
+value_loss | float | | mean loss of the critic over the batch, null without one
+value_explained | float | share | part of the returns' variance that the critic's values explain, before it learned from them
 learning_rate | float | | learning rate of the last optimizer step
 update_norm | float | | norm of the change of all weights
 padding | float | share | part of the training tokens that was padding
@@ -467,7 +493,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 
 
 STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
-         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
+         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
 GROUPS = (*ROW, *_columns("""
@@ -498,6 +524,8 @@ correct | bool | | verdict of the verifier
 reward | float | reward | reward, null if there is none
 part_names | list[str] | | names of the reward's parts
 part_values | list[float] | reward | their values
+step_ends | list[int] | characters | of the response up to the ends of steps that had a reward
+step_rewards | list[float] | reward | of those steps
 length | int | tokens | response tokens
 turns | int | turns | responses in it
 said | list[str] | | of an episode of several turns: responses and observations as texts, in order
@@ -511,6 +539,8 @@ trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
 score_seconds | float | s | scoring time
+score_names | list[str] | | other models that gave it a number
+score_values | list[float] | | their numbers
 message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response

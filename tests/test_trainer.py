@@ -232,7 +232,7 @@ def test_prepare_lays_out_turns_and_observations():
     assert arrays.tokens_RT.tolist() == [[1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 4, 7, 8, 5]]  # nothing after the last token with weight
     assert arrays.mask_RT.astype(int).tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 1]]
     assert arrays.sampler_RT.tolist() == [[0, 0, -1, -2, 0, 0, 0], [0, 0, -1, -2, 0, 0, -3]]
-    assert arrays.advantages_R.tolist() == [-0.5, 0.5] and arrays.rollouts_R.tolist() == [1, 0]
+    assert arrays.advantages_RT.max(1).tolist() == [0, 0.5] and arrays.advantages_RT.min(1).tolist() == [-0.5, 0] and arrays.rollouts_R.tolist() == [1, 0]
 
 
 def test_a_loaded_policy_owns_its_weights(tmp_path):
