@@ -368,6 +368,7 @@ def advantages(name, rewards_R, there, per_token=True):
     function, rewards_R = ALL_ADVANTAGES[name], np.asarray(rewards_R, float)
     if {"groups_R", "mask_RT"} & set(ingredients_of(function, 1)):
         found = supply(function, rewards_R, **there)
+        found = found[0] if isinstance(found, tuple) else found  # beside it, the returns for a critic
     else:
         found = np.full(len(rewards_R), np.nan)
         for group in np.unique(there["groups_R"]):
