@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'MIN_GROUP', 'dr_grpo', 'grpo', 'rloo', 'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo',
-           'token_rewards', 'discounted', 'whiten', 'by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'gae_returns',
+           'token_rewards', 'discounted', 'whiten', 'by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values',
            'gae', 'steps', 'distill', 'informative', 'informative_share', 'zero_advantage_share',
            'expected_zero_advantage']
 
@@ -97,7 +97,7 @@ def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.
     names = [*names_K] if names_K is not None else [""] * parts
     for name, text in found.items():
         if name not in names:
-            raise unknown("weights", name, filter(None, names))
+            raise unknown("weights", name, [known for known in names if known])
         try:
             float(text)
         except ValueError:
@@ -165,20 +165,18 @@ def reinforce_pp(rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0
 
 
 def reinforce_pp_baseline(rewards_R, groups_R, mask_RT, kl_RT=None) -> np.ndarray:
-    "Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R, T] (arXiv 2501.03262)."
-    return reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
+    "Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R, T]; 0 for a rollout alone in its group (arXiv 2501.03262)."
+    white_RT = reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
+    return np.where(np.isnan(np.asarray(rewards_R, float))[:, None], white_RT, np.nan_to_num(white_RT))
 
 # %% ../nbs/30_advantage.ipynb #advantage-gae
-def gae_returns(rewards_R, values_RT, mask_RT, kl_RT=None, steps_RT=None, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
-    "Advantages and the returns a critic is trained towards, both float64 [R, T], 0 outside the mask; NaN in rows without a reward."
-    mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
-    next_RT, next_R = np.zeros_like(values_RT), np.zeros(len(values_RT))
-    for t in reversed(range(values_RT.shape[1])):
+def next_values(values_RT, mask_RT) -> np.ndarray:
+    "At each position the value at the next token of the mask, float64 [R, T]; 0 after the last."
+    next_RT, next_R = np.zeros(np.shape(values_RT)), np.zeros(len(values_RT))
+    for t in reversed(range(next_RT.shape[1])):
         next_RT[:, t] = next_R
         next_R = np.where(mask_RT[:, t], values_RT[:, t], next_R)
-    surprise_RT = token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_RT - values_RT
-    advantages_RT = discounted(surprise_RT, mask_RT, gamma * lam)
-    return advantages_RT, np.where(mask_RT, advantages_RT + values_RT, 0.0)
+    return next_RT
 
 
 def gae(
@@ -190,9 +188,13 @@ def gae(
     *,
     gamma: Knob(0, 1, help="discount per token") = 1.0,
     lam: Knob(0, 1, help="1: outcome minus value; 0: one step of the critic") = 0.95,
-) -> np.ndarray:
-    "Generalised advantage estimation, float64 [R, T], with the values of a critic (arXiv 1506.02438). Needs no group."
-    return gae_returns(rewards_R, values_RT, mask_RT, kl_RT, steps_RT, gamma=gamma, lam=lam)[0]
+    whitened: Knob(help="advantages to mean 0 and deviation 1 over the tokens of the batch; the returns stay as they are") = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). Needs no group."
+    mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
+    surprise_RT = token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
+    advantages_RT = discounted(surprise_RT, mask_RT, gamma * lam)
+    return whiten(advantages_RT, mask_RT) if whitened else advantages_RT, np.where(mask_RT, advantages_RT + values_RT, 0.0)
 
 # %% ../nbs/30_advantage.ipynb #advantage-steps
 def steps(

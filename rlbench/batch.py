@@ -153,16 +153,22 @@ def by_group(groups: Sequence[Group], rewards: Sequence[np.ndarray], objective: 
     return [row for row in rows if row is not None]
 
 # %% ../nbs/34_batch.ipynb #batch-advantage-batch
-def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> np.ndarray:
-    "float32 [R, T]: the advantage of a function that looks at the whole batch. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
+def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray | None]:
+    "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
     given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
     zeros_RT = np.zeros(arrays.mask_RT.shape)
     known = {"kl_RT": zeros_RT, "steps_RT": zeros_RT, "lengths_R": arrays.mask_RT.sum(1), **given, **there}
-    found = np.asarray(supply(objective.advantage, arrays.rewards_R, **known), np.float64)
-    shapes = (arrays.rewards_R.shape, arrays.mask_RT.shape)
+    found = supply(objective.advantage, arrays.rewards_R, **known)
+    advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    return _per_token(advantages, arrays.mask_RT), None if returns is None else _per_token(returns, arrays.mask_RT)
+
+
+def _per_token(found, mask_RT: np.ndarray) -> np.ndarray:
+    "float32 [R, T], 0 outside the mask, of what an advantage function returned."
+    found, shapes = np.asarray(found, np.float64), (mask_RT.shape[:1], mask_RT.shape)
     if found.shape not in shapes:
         raise ValueError(f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}")
-    found_RT = np.where(arrays.mask_RT, found if found.ndim == 2 else found[:, None], 0)
+    found_RT = np.where(mask_RT, found if found.ndim == 2 else found[:, None], 0)
     if not np.isfinite(found_RT).all():
         raise ValueError("advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say")
     return found_RT.astype(np.float32)
@@ -248,9 +254,11 @@ def _valued(arrays: Arrays, rows: Sequence[Row], objective: Objective, context: 
         there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, arrays.mask_RT.shape[1] - len(placed[i]))))[: arrays.mask_RT.shape[1]] for i in arrays.rollouts_R])
     if "values_RT" in asked and context.values is not None:
         there["values_RT"] = context.values(arrays)
-    advantages_RT = of_whole_batch(arrays, objective, there)
-    values = {} if "values_RT" not in there else {"values_RT": there["values_RT"].astype(np.float32), "returns_RT": ((advantages_RT + there["values_RT"]) * arrays.mask_RT).astype(np.float32)}
-    return {"advantages_RT": advantages_RT, **values}
+    advantages_RT, returns_RT = of_whole_batch(arrays, objective, there)
+    if "values_RT" not in there:
+        return {"advantages_RT": advantages_RT}
+    values_RT = there["values_RT"].astype(np.float32)
+    return {"advantages_RT": advantages_RT, "values_RT": values_RT, "returns_RT": (advantages_RT + values_RT) * arrays.mask_RT if returns_RT is None else returns_RT}
 
 # %% ../nbs/34_batch.ipynb #batch-proximal
 def alphas(arrays: Arrays) -> np.ndarray:

@@ -415,10 +415,10 @@ def drops_said(s: Snapshot) -> str:
 
 # %% ../nbs/62_cards.ipynb #cards-health
 def health_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss; shaded from the smallest to the largest of each bin."
+    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures if there is one; shaded from the smallest to the largest of each bin."
     charts = health(s.steps, marks_of(s, 120))
     of = {"Entropy": ("entropy",), "Gradient norm": ("grad_norm",), "Clipped tokens": ("clip_low", "clip_high"), "KL, sampler to trainer": ("kl_sampler",),
-          "Effective sample size": ("ess",), "Loss": ("loss",)}
+          "Effective sample size": ("ess",), "Loss": ("loss",), "Value loss": ("value_loss",), "Explained variance": ("value_explained",)}
     return tuple(replace(c, series=tuple(replace(line, lo=s.low[n], hi=s.high[n]) for line, n in zip(c.series, of[c.title], strict=True))) for c in charts)
 
 
@@ -569,7 +569,7 @@ CARDS: dict[str, CardSpec] = {
     "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
     "discard": CardSpec("What was discarded and who pays", False, discard_charts, steps_frame("discard_count", "discard_tokens", "unfinished_at_fill", "drop_bias", "bias_length", "bias_level", "bias_turns"),
                         (80, 88, 74), needs=("steps", "commands", "rollouts"), note=drops_said),
-    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
+    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss", "value_loss", "value_explained"), (74, 74, 74, 74, 88, 88, 88, 88), 2),
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 'TRAINER', 'REPLAY', 'REPLAYED', 'ROOM',
-           'Arrays', 'pack', 'unpack', 'Manifest', 'Torn', 'read_manifest', 'checkpoint_folders', 'find_checkpoint',
-           'begin_checkpoint', 'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest', 'Checkpoint',
-           'load_checkpoint', 'load_newest', 'write_trainer', 'read_weights', 'read_trainer']
+           'CRITIC', 'Arrays', 'pack', 'unpack', 'Manifest', 'Torn', 'read_manifest', 'checkpoint_folders',
+           'find_checkpoint', 'begin_checkpoint', 'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest',
+           'Checkpoint', 'load_checkpoint', 'load_newest', 'write_trainer', 'critic_files', 'read_weights',
+           'read_trainer']
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-imports
 import errno
@@ -284,6 +285,7 @@ def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-trainer
 REPLAY, REPLAYED = "replay.json", "replay.safetensors"
 ROOM = 16_000_000  # bytes that stay free beside a checkpoint, for the tables
+CRITIC = "critic.safetensors"
 
 
 def write_trainer(folder: str | Path, trainer) -> None:
@@ -296,7 +298,8 @@ def write_trainer(folder: str | Path, trainer) -> None:
     folder, told = Path(folder), trainer.state_dict()
     moments = {f"{i}.{name}": value for i, each in told["optimizer"]["state"].items() for name, value in each.items()}
     rng = {"random.cpu": torch.get_rng_state(), **{f"random.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())}}
-    files = {"weights.safetensors": whole_weights(trainer), "optimizer.safetensors": {**moments, **rng}}
+    critic = critic_files(told["critic"]) if "critic" in told else ({}, {})
+    files = {"weights.safetensors": whole_weights(trainer), "optimizer.safetensors": {**moments, **rng}, **critic[0]}
     needed = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
     free = shutil.disk_usage(folder).free
     if free < needed + ROOM:
@@ -308,7 +311,7 @@ def write_trainer(folder: str | Path, trainer) -> None:
     python, legacy = random.getstate(), np.random.get_state(legacy=False)
     legacy = {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
     _write_groups(folder, trainer.beside.replay.groups)
-    write_json(folder / "trainer.json", {"steps": told["steps"], "memory": told["memory"], "groups": told["optimizer"]["param_groups"], "python": python, "numpy": legacy})
+    write_json(folder / "trainer.json", {"steps": told["steps"], "memory": told["memory"], "groups": told["optimizer"]["param_groups"], "python": python, "numpy": legacy, **critic[1]})
 
 
 def _write_groups(folder: Path, groups: list[Group]) -> None:
@@ -321,6 +324,13 @@ def _write_groups(folder: Path, groups: list[Group]) -> None:
 
 def _read_groups(folder: Path) -> list[Group]:
     return unpack(list[Group], read_json(folder / REPLAY), load_file(folder / REPLAYED)) if (folder / REPLAY).exists() else []
+
+
+def critic_files(state: dict) -> tuple[dict[str, dict], dict[str, dict]]:
+    "A critic's state as tensors by file, and as what goes into trainer.json."
+    moments = {f"moments.{i}.{name}": value for i, each in state["optimizer"]["state"].items() for name, value in each.items()}
+    weights = {f"weights.{name}": value for name, value in state["weights"].items()}
+    return {CRITIC: {**weights, **moments}}, {"critic": {"steps": state["steps"], "batches": state["batches"], "groups": state["optimizer"]["param_groups"]}}
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-trainer-read
 def read_weights(folder: str | Path, model) -> None:
@@ -339,20 +349,29 @@ def read_weights(folder: str | Path, model) -> None:
             tensor.copy_(stored[name])
 
 
+def _optimizer_state(moments: dict, groups: list[dict]) -> dict:
+    "What an optimizer is loaded from: tensors named NUMBER.MOMENT, and its groups as JSON has them."
+    state: dict[int, dict] = {}
+    for key, tensor in moments.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor
+    return {"state": state, "param_groups": [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in groups]}
+
+
 def read_trainer(folder: str | Path, trainer) -> None:
-    "Put a checkpoint's optimizer, step count and random numbers into a `Trainer`; `read_weights` does the model."
+    "Put a checkpoint's optimizer, step count, memory, critic and random numbers into a `Trainer`; `read_weights` does the model."
     import torch
     from safetensors.torch import load_file as load
 
     folder = Path(folder)
     told, tensors = read_json(folder / "trainer.json"), load(folder / "optimizer.safetensors")
-    moments: dict[int, dict] = {}
-    for key, tensor in tensors.items():
-        number, _, name = key.partition(".")
-        if number != "random":
-            moments.setdefault(int(number), {})[name] = tensor
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in told["groups"]]
-    trainer.load_state_dict({"optimizer": {"state": moments, "param_groups": groups}, "steps": told["steps"], "memory": told.get("memory", {})})
+    moments = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
+    state = {"optimizer": _optimizer_state(moments, told["groups"]), "steps": told["steps"], "memory": told.get("memory", {})}
+    if "critic" in told:
+        theirs, saved = told["critic"], load(folder / CRITIC)
+        parts = {kind: {name.removeprefix(kind): tensor for name, tensor in saved.items() if name.startswith(kind)} for kind in ("weights.", "moments.")}
+        state["critic"] = {"weights": parts["weights."], "optimizer": _optimizer_state(parts["moments."], theirs["groups"]), "steps": theirs["steps"], "batches": theirs["batches"]}
+    trainer.load_state_dict(state)
     trainer.beside.replay.groups = _read_groups(folder)
     torch.set_rng_state(tensors["random.cpu"])
     if torch.cuda.is_available():

@@ -36,6 +36,7 @@ from .objective import KL_IN, OLD, PARTS, RATIOLESS, WEIGHTS
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .scorer import TEMPLATE, check_endpoint
+from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
@@ -114,7 +115,7 @@ class Deadlines(BaseModel):
     save: Annotated[float, Knob(1, 1e6, unit="s", help="saving the policy")] = 1800.0
     judge: Annotated[float, Knob(1, 1e6, unit="s", help="one round of the scorer: forward passes of its models, and a judge's answers")] = 300.0
     silence: Annotated[float, Knob(3, 1e6, unit="s", help="without a sign of life once ready: its process is stopped or its machine overloaded")] = 15.0
-    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler or an advantage of your own")] = 1.0
+    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler, a shaping or an advantage of your own")] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="making another task set for a live run")] = 60.0
 
     @model_validator(mode="after")
@@ -275,6 +276,11 @@ def _check_objective(c: "RunConfig") -> None:
     loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
     if asked.get("values_RT") and not c.critic:
         raise ValueError(f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage')
+    if asked.get("teacher_RT") and not c.teacher:
+        raise ValueError(f'advantage: "{c.advantage["name"]}" compares with a teacher, and there is none; set teacher = the model to learn from')
+    if (c.kl["name"] != "none" or asked.get("reference_RT")) and not c.reference:
+        wants = f'kl: "{c.kl["name"]}"' if c.kl["name"] != "none" else f'advantage: "{c.advantage["name"]}"'
+        raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
     if c.critic and c.trainers > 1:
         raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
     if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
@@ -424,6 +430,27 @@ class _Keep(BaseModel):
     checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
+# %% ../nbs/50_config.ipynb #config-shaping
+class _Shaping(BaseModel):
+    "What is checked of a shaping, and of a reward."
+
+    @field_validator("shaping", check_fields=False)
+    @classmethod
+    def _asks(cls, table, info: ValidationInfo):
+        function = {**FUNCTIONS["shaping"], **(info.context or {}).get("shaping", {})}[key_of(table)]
+        for name in (name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS):
+            raise unknown(f"shaping.{table['name']}: asks for what a shaping is not given", name, INGREDIENTS)
+        return table
+
+    @field_validator("reward", check_fields=False)
+    @classmethod
+    def _pattern(cls, table):
+        try:
+            re.compile(str(table.get("pattern", "")))
+        except re.error as error:
+            raise ValueError(f"reward.pattern: {table['pattern']!r} is no regular expression ({error}); correct it") from None
+        return table
+
 # %% ../nbs/50_config.ipynb #config-scale
 class _Scale(BaseModel):
     "How much hardware one trainer takes, and how it saves memory."
@@ -495,7 +522,7 @@ def _check_scorer(c: "RunConfig") -> None:
         raise ValueError(f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward')
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
+class RunConfig(_Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()

@@ -181,7 +181,7 @@ def within(deadline: float, function: Callable, *args):
 # %% ../nbs/26_environment.ipynb #environment-judged
 @dataclass(frozen=True)
 class Judged:
-    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time."
+    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time; `steps` are rewards inside the response."
 
     correct: bool | None = None
     reward: float | None = None
@@ -189,6 +189,7 @@ class Judged:
     outcome: Outcome = Outcome.OK
     message: str = ""
     seconds: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 def function_name(function: Callable) -> str:
@@ -245,8 +246,8 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     value, outcome, message = _call("reward", reward, deadline, rollout)
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
-    checked = checked_reward(value, function_name(reward))
-    return Judged(rollout.correct, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began)
+    checked = checked_reward(value, function_name(reward), None if len(rollout.responses) > 1 else len(rollout.text))
+    return Judged(rollout.correct, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began, checked.steps)
 
 
 def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:

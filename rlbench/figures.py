@@ -1051,7 +1051,7 @@ def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
 
 
 def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
-    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss."
+    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss; with a critic also its loss and the variance it explains."
     at = axis(steps, x)
     common = {"marks": marks, "empty": "no batch trained yet", **_x_axis(x)}
     line = lambda name, role="blue", dash="", label="": Line(label, at, column(steps, name), role, dash)
@@ -1069,6 +1069,10 @@ def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Cha
         Chart("KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common),
         Chart("Effective sample size", (line("ess"),), "1 is on-policy", y_label="share", y_range=(0, 1.05), **common),
         Chart("Loss", (line("loss"),), "not a measure of progress", **common),
+        *((
+            Chart("Value loss", (line("value_loss"),), "of the critic", y_range=(0, None), **common),
+            Chart("Explained variance", (line("value_explained"),), "of the returns by the critic, before it learned", y_label="share", y_range=(None, 1.05), **common),
+        ) if np.isfinite(column(steps, "value_loss")).any() else ()),
     )
 
 # %% ../nbs/60_figures.ipynb #figures-tokens

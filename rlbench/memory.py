@@ -80,6 +80,7 @@ class Facts:
     ipc: bool = False
     asked: tuple[tuple[str, str], ...] = ()  # models of the scorer: field and name
     scorer_tokens: int = 0
+    critic: bool = False
 
     @property
     def split(self) -> bool:
@@ -96,6 +97,7 @@ def facts_of(config: RunConfig) -> Facts:
         rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4, lora=config.lora.rank, trainers=config.trainers, checkpointing=config.gradient_checkpointing, ipc=config.transport == "ipc",
         asked=tuple((name, config.model if getattr(config, name) == "start" else getattr(config, name)) for name in ("reference", "teacher", "reward_model") if getattr(config, name)),
         scorer_tokens=config.scorer_tokens,
+        critic=config.critic,
     )
 
 # %% ../nbs/59_memory.ipynb #memory-places
@@ -180,6 +182,9 @@ def trainer_needs(facts: Facts, shape: ModelShape, prompt: int, name: str, place
     yield Need(name, "activations", activation_bytes(shape, tokens, dtype, facts.checkpointing), f"{why}, {kept}", place)
     chunk = min(CHUNK, tokens * (shape.vocab or CHUNK))
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
+    if facts.critic:
+        each, what = (20, "weights, gradients, AdamW, weights as they were") if facts.lora else (12, "weights, AdamW; it learns before the policy does, in the same memory")
+        yield Need(name, "critic", each * shape.parameters, f"{each} bytes x {shape.parameters:,}: {what}", place)
 
 # %% ../nbs/59_memory.ipynb #memory-writer
 DRAWN = 32  # bytes a logit: as float32 twice, and as float64 three times on the way to a token

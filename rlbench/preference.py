@@ -112,21 +112,30 @@ class Trust:
     bins: tuple[Bin, ...]
 
 
-def trust(differences_N: np.ndarray, longer_N: np.ndarray) -> Trust:
-    "Figures from score differences [N] and differences in length [N], the better less the worse. NaN where there is no pair."
+def trust(differences_N: np.ndarray, longer_N: np.ndarray, prompts_N: Sequence[str] | None = None) -> Trust:
+    "Figures from score differences [N] and differences in length [N], the better less the worse; pairs of one prompt (`prompts_N`) err together. NaN where there is no pair."
     d, n = np.asarray(differences_N, float), len(differences_N)
     if not n:
         return Trust(0, *[math.nan] * 6, ())
     share = lambda v: float(np.where(v == 0, 0.5, v > 0).mean())  # noqa: E731
     accuracy, bins = share(d), reliability(d)
-    return Trust(n, accuracy, math.sqrt(accuracy * (1 - accuracy) / n), float(np.logaddexp(0, -d).mean()), calibration_error(bins), float(d.mean()), share(np.asarray(longer_N)), bins)
+    return Trust(n, accuracy, _clustered(np.where(d == 0, 0.5, d > 0), range(n) if prompts_N is None else prompts_N), float(np.logaddexp(0, -d).mean()), calibration_error(bins), float(d.mean()), share(np.asarray(longer_N)), bins)
+
+# %% ../nbs/39_preference.ipynb #preference-clustered
+def _clustered(right_N: np.ndarray, clusters_N: Sequence) -> float:
+    "Standard error of a mean whose members come in clusters: the clusters are independent, their members need not be."
+    sums: dict = {}
+    for off, cluster in zip(right_N - right_N.mean(), clusters_N, strict=True):
+        sums[cluster] = sums.get(cluster, 0.0) + off
+    return math.sqrt(sum(s * s for s in sums.values())) / len(right_N)
 
 # %% ../nbs/39_preference.ipynb #preference-train
 @dataclass(frozen=True, eq=False)
 class PairExample:
-    "A pair as tokens."
+    "A pair as tokens, and its prompt."
     chosen: Example
     rejected: Example
+    prompt: str
 
 
 def encode_pairs(policy: Policy, pairs: Sequence[Preference], unusable: str = "refuse") -> tuple[list[PairExample], int]:
@@ -134,7 +143,7 @@ def encode_pairs(policy: Policy, pairs: Sequence[Preference], unusable: str = "r
     made, left_out = [], 0
     for number, p in enumerate(pairs, 1):
         try:
-            made.append(PairExample(encode_example(policy, p.prompt, p.chosen, p.chosen_stopped), encode_example(policy, p.prompt, p.rejected, p.rejected_stopped)))
+            made.append(PairExample(encode_example(policy, p.prompt, p.chosen, p.chosen_stopped), encode_example(policy, p.prompt, p.rejected, p.rejected_stopped), p.prompt))
         except ValueError as error:
             if unusable != "skip":
                 raise ValueError(f"pair {number}: {error}; or leave such ones out with unusable = 'skip'") from None
@@ -160,7 +169,7 @@ class RewardFit:
     sources: tuple[tuple[str, int], ...]
 
 
-def train_reward_model(policy: Policy, pairs: Sequence[Preference], settings: FitSettings = FitSettings(held_out=0.2), center: float = 0.01, unusable: str = "refuse",
+def train_reward_model(policy: Policy, pairs: Sequence[Preference], settings: FitSettings = FitSettings(epochs=4, held_out=0.2), center: float = 0.01, unusable: str = "refuse",
                        say: Callable[[str], None] = lambda line: None) -> tuple[RewardModel, RewardFit]:
     "A reward model over a copy of the policy's body, trained on pairs; held out are whole prompts. ValueError for pairs that cannot be used, or too few."
     began, model = time.perf_counter(), new_value_model(policy)
@@ -186,7 +195,7 @@ def examined(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: int, 
     "Trust in the model on these pairs."
     found = [pair_scores(model, pairs[i : i + at_once], pad_id) for i in range(0, len(pairs), at_once)]
     differences = np.concatenate([(c - r).cpu().numpy() for c, r in found]) if found else np.zeros(0)
-    return trust(differences, np.array([len(p.chosen.tokens_T) - len(p.rejected.tokens_T) for p in pairs]))
+    return trust(differences, np.array([len(p.chosen.tokens_T) - len(p.rejected.tokens_T) for p in pairs]), [p.prompt for p in pairs])
 
 # %% ../nbs/39_preference.ipynb #preference-save
 FIGURES = "reward_model.json"

@@ -39,7 +39,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
-    MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
+    MASKED = "masked"  # scored, but its group has fewer than two valid members, no token carries weight, or the shaping left it no reward
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
@@ -331,6 +331,7 @@ class StepRow:
     discard_count: float = 0.0
     discard_tokens: float = 0.0
     unfinished_at_fill: float = 0.0
+    unrewarded: tuple[int, ...] = ()  # rollouts of its groups that the shaping left no reward
 
 
 @dataclass(frozen=True)
@@ -523,6 +524,8 @@ correct | bool | | verdict of the verifier
 reward | float | reward | reward, null if there is none
 part_names | list[str] | | names of the reward's parts
 part_values | list[float] | reward | their values
+step_ends | list[int] | characters | of the response up to the ends of steps that had a reward
+step_rewards | list[float] | reward | of those steps
 length | int | tokens | response tokens
 turns | int | turns | responses in it
 said | list[str] | | of an episode of several turns: responses and observations as texts, in order

@@ -291,6 +291,7 @@ class _Giving(_Looking):
 
     reward = _giver("reward", "reward: rollout -> number, or (number, parts).")
     verifier = _giver("verifier", "verifier: response, answer -> bool.")
+    shaping = _giver("shaping", "shaping: rewards of a group -> rewards, with `lengths_R` and its like by name.")
     advantage = _giver("advantage", "advantage: rewards of a group -> advantages.")
     loss = _giver("loss", "loss: log-probs, old log-probs, advantages -> LossTerms.")
     correction = _giver("correction", "correction: old log-probs, the sampler's -> weights.")

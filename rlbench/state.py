@@ -63,6 +63,7 @@ class Scored:
     seconds: float
     message: str = ""
     at: float = 0.0
+    parts: tuple[tuple[str, float], ...] = ()
 
 # %% ../nbs/51_state.ipynb #state-events-two
 @dataclass(frozen=True)
@@ -348,6 +349,8 @@ class Member:
     waited: bool = False
     cut: str = ""  # asked to stop: requeue, partial or surplus
     masked: bool = False  # no token of it carries weight
+    parts: tuple[tuple[str, float], ...] = ()  # of the reward
+    unrewarded: bool = False  # in the batch that trains, the shaping leaves it no reward
 
 
 @dataclass
@@ -612,7 +615,7 @@ def own_fate(member: Member, group: GroupState, fate: Fate) -> Fate | None:
         return member.lost
     if member.outcome not in (None, Outcome.OK) and not group.doom:
         return Fate.ENVIRONMENT_ERROR
-    if member.masked and fate is Fate.TRAINED:
+    if (member.masked or member.unrewarded) and fate is Fate.TRAINED:
         return Fate.MASKED
     return Fate.SURPLUS if fate is Fate.ABORTED and member.reason is not StopReason.ABORTED else None
 

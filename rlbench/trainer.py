@@ -43,7 +43,7 @@ class TrainerConfig:
     optimizer_steps: int = 1  # per batch
     micro_tokens: int = 16_384  # tokens of one micro-batch, padding included
     precision: str = "fp32"  # or "bf16"
-    critic_warmup: int = 0  # versions in which only the critic learns
+    critic_warmup: int = 0  # batches in which only the critic learns, its first ones
     supervised_weight: float = 0.0  # what demonstrations count beside the policy's own rollouts
     device: str = "auto"  # or "cpu", "cuda"
     gradient_checkpointing: bool = False  # keep only what goes into a layer, and compute it once more
@@ -444,7 +444,9 @@ def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.de
 
 # %% ../nbs/35_trainer.ipynb #trainer-beside
 class Critic(Protocol):
-    "What predicts rewards. Its batch is that of the policy."
+    "What predicts rewards. Its batch is that of the policy; `batches` counts those it has learned from."
+
+    batches: int
 
     def values(self, arrays: Arrays) -> np.ndarray:
         "float [R, T]: what is expected where each token is written."
@@ -533,20 +535,21 @@ class Trainer:
         arrays, memory = self.prepared(groups, version)
         self.team.tell("train", arrays)
         metrics, told, compute = self.train_prepared(arrays)
-        learned = self.beside.critic.train(arrays) if self.beside.critic and arrays.returns_RT is not None else {}
         self.beside.memory = remembered(memory, arrays, metrics)
         self.beside.replay.keep(groups)
         counts_R = arrays.mask_RT.sum(1)
         own = [(int(i), float(a.sum() / n)) for i, a, n, shown in zip(arrays.rollouts_R, arrays.advantages_RT, counts_R, arrays.shown_R | arrays.replayed_R) if not shown]
         seconds = time.perf_counter() - began
-        return TrainResult(version, replace(metrics, **learned), dict(own), seconds, seconds if learned else compute, told)
+        return TrainResult(version, metrics, dict(own), seconds, compute if arrays.returns_RT is None else seconds, told)
 
     def train_prepared(self, arrays: Arrays) -> tuple[TrainMetrics, dict[int, Told], float]:
         "Train on a batch that is laid out, this process's share of it; metrics of the whole, what became of its tokens, and seconds of compute."
-        config = replace(self.config, learning_rate=0.0, weight_decay=0.0) if arrays.version < self.config.critic_warmup else self.config
-        found = train_arrays(self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team)
-        self.steps += found[0].optimizer_steps
-        return found
+        critic = self.beside.critic if arrays.returns_RT is not None else None
+        config = replace(self.config, learning_rate=0.0, weight_decay=0.0) if critic and critic.batches < self.config.critic_warmup else self.config
+        learned = critic.train(arrays) if critic else {}  # first: should it fail, the policy is as it was
+        metrics, told, compute = train_arrays(self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team)
+        self.steps += metrics.optimizer_steps
+        return replace(metrics, **learned), told, compute
 
     def set(self, objective: Objective | None = None, **settings) -> None:
         "Change the objective or fields of the config from the next batch on. What the forward pass was built for is fixed."

@@ -8,11 +8,11 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
            'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
-           'model_writer', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
-           'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
-           'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
-           'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at',
-           'version_of', 'worker_main', 'environment_main', 'scorer_main']
+           'model_writer', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'critic_of', 'make_trainer',
+           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
+           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
+           'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker',
+           'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -42,6 +42,7 @@ from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
+from .steps import pieces_of, place_steps
 from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
@@ -356,6 +357,10 @@ def _settings(config: RunConfig) -> dict:
         supervised_weight=config.supervised_weight,
     )
 
+
+def _critic_settings(config: RunConfig) -> dict:
+    return {**_settings(config), "learning_rate": config.critic_learning_rate, "epochs": config.critic_epochs, "clip": config.value_clip}
+
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
     "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
@@ -403,6 +408,13 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
 # %% ../nbs/54_worker.ipynb #worker-beside
+def step_rewards(decode: Callable, rollout) -> np.ndarray:
+    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends."
+    last = rollout.responses[-1].tokens.tolist()
+    placed = place_steps(rollout.steps, pieces_of(last, decode))
+    return np.concatenate([placed if s is rollout.responses[-1] else np.zeros(len(s)) for s in rollout.segments])
+
+
 def replayed_groups(config: RunConfig) -> int:
     "Groups that a trainer keeps to train on them again."
     return config.replay_size if config.replay_share else 0
@@ -416,14 +428,27 @@ def shown_of(config: RunConfig) -> int:
 def beside_of(config: RunConfig, policy):
     "What stands beside a run's model: replay, demonstrations, and how the ends of steps are found among tokens. ValueError for demonstrations that the policy cannot express."
     from rlbench.batch import Demonstrations, demonstration
+    from rlbench.model import decode_response
     from rlbench.supervised import encode_all, read_demonstrations
     from rlbench.trainer import Beside, Replay
 
     examples, _ = encode_all(policy, read_demonstrations(config.demonstrations)) if config.demonstrations else ([], 0)
     rows = tuple(demonstration(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
-    return Beside(replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed))
+    return Beside(critic=critic_of(config, policy), replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed), steps=partial(step_rewards, partial(decode_response, policy)))
 
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
+def critic_of(config: RunConfig, policy):
+    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
+    if not config.critic:
+        return None
+    from rlbench.critic import CriticConfig, ValueCritic
+    from rlbench.heads import new_value_model
+    from rlbench.model import load_policy
+
+    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
+    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+
+
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch
@@ -443,6 +468,8 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     trainer.set(objective_of(config, functions), **_settings(config))
     b = trainer.beside
     b.replay.size, b.replay.share, b.shown.count = replayed_groups(config), config.replay_share, shown_of(config)
+    if trainer.beside.critic:
+        trainer.beside.critic.set(**_critic_settings(config))
 
 
 def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
