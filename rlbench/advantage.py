@@ -97,7 +97,7 @@ def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.
     names = [*names_K] if names_K is not None else [""] * parts
     for name, text in found.items():
         if name not in names:
-            raise unknown("weights", name, filter(None, names))
+            raise unknown("weights", name, [known for known in names if known])
         try:
             float(text)
         except ValueError:
@@ -165,8 +165,9 @@ def reinforce_pp(rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0
 
 
 def reinforce_pp_baseline(rewards_R, groups_R, mask_RT, kl_RT=None) -> np.ndarray:
-    "Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R, T] (arXiv 2501.03262)."
-    return reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
+    "Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R, T]; 0 for a rollout alone in its group (arXiv 2501.03262)."
+    white_RT = reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
+    return np.where(np.isnan(np.asarray(rewards_R, float))[:, None], white_RT, np.nan_to_num(white_RT))
 
 # %% ../nbs/30_advantage.ipynb #advantage-gae
 def next_values(values_RT, mask_RT) -> np.ndarray:

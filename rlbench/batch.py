@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Row', 'row_of', 'Arrays', 'lay_out', 'of_batch', 'kl_of', 'by_group', 'of_whole_batch', 'demonstration', 'joined',
-           'Context', 'prepare', 'alphas']
+           'Demonstrations', 'Context', 'prepare', 'alphas']
 
 # %% ../nbs/34_batch.ipynb #batch-imports
 import math
@@ -16,7 +16,7 @@ import numpy as np
 from .correction import alpha
 from .knobs import ingredients_of, supply
 from .objective import Objective
-from .records import Group, Rollout, Task, prompt_segment, response_segment
+from .records import Group, Rollout, Task, prompt_segment, response_segment, stream_key, uniforms
 from .shaping import facts_of, shaped
 
 # %% ../nbs/34_batch.ipynb #batch-row
@@ -193,6 +193,25 @@ def joined(one: Arrays, other: Arrays, pad: int = 0) -> Arrays:
         elif isinstance(a, np.ndarray):
             found[f.name] = np.concatenate([a, b])[order]
     return replace(one, **found)
+
+# %% ../nbs/34_batch.ipynb #batch-shown
+@dataclass
+class Demonstrations:
+    "Rows to be imitated, some of them with every batch: all in turn, in an order drawn anew each time round."
+    rows: tuple[Row, ...] = ()
+    count: int = 0  # with a batch
+    seed: int = 0
+
+    def __call__(self, version: int) -> tuple[Row, ...]:
+        "Those that go with the batch that makes `version`; which ones depends on the version alone."
+        if not self.rows or not self.count:
+            return ()
+        places = range((version - 1) * self.count, version * self.count)
+        return tuple(self.rows[int(self._order(place // len(self.rows))[place % len(self.rows)])] for place in places)
+
+    def _order(self, round: int) -> np.ndarray:
+        keys = np.full(len(self.rows), stream_key(self.seed, "demonstrations", round), np.uint64)
+        return np.argsort(uniforms(keys, np.arange(len(self.rows))), kind="stable")
 
 # %% ../nbs/34_batch.ipynb #batch-prepare
 @dataclass(frozen=True)

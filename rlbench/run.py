@@ -31,6 +31,7 @@ from .loop import check_ramp
 from .process import clear, close_books
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import check, give, rescore
+from .scorer import look_around
 from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
 from .webhook import address
 
@@ -90,6 +91,8 @@ def run(source: str | Mapping | RunConfig = "tiny", *, runs: str | Path = "runs"
     name = config.name or free_name(root, stem)
     check_sinks(config.sinks)
     check_watch(config, extra)
+    if config.generator != "scripted":
+        look_around({"reference": config.reference, "teacher": config.teacher, "reward_model": config.reward_model}, config.judge.url, config.judge.key)
     make_pools(config, {**functions_of_files(config.model_dump()), **extra})  # what the task files refuse is refused now
     config, copies = keep_files(config)
     folder = create_run_folder(root, name)
@@ -233,6 +236,13 @@ class _Seeing(_Looking):
 
         return read_rollout(self.folder, rollout, attempt)
 
+    def cards(self, rollouts, loss=None, policy: bool = False, **changes):
+        """Loss cards of rollouts (ids, a frame with a column `rollout`, or "queue": what waits in the newest checkpoint) under each of `loss`; `frame` and `summary` are tables. `changes` as in `StoredRollout.card`.
+        Raises ValueError for a rollout that is not stored or a name that is not known."""
+        from rlbench.losscard import loss_cards
+
+        return loss_cards(self.folder, rollouts, loss, policy, **changes)
+
     def rank(self, author: str = ""):
         "Pairs of responses to the same task; which is better? The answers are kept as preferences in the run folder."
         from rlbench.ranking import rank
@@ -288,6 +298,7 @@ class _Giving(_Looking):
 
     reward = _giver("reward", "reward: rollout -> number, or (number, parts).")
     verifier = _giver("verifier", "verifier: response, answer -> bool.")
+    shaping = _giver("shaping", "shaping: rewards of a group -> rewards, with `lengths_R` and its like by name.")
     advantage = _giver("advantage", "advantage: rewards of a group -> advantages.")
     loss = _giver("loss", "loss: log-probs, old log-probs, advantages -> LossTerms.")
     correction = _giver("correction", "correction: old log-probs, the sampler's -> weights.")

@@ -269,7 +269,7 @@ class FitSettings:
     "Settings of a supervised fit. ValueError names a field out of range."
     learning_rate: float = 5e-4  # of a model below a million weights; 1e-5 suits one of a billion
     epochs: int = 3
-    batch: int = 32  # examples (or pairs) of an optimizer step
+    batch: int = 16  # examples (or pairs) of an optimizer step
     warmup: float = 0.05  # share of the steps over which the learning rate rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

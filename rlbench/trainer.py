@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .batch import Arrays, Context, Row, alphas, prepare
+from .batch import Arrays, Context, Demonstrations, alphas, prepare
 from .correction import chi_square, ess, kl_k3
 from .forward import check_packing, compute_again, packed_logprobs, shareable, shared_logprobs
 from .knobs import supply
@@ -479,10 +479,10 @@ class Replay:
 
 @dataclass
 class Beside:
-    "What stands beside model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout -> rewards at its tokens; `shown`: the version to be made -> demonstrations."
+    "What stands beside model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout -> rewards at its tokens; `shown`: what is imitated."
     critic: Critic | None = None
     replay: Replay = field(default_factory=Replay)
-    shown: Callable[[int], tuple[Row, ...]] = lambda version: ()
+    shown: Demonstrations = field(default_factory=Demonstrations)
     steps: Callable[[Rollout], np.ndarray] | None = None
     memory: dict[str, float] = field(default_factory=dict)
 

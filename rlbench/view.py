@@ -204,7 +204,7 @@ def _configured(snapshot: Snapshot, knob: str) -> object:
     return found if found is not None else knobs_in(RunConfig)[knob][1] if knob in knobs_in(RunConfig) else None
 
 # %% ../nbs/58_view.ipynb #view-tables
-ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer") for part in ("compute", "wait", "publish", "overhead"))
+ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer", "scorer") for part in ("compute", "wait", "publish", "overhead"))
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
