@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -274,11 +275,12 @@ SWAPPED = ("loss", "correction", "advantage", "aggregation", "old", "kl", "kl_we
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    "An objective, what its parts are called, the weight of its KL term, and whether the advantages that are stored are its own."
+    "An objective, what its parts are called, the weight of its KL term, whether the advantages that are stored are its own, and whether anything was swapped."
     objective: Objective
     labels: tuple[tuple[str, str], ...]
     kl_weight: float
     own: bool = True
+    swapped: bool = False
 
     @property
     def words(self) -> str:
@@ -314,7 +316,7 @@ def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
             objective = replace(objective, partials=tis if labels[part] == "none" else value)
     asked = changes.get("kl_weight", objective.kl_weight if "kl" in changes and not recipe.objective.kl else recipe.kl_weight)
     fresh = {"advantage", "shaping", "kl_in"} & changes.keys() or objective.kl_in == "reward" and {"kl", "kl_weight"} & changes.keys()
-    return Recipe(objective, tuple(labels.items()), float(asked) if objective.kl else 0.0, recipe.own and not fresh)
+    return Recipe(objective, tuple(labels.items()), float(asked) if objective.kl else 0.0, recipe.own and not fresh, recipe.swapped or bool(changes))
 
 
 def _filled(part: str, value, known: Mapping[str, Callable]) -> Mapping:
@@ -430,10 +432,15 @@ class LossCard:
         "The rollout and what is stored of it."
         return self.batch.member(self.rollout)
 
-    @property
+    @cached_property
     def frame(self) -> "pl.DataFrame":
         "A row per response token."
         return frame_of(self)
+
+    @cached_property
+    def counts(self) -> "Counts":
+        "Its tokens by what happens to them."
+        return counts_of(self)
 
     @property
     def figure(self) -> Chart:
@@ -447,7 +454,10 @@ class LossCard:
 
     def swap(self, **changes) -> "LossCard":
         "The same rollout under another loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in or shaping: names, tables or functions. ValueError for what cannot be."
-        return card_of(self.batch, self.rollout, swap(self.recipe, self.batch, **changes), self.decode)
+        recipe = swap(self.recipe, self.batch, **changes)
+        if self.sheet is not None and self.recipe.own and recipe.own:  # laid out alike
+            return replace(self, recipe=recipe, sheet=_sheet(self.batch, recipe, self.sheet.arrays))
+        return card_of(self.batch, self.rollout, recipe, self.decode)
 
     def compare(self, **changes) -> "Comparison":
         "This card beside the one that `swap` gives: the tokens that change."
@@ -530,7 +540,7 @@ class Counts:
 
 def counts_of(card: LossCard) -> Counts:
     "The counts of a card; tokens with weight in the loss."
-    f = frame_of(card)
+    f = card.frame
     weightless = int((~f["mask"]).sum())
     f = f.filter(f["gradient"].is_not_null())
     g, clip, correction = f["gradient"].to_numpy(), f["clip"].to_numpy(), f["correction"].to_numpy()
@@ -542,7 +552,7 @@ def sentence(card: LossCard) -> str:
     "What the objective does to this rollout."
     if card.row is None:
         return left_out(card)
-    c, f = counts_of(card), frame_of(card)
+    c, f = card.counts, card.frame
     advantages = f["advantage"].drop_nulls().to_numpy()
     told = _advantage_in_words(card, advantages)
     if not c.up + c.down:
@@ -570,7 +580,7 @@ def _because(c: Counts, pushed: bool) -> str:
     if c.dropped:
         why.append(f"the correction masks {'all of them' if c.dropped == c.tokens else c.dropped}")
     if c.capped:
-        why.append(f"{c.capped} capped, which keep their gradient")
+        why.append(f"{c.capped} capped, {'which keeps its' if c.capped == 1 else 'which keep their'} gradient")
     if c.weightless:
         why.append(f"{c.weightless} more carry no weight")
     return "".join(f"; {each}" for each in why)
@@ -627,7 +637,7 @@ def _reasons(card: LossCard) -> list[str]:
         found.append(f"the correction ({dict(card.recipe.labels)['correction']}) gives all {_tokens(len(g))} weight 0: sampler and trainer are too far apart for its bounds")
     if not s.share_RT[card.row][inside].any():
         found.append(f"the aggregation ({dict(card.recipe.labels)['aggregation']}) gives all {_tokens(len(g))} weight 0")
-    c = counts_of(card)
+    c = card.counts
     if advantages.any() and c.clipped == c.tokens:
         found.append(f"all {_tokens(c.tokens)} clipped {c.sides}: their ratio is past the bound in the direction in which they were to go")
     if kl and not card.recipe.kl_weight:
@@ -705,7 +715,7 @@ CARD_STYLE = (
     f".rl-lc .key{{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:11.5px;margin:6px 0 8px;color:{SOFT}}}.rl-lc .key .t{{color:{INK};margin-right:3px;padding:1px 5px}}"
     f".rl-lc .lc-rows{{overflow:auto;max-height:26em;border-top:1px solid {GRID}}}.rl-lc table.lc{{border-collapse:collapse;font-size:12px;margin:0;width:auto;border:0}}"
     f".rl-lc table.lc th{{position:sticky;top:0;background:{GROUND};font-weight:600;color:{SOFT};text-align:right;padding:3px 8px;white-space:nowrap}}.rl-lc table.lc td{{text-align:right;padding:1px 8px;white-space:nowrap;border:0}}"
-    f".rl-lc table.lc tr{{background:none!important}}.rl-lc table.lc td.tok,.rl-lc table.lc th.tok{{text-align:left;font-family:var(--jp-code-font-family,ui-monospace,monospace);white-space:pre}}.rl-lc .off{{color:{SOFT}}}"
+    f".rl-lc table.lc tr{{background:none!important}}.rl-lc table.lc td.tok,.rl-lc table.lc th.tok{{text-align:left;font-family:var(--jp-code-font-family,ui-monospace,monospace);white-space:pre}}.rl-lc .off{{color:{SOFT}}}.rl-lc table.lc td.said{{text-align:left;white-space:normal;min-width:22em}}"
     f".rl-lc summary{{cursor:pointer;font-size:12px;color:{SOFT};margin:6px 0 4px}}.rl-lc ul{{margin:4px 0 0;padding-left:18px;font-size:12px;color:{SOFT}}}.rl-lc figure{{margin:0}}"
     f".rl-lc .why{{border-left:3px solid {GRID};padding:2px 10px;margin:6px 0;font-size:12.5px}}.rl-lc .why p{{margin:0}}.rl-lc .lc-two{{display:grid;grid-template-columns:1fr 1fr;gap:4px 18px}}@container (max-width:760px){{.rl-lc .lc-two{{grid-template-columns:1fr}}}}"
 )
@@ -775,10 +785,17 @@ def card_html(card: LossCard, open: bool = False) -> str:
     "One card, without the styles; `open` unfolds the terms."
     why = "" if card.row is not None and card.sheet.gradient_RT[card.row].any() and abs(card.sheet.loss) > 1e-7 else why_html(card)
     told = "" if card.row is None else (f'<p class="soft">part of the step\'s loss {short(card.loss)} of {short(card.sheet.loss)}, which has {card.sheet.totals.sequences:,} rollouts and {card.sheet.totals.tokens:,} tokens'
-                                        + (f"; logged {short(card.batch.logged.loss)}" if card.batch.logged.loss is not None and card.recipe.own else "") + "</p>")
+                                        + _logged_in_words(card) + "</p>")
     listed = "".join(f"<li>{text(note)}</li>" for note in notes(card))
     return (f'<article class="card" aria-label="loss card of rollout {card.rollout}"><p class="lead">{text(sentence(card)[:1].upper() + sentence(card)[1:])}</p><p class="soft">Rollout {card.rollout}: {text(card.recipe.words)}</p>{why}'
             f'{strip_html(card)}{key_html(card)}{told}<details{" open" if open else ""}><summary>every term of every token</summary>{table_html(card)}</details>{f"<ul>{listed}</ul>" if listed else ""}</article>')
+
+
+def _logged_in_words(card: LossCard) -> str:
+    if card.batch.logged.loss is None or card.recipe.swapped or card.batch.policy:
+        return ""
+    several = card.batch.config.optimizer_steps > 1
+    return f"; the step table has {short(card.batch.logged.loss)}" + (", the mean of the batch's optimizer steps" if several else "")
 
 
 def why_html(card: LossCard) -> str:
@@ -792,7 +809,7 @@ class Comparison:
     one: LossCard
     other: LossCard
 
-    @property
+    @cached_property
     def frame(self) -> "pl.DataFrame":
         "A row per token: gradient, term, clip and correction of both, and whether it changes."
         import polars as pl
@@ -843,9 +860,10 @@ def comparison_html(c: Comparison) -> str:
     "Both strips, and the tokens that change; without the styles."
     names, changed = _names(c.one, c.other), c.frame["changed"].to_list()
     sides = "".join(f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed)}</section>' for name, each in zip(names, (c.one, c.other)))
-    keep = ("ratio", "clip", "correction", "weight", "term", "gradient")
-    head = "".join(f"<th>{name}, {text(side)}</th>" for name in keep for side in names)
-    rows = "".join(f'<tr><td>{r["position"]}</td>{_cell("token", r["token"])}{"".join(_cell(k, r[f"{k}_{w}"]) for k in keep for w in ("one", "other"))}</tr>' for r in c.changed.head(400).iter_rows(named=True))
+    columns = [(f"{k}_one", k) for k in ("ratio", "clip", "correction", "weight", "term", "gradient")]
+    columns = [pair for one, k in columns for pair in ([(one, k)] if c.changed[one].equals(c.changed[f"{k}_other"]) else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")])]
+    head = "".join(f"<th>{text(name)}</th>" for _, name in columns)
+    rows = "".join(f'<tr><td>{r["position"]}</td>{_cell("token", r["token"])}{"".join(_cell(k, r[k]) for k, _ in columns)}</tr>' for r in c.changed.head(400).iter_rows(named=True))
     return (f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; then: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
             f'<details><summary>the tokens that change</summary><div class="lc-rows" tabindex="0" role="region" aria-label="tokens that change"><table class="lc"><thead><tr><th>#</th><th class="tok">token</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details></article>')
 
@@ -871,7 +889,7 @@ class Cards:
 
         rows = []
         for c, name in self._pairs():
-            n, g = counts_of(c), c.frame["gradient"].fill_null(0.0)
+            n, g = c.counts, c.frame["gradient"].fill_null(0.0)
             rows.append({"rollout": c.rollout, "objective": name, "advantage": c.frame["advantage"].mean(), "loss": None if c.row is None else c.loss, "gradient": float(g.abs().sum()), "tokens": n.tokens, "raised": n.up, "lowered": n.down,
                          "clipped": n.clipped, "capped": n.capped, "dropped": n.dropped, "words": sentence(c)})
         return pl.DataFrame(rows)
@@ -889,8 +907,9 @@ class Cards:
 
     def _repr_html_(self) -> str:
         names = [c for c in self.summary.columns if c != "words"] + ["words"]
-        head = "".join(f'<th class="{"tok" if n in ("objective", "words") else ""}">{n}</th>' for n in names)
-        rows = "".join("<tr>" + "".join(f'<td class="tok">{text(r[n])}</td>' if n in ("objective", "words") else _cell(n, r[n]) for n in names) + "</tr>" for r in self.summary.iter_rows(named=True))
+        kinds = {"objective": "tok", "words": "said"}
+        head = "".join(f'<th class="{"tok" if n in kinds else ""}">{n}</th>' for n in names)
+        rows = "".join("<tr>" + "".join(f'<td class="{kinds[n]}">{text(r[n])}</td>' if n in kinds else _cell(n, r[n]) for n in names) + "</tr>" for r in self.summary.iter_rows(named=True))
         return framed(f'<div class="lc-rows"><table class="lc"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>')
 
 

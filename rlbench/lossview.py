@@ -38,7 +38,7 @@ def widgets():
 def slider_of(name: str, knob, value):
     "A widget for a knob: a menu, a tick, or a slider over its range; of a very wide range the part up to ten times the value."
     w = widgets()
-    about = dict(description=name, description_tooltip=knob.help, style={"description_width": "84px"})
+    about = dict(description=name, tooltip=knob.help, style={"description_width": "84px"})
     if knob.choices or isinstance(value, (bool, str)):
         return w.Dropdown(options=list(knob.choices) or [value], value=value, **about) if not isinstance(value, bool) else w.Checkbox(value=value, indent=False, **about)
     low, high = (value if bound is None else bound for bound in (knob.low, knob.high))
@@ -53,7 +53,7 @@ class LossView:
     def __init__(self, folder: str | Path, rollout: int | None = None, attempt: int | None = None, policy: bool = False):
         w = widgets()
         self.folder, self.policy, self.decode, self.known = Path(folder), policy, load_decoder(folder), captured_functions(Path(folder))["loss"]
-        self.batch = self.recipe = self.card = self.rollout = None
+        self.batch = self.recipe = self.own = self.card = self.rollout = None
         self.menus = {part: w.Dropdown(description=part, options=[""], style={"description_width": "84px"}) for part in LIVE}
         self.knobs, self.knob_box, self.view, self.note = {}, w.Box([]).add_class("lc-knobs"), w.HTML(), w.HTML()
         self.beside = w.Checkbox(value=True, description="beside the run's own", indent=False)
@@ -71,6 +71,7 @@ class LossView:
         batch = read_batch(self.folder, rollout, attempt)
         self.batch, self.rollout = with_policy(batch) if self.policy else batch, rollout
         before, self.recipe = self.recipe, recipe_of(self.batch)
+        self.own = card_of(self.batch, rollout, self.recipe, self.decode)
         if before is None or before.labels != self.recipe.labels:
             self._do(lambda: _new_recipe(self))
         else:
@@ -158,7 +159,7 @@ def _changes(view: LossView) -> dict[str, object]:
 
 
 def _show(view: LossView) -> None:
-    own, changes = card_of(view.batch, view.rollout, view.recipe, view.decode), view.changes
+    own, changes = view.own, view.changes
     view.card = own.swap(**changes) if changes else own
     body = card_html(view.card, open=False)
     if changes and view.beside.value:

