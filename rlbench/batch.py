@@ -158,7 +158,8 @@ def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, obj
     given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
     zeros_RT = np.zeros(arrays.mask_RT.shape)
     known = {"kl_RT": zeros_RT, "steps_RT": np.full(arrays.mask_RT.shape, np.nan), "lengths_R": arrays.mask_RT.sum(1), **given, **there}
-    found = supply(objective.advantage, arrays.rewards_R, **known)
+    outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * ("steps_RT" in ingredients_of(objective.advantage, 1))  # a reward contains those of its steps, which are given by themselves
+    found = supply(objective.advantage, outcome_R, **known)
     advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     return _per_token(advantages, arrays.mask_RT), None if returns is None else _per_token(returns, arrays.mask_RT)
 
