@@ -547,7 +547,7 @@ def counts_of(card: LossCard) -> Counts:
     stopped = (clip != "") & (g == 0) & (correction != 0)
     return Counts(len(f), int((g < 0).sum()), int((g > 0).sum()), int(stopped.sum()), " and ".join(sorted(set(clip[stopped]), reverse=True)), int((correction == 0).sum()), int(((clip != "") & (g != 0)).sum()), weightless)
 
-
+# %% ../nbs/63_losscard.ipynb #losscard-sentence
 def sentence(card: LossCard) -> str:
     "What the objective does to this rollout."
     if card.row is None:
@@ -840,7 +840,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         return framed(comparison_html(self))
 
-
+# %% ../nbs/63_losscard.ipynb #losscard-compare-words
 def change_in_words(c: Comparison) -> str:
     "How many tokens change, and how."
     f, names = c.frame, _names(c.one, c.other)
