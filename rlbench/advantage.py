@@ -190,7 +190,7 @@ def gae(
     lam: Knob(0, 1, help="1: outcome minus value; 0: one step of the critic") = 0.95,
     whitened: Knob(help="advantages to mean 0 and deviation 1 over the tokens of the batch; the returns stay as they are") = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). Needs no group."
+    "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). `values_RT` are those of what precedes each token. Needs no group."
     mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
     surprise_RT = token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
     advantages_RT = discounted(surprise_RT, mask_RT, gamma * lam)

@@ -157,8 +157,9 @@ def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, obj
     "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
     given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
     zeros_RT = np.zeros(arrays.mask_RT.shape)
-    known = {"kl_RT": zeros_RT, "steps_RT": zeros_RT, "lengths_R": arrays.mask_RT.sum(1), **given, **there}
-    found = supply(objective.advantage, arrays.rewards_R, **known)
+    known = {"kl_RT": zeros_RT, "steps_RT": np.full(arrays.mask_RT.shape, np.nan), "lengths_R": arrays.mask_RT.sum(1), **given, **there}
+    outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * ("steps_RT" in ingredients_of(objective.advantage, 1))  # a reward contains those of its steps, which are given by themselves
+    found = supply(objective.advantage, outcome_R, **known)
     advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     return _per_token(advantages, arrays.mask_RT), None if returns is None else _per_token(returns, arrays.mask_RT)
 
@@ -219,7 +220,7 @@ class Context:
     "What a batch is prepared with beside its groups: a critic's `values` (arrays -> values_RT), the token places of step rewards, numbers that last over batches, and this batch's weights of KL and entropy."
     version: int = 0
     values: Callable[[Arrays], np.ndarray] | None = None
-    steps: Callable[[Rollout], np.ndarray] | None = None  # rollout -> rewards at the tokens of all its segments
+    steps: Callable[[Rollout], np.ndarray] | None = None  # rollout -> rewards at the tokens of all its segments, NaN where no step ends
     memory: dict[str, float] = field(default_factory=dict)
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
@@ -251,7 +252,8 @@ def _valued(arrays: Arrays, rows: Sequence[Row], objective: Objective, context: 
         there["kl_RT"] = context.kl_weight * (arrays.sampler_RT - arrays.reference_RT) * arrays.mask_RT
     if "steps_RT" in asked and context.steps is not None:
         placed = {row.rollout.id: context.steps(row.rollout) for row in rows}
-        there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, arrays.mask_RT.shape[1] - len(placed[i]))))[: arrays.mask_RT.shape[1]] for i in arrays.rollouts_R])
+        width = arrays.mask_RT.shape[1]
+        there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, width - len(placed[i]))), constant_values=np.nan)[:width] for i in arrays.rollouts_R])
     if "values_RT" in asked and context.values is not None:
         there["values_RT"] = context.values(arrays)
     advantages_RT, returns_RT = of_whole_batch(arrays, objective, there)

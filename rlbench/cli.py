@@ -8,10 +8,10 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'family_order', 'ls',
            'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'why_command', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
-           'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
-           'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay', 'study', 'balance', 'crashes',
-           'staleness', 'stragglers', 'panel', 'main']
+           'doctor', 'why_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command',
+           'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
+           'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay',
+           'study', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -782,6 +782,38 @@ def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = 
     with friendly():
         found = attach(name, runs=runs).why()
     emit(found.plain()) if as_json else Console().print(Text(str(found)))
+
+# %% ../nbs/91_cli.ipynb #cli-card
+def part_of(text: str) -> str | dict:
+    "A part of the objective as typed: NAME, or NAME:KNOB=VALUE,KNOB=VALUE. ValueError for anything else."
+    name, _, knobs = text.partition(":")
+    return name if not knobs else {"name": name, **dict(parse_assignment(each) for each in knobs.split(","))}
+
+
+@app.command("card")
+def card_command(
+    name: RunName,
+    rollout: Annotated[int, typer.Argument(help="id of a rollout: trained, ended, or waiting in the newest checkpoint")],
+    loss: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="another loss than the run's own")] = "",
+    against: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="a loss to compare with: the tokens that change")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="PART=NAME[:KNOB=VALUE,...]", help="advantage, correction, aggregation, old, kl, kl_weight, kl_in or shaping")] = None,
+    attempt: Annotated[int | None, typer.Option(help="of a rollout that was tried more than once")] = None,
+    policy: Annotated[bool, typer.Option("--policy", help="compute log-probabilities now, with the saved policy")] = False,
+    tokens: Annotated[int | None, typer.Option(help="show the first so many")] = None,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "What the loss does to one rollout, token by token, and why it is 0 where it is."
+    from rlbench.losscard import loss_card
+
+    with friendly():
+        changes = {"loss": part_of(loss)} if loss else {}
+        for text in set_ or []:
+            part, _, value = text.partition("=")
+            changes[part] = float(value) if part == "kl_weight" else part_of(value)
+        card = loss_card(attach(name, runs=runs).folder, rollout, attempt, policy, **changes)
+        shown = card.compare(loss=part_of(against)) if against else card
+    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts()}) if as_json else print(shown.text(most=tokens))
 
 # %% ../nbs/91_cli.ipynb #cli-fork
 @app.command("fork")

@@ -13,8 +13,8 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'CA
            'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed',
            'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint',
            'needed_checkpoints', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'pick_up',
-           'take_reference', 'undone_commands', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked',
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference',
+           'undone_commands', 'pick_up', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked',
            'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given',
            'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
            'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
@@ -945,6 +945,29 @@ def beyond(folder: Path, last: Mapping[str, int], alive: set[tuple[int, int]]) -
         found.rows[rollout, attempt] = seq, tokens, seconds or 0.0
     return found
 
+# %% ../nbs/55_driver.ipynb #driver-undone
+def take_reference(folder: Path, checkpoint: Path) -> None:
+    "Put a refreshed reference where the scorer looks for it: that of the checkpoint, in place of a later one."
+    drop_reference(folder)
+    if (stored := checkpoint / TRAINER / REFERENCE_FILE).exists():
+        shutil.copyfile(stored, folder / REFERENCE_FILE)
+
+
+def undone_commands(driver: "Driver", last: int) -> list[str]:
+    "Journal the commands whose effect is lost, put back the files of those that never had one; returns the ids of the first."
+    rows = read_table(driver.folder, "commands")
+    answered = {*rows["command"], *(command.id for command in driver.state.commands)}
+    for path in (driver.folder / "commands" / "done").glob("*.json"):
+        if path.stem not in answered:
+            os.replace(path, driver.folder / "commands" / path.name)
+    undone, waits = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")], {c.id for c in driver.state.commands}
+    for row in undone:
+        told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
+        why = "it takes effect once more" if row["command"] in waits else "ask again"
+        driver.append("commands", **told, status="lost", reason=f"it took effect after the checkpoint that the run was resumed from; {why}", apply="", version=driver.state.version,
+                      dispatched=driver.state.dispatched_groups)
+    return [row["command"] for row in undone if row["command"] not in waits]
+
 # %% ../nbs/55_driver.ipynb #driver-pick-up
 def pick_up(driver: "Driver") -> None:
     "Make the run go on from its checkpoint: say which rows are lost, book them, and put the loop's state in order."
@@ -976,29 +999,6 @@ def pick_up(driver: "Driver") -> None:
         state.commands += [event] if event.knob != "stop" else []
         if event.knob == "stop" and event.author != driver.asked_to_end:  # what the process itself asks for, it asks again
             refuse(driver, event, "stop: the run was resumed after it was asked for; ask again")
-
-
-def take_reference(folder: Path, checkpoint: Path) -> None:
-    "Put a refreshed reference where the scorer looks for it: that of the checkpoint, in place of a later one."
-    drop_reference(folder)
-    if (stored := checkpoint / TRAINER / REFERENCE_FILE).exists():
-        shutil.copyfile(stored, folder / REFERENCE_FILE)
-
-
-def undone_commands(driver: "Driver", last: int) -> list[str]:
-    "Journal the commands whose effect is lost, put back the files of those that never had one; returns the ids of the first."
-    rows = read_table(driver.folder, "commands")
-    answered = {*rows["command"], *(command.id for command in driver.state.commands)}
-    for path in (driver.folder / "commands" / "done").glob("*.json"):
-        if path.stem not in answered:
-            os.replace(path, driver.folder / "commands" / path.name)
-    undone, waits = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")], {c.id for c in driver.state.commands}
-    for row in undone:
-        told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
-        why = "it takes effect once more" if row["command"] in waits else "ask again"
-        driver.append("commands", **told, status="lost", reason=f"it took effect after the checkpoint that the run was resumed from; {why}", apply="", version=driver.state.version,
-                      dispatched=driver.state.dispatched_groups)
-    return [row["command"] for row in undone if row["command"] not in waits]
 
 
 def _forget_evaluations(driver: "Driver") -> None:

@@ -246,7 +246,7 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     value, outcome, message = _call("reward", reward, deadline, rollout)
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
-    checked = checked_reward(value, function_name(reward), None if len(rollout.responses) > 1 else len(rollout.text))
+    checked = checked_reward(value, function_name(reward), len(rollout.text))
     return Judged(rollout.correct, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began, checked.steps)
 
 

@@ -30,7 +30,7 @@ from operator import index
 
 import numpy as np
 
-from .advantage import MIN_GROUP, dr_grpo, informative
+from .advantage import MIN_GROUP, informative
 from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, row_of, touch
 from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import Curriculum, draw, observe
@@ -825,14 +825,15 @@ def drop_barren(state: LoopState, batch: list[int], actions: list) -> bool:
 def teaches(state: LoopState, members: list[Member], rewards_R: np.ndarray, actions: list) -> bool:
     "Whether the advantage in force gives any member something other than 0 for these shaped rewards. Where it fails for good, the question is left open."
     known = vars(known_of(members))
-    while True:
+    while not np.isnan(rewards_R).all():
         advantage = in_place(state, "advantage")
         alone = all(name in known for name, needed in ingredients_of(advantage, 1).items() if needed)
         try:
-            return informative(rewards_R, partial(supply, advantage, **known) if alone else dr_grpo)
+            return informative(rewards_R, partial(supply, advantage, **known) if alone else advantage)
         except Exception as error:
             if not try_again(state, "advantage", advantage, error, actions):
                 return True
+    return False
 
 
 def enqueue(state: LoopState, group: GroupState) -> None:

@@ -236,6 +236,13 @@ class _Seeing(_Looking):
 
         return read_rollout(self.folder, rollout, attempt)
 
+    def cards(self, rollouts, loss=None, policy: bool = False, **changes):
+        """Loss cards of rollouts (ids, a frame with a column `rollout`, or "queue": what waits in the newest checkpoint) under each of `loss`; `frame` and `summary` are tables. `changes` as in `StoredRollout.card`.
+        Raises ValueError for a rollout that is not stored or a name that is not known."""
+        from rlbench.losscard import loss_cards
+
+        return loss_cards(self.folder, rollouts, loss, policy, **changes)
+
     def rank(self, author: str = ""):
         "Pairs of responses to the same task; which is better? The answers are kept as preferences in the run folder."
         from rlbench.ranking import rank

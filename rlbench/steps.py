@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['expected_steps', 'Step', 'working', 'steps_of', 'first_wrong', 'share_right', 'conclusion', 'agrees', 'place_steps',
-           'pieces_of', 'step_rewards']
+           'pieces_of']
 
 # %% ../nbs/24_steps.ipynb #steps-imports
 import re
@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from .records import Rollout
 
 # %% ../nbs/24_steps.ipynb #steps-expected
 _SUM, _COUNT = re.compile(r"(\d+(?:\+\d+)+)=\s*$"), re.compile(r"([a-z]+)/([a-z])=\s*$")
@@ -126,12 +124,3 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
         pieces.append(text[len(decode(tokens[before:upto])):])
         before, upto = upto, end
     return pieces
-
-
-def step_rewards(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> np.ndarray:
-    "The rollout's step rewards at the tokens of all its segments, float64 [T]; characters are counted over its responses one after the other."
-    placed_T = np.zeros(sum(len(s) for s in rollout.segments))
-    if rollout.steps:
-        here_T = np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])
-        placed_T[here_T] = place_steps(rollout.steps, [piece for s in rollout.responses for piece in pieces_of(s.tokens, decode)])
-    return placed_T

@@ -8,7 +8,7 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
            'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
-           'model_writer', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'critic_of', 'make_trainer',
+           'model_writer', 'critic_of', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer',
            'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
            'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
            'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker',
@@ -407,12 +407,25 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
+# %% ../nbs/54_worker.ipynb #worker-critic
+def critic_of(config: RunConfig, policy):
+    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
+    if not config.critic:
+        return None
+    from rlbench.critic import CriticConfig, ValueCritic
+    from rlbench.heads import new_value_model
+    from rlbench.model import load_policy
+
+    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
+    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+
 # %% ../nbs/54_worker.ipynb #worker-beside
 def step_rewards(decode: Callable, rollout) -> np.ndarray:
-    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends."
-    last = rollout.responses[-1].tokens.tolist()
-    placed = place_steps(rollout.steps, pieces_of(last, decode))
-    return np.concatenate([placed if s is rollout.responses[-1] else np.zeros(len(s)) for s in rollout.segments])
+    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends; NaN elsewhere."
+    pieces = pieces_of(rollout.responses[-1].tokens.tolist(), decode) if rollout.steps else []
+    ends_T = place_steps([(end, 1.0) for end, _ in rollout.steps], pieces) > 0
+    placed_T = np.where(ends_T, place_steps(rollout.steps, pieces), np.nan) if len(pieces) else None
+    return np.concatenate([placed_T if placed_T is not None and s is rollout.responses[-1] else np.full(len(s), np.nan) for s in rollout.segments])
 
 
 def replayed_groups(config: RunConfig) -> int:
@@ -437,18 +450,6 @@ def beside_of(config: RunConfig, policy):
     return Beside(critic=critic_of(config, policy), replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed), steps=partial(step_rewards, partial(decode_response, policy)))
 
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
-def critic_of(config: RunConfig, policy):
-    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
-    if not config.critic:
-        return None
-    from rlbench.critic import CriticConfig, ValueCritic
-    from rlbench.heads import new_value_model
-    from rlbench.model import load_policy
-
-    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
-    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
-
-
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
     import torch

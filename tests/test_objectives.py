@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.advantage import ADVANTAGES, MIN_GROUP, gae_returns, informative
+from rlbench.advantage import ADVANTAGES, MIN_GROUP, gae, informative
 from rlbench.correction import CORRECTIONS, alpha, chi_square, ess, kl_k3, log_linear
 from rlbench.kl import KLS, SCHEDULES
 from rlbench.knobs import ingredients_of, knobs_of, resolve, supply
@@ -368,6 +368,7 @@ def advantages(name, rewards_R, there, per_token=True):
     function, rewards_R = ALL_ADVANTAGES[name], np.asarray(rewards_R, float)
     if {"groups_R", "mask_RT"} & set(ingredients_of(function, 1)):
         found = supply(function, rewards_R, **there)
+        found = found[0] if isinstance(found, tuple) else found  # beside it, the returns for a critic
     else:
         found = np.full(len(rewards_R), np.nan)
         for group in np.unique(there["groups_R"]):
@@ -480,10 +481,10 @@ def test_expected_gradient_of_an_advantage(name, p):
 def test_returns_are_what_the_critic_should_have_said():
     "With lambda 1 the returns are the rewards that follow, whatever the critic said; a critic that says them has no advantage left."
     there = batch_there(REWARDS, GROUPS, LENGTHS)
-    advantages_RT, returns_RT = supply(partial(gae_returns, lam=1.0), REWARDS, **there)
-    right, nothing = returns_RT.copy(), supply(partial(gae_returns, lam=0.5), REWARDS, **there | {"values_RT": returns_RT})[0]
+    advantages_RT, returns_RT = supply(partial(gae, lam=1.0), REWARDS, **there)
+    right, nothing = returns_RT.copy(), supply(partial(gae, lam=0.5), REWARDS, **there | {"values_RT": returns_RT})[0]
     assert np.allclose(nothing, 0, atol=1e-12)
-    assert np.allclose(supply(partial(gae_returns, lam=1.0), REWARDS, **there | {"values_RT": 5 - right})[1], right)
+    assert np.allclose(supply(partial(gae, lam=1.0), REWARDS, **there | {"values_RT": 5 - right})[1], right)
     assert np.allclose(advantages_RT, np.where(there["mask_RT"], returns_RT - there["values_RT"], 0))
 
 
