@@ -47,7 +47,7 @@ def row_of(version: int, figures: Mapping[str, float | None], colocated: bool, *
     f = {name: 0.0 if value is None or not math.isfinite(value) else value for name, value in figures.items()}
     trains = sum(f[f"trainer_{part}"] for part in ("compute", "publish", "overhead"))
     idle = max(0.0, f["generator_wait"] - (trains if colocated else 0.0))
-    return Row(version, f["seconds"], f["trainer_wait"], trains, f["generator_compute"], f["generator_overhead"], f["generator_publish"], idle, f["environment_compute"],
+    return Row(version, f["seconds"], f["trainer_wait"], trains, f["generator_compute"], f["generator_overhead"], f["generator_publish"], idle, max(f["environment_compute"], f.get("scorer_compute", 0.0)),
                f["decode_tokens"], f["running"], f["live_groups"], f["lag_in_flight"], f["lag_in_queue"], f.get("length_mean", 0.0), **rest)
 
 # %% ../nbs/46_balance.ipynb #balance-settings

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Row', 'row_of', 'Arrays', 'lay_out', 'of_batch', 'kl_of', 'by_group', 'of_whole_batch', 'demonstration', 'joined',
-           'Context', 'prepare', 'alphas']
+           'Demonstrations', 'Context', 'prepare', 'alphas']
 
 # %% ../nbs/34_batch.ipynb #batch-imports
 import math
@@ -16,7 +16,7 @@ import numpy as np
 from .correction import alpha
 from .knobs import ingredients_of, supply
 from .objective import Objective
-from .records import Group, Rollout, Task, prompt_segment, response_segment
+from .records import Group, Rollout, Task, prompt_segment, response_segment, stream_key, uniforms
 from .shaping import facts_of, shaped
 
 # %% ../nbs/34_batch.ipynb #batch-row
@@ -153,16 +153,23 @@ def by_group(groups: Sequence[Group], rewards: Sequence[np.ndarray], objective: 
     return [row for row in rows if row is not None]
 
 # %% ../nbs/34_batch.ipynb #batch-advantage-batch
-def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> np.ndarray:
-    "float32 [R, T]: the advantage of a function that looks at the whole batch. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
+def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray | None]:
+    "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
     given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
     zeros_RT = np.zeros(arrays.mask_RT.shape)
-    known = {"kl_RT": zeros_RT, "steps_RT": zeros_RT, "lengths_R": arrays.mask_RT.sum(1), **given, **there}
-    found = np.asarray(supply(objective.advantage, arrays.rewards_R, **known), np.float64)
-    shapes = (arrays.rewards_R.shape, arrays.mask_RT.shape)
+    known = {"kl_RT": zeros_RT, "steps_RT": np.full(arrays.mask_RT.shape, np.nan), "lengths_R": arrays.mask_RT.sum(1), **given, **there}
+    outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * ("steps_RT" in ingredients_of(objective.advantage, 1))  # a reward contains those of its steps, which are given by themselves
+    found = supply(objective.advantage, outcome_R, **known)
+    advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    return _per_token(advantages, arrays.mask_RT), None if returns is None else _per_token(returns, arrays.mask_RT)
+
+
+def _per_token(found, mask_RT: np.ndarray) -> np.ndarray:
+    "float32 [R, T], 0 outside the mask, of what an advantage function returned."
+    found, shapes = np.asarray(found, np.float64), (mask_RT.shape[:1], mask_RT.shape)
     if found.shape not in shapes:
         raise ValueError(f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}")
-    found_RT = np.where(arrays.mask_RT, found if found.ndim == 2 else found[:, None], 0)
+    found_RT = np.where(mask_RT, found if found.ndim == 2 else found[:, None], 0)
     if not np.isfinite(found_RT).all():
         raise ValueError("advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say")
     return found_RT.astype(np.float32)
@@ -188,13 +195,32 @@ def joined(one: Arrays, other: Arrays, pad: int = 0) -> Arrays:
             found[f.name] = np.concatenate([a, b])[order]
     return replace(one, **found)
 
+# %% ../nbs/34_batch.ipynb #batch-shown
+@dataclass
+class Demonstrations:
+    "Rows to be imitated, some of them with every batch: all in turn, in an order drawn anew each time round."
+    rows: tuple[Row, ...] = ()
+    count: int = 0  # with a batch
+    seed: int = 0
+
+    def __call__(self, version: int) -> tuple[Row, ...]:
+        "Those that go with the batch that makes `version`; which ones depends on the version alone."
+        if not self.rows or not self.count:
+            return ()
+        places = range((version - 1) * self.count, version * self.count)
+        return tuple(self.rows[int(self._order(place // len(self.rows))[place % len(self.rows)])] for place in places)
+
+    def _order(self, round: int) -> np.ndarray:
+        keys = np.full(len(self.rows), stream_key(self.seed, "demonstrations", round), np.uint64)
+        return np.argsort(uniforms(keys, np.arange(len(self.rows))), kind="stable")
+
 # %% ../nbs/34_batch.ipynb #batch-prepare
 @dataclass(frozen=True)
 class Context:
     "What a batch is prepared with beside its groups: a critic's `values` (arrays -> values_RT), the token places of step rewards, numbers that last over batches, and this batch's weights of KL and entropy."
     version: int = 0
     values: Callable[[Arrays], np.ndarray] | None = None
-    steps: Callable[[Rollout], np.ndarray] | None = None  # rollout -> rewards at the tokens of all its segments
+    steps: Callable[[Rollout], np.ndarray] | None = None  # rollout -> rewards at the tokens of all its segments, NaN where no step ends
     memory: dict[str, float] = field(default_factory=dict)
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
@@ -226,12 +252,15 @@ def _valued(arrays: Arrays, rows: Sequence[Row], objective: Objective, context: 
         there["kl_RT"] = context.kl_weight * (arrays.sampler_RT - arrays.reference_RT) * arrays.mask_RT
     if "steps_RT" in asked and context.steps is not None:
         placed = {row.rollout.id: context.steps(row.rollout) for row in rows}
-        there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, arrays.mask_RT.shape[1] - len(placed[i]))))[: arrays.mask_RT.shape[1]] for i in arrays.rollouts_R])
+        width = arrays.mask_RT.shape[1]
+        there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, width - len(placed[i]))), constant_values=np.nan)[:width] for i in arrays.rollouts_R])
     if "values_RT" in asked and context.values is not None:
         there["values_RT"] = context.values(arrays)
-    advantages_RT = of_whole_batch(arrays, objective, there)
-    values = {} if "values_RT" not in there else {"values_RT": there["values_RT"].astype(np.float32), "returns_RT": ((advantages_RT + there["values_RT"]) * arrays.mask_RT).astype(np.float32)}
-    return {"advantages_RT": advantages_RT, **values}
+    advantages_RT, returns_RT = of_whole_batch(arrays, objective, there)
+    if "values_RT" not in there:
+        return {"advantages_RT": advantages_RT}
+    values_RT = there["values_RT"].astype(np.float32)
+    return {"advantages_RT": advantages_RT, "values_RT": values_RT, "returns_RT": (advantages_RT + values_RT) * arrays.mask_RT if returns_RT is None else returns_RT}
 
 # %% ../nbs/34_batch.ipynb #batch-proximal
 def alphas(arrays: Arrays) -> np.ndarray:

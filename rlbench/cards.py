@@ -25,7 +25,7 @@ import numpy as np
 
 from .drop_bias import in_words
 from rlbench.figures import (
-    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
+    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
     queue_depth, reward, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
@@ -51,6 +51,7 @@ class Facts:
     trainer_works: float
     trainer_waits: float
     scoring: float
+    serving: float  # share of the time in which the scorer computes; 0 without one
     queue: float
     room: float
     batch: float  # groups in a batch
@@ -97,7 +98,7 @@ def facts(s: Snapshot) -> Facts | None:
     behind = most - batch  # of them, while new weights are on their way
     return Facts(
         steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
-        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
+        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, serving=mean["scorer_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
         held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
         publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
 
@@ -118,12 +119,12 @@ def judge(f: Facts) -> str:
 
 
 def limit(word: str, f: Facts) -> str:
-    "What holds the run up: environment, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
+    "What holds the run up: environment, scorer, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
     if word == "balanced" or f.colocated:
         return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
     if word == "trainer-bound":
         return "drops" if f.stale > STALE else "trainer"
-    causes = {"environment": f.scoring > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
+    causes = {"environment": f.scoring > 0.75, "scorer": f.serving > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
     return next((name for name, holds in causes.items() if holds), "generator")
 
 
@@ -133,7 +134,7 @@ def why(word: str, f: Facts) -> str:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
     queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
-        cause = {"environment": f"scoring busy {percent(f.scoring)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
+        cause = {"environment": f"scoring busy {percent(f.scoring)}", "scorer": f"scorer busy {percent(f.serving)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
                  "bound": f"generator waits {percent(f.generator_waits)}: they take turns", "filter": f"{percent(f.unusable)} of groups filtered"}
         return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
     if word == "trainer-bound":
@@ -145,7 +146,7 @@ def why(word: str, f: Facts) -> str:
 def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
     if word == "generation-bound":
-        if f.scoring > 0.75 or f.solved > LEARNED:
+        if max(f.scoring, f.serving) > 0.75 or f.solved > LEARNED:
             return ()
         if f.publishing > WAITS or f.cache > 0.9:
             return (("raise", "publish_every"),) if f.publishing > WAITS else (("lower", "max_tokens"),)
@@ -178,6 +179,8 @@ def helps(word: str, f: Facts, s: Snapshot) -> str:
     "`raise concurrency (8), or staleness (1)`."
     if word == "generation-bound" and f.scoring > 0.75:
         return "no knob: a faster reward"
+    if word == "generation-bound" and f.serving > 0.75:
+        return "no knob: a smaller reference, teacher or reward model, or a faster judge"
     if word == "generation-bound" and f.solved > LEARNED:
         return "no knob: these tasks are learned; stop, or start a run on harder ones"
     found = remedies(word, f, s)
@@ -356,7 +359,7 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
     colocated = value(s, "placement") == "colocated"
     rows = window(s)
     found = []
-    for actor in ACTORS:
+    for actor in actors_of(s.steps):
         chart = actor_time(s.steps, actor, marks_of(s), colocated=colocated)
         parts = {part: float(np.nan_to_num(s.recent[f"{actor}_{part}"][rows]).sum()) for part in PARTS}
         shares = {part: 100 * spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
@@ -412,10 +415,10 @@ def drops_said(s: Snapshot) -> str:
 
 # %% ../nbs/62_cards.ipynb #cards-health
 def health_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss; shaded from the smallest to the largest of each bin."
+    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures if there is one; shaded from the smallest to the largest of each bin."
     charts = health(s.steps, marks_of(s, 120))
     of = {"Entropy": ("entropy",), "Gradient norm": ("grad_norm",), "Clipped tokens": ("clip_low", "clip_high"), "KL, sampler to trainer": ("kl_sampler",),
-          "Effective sample size": ("ess",), "Loss": ("loss",)}
+          "Effective sample size": ("ess",), "Loss": ("loss",), "Value loss": ("value_loss",), "Explained variance": ("value_explained",)}
     return tuple(replace(c, series=tuple(replace(line, lo=s.low[n], hi=s.high[n]) for line, n in zip(c.series, of[c.title], strict=True))) for c in charts)
 
 
@@ -560,13 +563,13 @@ BATCH = ("rollouts", "tokens", "commands")
 CARDS: dict[str, CardSpec] = {
     "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
     "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
-    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 74)),
+    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 44, 74)),
     "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "lag_span", "mixed_share"), (94, 102)),
     "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)),
     "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
     "discard": CardSpec("What was discarded and who pays", False, discard_charts, steps_frame("discard_count", "discard_tokens", "unfinished_at_fill", "drop_bias", "bias_length", "bias_level", "bias_turns"),
                         (80, 88, 74), needs=("steps", "commands", "rollouts"), note=drops_said),
-    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss"), (74, 74, 74, 74, 88, 88), 2),
+    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss", "value_loss", "value_explained"), (74, 74, 74, 74, 88, 88, 88, 88), 2),
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
@@ -696,7 +699,8 @@ def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
     spec, charts = CARDS[key], CARDS[key].charts(snapshot)
     wide = (width or WIDTH) / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
-    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, spec.heights, strict=False))]
+    heights = (*spec.heights[:last], spec.heights[-1]) if key == "time" else spec.heights  # the last one carries the axis
+    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, heights, strict=False))]
     legend = legend_html(charts[0]) if key == "time" else ""
     note = spec.note(snapshot)
     header = f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>" if charts[0].title != spec.title else ""

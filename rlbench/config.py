@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
            'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig', 'check_guard',
-           'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted', 'parse_assignment',
-           'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of',
-           'check_built', 'with_knob', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file',
+           'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file',
+           'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'LiveKnob', 'live_knobs',
+           'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -31,9 +32,11 @@ from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
-from .objective import KL_IN, OLD, PARTS, RATIOLESS, WEIGHTS
+from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, WEIGHTS
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
+from .scorer import TEMPLATE, check_endpoint
+from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
 from .tasks import TASK_SETS
@@ -91,6 +94,7 @@ class VirtualCosts(BaseModel):
     scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
     scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
+    forward: Annotated[float, Knob(0, 1e6, unit="s", help="one token through a model of the scorer")] = 0.00005
     start: Annotated[float, Knob(0, 1e6, unit="s", help="workers started for another placement")] = 5.0
     sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
     scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
@@ -109,8 +113,9 @@ class Deadlines(BaseModel):
     train: Annotated[float, Knob(1, 1e6, unit="s", help="one batch")] = 3600.0
     publish: Annotated[float, Knob(1, 1e6, unit="s", help="writing or loading weights")] = 600.0
     save: Annotated[float, Knob(1, 1e6, unit="s", help="saving the policy")] = 1800.0
+    judge: Annotated[float, Knob(1, 1e6, unit="s", help="one round of the scorer: forward passes of its models, and a judge's answers")] = 300.0
     silence: Annotated[float, Knob(3, 1e6, unit="s", help="without a sign of life once ready: its process is stopped or its machine overloaded")] = 15.0
-    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler or an advantage of your own")] = 1.0
+    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler, a shaping or an advantage of your own")] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="making another task set for a live run")] = 60.0
 
     @model_validator(mode="after")
@@ -256,22 +261,35 @@ class _Objective(BaseModel):
     supervised_weight: Annotated[float, Knob(0, 100, help="what their loss counts")] = 0.1
     critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values", live=False)] = False
     critic_learning_rate: Annotated[float, Knob(0, 1, help="AdamW")] = 1e-3
-    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first versions, in which only the critic learns", live=False)] = 0
+    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that the critic learns from, in which the policy stands still", live=False)] = 0
     critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="of the critic over a batch")] = 1
     value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="how far a value may move from what it was when the batch began before it stops learning; 0: any way")] = 0.2
+
+
+    @field_validator("demonstrations")
+    @classmethod
+    def _absolute(cls, value):
+        return str(Path(value).expanduser().resolve()) if value else value
 
 
 def _check_objective(c: "RunConfig") -> None:
     loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
     if asked.get("values_RT") and not c.critic:
         raise ValueError(f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage')
+    if asked.get("teacher_RT") and not c.teacher:
+        raise ValueError(f'advantage: "{c.advantage["name"]}" compares with a teacher, and there is none; set teacher = the model to learn from')
+    if (c.kl["name"] != "none" or asked.get("reference_RT")) and not c.reference:
+        wants = f'kl: "{c.kl["name"]}"' if c.kl["name"] != "none" else f'advantage: "{c.advantage["name"]}"'
+        raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
     if c.critic and c.trainers > 1:
         raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
+    if loss in TO_SAMPLER and correction in WEIGHTS:
+        raise ValueError(f'loss: the ratio of "{loss}" is to the sampler and carries all of the mismatch, and correction "{correction}" would weigh it once more; use correction = "none" or a mask')
     if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
         raise ValueError(f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"')
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
         raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
-    if c.demonstrations and not Path(c.demonstrations).expanduser().is_file():
+    if c.demonstrations and not Path(c.demonstrations).is_file():
         raise ValueError(f"demonstrations: {c.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
 
 # %% ../nbs/50_config.ipynb #config-turns
@@ -414,6 +432,27 @@ class _Keep(BaseModel):
     checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
+# %% ../nbs/50_config.ipynb #config-shaping
+class _Shaping(BaseModel):
+    "What is checked of a shaping, and of a reward."
+
+    @field_validator("shaping", check_fields=False)
+    @classmethod
+    def _asks(cls, table, info: ValidationInfo):
+        function = {**FUNCTIONS["shaping"], **(info.context or {}).get("shaping", {})}[key_of(table)]
+        for name in (name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS):
+            raise unknown(f"shaping.{table['name']}: asks for what a shaping is not given", name, INGREDIENTS)
+        return table
+
+    @field_validator("reward", check_fields=False)
+    @classmethod
+    def _pattern(cls, table):
+        try:
+            re.compile(str(table.get("pattern", "")))
+        except re.error as error:
+            raise ValueError(f"reward.pattern: {table['pattern']!r} is no regular expression ({error}); correct it") from None
+        return table
+
 # %% ../nbs/50_config.ipynb #config-scale
 class _Scale(BaseModel):
     "How much hardware one trainer takes, and how it saves memory."
@@ -433,8 +472,59 @@ def _check_scale(c: "RunConfig") -> None:
         raise ValueError(f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; set context_parallel = 1, "
                          "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers")
 
+# %% ../nbs/50_config.ipynb #config-scorer
+class JudgeConfig(BaseModel):
+    "A model behind an address that gives a response a number from 0 to 1. `key`: $NAME of one in the environment."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    url: str = ""
+    model: str = "default"
+    template: str = TEMPLATE
+    key: str = ""
+    temperature: Annotated[float, Knob(0, 4, live=False)] = 0.0
+    max_tokens: Annotated[int, Knob(1, 1_000_000, unit="tokens", live=False, help="of its answer")] = 16
+    timeout: Annotated[float, Knob(0.01, 3600, unit="s", live=False, help="for one answer")] = 30.0
+    at_once: Annotated[int, Knob(1, 1024, unit="requests", live=False, help="under way at the same time")] = 16
+
+    @model_validator(mode="after")
+    def _ranges(self):
+        if self.url:
+            check_endpoint(self.url, self.template, self.key)
+        return _check_ranges(self, "judge.")
+
+
+class _Scorer(BaseModel):
+    "Which other models are asked about finished rollouts."
+
+    reference: Annotated[str, Knob(live=False, help='policy whose log-probabilities are taken: "start" or a model; empty: none')] = ""
+    reference_every: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="the reference becomes the policy after so many; 0: never")] = 0
+    teacher: Annotated[str, Knob(live=False, help="model whose log-probabilities are taken; empty: none")] = ""
+    reward_model: Annotated[str, Knob(live=False, help="folder of a model that gives a response a number; empty: none")] = ""
+    scorer_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", live=False, help="of one round of the scorer, and of one of its forward passes, padding included")] = 16_384
+    judge: JudgeConfig = JudgeConfig()
+
+    @field_validator("judge", mode="before")
+    @classmethod
+    def _judge(cls, value):
+        return {"url": value} if isinstance(value, str) else value
+
+# %% ../nbs/50_config.ipynb #config-scorer-check
+def asked(config: "RunConfig") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    "Names of the models that are asked about rollouts: for log-probabilities, and for a number. Both empty: there is no scorer."
+    return tuple(name for name in ("reference", "teacher") if getattr(config, name)), ("reward_model",) * bool(config.reward_model) + ("judge",) * bool(config.judge.url)
+
+
+def _check_scorer(c: "RunConfig") -> None:
+    if c.reference_every and c.reference != "start":
+        raise ValueError(f'reference_every: only the policy itself can be refreshed, and reference is {c.reference or "none"!r}; set reference = "start", or reference_every = 0')
+    if c.judge.url and c.deadlines.judge <= c.judge.timeout:
+        raise ValueError(f"deadlines.judge: {c.deadlines.judge:g} s end a scorer that waits for its judge; use more than judge.timeout = {c.judge.timeout:g}")
+    if key_of(c.reward) == "scored" and c.reward["by"] not in asked(c)[1]:
+        remedy = "judge = an address" if c.reward["by"] == "judge" else "reward_model = the folder of one"
+        raise ValueError(f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward')
+
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
+class RunConfig(_Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -465,6 +555,7 @@ class RunConfig(_Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Train
         _check_ranges(self)
         _check_together(self)
         _check_scale(self)
+        _check_scorer(self)
         _check_objective(self)
         _check_watch(self)
         return self
@@ -530,7 +621,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -568,8 +659,8 @@ def read_table_file(source: str) -> dict:
 def set_dotted(table: dict, field: str, value) -> None:
     "Put a value at a dotted field, e.g. `loss.high`; a function given by bare name becomes a table first."
     head, _, rest = field.partition(".")
-    if not rest and isinstance(value, {"balance": str, "lora": int}.get(head, ())):
-        rest = {"balance": "mode", "lora": "rank"}[head]
+    if not rest and isinstance(value, {"balance": str, "lora": int, "judge": str}.get(head, ())):
+        rest = {"balance": "mode", "lora": "rank", "judge": "url"}[head]
     if not rest:
         table[head] = value
         return
@@ -654,7 +745,7 @@ def _knob(field: str, config: RunConfig) -> Knob:
         if (rest or "mode") not in knobs:
             raise unknown("balance", rest, knobs)
         return knobs[rest or "mode"][0]
-    if head == "lora" and (rest or "rank") in LoraConfig.model_fields:
+    if head == "lora" and (rest or "rank") in LoraConfig.model_fields or head == "judge" and (rest or "url") in JudgeConfig.model_fields:
         return Knob(live=False)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
@@ -677,8 +768,8 @@ def value_of(config: RunConfig, field: str):
     if head == "balance":
         _knob(field, config)
         return getattr(config.balance, rest or "mode")
-    if head == "lora":
-        return getattr(config.lora, rest or "rank")
+    if head in ("lora", "judge"):
+        return getattr(getattr(config, head), rest or {"lora": "rank", "judge": "url"}[head])
     value = getattr(config, head)
     if rest and rest not in value:
         raise unknown(f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")])

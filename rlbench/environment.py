@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LIVES', 'ON_RESUME', 'Observation', 'Done', 'Episode', 'State', 'state_of', 'advance', 'cut', 'SingleTurn', 'play',
            'Live', 'version_of', 'catch_up', 'take_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged',
-           'function_name', 'judge', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'score_one', 'next_turn',
-           'EnvironmentActor', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed', 'guarded']
+           'function_name', 'verified', 'rewarded', 'judge', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'score_one',
+           'next_turn', 'EnvironmentActor', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed',
+           'guarded']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import signal
@@ -180,7 +181,7 @@ def within(deadline: float, function: Callable, *args):
 # %% ../nbs/26_environment.ipynb #environment-judged
 @dataclass(frozen=True)
 class Judged:
-    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time."
+    "What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier gave none. `seconds` is wall time; `steps` are rewards inside the response."
 
     correct: bool | None = None
     reward: float | None = None
@@ -188,6 +189,7 @@ class Judged:
     outcome: Outcome = Outcome.OK
     message: str = ""
     seconds: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 def function_name(function: Callable) -> str:
@@ -230,27 +232,42 @@ def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tup
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
 
 # %% ../nbs/26_environment.ipynb #environment-judge
-def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
-    "Verifier, then reward, each within `deadline` seconds. Never raises for what a user's function does."
+def verified(rollout: Rollout, verifier: Callable[[str, str], bool], deadline: float = 10.0) -> Judged:
+    "The verifier's word, without a reward."
+    began = time.perf_counter()
+    right, outcome, message = _verdict(verifier, rollout.text, rollout.answer, deadline)
+    return Judged(right, None, (), outcome, message, time.perf_counter() - began)
+
+
+def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
+    "The reward of a rollout whose verdict is there."
     began = time.perf_counter()
     unguarded = "" if has_alarm() else "no deadline was enforced: not in the main thread"
-    right, outcome, message = _verdict(verifier, rollout.text, rollout.answer, deadline)
+    value, outcome, message = _call("reward", reward, deadline, rollout)
     if outcome is not Outcome.OK:
-        return Judged(None, None, (), outcome, message, time.perf_counter() - began)
-    value, outcome, message = _call("reward", reward, deadline, replace(rollout, correct=right))
-    if outcome is not Outcome.OK:
-        return Judged(right, None, (), outcome, message, time.perf_counter() - began)
-    checked = checked_reward(value, function_name(reward))
-    return Judged(right, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began)
+        return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
+    checked = checked_reward(value, function_name(reward), len(rollout.text))
+    return Judged(rollout.correct, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began, checked.steps)
+
+
+def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
+    "Verifier, then reward, each within `deadline` seconds. Never raises for what a user's function does."
+    found = verified(rollout, verifier, deadline)
+    if found.outcome is not Outcome.OK:
+        return found
+    then = rewarded(replace(rollout, correct=found.correct), reward, deadline)
+    return replace(then, seconds=found.seconds + then.seconds)
 
 # %% ../nbs/26_environment.ipynb #environment-request
 @dataclass(frozen=True, eq=False)
 class ScoreRequest:
-    "Please go on with this rollout's episode, and judge it when it is over; `try_` counts from 0, `deadline` is in seconds for each function, `last`: no other turn may follow."
+    """Please go on with this rollout's episode, and judge it when it is over; `try_` counts from 0, `deadline` is in seconds for each function, `last`: no other turn may follow.
+    `part`: all of the judgement, the verdict alone, or the reward of one whose verdict is there."""
     rollout: Rollout
     try_: int = 0
     deadline: float = 10.0
     last: bool = True
+    part: str = "all"
 
 
 @dataclass(frozen=True)
@@ -276,7 +293,10 @@ def score_one(
     request: ScoreRequest, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn, lives: "OrderedDict[int, Live] | None" = None
 ) -> ScoreResult | TurnResult:
     "Go on with the episode; if it is over, judge it. `lives`: the episodes that wait, by rollout."
-    return next_turn(request, environment, OrderedDict() if lives is None else lives, lambda rollout: judge(rollout, verifier, reward, request.deadline))
+    if request.part == "reward":
+        return ScoreResult((request.rollout.id, request.rollout.attempt), rewarded(request.rollout, reward, request.deadline))
+    judging = (lambda rollout: verified(rollout, verifier, request.deadline)) if request.part == "verdict" else lambda rollout: judge(rollout, verifier, reward, request.deadline)
+    return next_turn(request, environment, OrderedDict() if lives is None else lives, judging)
 
 # %% ../nbs/26_environment.ipynb #environment-turn
 def next_turn(request: ScoreRequest, environment: Callable[[], Episode], lives: "OrderedDict[int, Live]", judging: Callable[[Rollout], Judged]) -> ScoreResult | TurnResult:
@@ -367,7 +387,7 @@ class ScriptedEnvironment(EnvironmentActor):
 
     def _score(self, request: ScoreRequest) -> ScoreResult | TurnResult:
         rollout, verdict = request.rollout, lambda r: scripted_verdict(self.seed, request, self.ease, self.failures, self.seconds)
-        if self.environment is SingleTurn:
+        if self.environment is SingleTurn or request.part == "reward":
             return ScoreResult((rollout.id, rollout.attempt), verdict(rollout))
         return next_turn(request, self.environment, self.lives, verdict)
 

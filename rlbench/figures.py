@@ -8,8 +8,8 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame',
            'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
            'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness',
-           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actor_time', 'tokens_by_fate', 'memory', 'reward',
-           'health', 'staleness_histogram', 'version_ribbons']
+           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of', 'actor_time', 'tokens_by_fate',
+           'memory', 'reward', 'health', 'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -971,9 +971,14 @@ def who_pays(lost: Mapping[int, tuple[int, float]]) -> Chart:
     return Chart("Who pays", (bars,) if lost else (), f"attempts dropped, of the newest {total:,}" if lost else "", empty="nothing has ended yet")
 
 # %% ../nbs/60_figures.ipynb #figures-time
-ACTORS = ("generator", "environment", "trainer")
+ACTORS = ("generator", "environment", "trainer", "scorer")
 PARTS = {"compute": "green", "wait": "amber", "publish": "purple", "overhead": "grey"}
 TURNS = ("generator", "trainer")  # in a colocated run they share a worker: one waits while the other has its turn
+
+
+def actors_of(steps) -> tuple[str, ...]:
+    "The actors of a run, by its steps: there is a scorer only where other models are asked."
+    return tuple(actor for actor in ACTORS if actor != "scorer" or np.isfinite(column(steps, "scorer_compute")).any())
 
 
 def actor_time(steps, actor: str, marks: tuple[Mark, ...] = (), x: str = "version", colocated: bool = False) -> Chart:
@@ -1046,7 +1051,7 @@ def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
 
 
 def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
-    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss."
+    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss; with a critic also its loss and the variance it explains."
     at = axis(steps, x)
     common = {"marks": marks, "empty": "no batch trained yet", **_x_axis(x)}
     line = lambda name, role="blue", dash="", label="": Line(label, at, column(steps, name), role, dash)
@@ -1064,6 +1069,10 @@ def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Cha
         Chart("KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common),
         Chart("Effective sample size", (line("ess"),), "1 is on-policy", y_label="share", y_range=(0, 1.05), **common),
         Chart("Loss", (line("loss"),), "not a measure of progress", **common),
+        *((
+            Chart("Value loss", (line("value_loss"),), "of the critic", y_range=(0, None), **common),
+            Chart("Explained variance", (line("value_explained"),), "of the returns by the critic, before it learned", y_label="share", y_range=(None, 1.05), **common),
+        ) if np.isfinite(column(steps, "value_loss")).any() else ()),
     )
 
 # %% ../nbs/60_figures.ipynb #figures-tokens

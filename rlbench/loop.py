@@ -11,11 +11,12 @@ __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'A
            'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move',
            'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
            'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle',
-           'settle', 'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train',
-           'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off',
-           'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow',
-           'places_in_line', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
-           'abandon', 'resume_state', 'step']
+           'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren', 'teaches',
+           'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
+           'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up',
+           'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line',
+           'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon',
+           'resume_state', 'step']
 
 # %% ../nbs/52_loop.ipynb #loop-imports
 import copy
@@ -23,6 +24,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from operator import index
 
@@ -34,14 +36,15 @@ from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, 
 from .curriculum import Curriculum, draw, observe
 from .environment import State, function_name, resume_turn
 from .guard import ALERT, Guard, look, parse_action, parse_condition, without
-from .knobs import bind, key_of
+from .knobs import bind, ingredients_of, key_of, supply
 from .queue import Waiting, backpressure, capacity, overflow, take
 from .records import CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
+from .shaping import Facts, facts, reshape
 from .staleness import drains, fresh, may_start, room, stops, surplus
 from rlbench.state import (
     PREFLIGHT, ActorState, Commanded, Configure, Evaluation, Generate, Generated, GroupState, Item, LoopState, Lost, Mark, MarkOld,
     Measured, Member, Move, Moved, Moving, Observed, Prepare, Publish, Published, Ramp, Replaced, Replayed, Save, Saved, Saves, Score,
-    Scored, Snapshot, Start, Started, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
+    Scored, Snapshot, Start, Started, STAYS, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
     generators, give_fate, held, live_groups, next_try, next_version, settled, stop_members, synchronous, trainer, wave_boundary,
 )
 
@@ -67,7 +70,7 @@ def on_generated(state: LoopState, e: Generated, actions: list) -> None:
     state.generated_tokens += e.tokens - member.tokens
     member.reason, member.tokens, member.seconds, member.hash = e.reason, e.tokens, e.seconds, e.hash
     if e.oldest >= 0:
-        member.oldest = e.oldest
+        member.oldest, member.masked = e.oldest, False  # a later turn may have written what has weight
     member.status = "written"
     state.written.append(member.id)
 
@@ -77,7 +80,7 @@ def on_scored(state: LoopState, e: Scored, actions: list) -> None:
     member = current(state, e.rollout, e.attempt)
     if member is None or member.status != "scoring":
         return
-    member.outcome, member.reward, member.correct = e.outcome, e.reward, e.correct
+    member.outcome, member.reward, member.correct, member.parts = e.outcome, e.reward, e.correct, e.parts
     note_call(state, e, actions)
     if e.outcome is Outcome.OK:
         state.failures = 0
@@ -97,7 +100,7 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
         return
     groups = [state.groups[i] for i in state.training]
     lines = sorted(
-        (g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None and not m.masked
+        (g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None and not (m.masked or m.unrewarded)
     )
     chain(state, ["trained", e.version, lines])
     state.version = e.version
@@ -105,7 +108,7 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     batch = [state.members[i] for g in groups for i in g.members]
     ended, thrown, tokens, thrown_tokens = state.late.tally
     meters = thrown / (ended + len(batch)), thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)), max(0.0, state.late.filled)
-    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters)))
+    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters, tuple(m.id for m in batch if m.unrewarded))))
     state.training = []
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
@@ -226,8 +229,8 @@ def on_lost(state: LoopState, e: Lost, actions: list) -> None:
     "The actor is gone: its work gets its fate or is asked for again."
     actor = state.actors.setdefault(e.actor, ActorState("unknown"))
     actor.up, actor.load = False, 0
-    {"generator": _lost_generator, "environment": _lost_environment}.get(actor.kind, _lost_for_good)(state, e, actions)
-    if actor.kind in ("generator", "environment") and actor.restarts < MAX_RESTARTS:
+    {"generator": _lost_generator, "environment": _lost_environment, "scorer": _lost_scorer}.get(actor.kind, _lost_for_good)(state, e, actions)
+    if actor.kind in ("generator", "environment", "scorer") and actor.restarts < MAX_RESTARTS:
         actor.restarts += not e.at_work  # otherwise what it was doing is charged
         if state.phase != "failing":
             actions.append(Start(e.actor))
@@ -251,8 +254,18 @@ def _lost_generator(state: LoopState, e: Lost, actions: list) -> None:
             state.touched.append(member.group)
 
 
+def _in_hand(state: LoopState, e: Lost) -> list[Member]:
+    return [m for m in state.members.values() if m.status == "scoring" and (m.id, m.attempt) not in e.elsewhere]
+
+
+def _lost_scorer(state: LoopState, e: Lost, actions: list) -> None:
+    for member in _in_hand(state, e):
+        member.status, member.tried = "written", member.tried - 1
+        state.written.append(member.id)
+
+
 def _lost_environment(state: LoopState, e: Lost, actions: list) -> None:
-    for member in [m for m in state.members.values() if m.status == "scoring"]:
+    for member in _in_hand(state, e):
         charged = not e.at_work or (member.id, member.attempt) in e.at_work
         if not charged or member.tried <= state.config.score_retries:
             member.status, member.tried = "written", member.tried - (not charged)
@@ -487,13 +500,13 @@ def decide_move(state: LoopState, actions: list) -> None:
         if not state.saves.stored:
             return end_move(state, "the run could not be saved, so its workers stay", actions)
         move.stage = "starting"
-        state.actors = {name: actor for name, actor in state.actors.items() if actor.kind == "environment"}
+        state.actors = {name: actor for name, actor in state.actors.items() if actor.kind in STAYS}
         actions.append(Move(move.target.placement, move.target.generators, state.saves.stored))
 
 
 def empty_handed(state: LoopState) -> bool:
     "Whether generators and trainer are up and have nothing to do."
-    theirs = [a for a in state.actors.values() if a.kind != "environment"]
+    theirs = [a for a in state.actors.values() if a.kind not in STAYS]
     idle = all(a.up and not a.load and a.version == a.sent for a in theirs if not a.given_up) and bool(generators(state)) and trainer(state) is not None
     return idle and not state.training and not state.evaluations and state.saves.writing < 0 and not state.saves.asked and not state.saving
 
@@ -518,7 +531,7 @@ def on_moved(state: LoopState, e: Moved, actions: list) -> None:
 
 # %% ../nbs/52_loop.ipynb #loop-functions
 ERRORS_IN_A_ROW = 8  # of a reward, a verifier or a sampler, until the function before it is put back
-OBJECTIVE = ("advantage", "loss", "correction", "aggregation")
+OBJECTIVE = ("shaping", "advantage", "loss", "correction", "aggregation")
 AT_FAULT = (Outcome.FUNCTION_ERROR, Outcome.INVALID_REWARD, Outcome.TIMEOUT)
 
 
@@ -750,20 +763,77 @@ def settle(state: LoopState, group: GroupState, actions: list) -> None:
             actions.append(Write("steps", Served(group.id)))
         _settle_training(state, group, valid, actions)
 
-# %% ../nbs/52_loop.ipynb #loop-settle-training
-def teaches(state: LoopState, rewards: list[float], actions: list) -> bool:
-    "Whether the advantage in force gives any member something other than 0. An advantage that raises is put back; where there is none to put back, the run fails and the question is left open."
+# %% ../nbs/52_loop.ipynb #loop-shaping
+def known_of(members: list[Member]) -> Facts:
+    "What shapings and advantages may ask for, of members that are done. A last turn in which nothing could be written is none."
+    turns = [len(m.turns) + (not m.turns or m.tokens > m.turns[-1].tokens) for m in members]
+    return facts([m.tokens for m in members], [m.correct for m in members], [m.reason is StopReason.LENGTH for m in members], turns, [m.parts for m in members])
+
+
+def shaped_rewards(state: LoopState, members: list[Member], actions: list) -> np.ndarray:
+    "The members' rewards as the shaping in force leaves them, float64 [R]; where it fails for good, as they came."
+    rewards_R = np.array([np.nan if m.reward is None else m.reward for m in members], float)
     while True:
-        advantage = in_place(state, "advantage")
+        shaping = in_place(state, "shaping")
         try:
-            return informative(np.array(rewards), advantage)
+            return reshape(shaping, rewards_R, known_of(members))
         except Exception as error:
-            message = said("advantage", advantage, error)
-            if "source" not in state.config.advantage:
-                raise
-            if not put_back(state, "advantage", message, actions):
-                fail(state, message)
+            if not try_again(state, "shaping", shaping, error, actions):
+                return rewards_R
+
+
+def try_again(state: LoopState, name: str, function: Callable, error: Exception, actions: list) -> bool:
+    "A function of the user's raised: put the one before it back. Where there is none, the run fails. What a built-in one raises is raised."
+    if "source" not in getattr(state.config, name):
+        raise error
+    message = said(name, function, error)
+    if put_back(state, name, message, actions):
+        return True
+    fail(state, message)
+    return False
+
+
+def unrewarded(state: LoopState, groups: list[GroupState], actions: list) -> list[GroupState]:
+    "Mark the members of a batch that the shaping in force leaves no reward; returns the groups of which too few have one."
+    config, barren = None, []
+    while config is not state.config:  # again if a shaping was put back on the way
+        config, barren = state.config, []
+        for group in groups:
+            valid = [m for m in (state.members[i] for i in group.members) if m.reward is not None and m.lost is None]
+            rewards_R = shaped_rewards(state, valid, actions)
+            for member, reward in zip(valid, rewards_R):
+                member.unrewarded = bool(np.isnan(reward))
+            if too_few(state, rewards_R):
+                barren.append(group)
+    return barren
+
+
+def too_few(state: LoopState, rewards_R: np.ndarray) -> bool:
+    "Whether fewer members have a reward than the advantage in force needs."
+    return np.count_nonzero(~np.isnan(rewards_R)) < MIN_GROUP.get(key_of(state.config.advantage), 1)
+
+
+def drop_barren(state: LoopState, batch: list[int], actions: list) -> bool:
+    "Whether the shaping, changed since they were queued, leaves groups of the batch nothing to train on; they are filtered, and the others wait."
+    found = unrewarded(state, [state.groups[i] for i in batch], actions)
+    for group in found:
+        close_group(state, group, Fate.FILTERED, actions)
+    state.queue = [w for w in state.queue if w.group in state.groups]
+    return bool(found)
+
+# %% ../nbs/52_loop.ipynb #loop-settle-training
+def teaches(state: LoopState, members: list[Member], rewards_R: np.ndarray, actions: list) -> bool:
+    "Whether the advantage in force gives any member something other than 0 for these shaped rewards. Where it fails for good, the question is left open."
+    known = vars(known_of(members))
+    while not np.isnan(rewards_R).all():
+        advantage = in_place(state, "advantage")
+        alone = all(name in known for name, needed in ingredients_of(advantage, 1).items() if needed)
+        try:
+            return informative(rewards_R, partial(supply, advantage, **known) if alone else advantage)
+        except Exception as error:
+            if not try_again(state, "advantage", advantage, error, actions):
                 return True
+    return False
 
 
 def enqueue(state: LoopState, group: GroupState) -> None:
@@ -776,9 +846,13 @@ def enqueue(state: LoopState, group: GroupState) -> None:
 def _settle_training(state: LoopState, group: GroupState, valid: list[Member], actions: list) -> None:
     if len(valid) < min(len(group.members), max(2, MIN_GROUP.get(key_of(state.config.advantage), 1))) or all(m.masked for m in valid):
         close_group(state, group, Fate.MASKED, actions)
-    elif state.config.filter == "zero_advantage" and not teaches(state, [m.reward for m in valid], actions):
+        return
+    rewards_R = shaped_rewards(state, valid, actions)
+    if state.config.filter == "zero_advantage" and not teaches(state, valid, rewards_R, actions):
         state.fruitless += 1
         close_group(state, group, Fate.FILTERED, actions)
+    elif too_few(state, rewards_R):
+        close_group(state, group, Fate.MASKED, actions)
     else:
         state.fruitless = 0
         enqueue(state, group)
@@ -815,7 +889,7 @@ def hopeless(state: LoopState) -> str:
     if state.refused >= FAILED_BATCHES * c.batch_groups:
         return f"the generator would not write a response of {state.refused} groups in a row; run.log says why"
     if state.fruitless >= FRUITLESS_BATCHES * c.batch_groups:
-        return f"{state.fruitless} groups in a row all passed or all failed: nothing to learn from; change the tasks, the band, the group size or the filter"
+        return f"{state.fruitless} groups in a row all passed or all failed, or were left no reward: nothing to learn from; change the tasks, the band, the group size or the filter"
     return ""
 
 
@@ -860,7 +934,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     state.queue = list(taken.left) + list(taken.batch)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
-    if not taken.batch:
+    if not taken.batch or drop_barren(state, [w.group for w in taken.batch], actions) or state.phase != "running":
         return
     state.queue = list(taken.left)
     if synchronous(state):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FULL', 'CHUNK', 'CONTEXT', 'LIBRARIES', 'DRAWN', 'REMEDIES', 'shape_of', 'hub_answers', 'known_shape', 'Facts',
            'facts_of', 'Place', 'Machine', 'machine_named', 'machine_here', 'homes', 'Need', 'trainer_needs',
-           'cached_bytes', 'writer_needs', 'between', 'MemoryPlan', 'plan_of', 'memory_plan', 'check_served', 'size',
-           'advice', 'heading', 'room', 'cache_line', 'plan_text', 'plan_html', 'plan_facts']
+           'cached_bytes', 'writer_needs', 'scorer_needs', 'between', 'MemoryPlan', 'plan_of', 'memory_plan',
+           'check_served', 'size', 'advice', 'heading', 'room', 'cache_line', 'plan_text', 'plan_html', 'plan_facts']
 
 # %% ../nbs/59_memory.ipynb #memory-imports
 import re
@@ -23,15 +23,15 @@ from .config import RunConfig
 from .knobs import key_of, unknown
 
 # %% ../nbs/59_memory.ipynb #memory-shape
-def shape_of(model: str) -> ModelShape:
-    "The numbers of a checkpoint (a folder, a Hub name or \"tiny\") from its config.json; no weights are read. Raises OSError or ValueError as loading it would."
+def shape_of(model: str, causal: bool = True) -> ModelShape:
+    "The numbers of a checkpoint (a folder, a Hub name or \"tiny\") from its config.json; no weights are read. Raises OSError or ValueError as loading it would; `causal` False: a reward model is one, too."
     import torch
     from transformers import AutoModelForCausalLM
 
     from rlbench.model import check_causal, locate, model_config, quiet
 
     config = model_config(model, locate(model))
-    check_causal(model, config)
+    check_causal(model, config) if causal else None
     with torch.device("meta"), quiet():
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     heads = config.num_attention_heads
@@ -52,12 +52,12 @@ def hub_answers(model: str) -> bool:
         return False
 
 
-def known_shape(model: str) -> tuple[ModelShape, str]:
+def known_shape(model: str, causal: bool = True) -> tuple[ModelShape, str]:
     "The shape of a checkpoint, and where it was read. Raises what `shape_of` raises if neither the Hub nor the table has it."
     known = None if Path(model).expanduser().exists() or model == "tiny" else MODELS.get(model.rpartition("/")[2])
     if known and not hub_answers(model):
         return known, "shape from the table of known models, as the Hub does not answer"
-    return shape_of(model), "shape from its config.json"
+    return shape_of(model, causal), "shape from its config.json"
 
 # %% ../nbs/59_memory.ipynb #memory-facts
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Facts:
     trainers: int = 1
     checkpointing: bool = False
     ipc: bool = False
+    asked: tuple[tuple[str, str], ...] = ()  # models of the scorer: field and name
+    scorer_tokens: int = 0
+    critic: bool = False
 
     @property
     def split(self) -> bool:
@@ -92,6 +95,9 @@ def facts_of(config: RunConfig) -> Facts:
         model=config.model, placement=config.placement if config.clock == "real" else "colocated", generators=config.generators, generator=config.generator, concurrency=config.concurrency,
         max_tokens=config.max_tokens, shown=shown, kv_bytes=config.kv_megabytes * 1e6, micro_tokens=config.micro_tokens, bf16=config.precision == "bf16",
         rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4, lora=config.lora.rank, trainers=config.trainers, checkpointing=config.gradient_checkpointing, ipc=config.transport == "ipc",
+        asked=tuple((name, config.model if getattr(config, name) == "start" else getattr(config, name)) for name in ("reference", "teacher", "reward_model") if getattr(config, name)),
+        scorer_tokens=config.scorer_tokens,
+        critic=config.critic,
     )
 
 # %% ../nbs/59_memory.ipynb #memory-places
@@ -133,12 +139,13 @@ def machine_here(device: str = "auto") -> Machine:
 
 # %% ../nbs/59_memory.ipynb #memory-layout
 def homes(facts: Facts, machine: Machine) -> dict[str, Place]:
-    "Actor -> the place it lives in: `trainer` or `trainer 1`, `generator` or `generator 1` and so on."
+    "Actor -> the place it lives in: `trainer` or `trainer 1`, `generator` or `generator 1` and so on, and `scorer` if it has models."
     names = ["trainer"] if facts.trainers == 1 else [f"trainer {i}" for i in range(1, facts.trainers + 1)]
     writers = ["generator"] if facts.generators == 1 else [f"generator {i}" for i in range(1, facts.generators + 1)]
     places = machine.gpus or (machine.host,)
     after = len(names) if facts.split else 0
     at = {**{name: i for i, name in enumerate(names)}, **{name: after + i for i, name in enumerate(writers)}}
+    at |= {"scorer": max(at.values()) + 1} if facts.asked else {}
     return {name: places[i % len(places)] for name, i in at.items()}
 
 # %% ../nbs/59_memory.ipynb #memory-needs
@@ -175,6 +182,9 @@ def trainer_needs(facts: Facts, shape: ModelShape, prompt: int, name: str, place
     yield Need(name, "activations", activation_bytes(shape, tokens, dtype, facts.checkpointing), f"{why}, {kept}", place)
     chunk = min(CHUNK, tokens * (shape.vocab or CHUNK))
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
+    if facts.critic:
+        each, what = (20, "weights, gradients, AdamW, weights as they were") if facts.lora else (12, "weights, AdamW; it learns before the policy does, in the same memory")
+        yield Need(name, "critic", each * shape.parameters, f"{each} bytes x {shape.parameters:,}: {what}", place)
 
 # %% ../nbs/59_memory.ipynb #memory-writer
 DRAWN = 32  # bytes a logit: as float32 twice, and as float64 three times on the way to a token
@@ -204,12 +214,24 @@ def writer_needs(facts: Facts, shape: ModelShape, machine: Machine, name: str, p
     yield Need(name, "logits, and the draw", DRAWN * facts.concurrency * shape.vocab, f"{DRAWN} bytes x {facts.concurrency:,} sequences x {shape.vocab:,}", place)
 
 
+def scorer_needs(facts: Facts, shapes: Mapping[str, ModelShape], prompt: int, place: Place) -> Iterator[Need]:
+    "What the scorer needs for its models; a judge's are elsewhere."
+    tokens = max(facts.scorer_tokens, prompt + facts.max_tokens + facts.shown)
+    for name, shape in shapes.items():
+        yield Need("scorer", f"the {name.replace('_', ' ')}", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", place)
+    widest = max(shapes.values(), key=lambda shape: 2 * (shape.width + shape.heads * shape.head_dim) + 3 * (shape.inner or 4 * shape.width))
+    vectors = 2 * (widest.width + widest.heads * widest.head_dim) + 3 * (widest.inner or 4 * widest.width)
+    yield Need("scorer", "forward passes", FULL * tokens * vectors, f"{tokens:,} tokens of one layer; assumed", place)
+    chunk = min(CHUNK, tokens * max(shape.vocab or CHUNK for shape in shapes.values()))
+    yield Need("scorer", "logits", 2 * FULL * chunk, f"2 x 4 bytes x {chunk:,}, a chunk at a time", place)
+
+
 def between(facts: Facts, shape: ModelShape, homes: Mapping[str, Place], machine: Machine) -> Iterator[Need]:
     "What belongs to no actor: weights on their way, and what libraries take in every process."
     if facts.split:
         where, how = (homes[next(iter(homes))], "two copies on the trainer's GPU") if facts.ipc and machine.gpus else (machine.host, "two copies in a mapped file")
         yield Need("between them", "weights on their way", 2 * FULL * shape.parameters, how, where)
-    workers = homes if facts.split else {name: place for name, place in homes.items() if name.startswith("trainer")}
+    workers = homes if facts.split else {name: place for name, place in homes.items() if name.startswith(("trainer", "scorer"))}
     what, each = ("CUDA, libraries, graphs", CONTEXT) if machine.gpus else ("Python, libraries", LIBRARIES)
     for name, place in workers.items():
         yield Need(name, what, each, "assumed, for each process", place)
@@ -254,12 +276,19 @@ class MemoryPlan:
         return plan_html(self)
 
 # %% ../nbs/59_memory.ipynb #memory-plan-make
-def plan_of(facts: Facts, shape: ModelShape, machine: Machine, prompt: int = 128, source: str = "") -> MemoryPlan:
-    "Where the bytes go for a run with these facts, a model of this shape and prompts of `prompt` tokens."
+def plan_of(facts: Facts, shape: ModelShape, machine: Machine, prompt: int = 128, source: str = "", others: Mapping[str, ModelShape] | None = None) -> MemoryPlan:
+    "Where the bytes go for a run with these facts, a model of this shape and prompts of `prompt` tokens. `others`: shapes of the scorer's models, by field; as the policy where they are not given."
     if facts.generator == "scripted":
         return MemoryPlan(facts.model, 0, "scripted: no model is loaded", prompt, (), (machine.host,), facts.concurrency, facts.concurrency, facts.concurrency)
     live = homes(facts, machine)
-    needs = [need for name, place in live.items() for need in (trainer_needs(facts, shape, prompt, name, place) if name.startswith("trainer") else writer_needs(facts, shape, machine, name, place))]
+    asked = {name: (others or {}).get(name, shape) for name, _ in facts.asked}
+
+    def needs_of(name: str, place: Place) -> Iterator[Need]:
+        if name == "scorer":
+            return scorer_needs(facts, asked, prompt, place)
+        return trainer_needs(facts, shape, prompt, name, place) if name.startswith("trainer") else writer_needs(facts, shape, machine, name, place)
+
+    needs = [need for name, place in live.items() for need in needs_of(name, place)]
     needs = sorted([*needs, *between(facts, shape, live, machine)], key=lambda need: [*live, "between them"].index(need.worker))
     places = tuple(place for place in (*machine.gpus, machine.host) if any(need.place == place for need in needs))
     per_token, response = cached_bytes(facts, shape, machine), facts.max_tokens + facts.shown
@@ -272,7 +301,8 @@ def memory_plan(config: RunConfig, prompt: int = 128, on: Sequence[str] = ()) ->
     facts, machine = facts_of(config), machine_named(on) if on else machine_here(config.device)
     check_served(config)
     shape, source = (MODELS["tiny"], "") if facts.generator == "scripted" else known_shape(config.model)
-    return plan_of(facts, shape, machine, prompt, source)
+    others = {} if facts.generator == "scripted" else {name: known_shape(model, name != "reward_model")[0] for name, model in facts.asked}
+    return plan_of(facts, shape, machine, prompt, source, others)
 
 # %% ../nbs/59_memory.ipynb #memory-served
 def check_served(config: RunConfig) -> None:
@@ -293,7 +323,7 @@ def size(count: float) -> str:
 
 
 REMEDIES = {"activations": "lower micro_tokens", "keys and values": "lower kv_megabytes", "gradients, AdamW": "train adapters or a smaller model, or take a larger GPU",
-            "logits, and the draw": "lower concurrency"}
+            "logits, and the draw": "lower concurrency", "forward passes": "lower scorer_tokens"}
 
 
 def advice(plan: MemoryPlan) -> str:

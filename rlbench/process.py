@@ -23,6 +23,7 @@ from pathlib import Path
 
 from .ledger import WEIGHTS_FILE, Ledger, Status, read_status, read_table, remove_weights, write_json, write_status
 from .placement import BEAT_SECONDS, Beat, ProcessHandle, hung
+from .scorer import drop_reference
 
 # %% ../nbs/65_process.ipynb #process-run
 def run_main(connection, folder: str, supervisor: int, attempt: int = 0) -> None:
@@ -259,6 +260,7 @@ def main(folder: Path, attempt: int = 0) -> int:
         print(f"run process lost: {cause}", file=sys.stderr, flush=True)
         status = close_books(folder, f"run process lost: {cause}")
     clear(folder)
+    drop_reference(folder)
     for sidecar in sidecars:  # they follow the ledger to its end and leave
         end_sidecar(sidecar)
     report(folder)

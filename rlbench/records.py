@@ -39,7 +39,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
-    MASKED = "masked"  # scored, but its group has fewer than two valid members, or no token carries weight
+    MASKED = "masked"  # scored, but its group has fewer than two valid members, no token carries weight, or the shaping left it no reward
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
@@ -157,6 +157,13 @@ class Rollout:
     def length(self) -> int:
         "Response tokens."
         return sum(len(s) for s in self.responses)
+
+    def score(self, name: str) -> float:
+        "What another model gave the response: `reward_model` or `judge`. ValueError if it was not asked."
+        found = dict(self.scores)
+        if name not in found:
+            raise ValueError(f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration")
+        return found[name]
 
 # %% ../nbs/00_records.ipynb #records-turns
 def said(rollout: Rollout) -> list[str]:
@@ -324,6 +331,7 @@ class StepRow:
     discard_count: float = 0.0
     discard_tokens: float = 0.0
     unfinished_at_fill: float = 0.0
+    unrewarded: tuple[int, ...] = ()  # rollouts of its groups that the shaping left no reward
 
 
 @dataclass(frozen=True)
@@ -485,7 +493,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 
 
 STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_SERVED, *_STEPS_TRAINING,
-         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"))
+         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
 GROUPS = (*ROW, *_columns("""
@@ -516,6 +524,8 @@ correct | bool | | verdict of the verifier
 reward | float | reward | reward, null if there is none
 part_names | list[str] | | names of the reward's parts
 part_values | list[float] | reward | their values
+step_ends | list[int] | characters | of the response up to the ends of steps that had a reward
+step_rewards | list[float] | reward | of those steps
 length | int | tokens | response tokens
 turns | int | turns | responses in it
 said | list[str] | | of an episode of several turns: responses and observations as texts, in order
@@ -529,6 +539,8 @@ trained_at | int | versions | version that trained on it, -1 if none
 temperature | float | | sampling temperature
 seconds | float | s | generation time
 score_seconds | float | s | scoring time
+score_names | list[str] | | other models that gave it a number
+score_values | list[float] | | their numbers
 message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response

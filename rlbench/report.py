@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlbench.figures import (
-    ACTORS,
+    actors_of,
     Chart,
     Mark,
     actor_time,
@@ -388,7 +388,7 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         truncated_share(steps, marks),
     )
     books, together = tokens_by_fate(data.status.books if data.status else {}), in_force(data, "placement")[-1][1] == "colocated"
-    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), staleness_levels(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in ACTORS), memory(steps, marks, colocated=together))
+    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), staleness_levels(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in actors_of(steps)), memory(steps, marks, colocated=together))
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
     return (
         section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEEN', 'DRIFT', 'DRAWS', 'TRIED', 'TRIED_SECONDS', 'NotRead', 'Unread', 'unread', 'stored', 'stored_tokens',
-           'with_rollouts', 'Limits', 'judged', 'advantages', 'Tokens', 'tokens_of', 'on_tokens', 'evidence', 'draws',
+           'with_rollouts', 'Limits', 'judged', 'on_groups', 'Tokens', 'tokens_of', 'on_tokens', 'evidence', 'draws',
            'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
 
 # %% ../nbs/68_rescore.ipynb #rescore-imports
@@ -22,11 +22,12 @@ from .config import FUNCTIONS, RunConfig, captured_functions
 from .curriculum import Curriculum, draw, observe, solve_rate
 from .environment import DeadlinePassed, FunctionFailed, guarded, judge, within
 from .episode import segments_of
-from .knobs import FileFunction, bind, capture, resolve, save_function, unknown
+from .knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
 from .ledger import count_rows, read_table
 from .loss import LossTerms, totals_of
 from .records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
 from .reward import correct
+from .shaping import INGREDIENTS, Facts, facts_of, none, reshape
 from .steer import in_force
 from .tasks import make_tasks
 
@@ -53,13 +54,14 @@ class Unread:
     __getattr__ = __getitem__ = __iter__ = __array__ = __contains__ = _need
 
 
-def unread(length: int) -> tuple[Segment, Segment]:
-    "Prompt and response whose tokens were not read."
-    nothing = Unread(length)
-    return Segment("prompt", Unread(), mask=Unread()), Segment("response", nothing, nothing, nothing, nothing)
+def unread(length: int, turns: int = 1) -> tuple[Segment, ...]:
+    "Prompt and responses whose tokens were not read. Of several turns only the tokens of all together are known; the first has them."
+    nothing = [Unread(length), *[Unread(0)] * (turns - 1)]
+    return Segment("prompt", Unread(), mask=Unread()), *(Segment("response", n, n, n, n) for n in nothing)
 
 # %% ../nbs/68_rescore.ipynb #rescore-stored-read
-SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "prompt", "text", "answer"]
+SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "score_names", "score_values", "prompt", "text", "answer",
+        "turns", "part_names", "part_values"]
 
 
 def _since(folder: Path, table: str, last: int) -> int:
@@ -75,8 +77,8 @@ def stored(folder: Path, last: int, tokens: bool = False) -> list[Rollout]:
     segments = stored_tokens(folder, {(row["rollout"], row["try"]) for row in rows}, last) if tokens else {}
     return [
         Rollout(row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"], row["answer"], row["level"], row["set"]),
-                segments.get((row["rollout"], row["try"])) or unread(row["length"]), row["text"], StopReason(row["reason"]), row["dispatched"], row["seconds"],
-                row["correct"], row["reward"], temperature=row["temperature"])
+                segments.get((row["rollout"], row["try"])) or unread(row["length"], row["turns"] or 1), row["text"], StopReason(row["reason"]), row["dispatched"], row["seconds"],
+                row["correct"], row["reward"], tuple(zip(row["part_names"] or (), row["part_values"] or ())), temperature=row["temperature"], scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())))
         for row in rows
     ]
 
@@ -128,8 +130,8 @@ def _minus(new: float | None, old: float | None) -> float | None:
     return None if None in (new, old) else new - old
 
 # %% ../nbs/68_rescore.ipynb #rescore-groups
-def advantages(function: Callable, old: Callable, rollouts: Sequence[Rollout], limits: Limits) -> list[dict]:
-    "A row per group: its rewards, old and new advantages, and the largest difference."
+def on_groups(field: str, function: Callable, old: Callable, rollouts: Sequence[Rollout], limits: Limits, shaping: Callable = none) -> list[dict]:
+    "A row per group: its rewards, what the old and the new function make of them, and the largest difference. `shaping`: what comes before an advantage."
     groups: dict[int, list[Rollout]] = {}
     for r in rollouts:
         if r.group >= 0 and r.reward is not None:
@@ -138,24 +140,27 @@ def advantages(function: Callable, old: Callable, rollouts: Sequence[Rollout], l
     for id, members in groups.items():
         if time.monotonic() - began > limits.all:
             break
-        rewards_R = np.array([r.reward for r in members])
-        (before, _), (after, message) = (_advantages(f, rewards_R, limits) for f in (old, function))
+        known = facts_of(members)
+        rewards_R = np.array([r.reward for r in members]) if field == "shaping" else reshape(shaping, [r.reward for r in members], known)
+        (before, _), (after, message) = (_on_group(field, f, rewards_R, known, limits) for f in (old, function))
         gaps = [abs(b - a) for a, b in zip(before, after) if math.isfinite(a) and math.isfinite(b)]
         rows.append({"group": id, "task": members[0].task.id, "level": members[0].task.level, "rewards": rewards_R.tolist(), "old": before, "new": after,
                      "difference": max(gaps, default=None), "message": message})
     return rows
 
 
-def _advantages(function: Callable, rewards_R: np.ndarray, limits: Limits) -> tuple[list[float], str]:
-    "(advantages, what was wrong)."
+def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits) -> tuple[list[float], str]:
+    "(values, what was wrong)."
+    if missing := [name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS]:
+        return [], "" if field == "advantage" else f"{field}: asks for {missing[0]!r}; it is given {', '.join(INGREDIENTS)}"
     try:
-        values = np.asarray(guarded("advantage", function, limits.call)(rewards_R.copy()), float)
+        values = np.asarray(supply(guarded(field, function, limits.call), rewards_R.copy(), **vars(known)), float)
     except FunctionFailed as error:
         return [], str(error)
     except (TypeError, ValueError) as error:
-        return [], f"advantage: does not return numbers ({error})"
+        return [], f"{field}: does not return numbers ({error})"
     wrong = values.shape != rewards_R.shape or np.isinf(values).any()
-    return ([], f"advantage: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none") if wrong else (values.tolist(), "")
+    return ([], f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none") if wrong else (values.tolist(), "")
 
 # %% ../nbs/68_rescore.ipynb #rescore-tokens
 DRIFT = 0.2  # largest difference in nats of a stand-in log-probability
@@ -284,7 +289,7 @@ def task_rows(function: Callable, table: Mapping, old: Sequence[Task], config: R
 
 # %% ../nbs/68_rescore.ipynb #rescore-rescore
 def rescore(folder: Path, function: Callable, last: int = 10_000, field: str = "reward", limits: Limits | None = None, **parameters) -> "pl.DataFrame":
-    """Old and new value side by side on what a run has stored last; `message` says what went wrong. A row per rollout (reward, verifier, loss, correction, aggregation), group (advantage)
+    """Old and new value side by side on what a run has stored last; `message` says what went wrong. A row per rollout (reward, verifier, loss, correction, aggregation), group (shaping, advantage)
     or level (sampler, tasks). `parameters`: values for the function's knobs. Raises ValueError for a function that cannot be captured."""
     import polars as pl
 
@@ -311,8 +316,9 @@ def _rows(folder: Path, field: str, function: Callable, table: Mapping, last: in
     old = bind({**FUNCTIONS[field], **captured_functions(folder)[field]}, getattr(config, field))
     if field in ("reward", "verifier"):
         return with_rollouts(folder, last, lambda rollouts: judged(field, function, rollouts or examples(folder, config), limits))
-    if field == "advantage":
-        return with_rollouts(folder, last, lambda rollouts: advantages(function, old, rollouts or examples(folder, config), limits))
+    if field in ("shaping", "advantage"):
+        shaping = bind({**FUNCTIONS["shaping"], **captured_functions(folder)["shaping"]}, config.shaping)
+        return with_rollouts(folder, last, lambda rollouts: on_groups(field, function, old, rollouts or examples(folder, config), limits, shaping))
     if field == "sampler":
         return draws(function, old, evidence(folder, last), config, limits)
     if field == "tasks":

@@ -31,6 +31,7 @@ from .loop import check_ramp
 from .process import clear, close_books
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import check, give, rescore
+from .scorer import look_around
 from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
 from .webhook import address
 
@@ -90,6 +91,8 @@ def run(source: str | Mapping | RunConfig = "tiny", *, runs: str | Path = "runs"
     name = config.name or free_name(root, stem)
     check_sinks(config.sinks)
     check_watch(config, extra)
+    if config.generator != "scripted":
+        look_around({"reference": config.reference, "teacher": config.teacher, "reward_model": config.reward_model}, config.judge.url, config.judge.key)
     make_pools(config, {**functions_of_files(config.model_dump()), **extra})  # what the task files refuse is refused now
     config, copies = keep_files(config)
     folder = create_run_folder(root, name)
@@ -295,6 +298,7 @@ class _Giving(_Looking):
 
     reward = _giver("reward", "reward: rollout -> number, or (number, parts).")
     verifier = _giver("verifier", "verifier: response, answer -> bool.")
+    shaping = _giver("shaping", "shaping: rewards of a group -> rewards, with `lengths_R` and its like by name.")
     advantage = _giver("advantage", "advantage: rewards of a group -> advantages.")
     loss = _giver("loss", "loss: log-probs, old log-probs, advantages -> LossTerms.")
     correction = _giver("correction", "correction: old log-probs, the sampler's -> weights.")

@@ -7,7 +7,7 @@ __all__ = ['Forward', 'ALONE', 'EMPTY', 'FIXED', 'TrainerConfig', 'parts', 'spli
            'plan', 'Seen', 'start_logprobs', 'Counted', 'tokens_in', 'judge', 'counted_in', 'accumulate', 'NothingLeft',
            'correction_before', 'check_left', 'learning_rate', 'weights_of', 'optimizer_step', 'Told', 'TrainResult',
            'measure', 'told_of', 'train_arrays', 'undo', 'forward_pass', 'Critic', 'Replay', 'Beside', 'scheduled',
-           'remembered', 'Trainer']
+           'remembered', 'with_beside', 'mean_advantages', 'whole_moments', 'take_moments', 'accelerator_of', 'Trainer']
 
 # %% ../nbs/35_trainer.ipynb #trainer-imports
 import math
@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .batch import Arrays, Context, Row, alphas, prepare
+from .batch import Arrays, Context, Demonstrations, alphas, prepare
 from .correction import chi_square, ess, kl_k3
 from .forward import check_packing, compute_again, packed_logprobs, shareable, shared_logprobs
 from .knobs import supply
@@ -43,7 +43,7 @@ class TrainerConfig:
     optimizer_steps: int = 1  # per batch
     micro_tokens: int = 16_384  # tokens of one micro-batch, padding included
     precision: str = "fp32"  # or "bf16"
-    critic_warmup: int = 0  # versions in which only the critic learns
+    critic_warmup: int = 0  # batches in which only the critic learns, its first ones
     supervised_weight: float = 0.0  # what demonstrations count beside the policy's own rollouts
     device: str = "auto"  # or "cpu", "cuda"
     gradient_checkpointing: bool = False  # keep only what goes into a layer, and compute it once more
@@ -444,7 +444,9 @@ def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.de
 
 # %% ../nbs/35_trainer.ipynb #trainer-beside
 class Critic(Protocol):
-    "What predicts rewards. Its batch is that of the policy."
+    "What predicts rewards. Its batch is that of the policy; `batches` counts those it has learned from."
+
+    batches: int
 
     def values(self, arrays: Arrays) -> np.ndarray:
         "float [R, T]: what is expected where each token is written."
@@ -477,10 +479,10 @@ class Replay:
 
 @dataclass
 class Beside:
-    "What stands beside model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout -> rewards at its tokens; `shown`: the version to be made -> demonstrations."
+    "What stands beside model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout -> rewards at its tokens; `shown`: what is imitated."
     critic: Critic | None = None
     replay: Replay = field(default_factory=Replay)
-    shown: Callable[[int], tuple[Row, ...]] = lambda version: ()
+    shown: Demonstrations = field(default_factory=Demonstrations)
     steps: Callable[[Rollout], np.ndarray] | None = None
     memory: dict[str, float] = field(default_factory=dict)
 
@@ -498,6 +500,44 @@ def remembered(memory: Mapping[str, float], arrays: Arrays, metrics: TrainMetric
     kl = {} if metrics.kl_reference is None else {"kl": metrics.kl_reference}
     return {**memory, **kl, "entropy": metrics.entropy, "kl_weight": arrays.kl_weight, "entropy_weight": arrays.entropy_weight, "rollouts": float(len(arrays))}
 
+# %% ../nbs/35_trainer.ipynb #trainer-with
+def with_beside(trainer: "Trainer", groups: Sequence[Group], version: int) -> tuple[Arrays, dict[str, float]]:
+    "A batch laid out to make `version`, with what comes beside it; and the memory as its advantages left it."
+    b, memory = trainer.beside, dict(trainer.beside.memory)
+    weights, again = scheduled(trainer.objective, version, memory), b.replay.pick(len(groups), version)
+    context = Context(version - 1, b.critic and b.critic.values, b.steps, memory, weights.kl, weights.entropy, frozenset(g.id for g in again), b.shown(version))
+    return prepare([*groups, *again], trainer.objective, trainer.pad_id, trainer.shares, context), memory
+
+
+def mean_advantages(arrays: Arrays) -> dict[int, float]:
+    "By rollout, over its tokens that carry weight; demonstrations and replayed ones left out."
+    own = (~(arrays.shown_R | arrays.replayed_R)).nonzero()[0]
+    means_R = arrays.advantages_RT.sum(1) / arrays.mask_RT.sum(1).clip(1)
+    return {int(arrays.rollouts_R[row]): float(means_R[row]) for row in own}
+
+
+def whole_moments(trainer: "Trainer") -> dict:
+    "The optimizer's state, with the parts of all processes."
+    told = trainer.optimizer.state_dict()
+    return {**told, "state": {i: {name: trainer.team.whole(value) for name, value in each.items()} for i, each in told["state"].items()}}
+
+
+def take_moments(trainer: "Trainer", told: dict) -> None:
+    "Put such a state into the optimizer, this process's part of it."
+    trained = weights_of(trainer.optimizer)
+    parts = {i: {name: trainer.team.part(value, trained[i]) for name, value in each.items()} for i, each in told["state"].items()}
+    trainer.optimizer.load_state_dict({**told, "state": parts})
+
+
+def accelerator_of(config: TrainerConfig):
+    "Accelerate's idea of device and precision. ValueError for a GPU that is not there."
+    from accelerate import Accelerator
+
+    found = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=config.device == "cpu")
+    if config.device == "cuda" and found.device.type != "cuda":
+        raise ValueError('device: "cuda" is asked for and this machine has none; use "auto" or "cpu"')
+    return found
+
 # %% ../nbs/35_trainer.ipynb #trainer-trainer
 FIXED = {"precision", "device", "gradient_checkpointing", "packing"}
 
@@ -508,11 +548,7 @@ class Trainer:
     def __init__(
         self, model: torch.nn.Module, config: TrainerConfig = TrainerConfig(), objective: Objective = Objective(), pad_id: int = 0, team: Alone = ALONE, beside: Beside | None = None
     ):
-        from accelerate import Accelerator
-
-        self._accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=config.device == "cpu")
-        if config.device == "cuda" and self._accelerator.device.type != "cuda":
-            raise ValueError('device: "cuda" is asked for and this machine has none; use "auto" or "cpu"')
+        self._accelerator = accelerator_of(config)
         self.config, self.objective, self.pad_id, self.steps, self.team, self.beside = config, objective, pad_id, 0, team, beside or Beside()
         self.model = model.to(torch.float32).eval()
         compute, self.shares = forward_pass(self.model, config, self._accelerator.device, team)
@@ -520,33 +556,25 @@ class Trainer:
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, fused=True)
 
-    def prepared(self, groups: Sequence[Group], version: int) -> tuple[Arrays, dict[str, float]]:
-        "A batch laid out to make `version`, with what comes beside it; and the memory as its advantages left it."
-        b, weights, memory = self.beside, scheduled(self.objective, version, self.beside.memory), dict(self.beside.memory)
-        again = b.replay.pick(len(groups), version)
-        context = Context(version - 1, b.critic and b.critic.values, b.steps, memory, weights.kl, weights.entropy, frozenset(g.id for g in again), b.shown(version))
-        return prepare([*groups, *again], self.objective, self.pad_id, self.shares, context), memory
-
     def train(self, groups: Sequence[Group], version: int) -> TrainResult:
         "Train on one batch to make `version`. FloatingPointError if a gradient is not finite."
         began = time.perf_counter()
-        arrays, memory = self.prepared(groups, version)
+        arrays, memory = with_beside(self, groups, version)
         self.team.tell("train", arrays)
         metrics, told, compute = self.train_prepared(arrays)
-        learned = self.beside.critic.train(arrays) if self.beside.critic and arrays.returns_RT is not None else {}
         self.beside.memory = remembered(memory, arrays, metrics)
         self.beside.replay.keep(groups)
-        counts_R = arrays.mask_RT.sum(1)
-        own = [(int(i), float(a.sum() / n)) for i, a, n, shown in zip(arrays.rollouts_R, arrays.advantages_RT, counts_R, arrays.shown_R | arrays.replayed_R) if not shown]
         seconds = time.perf_counter() - began
-        return TrainResult(version, replace(metrics, **learned), dict(own), seconds, seconds if learned else compute, told)
+        return TrainResult(version, metrics, mean_advantages(arrays), seconds, compute if arrays.returns_RT is None else seconds, told)
 
     def train_prepared(self, arrays: Arrays) -> tuple[TrainMetrics, dict[int, Told], float]:
         "Train on a batch that is laid out, this process's share of it; metrics of the whole, what became of its tokens, and seconds of compute."
-        config = replace(self.config, learning_rate=0.0, weight_decay=0.0) if arrays.version < self.config.critic_warmup else self.config
-        found = train_arrays(self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team)
-        self.steps += found[0].optimizer_steps
-        return found
+        critic = self.beside.critic if arrays.returns_RT is not None else None
+        config = replace(self.config, learning_rate=0.0, weight_decay=0.0) if critic and critic.batches < self.config.critic_warmup else self.config
+        learned = critic.train(arrays) if critic else {}  # first: should it fail, the policy is as it was
+        metrics, told, compute = train_arrays(self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team)
+        self.steps += metrics.optimizer_steps
+        return replace(metrics, **learned), told, compute
 
     def set(self, objective: Objective | None = None, **settings) -> None:
         "Change the objective or fields of the config from the next batch on. What the forward pass was built for is fixed."
@@ -557,16 +585,12 @@ class Trainer:
     def state_dict(self) -> dict:
         "Optimizer moments, whole, the count of optimizer steps, the memory, and a critic's state. The weights are the model's own."
         self.team.tell("state")
-        told = self.optimizer.state_dict()
-        whole = {i: {name: self.team.whole(value) for name, value in each.items()} for i, each in told["state"].items()}
         critic = {"critic": self.beside.critic.state_dict()} if self.beside.critic else {}
-        return {"optimizer": {**told, "state": whole}, "steps": self.steps, "memory": self.beside.memory, **critic}
+        return {"optimizer": whole_moments(self), "steps": self.steps, "memory": self.beside.memory, **critic}
 
     def load_state_dict(self, state: dict) -> None:
         "Go on from a `state_dict`; load the weights of the same moment into the model as well. Each process of several does it by itself."
-        told, trained = state["optimizer"], weights_of(self.optimizer)
-        parts = {i: {name: self.team.part(value, trained[i]) for name, value in each.items()} for i, each in told["state"].items()}
-        self.optimizer.load_state_dict({**told, "state": parts})
+        take_moments(self, state["optimizer"])
         self.steps, self.beside.memory = state["steps"], dict(state.get("memory", {}))
         if self.beside.critic and "critic" in state:
             self.beside.critic.load_state_dict(state["critic"])

@@ -204,13 +204,13 @@ def _configured(snapshot: Snapshot, knob: str) -> object:
     return found if found is not None else knobs_in(RunConfig)[knob][1] if knob in knobs_in(RunConfig) else None
 
 # %% ../nbs/58_view.ipynb #view-tables
-ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer") for part in ("compute", "wait", "publish", "overhead"))
+ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer", "scorer") for part in ("compute", "wait", "publish", "overhead"))
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
     "bias_length", "bias_level", "bias_turns", "turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
     "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
-    "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
+    "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn
 TABLE_COLUMNS = {
     "steps": (*STEP_COLUMNS, "solve_levels", "solve_rates"),

@@ -5,17 +5,20 @@
 # %% auto #0
 __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'LoadJob', 'AbortJob', 'FitJob', 'SaveJob',
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
-           'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'Writer', 'Learner',
-           'scripted_writer', 'scripted_learner', 'Functions', 'warm', 'objective_of', 'sound_loss', 'unsound',
-           'device_of', 'torch_policy', 'new_generator', 'model_writer', 'make_trainer', 'configure_trainer',
-           'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
-           'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
-           'Scorer', 'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main']
+           'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
+           'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
+           'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
+           'model_writer', 'critic_of', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer',
+           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
+           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
+           'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker',
+           'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
 import inspect
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -23,14 +26,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 
 import numpy as np
 
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
-from .config import FUNCTIONS, RunConfig, captured_functions, read_config
+from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
 from .correction import tis
 from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, function_name, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
@@ -39,6 +42,8 @@ from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
+from .steps import pieces_of, place_steps
+from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
@@ -199,6 +204,26 @@ class CheckpointWritten:
     folder: str
     message: str
 
+# %% ../nbs/54_worker.ipynb #worker-reference
+@dataclass(frozen=True)
+class ReferenceJob:
+    "To the trainer: write its weights into a file, as the reference of `version`. To the scorer: read them from there."
+    version: int
+    file: str
+
+
+@dataclass(frozen=True)
+class ReferenceWritten:
+    "The file is there, or `message` says why it is not."
+    version: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ReferenceRead:
+    "The scorer's reference is that of `version`."
+    version: int
+
 # %% ../nbs/54_worker.ipynb #worker-halves
 @dataclass
 class Writer:
@@ -226,6 +251,7 @@ class Learner:
     configure: Callable[[RunConfig], None]
     name: str = ""
     checkpoint: Callable[[str], None] = lambda folder: None  # writes all that training needs to go on
+    reference: Callable[[int, str], None] = lambda version, file: None  # writes the weights alone, for a scorer
 
 # %% ../nbs/54_worker.ipynb #worker-scripted
 def scripted_writer(config: RunConfig) -> Writer:
@@ -331,6 +357,10 @@ def _settings(config: RunConfig) -> dict:
         supervised_weight=config.supervised_weight,
     )
 
+
+def _critic_settings(config: RunConfig) -> dict:
+    return {**_settings(config), "learning_rate": config.critic_learning_rate, "epochs": config.critic_epochs, "clip": config.value_clip}
+
 # %% ../nbs/54_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
     "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
@@ -377,6 +407,48 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
                   lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
 
+# %% ../nbs/54_worker.ipynb #worker-critic
+def critic_of(config: RunConfig, policy):
+    "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
+    if not config.critic:
+        return None
+    from rlbench.critic import CriticConfig, ValueCritic
+    from rlbench.heads import new_value_model
+    from rlbench.model import load_policy
+
+    whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
+    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+
+# %% ../nbs/54_worker.ipynb #worker-beside
+def step_rewards(decode: Callable, rollout) -> np.ndarray:
+    "Rewards of a rollout's steps at its tokens, float64 [T] over all segments: those of the last response, at the token in which each step ends; NaN elsewhere."
+    pieces = pieces_of(rollout.responses[-1].tokens.tolist(), decode) if rollout.steps else []
+    ends_T = place_steps([(end, 1.0) for end, _ in rollout.steps], pieces) > 0
+    placed_T = np.where(ends_T, place_steps(rollout.steps, pieces), np.nan) if len(pieces) else None
+    return np.concatenate([placed_T if placed_T is not None and s is rollout.responses[-1] else np.full(len(s), np.nan) for s in rollout.segments])
+
+
+def replayed_groups(config: RunConfig) -> int:
+    "Groups that a trainer keeps to train on them again."
+    return config.replay_size if config.replay_share else 0
+
+
+def shown_of(config: RunConfig) -> int:
+    "Demonstrations that go with a batch."
+    return round(config.supervised_share * config.batch) if config.demonstrations else 0
+
+
+def beside_of(config: RunConfig, policy):
+    "What stands beside a run's model: replay, demonstrations, and how the ends of steps are found among tokens. ValueError for demonstrations that the policy cannot express."
+    from rlbench.batch import Demonstrations, demonstration
+    from rlbench.model import decode_response
+    from rlbench.supervised import encode_all, read_demonstrations
+    from rlbench.trainer import Beside, Replay
+
+    examples, _ = encode_all(policy, read_demonstrations(config.demonstrations)) if config.demonstrations else ([], 0)
+    rows = tuple(demonstration(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
+    return Beside(critic=critic_of(config, policy), replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed), steps=partial(step_rewards, partial(decode_response, policy)))
+
 # %% ../nbs/54_worker.ipynb #worker-torch-learner
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
     "A trainer over a policy, or one rank of it, going on from the checkpoint `start` if there is one."
@@ -386,7 +458,7 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
     settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
-    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team)
+    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside_of(config, policy) if team.rank == 0 else None)
     read_trainer(start / TRAINER, trainer) if start else None
     return trainer
 
@@ -395,6 +467,10 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     "The objective and the settings in force, in all ranks."
     trainer.team.tell("configure", config)
     trainer.set(objective_of(config, functions), **_settings(config))
+    b = trainer.beside
+    b.replay.size, b.replay.share, b.shown.count = replayed_groups(config), config.replay_share, shown_of(config)
+    if trainer.beside.critic:
+        trainer.beside.critic.set(**_critic_settings(config))
 
 
 def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | None) -> tuple[object, Callable]:
@@ -418,6 +494,11 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
     from rlbench.adapter import save_trained
     from rlbench.ranks import whole_state, whole_weights
 
+    def checkpoint(into: str) -> None:
+        write_trainer(into, trainer)
+        if functions.folder and (reference := functions.folder / REFERENCE_FILE).exists():
+            shutil.copyfile(reference, Path(into) / REFERENCE_FILE)
+
     trainer = make_trainer(config, policy, functions, start, team)
 
     def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
@@ -425,7 +506,7 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
         return result.metrics, result.advantages, result.compute, result.told
 
     return Learner(train, lambda version: publish(version, whole_weights(trainer)), lambda folder: save_trained(policy, Path(folder), whole_state(trainer) if team.size > 1 else None),
-                   partial(configure_trainer, trainer, functions), policy.name, lambda folder: write_trainer(folder, trainer))
+                   partial(configure_trainer, trainer, functions), policy.name, checkpoint, lambda version, file: write_reference(file, version, whole_weights(trainer)))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
 def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0) -> int:
@@ -485,7 +566,7 @@ class Worker:
 
     def receive(self, message) -> None:
         "Sort a message by when it takes effect."
-        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob)) else self.control).append(message)
+        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob, ReferenceJob)) else self.control).append(message)
 
     def turn(self) -> Turn:
         "One unit of work."
@@ -598,6 +679,16 @@ def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> 
             message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     said.append(CheckpointWritten(worker.trained, job.folder, message))
 
+
+def _reference(worker: Worker, job: ReferenceJob, said: list, spent: list) -> None:
+    message = ""
+    with timed(spent, "trainer", "publish", "reference", 1):
+        try:
+            worker.learner.reference(job.version, job.file)
+        except Exception as error:  # the scorer keeps the one it has
+            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    said.append(ReferenceWritten(job.version, message))
+
 # %% ../nbs/54_worker.ipynb #worker-asleep
 @contextmanager
 def cache_asleep(worker: Worker, spent: list) -> Iterator[None]:
@@ -672,7 +763,7 @@ def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> No
         worker.learner.configure(job.config)
 
 
-HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, CheckpointJob: _checkpoint, ConfigureJob: _configure}
+HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, CheckpointJob: _checkpoint, ReferenceJob: _reference, ConfigureJob: _configure}
 
 # %% ../nbs/54_worker.ipynb #worker-env
 @dataclass(frozen=True)
@@ -715,6 +806,107 @@ class Scorer:
         began = time.perf_counter()
         said = tuple(self.actor.turn()) if not self.actor.idle else ()
         return Turn(said, (Spent("environment", "compute", time.perf_counter() - began, "score", len(said)),))
+
+# %% ../nbs/54_worker.ipynb #worker-scorer-build
+def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
+    "The models that are asked about rollouts. ValueError naming the field of one that cannot be had, or does not fit."
+    traces, scores = asked(config)
+    if config.generator == "scripted":
+        return scripted_models(config.seed, traces, scores)
+    from rlbench.generator_torch import settle_cpu
+
+    settle_cpu()
+    models = {name: _asked_policy(config, name) for name in traces}
+    functions = {name: (lambda rollouts, model=policy.model: trace(model, rollouts, config.scorer_tokens)) for name, policy in models.items()}
+    given = {"reward_model": reward_scores(config)} if config.reward_model else {}
+
+    def refresh(file: Path) -> int:
+        return read_reference(file, models["reference"].model)
+
+    if folder and config.reference == "start" and (folder / REFERENCE_FILE).exists():
+        refresh(folder / REFERENCE_FILE)
+    return Models(functions, given, {"judge": judge_of(config).scores} if config.judge.url else {}, refresh)
+
+
+def _asked_policy(config: RunConfig, field: str):
+    from rlbench.model import load_policy, load_tokenizer, locate
+
+    name = getattr(config, field)
+    if field == "reference" and name == "start":
+        return torch_policy(config)
+    try:
+        policy = load_policy(name, device_of(config))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{field}: {str(error).removeprefix('model: ')}") from None
+    check_vocabulary(field, name, load_tokenizer(config.model, locate(config.model)).get_vocab(), policy.tokenizer.get_vocab())
+    return policy
+
+# %% ../nbs/54_worker.ipynb #worker-scorer-others
+def reward_scores(config: RunConfig) -> Callable:
+    "Rollouts to a reward model's numbers. ValueError if it cannot be loaded, or has other tokens than the policy."
+    from rlbench.heads import load_reward_model
+    from rlbench.model import load_tokenizer, locate
+
+    try:
+        model = load_reward_model(config.reward_model, device_of(config))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"reward_model: {str(error).removeprefix('model: ').removeprefix('reward_model: ')}") from None
+    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), model.tokenizer.get_vocab())
+    return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts], config.scorer_tokens)
+
+
+def judge_of(config: RunConfig) -> Judge:
+    "The judge of a configuration. ValueError if its address or key is not in the environment, or nobody listens there."
+    j = config.judge
+    url = looked_up("judge.url", j.url)
+    check_endpoint(url, j.template)
+    judge = Judge(url, j.model, j.template, j.temperature, j.max_tokens, j.timeout, j.at_once, looked_up("judge.key", j.key))
+    reach(judge.url)
+    return judge
+
+# %% ../nbs/54_worker.ipynb #worker-scorer
+@dataclass(frozen=True)
+class ScorerReady:
+    "The scorer is up, and its models are loaded."
+
+
+class Asker:
+    "The scorer, placed: it says that it is ready, answers what waits, a round in a turn, and takes another reference."
+
+    def __init__(self, config: RunConfig, models: Models):
+        self.actor = ScorerActor(models, config.scorer_tokens, config.judge.at_once if models.remote else 10**9, config.staleness == 0)
+        self.started, self.files = False, deque()
+
+    @property
+    def idle(self) -> bool:
+        "Nothing to say, to read or to answer."
+        return self.started and self.actor.idle and not self.files
+
+    def receive(self, message) -> None:
+        "A request, the file of another reference, or a changed configuration."
+        if isinstance(message, ConfigureJob):
+            self.actor.alone = message.config.staleness == 0
+        elif isinstance(message, ReferenceJob):
+            self.files.append(message)
+        else:
+            self.actor.receive([message])
+
+    def turn(self) -> Turn:
+        "One round."
+        spent: list[Spent] = []
+        if not self.started:
+            self.started = True
+            return Turn((ScorerReady(),))
+        if self.files:
+            job = self.files.popleft()
+            with timed(spent, "scorer", "publish", "load", 1):
+                self.actor.models.refresh(Path(job.file))
+            return Turn((ReferenceRead(job.version),), tuple(spent))
+        waiting, models = sum(length_of(r.rollout) for r in self.actor.waiting()), self.actor.models
+        with timed(spent, "scorer", "compute", "forward", 0):
+            said = tuple(self.actor.turn())
+        tokens = waiting - sum(length_of(r.rollout) for r in self.actor.waiting())
+        return Turn(said, (replace(spent[0], units=tokens * len({*models.traces, *models.scores, *models.remote}), prefill_tokens=tokens),))
 
 # %% ../nbs/54_worker.ipynb #worker-build
 def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None, start: Path | None = None) -> tuple[Writer | None, Learner | None]:
@@ -801,5 +993,15 @@ def environment_main(connection, folder: str) -> None:
 
     def build() -> Scorer:
         return Scorer(read_config(Path(folder)), Functions(Path(folder)))
+
+    serve(connection, build)
+
+
+def scorer_main(connection, folder: str) -> None:
+    "Process of the scorer."
+
+    def build() -> Asker:
+        config = read_config(Path(folder))
+        return Asker(config, scorer_models(config, Path(folder)))
 
     serve(connection, build)

@@ -188,7 +188,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
     assert refused["status"].to_list() == ["refused"] * 2 and all("dropped: No space left" in reason for reason in refused["reason"])
     assert driver.state.digest == whole.state.digest and len(saves) == 4 and not list((driver.folder / "checkpoints").glob(".*"))
     monkeypatch.setattr(d, "begin_checkpoint", begin)
-    monkeypatch.setattr(w, "scripted_learner", lambda: w.Learner(lambda groups, version: (w.TrainMetrics(), {}, 0.0), *[lambda *_: None] * 3, checkpoint=lambda folder: finish(Path(folder) / "nowhere", None)))
+    monkeypatch.setattr(w, "scripted_learner", lambda: w.Learner(lambda groups, version: (w.TrainMetrics(), {}, 0.0, {}), *[lambda *_: None] * 3, checkpoint=lambda folder: finish(Path(folder) / "nowhere", None)))
     drive(driver := a_run(tmp_path / "trainer", SYNC))
     assert driver.state.digest == whole.state.digest and not checkpoint_folders(driver.folder) and len(read_table(driver.folder, "commands")) == 4
 

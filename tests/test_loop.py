@@ -33,6 +33,7 @@ def a_config(r: random.Random) -> dict:
         "environment": r.choice(("single", "single", {"name": "scripted", "low": 1, "high": 4}, {"name": "scripted", "low": 2, "high": 3, "writes": 0.9})),
         "max_turns": r.choice((1, 3, 8)), "on_resume": r.choice(("continue", "rewind", "restart")), "max_state_lag": r.choice((0, 1, 2)),
         "backlog": r.choice(("hold", "hold", "drop_oldest")) if bound else "hold", "queue_batches": r.choice((0, 0, 1, 2)),
+        "shaping": r.choice(("none", "none", "kimi_length", "length_share", "mask_truncated")),
     }
 
 
@@ -44,7 +45,7 @@ def a_command(r: random.Random, config: RunConfig) -> tuple[str, object, int]:
         ("group", r.choice((2, 4, 5)), 0), ("group", 8, 3), ("batch", r.randint(1, 8) * g, r.choice((0, 0, 3))), ("band", [0.1, r.choice((0.5, 0.9))], r.choice((0, 4))),
         ("concurrency", r.choice((1, 5, 40)), r.choice((0, 2))), ("oversample", r.choice((0.0, 0.5, 2.0)), 0), ("overdue", r.choice(("drop", "wait")), 0), ("steps", r.randint(1, 14), 0),
         ("backlog", r.choice(("hold", "drop_oldest")), 0), ("queue_batches", r.choice((0, 1, 3)), 0),
-        ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0),
+        ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0), ("shaping", r.choice(("none", "kimi_length", "mask_truncated")), 0),
         ("stragglers", r.choice(("in_flight", "wait", "oversample", "requeue", "partial")), 0), ("stragglers", r.choice(("wait", "requeue", "partial")), 0), ("straggler_unit", r.choice(("group", "rollout")), 0),
         ("old_tokens", r.choice(("train", "mask", "correct")), 0), ("stragglers", "late", 0), ("oversample", 1.0, 0),
         ("pause", None, 0), ("pause", None, 0), ("go", None, 0), ("step", None, 0), ("step", None, 0), ("eval", None, 0), ("nonsense", 1, 0), ("seed", 1, 0), ("batch", 7.5, 0), ("band", [0.9, 0.1], 0),
