@@ -38,7 +38,7 @@ from .objective import OLD, PARTS, Objective, Tokens, Weights, corrected, evalua
 from .records import Group, Rollout, StopReason, Task
 from .report import text
 from .steer import in_force
-from .worker import Functions, objective_of, sound_loss, torch_policy
+from .worker import Functions, objective_of, sound, torch_policy
 
 if TYPE_CHECKING:
     import polars as pl
@@ -67,12 +67,12 @@ def profile_chart(losses: Sequence[str | Mapping | Callable] = ("ppo", "cispo"),
 def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Callable] | None = None) -> Callable | None:
     "A part of the objective from its name, its table {name, knobs} or a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of range."
     if callable(value):
-        return sound_loss(value) if part == "loss" else value
+        return sound("loss", value) if part == "loss" else value
     if part == "kl" and (value if isinstance(value, str) else value.get("name")) == "none":
         return None
     functions = {**PARTS[part], **(known or {})}
     function = bind(functions, resolve(part, functions, value))
-    return sound_loss(function) if part == "loss" else function
+    return sound("loss", function) if part == "loss" else function
 
 
 def label_of(value: str | Mapping | Callable, short: bool = False) -> str:
