@@ -114,13 +114,28 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
         )
     key, name, source = key_of(table), table.pop("name"), table.pop("source", "")
     if key not in functions:
-        raise unknown(field, key, functions)
+        raise _in_one(field, key, functions) or unknown(field, key, functions)
     knobs = knobs_of(functions[key])
-    for key in table:
-        if key not in knobs:
-            raise unknown(f"{field}.{name}", key, knobs) if knobs else ValueError(f"{field}.{name}: takes no parameters, got {key!r}")
+    for given in table:
+        if given not in knobs:
+            raise _no_knob(f"{field}.{name}", given, functions[key], knobs)
     params = {key: check_value(f"{field}.{key}", knob, default, table.get(key, default)) for key, (knob, default) in knobs.items()}
     return Named(name, tuple(params.items()), source)
+
+
+def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueError | None:
+    "The error for a name with its knobs behind a colon; None if it is none."
+    known, colon, knobs = name.partition(":")
+    if not colon or known not in functions:
+        return None
+    return ValueError(f"{field}: {name!r} is a name and its knobs in one; write {' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}")
+
+
+def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
+    "The error for a parameter that cannot be set."
+    if given in inspect.signature(function).parameters:
+        return ValueError(f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default")
+    return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
 
 
 def bind(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
