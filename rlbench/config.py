@@ -7,8 +7,8 @@ __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'Con
            'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig', 'check_guard',
            'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file',
            'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file',
-           'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'LiveKnob', 'live_knobs',
-           'to_toml', 'captured_functions', 'read_config']
+           'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'notes_on', 'LiveKnob',
+           'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -32,7 +32,7 @@ from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
-from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, WEIGHTS
+from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .scorer import TEMPLATE, check_endpoint
@@ -259,7 +259,7 @@ class _Objective(BaseModel):
     demonstrations: Annotated[str, Knob(help="file of prompts with responses (JSON lines) to imitate beside RL; empty: none", live=False)] = ""
     supervised_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="demonstrations in a batch, for each of its rollouts")] = 0.125
     supervised_weight: Annotated[float, Knob(0, 100, help="what their loss counts")] = 0.1
-    critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values", live=False)] = False
+    critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values (gae); it learns nothing while another is in force", live=False)] = False
     critic_learning_rate: Annotated[float, Knob(0, 1, help="AdamW")] = 1e-3
     critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that the critic learns from, in which the policy stands still", live=False)] = 0
     critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="of the critic over a batch")] = 1
@@ -283,10 +283,12 @@ def _check_objective(c: "RunConfig") -> None:
         raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
     if c.critic and c.trainers > 1:
         raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
-    if loss in TO_SAMPLER and correction in WEIGHTS:
-        raise ValueError(f'loss: the ratio of "{loss}" is to the sampler and carries all of the mismatch, and correction "{correction}" would weigh it once more; use correction = "none" or a mask')
-    if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
-        raise ValueError(f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"')
+    if key_of(c.kl) == "k1" and c.kl_in == "loss":
+        raise ValueError('kl: "k1" in the loss has an expected gradient of 0: noise, and no penalty; set kl_in = "reward", or kl = "weighted_k3", "k2" or "k3"')
+    if c.kl_in == "reward" and key_of(c.kl) not in ("none", "k1"):
+        raise ValueError(f'kl_in: in the reward the estimate is k1, as others are biased there, and kl = "{c.kl["name"]}"; set kl = "k1", or kl_in = "loss"')
+    if twice := weighed_twice(c.old, loss, correction):
+        raise ValueError(twice)
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
         raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
     if c.demonstrations and not Path(c.demonstrations).is_file():
@@ -668,6 +670,8 @@ def set_dotted(table: dict, field: str, value) -> None:
     if not inner and head in FUNCTIONS:
         inner = RunConfig.model_fields[head].default
     inner = {"name": inner} if isinstance(inner, str) else dict(inner)
+    if head in FUNCTIONS and rest in ("name", "source") and inner.get(rest) != value:
+        inner = {k: v for k, v in inner.items() if k in ("name", "source")}  # the knobs were another function's
     set_dotted(inner, rest, value)
     table[head] = inner
 
@@ -689,7 +693,8 @@ def load_config(source: str | Mapping | RunConfig, overrides: Mapping[str, objec
         table = source.model_dump()
     else:
         table = dict(source) if isinstance(source, Mapping) else read_table_file(source)
-    for field, value in (overrides or {}).items():
+    names_first = lambda pair: ("." in pair[0]) * (2 - pair[0].endswith((".name", ".source")))  # noqa: E731
+    for field, value in sorted((overrides or {}).items(), key=names_first):
         set_dotted(table, field, value)
     files = functions_of_files(table)
     return make_config(table, {field: {**files.get(field, {}), **(extra or {}).get(field, {})} for field in (*files, *(extra or {}))})
@@ -788,6 +793,23 @@ def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
     table = config.model_dump()
     set_dotted(table, field, value)
     return make_config(table, extra)
+
+# %% ../nbs/50_config.ipynb #config-notes
+@dataclass(frozen=True)
+class Note:
+    "A word on a configuration, and the fields that it is about."
+    fields: tuple[str, ...]
+    text: str
+
+
+def notes_on(config: RunConfig) -> list[Note]:
+    "What a configuration does not do though its fields look like it; of built-in functions."
+    found, loss, advantage = [], key_of(config.loss), FUNCTIONS["advantage"].get(key_of(config.advantage))
+    if config.optimizer_steps == 1 and config.old == "recomputed" and loss in PARTS["loss"] and loss not in (*RATIOLESS, *TO_SAMPLER):
+        found.append(Note(("loss", "optimizer_steps"), f'loss: with optimizer_steps = 1 and old = "recomputed" every ratio is 1, so no bound of "{loss}" ever acts'))
+    if config.critic and advantage is not None and "values_RT" not in ingredients_of(advantage, 1):
+        found.append(Note(("critic", "advantage"), f'critic: advantage "{config.advantage["name"]}" does not ask for its values, so it learns nothing and takes its memory; set advantage = "gae", or critic = false'))
+    return found
 
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {

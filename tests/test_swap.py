@@ -73,6 +73,8 @@ def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob):
     ({"old": "sampler"}, "weigh it once more"), ({"loss": "dppo_tv"}, "weigh it once more"), ({"correction": "m2po", "trainers": 2, "placement": "split"}, "looks at a whole batch"),
     ({"advantage": "gae", "critic": True, "trainers": 2, "placement": "split"}, "one trainer process"), ({"demonstrations": "nowhere.jsonl"}, "rlbench demonstrations"),
     ({"critic_epochs": 0}, "critic_epochs: 0 is outside"), ({"kl_in": "los"}, "did you mean 'loss'"),
+    ({"kl": "k1", "reference": "start"}, 'no penalty; set kl_in = "reward"'), ({"kl": "k3", "kl_in": "reward", "reference": "start"}, 'set kl = "k1", or kl_in = "loss"'),
+    ({"loss": "cispo:high=4,low=1"}, "write loss=cispo loss.high=4 loss.low=1"), ({"loss.name": "reinforce", "loss.high": 0.3}, "takes no parameters"),
 ])
 def test_what_lacks_an_ingredient_is_refused_before_work_starts(settings, said):
     "Of the preset."
