@@ -32,7 +32,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .config import captured_functions, live_knobs, load_config, parse_assignment
+from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
 from .ledger import ENDED, Status
 from .report import summary, write_report
 from .run import Run, attach, list_runs, run
@@ -241,6 +241,12 @@ def outcome(r: Run, console: Console) -> None:
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
+# %% ../nbs/91_cli.ipynb #cli-notes
+def _worth_a_word(source: str, overrides: dict) -> list[str]:
+    "Notes on a configuration; of a preset on what was overridden only."
+    named = {field.partition(".")[0] for field in overrides}
+    return [note.text for note in notes_on(load_config(source, overrides)) if source not in presets() or named & {*note.fields}]
+
 # %% ../nbs/91_cli.ipynb #cli-run
 @app.command("run")
 def run_command(
@@ -264,8 +270,11 @@ def run_command(
         overrides = dict(map(parse_assignment, set_ or []))
         if name:
             overrides["name"] = name
+        told = _worth_a_word(source, overrides)
         r = run(load_config(source, overrides), runs=runs) if overrides.get("name") else _numbered(source, overrides, runs)
     console.print(f"{r.folder}: started; from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+    for words in told:
+        console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
     if detach:
         emit({"run": r.name, "folder": r.folder}) if as_json else None
         return
@@ -282,8 +291,9 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
             raise ValueError("--on: a run starts on the machine at hand; add --dry-run to plan for another one")
         from rlbench.memory import memory_plan, plan_facts
 
-        plan = memory_plan(load_config(source, dict(map(parse_assignment, set_ or []))), on=on)
-    emit(plan_facts(plan)) if as_json else print(plan)
+        config = load_config(source, dict(map(parse_assignment, set_ or [])))
+        plan, told = memory_plan(config, on=on), [note.text for note in notes_on(config)]
+    emit({**plan_facts(plan), "notes": told}) if as_json else print("\n".join([str(plan), *(f"note: {words}" for words in told)]))
     raise typer.Exit(int(not plan.fits))
 
 
@@ -784,10 +794,18 @@ def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = 
     emit(found.plain()) if as_json else Console().print(Text(str(found)))
 
 # %% ../nbs/91_cli.ipynb #cli-card
-def part_of(text: str) -> str | dict:
-    "A part of the objective as typed: NAME, or NAME:KNOB=VALUE,KNOB=VALUE. ValueError for anything else."
+def part_of(text: str, option: str = "--loss") -> str | dict:
+    "A part of the objective as typed: NAME, NAME:KNOB=VALUE,KNOB=VALUE, or a table {name = ..., source = ..., KNOB = ...}. ValueError naming the option for anything else."
     name, _, knobs = text.partition(":")
-    return name if not knobs else {"name": name, **dict(parse_assignment(each) for each in knobs.split(","))}
+    if text.lstrip().startswith("{"):
+        _, table = parse_assignment(f"v={text}")
+        if isinstance(table, dict):
+            return table
+    elif name.endswith(".py"):
+        raise ValueError(f'{option}: {text!r} is a file; write {{name = "{knobs or "FUNCTION"}", source = "{name}"}}')
+    elif all("=" in each for each in knobs.split(",") if knobs):
+        return name if not knobs else {"name": name, **dict(parse_assignment(each) for each in knobs.split(","))}
+    raise ValueError(f'{option}: {text!r} is not NAME, NAME:KNOB=VALUE,... or {{name = "NAME", KNOB = VALUE}}')
 
 
 @app.command("card")
@@ -810,9 +828,9 @@ def card_command(
         changes = {"loss": part_of(loss)} if loss else {}
         for text in set_ or []:
             part, _, value = text.partition("=")
-            changes[part] = float(value) if part == "kl_weight" else part_of(value)
+            changes[part] = float(value) if part == "kl_weight" else part_of(value, f"--set {part}")
         card = loss_card(attach(name, runs=runs).folder, rollout, attempt, policy, **changes)
-        shown = card.compare(loss=part_of(against)) if against else card
+        shown = card.compare(loss=part_of(against, "--against")) if against else card
     emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts()}) if as_json else print(shown.text(most=tokens))
 
 # %% ../nbs/91_cli.ipynb #cli-fork

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PLACES', 'NOTHING', 'SWAPPED', 'DRAWN', 'LEVELS', 'CARD_STYLE', 'TERMS', 'HEADS', 'profile', 'profile_chart',
            'chosen', 'label_of', 'Member', 'Logged', 'StoredBatch', 'settings_at', 'read_batch', 'places_of', 'waiting',
-           'queued_batch', 'with_policy', 'Recipe', 'recipe_of', 'swap', 'Sheet', 'laid_out', 'sheets', 'batch_loss',
-           'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of', 'sentence', 'left_out', 'why_zero',
-           'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short', 'key_html', 'table_html', 'card_html',
-           'why_html', 'Comparison', 'change_in_words', 'comparison_html', 'Cards', 'loss_cards', 'card_text',
-           'comparison_text']
+           'queued_batch', 'with_policy', 'lacks_nothing', 'Recipe', 'recipe_of', 'swap', 'Sheet', 'laid_out', 'sheets',
+           'batch_loss', 'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of', 'sentence', 'left_out',
+           'why_zero', 'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short', 'key_html', 'table_html',
+           'card_html', 'why_html', 'Comparison', 'change_in_words', 'comparison_html', 'Cards', 'loss_cards',
+           'card_text', 'comparison_text']
 
 # %% ../nbs/63_losscard.ipynb #losscard-imports
 import json
@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .batch import Arrays, Context, alphas, prepare
+from .batch import Arrays, Context, alphas, of_batch, prepare
 from .checkpoint import TRAINER, find_checkpoint, load_newest
-from .config import RunConfig, captured_functions, load_config, read_config
+from .config import RunConfig, captured_functions, functions_of_files, load_config, named_by_file, read_config
 from .correction import tis
 from .decode import Decoder, load_decoder, pieces
 from .driver import Kept
 from .environment import function_name
 from .episode import segments_of
 from .figures import GRID, GROUND, INK, SOFT, Bars, Chart, Line, Reference
-from .knobs import bind, resolve, unknown
+from .knobs import bind, ingredients_of, key_of, resolve, unknown
 from .ledger import read_rows, read_table
 from .loss import Totals
-from .objective import OLD, PARTS, Objective, Tokens, Weights, corrected, evaluate, one_of
+from .objective import OLD, PARTS, Objective, Tokens, Weights, corrected, evaluate, one_of, weighed_twice
 from .records import Group, Rollout, StopReason, Task
 from .report import text
 from .steer import in_force
@@ -65,12 +65,12 @@ def profile_chart(losses: Sequence[str | Mapping | Callable] = ("ppo", "cispo"),
 
 # %% ../nbs/63_losscard.ipynb #losscard-chosen
 def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Callable] | None = None) -> Callable | None:
-    "A part of the objective from its name, its table {name, knobs} or a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of range."
+    "A part of the objective from its name, its table {name, knobs}, with a `source` if it is in a Python file, or a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of range."
     if callable(value):
         return sound("loss", value) if part == "loss" else value
     if part == "kl" and (value if isinstance(value, str) else value.get("name")) == "none":
         return None
-    functions = {**PARTS[part], **(known or {})}
+    functions = {**PARTS[part], **(known or {}), **(functions_of_files({part: value})[part] if named_by_file(value) else {})}
     function = bind(functions, resolve(part, functions, value))
     return sound("loss", function) if part == "loss" else function
 
@@ -163,7 +163,9 @@ def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> 
         return queued_batch(folder, rollout)
     seq, _, tried, group, fate, version = mine.row(-1)
     if group < 0:
-        raise ValueError(f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and so no advantage; take one with a fate of training")
+        trained = rows.filter(pl.col("trained_at") > 0)["rollout"]
+        remedy = f"such as {trained[0]}" if len(trained) else "when there is one"
+        raise ValueError(f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and so no advantage; take one that was trained on, {remedy}")
     if version > 0:
         groups = rows.filter(pl.col("trained_at") == version)["group"].unique()
         rows = rows.filter(pl.col("group").is_in(groups.implode()) & pl.col("fate").is_in(["trained", "masked"]))
@@ -270,6 +272,15 @@ def _saved_policy(folder: Path, config: RunConfig):
     read_weights(found / TRAINER, model)
     return model, f"the policy of version {read_manifest(found).version}"
 
+# %% ../nbs/63_losscard.ipynb #losscard-lacks
+def lacks_nothing(part: str, value: str | Mapping | Callable) -> None:
+    "ValueError for an advantage that asks for what no run folder keeps."
+    function = value if callable(value) else PARTS[part].get(value if isinstance(value, str) else key_of(value) if "name" in value else "")
+    asked = ingredients_of(function, 1) if part == "advantage" and function is not None else {}
+    for name, (whose, remedy) in {"values_RT": ("the values of a critic", "critic = true"), "teacher_RT": ("a teacher's log-probabilities", "a teacher")}.items():
+        if asked.get(name):
+            raise ValueError(f"advantage: {label_of(value, short=True)!r} needs {whose}, which are not stored, so a card cannot swap it in; train a run with {remedy} and this advantage, and its card shows what it gave")
+
 # %% ../nbs/63_losscard.ipynb #losscard-recipe
 SWAPPED = ("loss", "correction", "advantage", "aggregation", "old", "kl", "kl_weight", "kl_in", "shaping")  # parts that a card can swap
 
@@ -308,6 +319,7 @@ def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
         if part not in SWAPPED:
             raise unknown("swap", part, SWAPPED)
         if part in PARTS:
+            lacks_nothing(part, value)
             labels[part] = label_of(value if callable(value) or isinstance(value, Mapping) and len(value) > 1 else _filled(part, value, known))
             value = chosen(part, value, known)
         elif part in ("old", "kl_in"):
@@ -608,13 +620,18 @@ def why_zero(card: LossCard) -> str:
     size = float(np.abs(card.sheet.gradient_RT[card.row]).sum())
     near = 1e-6 * max(1e-30, float(np.abs(card.sheet.term_RT).sum()))
     told = [f"the rollout's loss is {'0' if abs(here) <= near else format(here, '.4g')} and its gradient is not 0 (sum of sizes {size:.3g})"]
-    on_policy = bool(np.all(card.sheet.ratio_RT[card.sheet.arrays.mask_RT] == 1))
+    on_policy = _on_policy(card)
     if abs(all_of_it) <= near:
-        why = "every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of a group add up to 0" if on_policy else "the terms of good and bad rollouts cancel"
+        whose = "the batch" if of_batch(card.recipe.objective.advantage) else "a group"
+        why = f"every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of {whose} add up to 0" if on_policy else "the terms of good and bad rollouts cancel"
         told.append(f"the batch's loss is 0 and the gradient is not: {why} under this aggregation")
     elif on_policy:
         told.append(f"every ratio is exactly 1 ({_one_step(card)}), so the batch's loss, {all_of_it:.4g}, is minus the weighted mean advantage and says nothing about learning")
     return "\n".join([*told, *reasons])
+
+
+def _on_policy(card: LossCard) -> bool:
+    return card.sheet is not None and bool(np.all(card.sheet.ratio_RT[card.sheet.arrays.mask_RT] == 1))
 
 
 def _one_step(card: LossCard) -> str:
@@ -663,6 +680,9 @@ def notes(card: LossCard) -> list[str]:
         found.append(f"The entropy bonus (weight {b.logged.entropy_weight:g}) is not on the card: entropies are not stored by token.")
     if b.place == "trained" and not card.recipe.own:
         found.append("Advantages were computed again from the rewards of the batch.")
+    called = {part: label.partition(" (")[0] for part, label in card.recipe.labels}
+    if twice := weighed_twice(card.recipe.objective.old, called["loss"], called["correction"]):
+        found.append(f"A run refuses this objective: {twice}.")
     return found
 
 # %% ../nbs/63_losscard.ipynb #losscard-figure
@@ -851,7 +871,7 @@ def change_in_words(c: Comparison) -> str:
     f, names = c.frame, _names(c.one, c.other)
     n, changed, sides = f["mask"].sum(), int(f["changed"].sum()), f"{names[0]} against {names[1]}"
     if not changed:
-        return f"{sides}: no token changes"
+        return f"{sides}: no token changes" + (f"; every ratio is 1 ({_one_step(c.one)}), where bounds do not act" if _on_policy(c.one) and dict(c.one.recipe.labels)["loss"] != dict(c.other.recipe.labels)["loss"] else "")
     g, h = (f.filter("changed")[f"gradient_{which}"].fill_null(0.0).to_numpy() for which in ("one", "other"))
     factor = h / np.where(g == 0, np.nan, g)
     if changed == n and np.isfinite(factor).all() and np.ptp(factor) < 1e-4 * abs(factor[0]):
@@ -869,7 +889,7 @@ def comparison_html(c: Comparison) -> str:
     columns = [pair for one, k in columns for pair in ([(one, k)] if c.changed[one].equals(c.changed[f"{k}_other"]) else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")])]
     head = "".join(f"<th>{text(name)}</th>" for _, name in columns)
     rows = "".join(f'<tr><td>{r["position"]}</td>{_cell("token", r["token"])}{"".join(_cell(k, r[k]) for k, _ in columns)}</tr>' for r in c.changed.head(400).iter_rows(named=True))
-    return (f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; then: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
+    return (f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; the other: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
             f'<details><summary>the tokens that change</summary><div class="lc-rows" tabindex="0" role="region" aria-label="tokens that change"><table class="lc"><thead><tr><th>#</th><th class="tok">token</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details></article>')
 
 # %% ../nbs/63_losscard.ipynb #losscard-cards
@@ -970,10 +990,10 @@ def _field(name: str, value, width: int) -> str:
 def comparison_text(c: Comparison, width: int = 100, most: int | None = None) -> str:
     "The tokens that change, for a terminal."
     names, f = _names(c.one, c.other), c.changed
-    lines = [*_wrapped(f"rollout {c.one.rollout}: {change_in_words(c)}", width), *_wrapped(f"then: {c.other.recipe.words}", width, "  ")]
-    spec = [("position", 4), ("token", 8), *((f"{name}_{which}", w) for name, w in (("ratio", 7), ("clip", 4), ("correction", 6), ("term", 9), ("gradient", 10)) for which in ("one", "other"))]
-    heads = ["#", "token", *(head for name in ("ratio", "clip", "corr", "term", "gradient") for head in (name, "then"))]
+    lines = [*_wrapped(f"rollout {c.one.rollout}: {change_in_words(c)}", width), *_wrapped(f"the other: {c.other.recipe.words}", width, "  ")]
+    spec = [("position", 4), ("token", 8), *((f"{name}_{which}", w) for name, w in (("ratio", 7), ("clip", 5), ("correction", 6), ("term", 9), ("gradient", 10)) for which in ("one", "other"))]
+    heads = ["#", "token", *(head for name in ("ratio", "clip", "corr", "term", "gradient") for head in (name, "other"))]
     if f.height:
         lines.append(" ".join(f"{head:<{w}}" if name == "token" else f"{head:>{w}}" for head, (name, w) in zip(heads, spec)))
     lines += [" ".join(_field(name, row[name], w) for name, w in spec).rstrip() for row in f.head(most or f.height).iter_rows(named=True)]
-    return "\n".join([*lines, *([f"... {f.height - most} more"] if most and f.height > most else []), f"one: {names[0]}; then: {names[1]}"])
+    return "\n".join([*lines, *([f"... {f.height - most} more"] if most and f.height > most else []), f"one: {names[0]}; the other: {names[1]}"])

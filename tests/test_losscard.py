@@ -1,6 +1,7 @@
 """Loss cards: a real run's losses taken apart and added up again, the group to check by hand, words for every way to be 0, text of 100 columns, pages in light and dark."""
 import json
 import math
+import re
 import time
 from html.parser import HTMLParser
 
@@ -178,6 +179,7 @@ def test_a_function_of_a_cell_is_a_loss(folder):
 
 @pytest.mark.parametrize("asked, error", [
     ({"rollout": 77}, "has not ended"), ({"loss": "gspoo"}, "did you mean 'gspo'"), ({"loss": {"name": "ppo", "high": 99.0}}, "outside"), ({"los": "ppo"}, "unknown name 'los'"), ({"old": "new"}, "not one of"),
+    ({"advantage": "gae"}, "critic = true"), ({"advantage": {"name": "distill", "bound": 3.0}}, "a teacher's log-probabilities"),
     ({"policy": True}, "no saved policy and no checkpoint")])
 def test_what_cannot_be_is_said(folder, asked, error):
     with pytest.raises((ValueError, RuntimeError), match=error):
@@ -187,6 +189,35 @@ def test_what_cannot_be_is_said(folder, asked, error):
 def test_an_evaluation_has_no_card(tmp_path):
     with pytest.raises(ValueError, match="belongs to an evaluation"):
         loss_card(golden(tmp_path, fate="evaluated", group=-1), 0)
+
+
+def test_an_evaluation_names_a_rollout_that_has_one(tmp_path):
+    made = golden(tmp_path)
+    ledger = Ledger(made, 1)
+    ledger.append("rollouts", at=1.0, rollout=9, **{"try": 0}, group=-1, fate="evaluated", trained_at=-1)
+    ledger.close()
+    with pytest.raises(ValueError, match="such as 0"):
+        loss_card(made, 9)
+
+
+def test_at_ratio_one_it_is_said_that_no_bound_acts(tmp_path):
+    fresh = loss_card(golden(tmp_path, ratios=ONES, mismatch=ONES), 0)
+    assert repr(fresh.compare(loss="cispo")).endswith("no token changes; every ratio is 1 (one optimizer step per batch), where bounds do not act)")
+    assert "every ratio" not in repr(fresh.compare(kl="k3", kl_weight=0.0)) and "; the other: cispo" in fresh.compare(loss="cispo").text()
+
+
+def test_an_objective_that_a_run_refuses_is_shown_and_named(folder):
+    refused = loss_card(folder, 0, old="sampler", correction="tis")
+    assert "A run refuses this objective: old" in refused.text() and "A run refuses" not in refused.swap(correction="veto").text()
+
+
+@pytest.mark.parametrize(("advantage", "whose"), [("grpo", "a group"), ("gae", "the batch")])
+def test_whose_advantages_add_up(tmp_path, advantage, whose):
+    settings = "critic = true\n" if advantage == "gae" else ""
+    made = golden(tmp_path, ratios=ONES, mismatch=ONES, settings=settings)
+    config = made / "config.toml"
+    config.write_text(config.read_text().replace("dr_grpo", advantage))
+    assert f"advantages of {whose} add up to 0" in why_zero(loss_card(made, 0, aggregation="sequence_mean"))
 
 
 def test_settings_are_those_of_the_batch(tmp_path):
@@ -213,8 +244,19 @@ def test_the_command_line_says_the_same(folder):
     told = CliRunner().invoke(app, ["card", str(folder), "0", "--against", "cispo:low=0.2,high=0.28", "--json"])
     row = json.loads(told.stdout.splitlines()[-1])
     assert [t["changed"] for t in row["tokens"]] == [True, False] and "1 of 2 tokens change" in row["words"]
-    refused = CliRunner().invoke(app, ["card", str(folder), "0", "--loss", "gspoo"])
-    assert refused.exit_code == 2 and "did you mean" in refused.stderr
+    for loss, words in (("gspoo", "did you mean"), ("my.py:plain", '--loss: .* write {name = "plain", source = "my.py"}'), ("ppo:high", "--loss: 'ppo:high' is not NAME")):
+        refused = CliRunner().invoke(app, ["card", str(folder), "0", "--loss", loss])
+        assert refused.exit_code == 2 and re.search(words, refused.stderr), refused.stderr
+
+
+def test_a_loss_of_a_file_on_the_command_line(folder, tmp_path):
+    mine = tmp_path / "my.py"
+    mine.write_text("from rlbench.knobs import Knob\nfrom rlbench.loss import LossTerms\n\ndef plain(logprobs_RT, old_RT, advantages_RT, scale: Knob(0, 9) = 1.0, shift=0.0):\n"
+                    "    never_RT = logprobs_RT > 0\n    return LossTerms(-scale * advantages_RT * logprobs_RT, never_RT, never_RT)\n")
+    told = CliRunner().invoke(app, ["card", str(folder), "0", "--loss", f'{{name = "plain", source = "{mine}", scale = 2.0}}', "--json"])
+    assert np.allclose([t["gradient"] for t in json.loads(told.stdout.splitlines()[-1])["tokens"]], -0.15)
+    with pytest.raises(ValueError, match="a parameter without a Knob.*annotate it, as in shift: Knob"):
+        loss_card(folder, 0, loss={"name": "plain", "source": str(mine), "shift": 1.0})
 
 
 class Nested(HTMLParser):

@@ -62,4 +62,5 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch):
     assert "did you mean 'H100'" in dry("tiny", "--dry-run", "--on", "H10", code=2)
     assert "add --dry-run" in dry("tiny", "--on", "H100", code=2)
     assert "It fits." in dry("tiny", "--dry-run", code=0)
+    assert 'note: critic: advantage "grpo" does not ask' in dry("tiny", "--dry-run", "--set", "critic=true", code=0) and json.loads(dry("tiny", "--dry-run", "--set", "optimizer_steps=2", "--json", code=0))["notes"] == []
     assert list(tmp_path.iterdir()) == []
