@@ -133,7 +133,8 @@ def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueEr
 
 def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
     "The error for a parameter that cannot be set."
-    if given in inspect.signature(function).parameters:
+    found = inspect.signature(function).parameters.get(given)
+    if found is not None and found.default not in (found.empty, None):
         return ValueError(f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default")
     return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
 
