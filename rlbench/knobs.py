@@ -134,7 +134,7 @@ def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueEr
 def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
     "The error for a parameter that cannot be set."
     found = inspect.signature(function).parameters.get(given)
-    if found is not None and found.default not in (found.empty, None):
+    if found is not None and found.default is not found.empty and found.default is not None:
         return ValueError(f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default")
     return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
 
