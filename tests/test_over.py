@@ -9,10 +9,10 @@ TOY = Length(versions=2, every=1, batch=16, group=4, exam=8)
 def test_the_chain_runs_from_end_to_end_and_goes_on_from_what_is_there(tmp_path):
     said = []
     done = bench_chain(tmp_path, 20, 40, length=TOY, weights=(0.0, 0.5), say=said.append)
-    assert [c.arm for c in done.courses] == ["proxy alone", "proxy, KL 0.5", "verifier"] and len(said) == 4
+    assert [c.arm for c in done.courses] == ["proxy alone", "proxy, KL 0.5", "proxy, k3 0.5", "verifier"] and len(said) == 5
     for c in done.courses:
         assert c.versions == (0, 1, 2) and all(0 <= rate <= 1 for rate in c.true) and None not in c.proxy and c.tokens[0] == 0 < c.tokens[1] < c.tokens[2]
-    alone, held, verifier = done.courses
+    alone, held, _, verifier = done.courses
     assert alone.true[0] == held.true[0] == verifier.true[0] and alone.proxy[0] == held.proxy[0] == verifier.proxy[0]  # one policy, one reward model
     assert alone.proxy[2] != verifier.proxy[2] and alone.distance[2] > 0
     page = (tmp_path / "over_optimisation.html").read_text()
@@ -32,6 +32,6 @@ def test_a_teacher_is_imitated(tmp_path):
 
 
 def test_weights_of_a_reward_change_in_the_running_run(tmp_path):
-    done = bench_process(tmp_path, length=TOY)
-    assert [c.arm for c in done.courses][-1] == "process, then outcome" and len(done.courses) == 5
+    done = bench_process(tmp_path, length=TOY, arms=["process at its tokens", "process, then outcome"])
+    assert [c.arm for c in done.courses][-1] == "process, then outcome" and len(done.courses) == 2
     assert {(knob, json.loads(value)) for _, _, knob, value in done.journal} == {("reward.outcome", 1.0), ("reward.process", 0.0)}
