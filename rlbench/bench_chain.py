@@ -36,9 +36,10 @@ from .tasks import arithmetic
 if TYPE_CHECKING:
     from rlbench.model import Policy
 
+# %% ../nbs/89_bench_chain.ipynb #bench-chain-course
 Say = Callable[[str], None]
 
-# %% ../nbs/89_bench_chain.ipynb #bench-chain-course
+
 @dataclass(frozen=True)
 class Course:
     "One run, a number per examined version: solve rate, mean score (none without a reward model), share whose answer follows from the working, share of the working that is right, length, tokens written for training until then, KL from the start in nats per token (none without a reference), share of (right, wrong) pairs of responses in which the right one scores higher (none without a reward model, or if all are right)."
@@ -73,7 +74,7 @@ class Course:
         proxy = "" if self.proxy[-1] is None else f", proxy {self.proxy[0]:+.2f} to {self.proxy[-1]:+.2f}"
         return f"{self.arm}, seed {self.seed}: solve rate {self.true[0]:.3f}, at best {self.true[self.peak]:.3f} at version {self.versions[self.peak]}, in the end {self.true[-1]:.3f}{proxy}"
 
-
+# %% ../nbs/89_bench_chain.ipynb #bench-chain-course-of
 def mean(values) -> float:
     "Mean of numbers or verdicts, to five places."
     values = list(values)
