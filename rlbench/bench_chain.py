@@ -349,12 +349,14 @@ def bench_distill(folder: str | Path = "bench-distill", seeds: int = 1, length: 
         taught = replace(length, versions=teaching).knobs(seed)
         rl = course(folder, "RL", seed, taught, say)
         teacher, reached[str(seed)] = (run_of(folder, "RL", taught, seed).folder / "policy").resolve(), rl.true[-1]
-        student = course(folder, "distilled", seed, {"advantage": "distill", "teacher": str(teacher), "filter": "none", **length.knobs(seed)}, say)
+        taught = {"advantage": "distill", "teacher": str(teacher), "filter": "none", **length.knobs(seed)}
+        student = course(folder, "distilled", seed, taught, say)
+        several = [course(folder, arm, seed, knobs | {"optimizer_steps": 4}, say) for arm, knobs in (("distilled, 4 steps", taught), ("RL, 4 steps", length.knobs(seed)))]
         budgets = tuple(t for t in student.tokens[1:] if t)
         name = f"{seed}-{teaching}-{length.exam}-{max(budgets)}"
         tuned = stored(folder, f"samples-{name}", lambda: from_samples(teacher, budgets, seed, length.exam), say)
         rounded = stored(folder, f"rejection-{name}-{rounds}", lambda: by_rejection(rounds, max(budgets), seed, length.exam), say)
-        found += [student, tuned, rounded, rl]
+        found += [student, *several, tuned, rounded, rl]
     chart = curves("Four ways to a solve rate", found, lambda c: c.true, "solve rate", "held-out tasks, over the response tokens that were generated", lambda c: c.tokens, "generated tokens", (0, 1))
     return DistillBench(reached, tuple(found), str(page_of("A teacher, and what else the tokens buy", (chart,), folder / "distillation.html")), machine("torch", "transformers"))
 

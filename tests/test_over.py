@@ -25,7 +25,7 @@ def test_the_chain_runs_from_end_to_end_and_goes_on_from_what_is_there(tmp_path)
 
 def test_a_teacher_is_imitated(tmp_path):
     done = bench_distill(tmp_path, length=TOY, teaching=1, rounds=1)
-    student, tuned, rounded, rl = done.courses
+    student, *_, tuned, rounded, rl = done.courses
     assert student.versions == (0, 1, 2) and rl.versions == (0, 1) and done.teacher == {"0": rl.true[-1]}
     assert len(tuned.true) == 3 and len(rounded.true) == 2 and tuned.tokens[-1] <= student.tokens[-1] <= rounded.tokens[-1] + 16 * 4 * 64
     assert bench_distill(tmp_path, length=TOY, teaching=1, rounds=1).courses == done.courses
