@@ -364,8 +364,9 @@ def bench_distill(folder: str | Path = "bench-distill", seeds: int = 1, length: 
 def process_arms() -> dict[str, dict[str, object]]:
     "The settings of the arms by name."
     weigh = lambda outcome, process, **more: {"reward": {"name": "mixed", "outcome": outcome, "process": process, **more}}  # noqa: E731
+    placed = {"advantage": {"name": "steps", "outcome": 0.0}}
     return {"outcome": weigh(1.0, 0.0), "process": weigh(0.0, 1.0), "both": weigh(1.0, 0.5),
-            "process at its tokens": weigh(0.0, 1.0) | {"advantage": {"name": "steps", "outcome": 0.0}}, "process, then outcome": weigh(0.0, 1.0)}
+            "steps": weigh(0.0, 1.0) | placed, "steps, wrong ones priced": weigh(0.0, 1.0, wrong=1.0) | placed, "process, then outcome": weigh(0.0, 1.0)}
 
 
 def at_version(version: int, changes: Mapping[str, object]) -> Callable[[Run], None]:

@@ -32,6 +32,6 @@ def test_a_teacher_is_imitated(tmp_path):
 
 
 def test_weights_of_a_reward_change_in_the_running_run(tmp_path):
-    done = bench_process(tmp_path, length=TOY, arms=["process at its tokens", "process, then outcome"])
+    done = bench_process(tmp_path, length=TOY, arms=["steps, wrong ones priced", "process, then outcome"])
     assert [c.arm for c in done.courses][-1] == "process, then outcome" and len(done.courses) == 2
     assert {(knob, json.loads(value)) for _, _, knob, value in done.journal} == {("reward.outcome", 1.0), ("reward.process", 0.0)}
