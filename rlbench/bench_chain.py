@@ -357,7 +357,7 @@ def bench_distill(folder: str | Path = "bench-distill", seeds: int = 1, length: 
         tuned = stored(folder, f"samples-{name}", lambda: from_samples(teacher, budgets, seed, length.exam), say)
         rounded = stored(folder, f"rejection-{name}-{rounds}", lambda: by_rejection(rounds, max(budgets), seed, length.exam), say)
         found += [student, *several, tuned, rounded, rl]
-    chart = curves("Four ways to a solve rate", found, lambda c: c.true, "solve rate", "held-out tasks, over the response tokens that were generated", lambda c: c.tokens, "generated tokens", (0, 1))
+    chart = curves("What the tokens buy", found, lambda c: c.true, "solve rate", "held-out tasks, over the response tokens that were generated", lambda c: c.tokens, "generated tokens", (0, 1))
     return DistillBench(reached, tuple(found), str(page_of("A teacher, and what else the tokens buy", (chart,), folder / "distillation.html")), machine("torch", "transformers"))
 
 # %% ../nbs/89_bench_chain.ipynb #bench-chain-process
@@ -366,7 +366,8 @@ def process_arms() -> dict[str, dict[str, object]]:
     weigh = lambda outcome, process, **more: {"reward": {"name": "mixed", "outcome": outcome, "process": process, **more}}  # noqa: E731
     placed = {"advantage": {"name": "steps", "outcome": 0.0}}
     return {"outcome": weigh(1.0, 0.0), "process": weigh(0.0, 1.0), "both": weigh(1.0, 0.5),
-            "steps": weigh(0.0, 1.0) | placed, "steps, wrong ones priced": weigh(0.0, 1.0, wrong=1.0) | placed, "process, then outcome": weigh(0.0, 1.0)}
+            "steps": weigh(0.0, 1.0) | placed, "steps, wrong ones priced": weigh(0.0, 1.0, wrong=1.0) | placed,
+            "steps and outcome": weigh(1.0, 1.0, wrong=1.0) | {"advantage": "steps"}, "process, then outcome": weigh(0.0, 1.0)}
 
 
 def at_version(version: int, changes: Mapping[str, object]) -> Callable[[Run], None]:
