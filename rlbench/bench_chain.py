@@ -197,7 +197,8 @@ def over_arms(reward: Path, weights: Sequence[float] = KL_WEIGHTS, learning_rate
     base = {"reward_model": str(reward), "reference": "start", "learning_rate": learning_rate}
     proxy = base | {"reward": {"name": "scored", "by": "reward_model"}}
     held = lambda w, kl="k2": {"kl": kl, "kl_in": "loss", "kl_weight": w} if w else {}  # noqa: E731
-    return {**{f"proxy, KL {w:g}" if w else "proxy alone": proxy | held(w) for w in weights}, f"proxy, k3 {max(weights):g}": proxy | held(max(weights), "k3"), "verifier": base}
+    loose = {f"proxy, k3 {max(weights):g}": proxy | held(max(weights), "k3")} if max(weights) else {}
+    return {**{f"proxy, KL {w:g}" if w else "proxy alone": proxy | held(w) for w in weights}, **loose, "verifier": base}
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,8 @@ class OverBench:
 
 def bench_chain(folder: str | Path = "bench-chain", pairs: int = 100, tasks: int = 200, seeds: int = 1, length: Length = Length(), weights: Sequence[float] = KL_WEIGHTS, say: Say = lambda line: None) -> OverBench:
     "Pairs, reward model, RL against it with every weight of the divergence and against the verifier; pieces are kept in `folder`, the figure beside them. ValueError for too few pairs or no seeds."
-    if seeds < 1 or pairs < 10:
-        raise ValueError(f"seeds: {seeds}, pairs: {pairs}; give at least 1 seed and 10 pairs")
+    if seeds < 1 or pairs < 10 or not weights:
+        raise ValueError(f"seeds: {seeds}, pairs: {pairs}, weights: {list(weights)}; give at least 1 seed, 10 pairs and one weight")
     place, told = exploitable(Path(folder), pairs, tasks, say)
     arms = over_arms(place, weights)
     found = tuple(course(Path(folder), arm, seed, knobs | length.knobs(seed), say) for seed in range(seeds) for arm, knobs in arms.items())
@@ -225,7 +226,7 @@ def bench_chain(folder: str | Path = "bench-chain", pairs: int = 100, tasks: int
     return OverBench(told, found, str(page), machine("torch", "transformers"))
 
 # %% ../nbs/89_bench_chain.ipynb #bench-chain-figure
-ROLES = ("vermilion", "amber", "blue", "green", "purple", "sky")
+ROLES = ("vermilion", "amber", "blue", "purple", "green", "sky", "grey")
 PAGE = "body{font:15px system-ui,sans-serif;max-width:720px;margin:24px auto;padding:0 12px;color:#222;background:#fff}"
 
 
