@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from .correction import alpha
+from .environment import FunctionFailed
 from .knobs import ingredients_of, supply
 from .objective import Objective
 from .records import Group, Rollout, Task, prompt_segment, response_segment, stream_key, uniforms
@@ -154,12 +155,17 @@ def by_group(groups: Sequence[Group], rewards: Sequence[np.ndarray], objective: 
 
 # %% ../nbs/34_batch.ipynb #batch-advantage-batch
 def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray | None]:
-    "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. ValueError for what it does not have or for another shape."
+    "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. FunctionFailed for what it does not have or for another shape."
     given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
     zeros_RT = np.zeros(arrays.mask_RT.shape)
     known = {"kl_RT": zeros_RT, "steps_RT": np.full(arrays.mask_RT.shape, np.nan), "lengths_R": arrays.mask_RT.sum(1), **given, **there}
     outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * ("steps_RT" in ingredients_of(objective.advantage, 1))  # a reward contains those of its steps, which are given by themselves
-    found = supply(objective.advantage, outcome_R, **known)
+    try:
+        found = supply(objective.advantage, outcome_R, **known)
+    except FunctionFailed:
+        raise
+    except ValueError as error:
+        raise FunctionFailed("advantage", f"advantage: {error}") from error
     advantages, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     return _per_token(advantages, arrays.mask_RT), None if returns is None else _per_token(returns, arrays.mask_RT)
 
@@ -168,10 +174,10 @@ def _per_token(found, mask_RT: np.ndarray) -> np.ndarray:
     "float32 [R, T], 0 outside the mask, of what an advantage function returned."
     found, shapes = np.asarray(found, np.float64), (mask_RT.shape[:1], mask_RT.shape)
     if found.shape not in shapes:
-        raise ValueError(f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}")
+        raise FunctionFailed("advantage", f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}")
     found_RT = np.where(mask_RT, found if found.ndim == 2 else found[:, None], 0)
     if not np.isfinite(found_RT).all():
-        raise ValueError("advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say")
+        raise FunctionFailed("advantage", "advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say")
     return found_RT.astype(np.float32)
 
 # %% ../nbs/34_batch.ipynb #batch-beside

@@ -32,7 +32,7 @@ from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
-from .objective import KL_IN, OLD, PARTS, RATIOLESS, WEIGHTS
+from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, WEIGHTS
 from .queue import BACKLOGS
 from .reward import REWARDS, VERIFIERS
 from .scorer import TEMPLATE, check_endpoint
@@ -283,6 +283,8 @@ def _check_objective(c: "RunConfig") -> None:
         raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
     if c.critic and c.trainers > 1:
         raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
+    if loss in TO_SAMPLER and correction in WEIGHTS:
+        raise ValueError(f'loss: the ratio of "{loss}" is to the sampler and carries all of the mismatch, and correction "{correction}" would weigh it once more; use correction = "none" or a mask')
     if c.old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
         raise ValueError(f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"')
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):

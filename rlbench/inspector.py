@@ -26,6 +26,7 @@ from .decode import Decoder, load_decoder, pieces
 from .figures import GRID, GROUND, INK, SOFT, number
 from .knobs import unknown
 from .ledger import count_rows, read_rows, read_table
+from .losscard import loss_card
 from .lossview import LossView
 from .records import ROLLOUTS, TOKENS, Fate
 from .report import text
@@ -164,10 +165,7 @@ class StoredRollout:
         return self.trained_at - 1 - self.oldest if self.trained_at > 0 and self.oldest >= 0 else None
 
     def card(self, policy: bool = False, **changes):
-        """Its loss, token by token. `changes`: loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in, shaping, each a name, a table or a function, in place of the run's own;
-        `policy`: with log-probabilities computed now. ValueError if it has no tokens or something is not known."""
-        from rlbench.losscard import loss_card
-
+        "Its loss, token by token; `changes` put a loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in or shaping (names, tables, functions) in place of the run's own, `policy` computes log-probabilities now. ValueError for what cannot be."
         return loss_card(self.folder, self.rollout, self.attempt, policy, **changes)
 
     def __repr__(self) -> str:

@@ -7,8 +7,9 @@ __all__ = ['PLACES', 'NOTHING', 'SWAPPED', 'DRAWN', 'LEVELS', 'CARD_STYLE', 'TER
            'chosen', 'label_of', 'Member', 'Logged', 'StoredBatch', 'settings_at', 'read_batch', 'places_of', 'waiting',
            'queued_batch', 'with_policy', 'Recipe', 'recipe_of', 'swap', 'Sheet', 'laid_out', 'sheets', 'batch_loss',
            'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of', 'sentence', 'left_out', 'why_zero',
-           'notes', 'push_chart', 'framed', 'strip_html', 'short', 'key_html', 'table_html', 'card_html', 'why_html',
-           'Comparison', 'change_in_words', 'comparison_html', 'Cards', 'loss_cards', 'card_text', 'comparison_text']
+           'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short', 'key_html', 'table_html', 'card_html',
+           'why_html', 'Comparison', 'change_in_words', 'comparison_html', 'Cards', 'loss_cards', 'card_text',
+           'comparison_text']
 
 # %% ../nbs/63_losscard.ipynb #losscard-imports
 import json
@@ -37,7 +38,7 @@ from .objective import OLD, PARTS, Objective, Tokens, Weights, corrected, evalua
 from .records import Group, Rollout, StopReason, Task
 from .report import text
 from .steer import in_force
-from .worker import Functions, objective_of, sound_loss, torch_policy
+from .worker import Functions, objective_of, sound, torch_policy
 
 if TYPE_CHECKING:
     import polars as pl
@@ -66,12 +67,12 @@ def profile_chart(losses: Sequence[str | Mapping | Callable] = ("ppo", "cispo"),
 def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Callable] | None = None) -> Callable | None:
     "A part of the objective from its name, its table {name, knobs} or a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of range."
     if callable(value):
-        return sound_loss(value) if part == "loss" else value
+        return sound("loss", value) if part == "loss" else value
     if part == "kl" and (value if isinstance(value, str) else value.get("name")) == "none":
         return None
     functions = {**PARTS[part], **(known or {})}
     function = bind(functions, resolve(part, functions, value))
-    return sound_loss(function) if part == "loss" else function
+    return sound("loss", function) if part == "loss" else function
 
 
 def label_of(value: str | Mapping | Callable, short: bool = False) -> str:
@@ -547,7 +548,7 @@ def counts_of(card: LossCard) -> Counts:
     stopped = (clip != "") & (g == 0) & (correction != 0)
     return Counts(len(f), int((g < 0).sum()), int((g > 0).sum()), int(stopped.sum()), " and ".join(sorted(set(clip[stopped]), reverse=True)), int((correction == 0).sum()), int(((clip != "") & (g != 0)).sum()), weightless)
 
-
+# %% ../nbs/63_losscard.ipynb #losscard-sentence
 def sentence(card: LossCard) -> str:
     "What the objective does to this rollout."
     if card.row is None:
@@ -706,7 +707,7 @@ LEVELS = (0.02, 0.2, 0.4, 0.7, 0.9)  # of the largest gradient, at which the tin
 CARD_STYLE = (
     f".rl-lc{{--rl-up:#0072b2;--rl-down:#d55e00;container-type:inline-size;color:{INK};font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}"
     '[data-jp-theme-light="false"] .rl-lc{--rl-up:#4aa8e0;--rl-down:#f08a3c}'
-    f".rl-lc *{{box-sizing:border-box}}.rl-lc p{{margin:0 0 6px}}.rl-lc .card{{border:1px solid {GRID};border-radius:6px;padding:12px 14px;background:{GROUND}}}.rl-lc .lead{{font-size:14px;font-weight:600}}"
+    f".rl-lc *{{box-sizing:border-box}}.rl-lc p{{margin:0 0 6px}}.rl-lc .card{{border:1px solid {GRID};border-radius:6px;padding:12px 14px;background:{GROUND}}}.rl-lc .card+.card{{margin-top:8px}}.rl-lc .lead{{font-size:14px;font-weight:600}}"
     f".rl-lc small,.rl-lc .soft{{color:{SOFT};font-size:11.5px}}.rl-lc .lc-strip{{font:13px/2.1 var(--jp-code-font-family,ui-monospace,monospace);white-space:pre-wrap;overflow-wrap:anywhere;max-height:24em;overflow:auto;padding:2px 0}}"
     ".rl-lc .t{padding:2px 1px 3px;margin-right:1px;border-radius:2px;unicode-bidi:isolate;box-decoration-break:clone}"
     + "".join(f".rl-lc .{way}{i}{{background:color-mix(in srgb,var(--rl-{name}) {share}%,transparent)}}" for way, name in (("u", "up"), ("d", "down")) for i, share in enumerate((12, 24, 36, 50, 66), 1))
@@ -730,10 +731,14 @@ TERMS = ("position", "token", "version", "sampler", "start", "step", "advantage"
 HEADS = {"position": "#", "version": "v", "sampler": "log-prob sampled", "start": "at start", "step": "at step", "kl_term": "KL term", "kl": "KL"}
 
 
-def strip_html(card: LossCard, changed: Sequence[bool] | None = None, most: int = 2000) -> str:
-    "The response, tinted by the gradient; `changed` outlines tokens. Of more than `most` tokens the first."
-    rows = card.frame.head(most).to_dicts()
-    top = max((abs(r["gradient"] or 0.0) for r in rows), default=0.0)
+def steepest(card: LossCard) -> float:
+    "The largest size of a gradient on the card."
+    return float(card.frame["gradient"].abs().max() or 0.0)
+
+
+def strip_html(card: LossCard, changed: Sequence[bool] | None = None, top: float = 0.0, most: int = 2000) -> str:
+    "The response, tinted by the gradient as a share of `top`, or of the largest; `changed` outlines tokens. Of more than `most` tokens the first."
+    rows, top = card.frame.head(most).to_dicts(), top or steepest(card)
     out = [_token_html(r, top, bool(changed is not None and changed[i])) for i, r in enumerate(rows)]
     rest = card.frame.height - len(rows)
     return f'<div class="lc-strip" role="group" aria-label="{text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
@@ -762,7 +767,7 @@ def short(value: float | None, width: int = 9) -> str:
 def key_html(card: LossCard, changed: bool = False) -> str:
     "What the tints mean."
     items = [("u4", "raised"), ("d4", "lowered"), ("k", "hit a bound"), ("x", "masked by the correction"), ("m", "no weight in the loss")] + ([("n", "changes")] if changed else [])
-    return '<p class="key">' + "".join(f'<span><span class="t {kind}">a</span>{name}</span>' for kind, name in items) + "<span>the darker, the larger the gradient</span></p>"
+    return '<p class="key">' + "".join(f'<span><span class="t {kind}">a</span>{name}</span>' for kind, name in items) + "<span>the stronger the tint, the larger the gradient</span></p>"
 
 # %% ../nbs/63_losscard.ipynb #losscard-html
 def table_html(card: LossCard, most: int = 400) -> str:
@@ -840,7 +845,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         return framed(comparison_html(self))
 
-
+# %% ../nbs/63_losscard.ipynb #losscard-compare-words
 def change_in_words(c: Comparison) -> str:
     "How many tokens change, and how."
     f, names = c.frame, _names(c.one, c.other)
@@ -858,8 +863,8 @@ def change_in_words(c: Comparison) -> str:
 
 def comparison_html(c: Comparison) -> str:
     "Both strips, and the tokens that change; without the styles."
-    names, changed = _names(c.one, c.other), c.frame["changed"].to_list()
-    sides = "".join(f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed)}</section>' for name, each in zip(names, (c.one, c.other)))
+    names, changed, top = _names(c.one, c.other), c.frame["changed"].to_list(), max(steepest(c.one), steepest(c.other))
+    sides = "".join(f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>' for name, each in zip(names, (c.one, c.other)))
     columns = [(f"{k}_one", k) for k in ("ratio", "clip", "correction", "weight", "term", "gradient")]
     columns = [pair for one, k in columns for pair in ([(one, k)] if c.changed[one].equals(c.changed[f"{k}_other"]) else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")])]
     head = "".join(f"<th>{text(name)}</th>" for _, name in columns)

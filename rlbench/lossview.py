@@ -21,7 +21,7 @@ from .report import text
 LIVE = ("loss", "correction", "advantage", "aggregation", "old")  # parts with a menu
 LIVE_STYLE = (
     ".rl-lc-live.rl-lc-live{display:block;container-type:inline-size;width:100%;overflow:hidden!important}.rl-lc-live .lc-menus,.rl-lc-live .lc-knobs{display:flex;flex-flow:row wrap;gap:2px 12px}"
-    ".rl-lc-live .lc-menus>*,.rl-lc-live .lc-knobs>*{width:auto;flex:1 1 230px;max-width:340px;min-width:0}.rl-lc-live .widget-label{min-width:84px;width:auto}.rl-lc-live .widget-readout{min-width:60px}"
+    ".rl-lc-live .lc-menus>*,.rl-lc-live .lc-knobs>*{width:auto;flex:1 1 250px;max-width:360px;min-width:0}.rl-lc-live .widget-label{min-width:84px;width:auto}.rl-lc-live .widget-readout{min-width:60px}"
     f".rl-lc-live .rl-error{{border-left:3px solid #d55e00;padding:4px 10px;margin:4px 0;color:{INK}}}.rl-lc-live .widget-html-content{{line-height:1.4}}"
 )
 
@@ -38,13 +38,13 @@ def widgets():
 def slider_of(name: str, knob, value):
     "A widget for a knob: a menu, a tick, or a slider over its range; of a very wide range the part up to ten times the value."
     w = widgets()
-    about = dict(description=name, tooltip=knob.help, style={"description_width": "84px"})
+    about = dict(description=name, tooltip=knob.help, style={"description_width": "116px"})
     if knob.choices or isinstance(value, (bool, str)):
         return w.Dropdown(options=list(knob.choices) or [value], value=value, **about) if not isinstance(value, bool) else w.Checkbox(value=value, indent=False, **about)
     low, high = (value if bound is None else bound for bound in (knob.low, knob.high))
-    high = min(high, max(10 * abs(value), low + 1e-3, 2 * low)) if high > 20 * max(abs(value), 1e-9) else high
-    kind, step = (w.IntSlider, 1) if isinstance(value, int) else (w.FloatSlider, max(1e-6, float(f"{(high - low) / 200:.1g}")))
-    return kind(value=value, min=low, max=max(high, value), step=step, continuous_update=True, **about, **({} if kind is w.IntSlider else {"readout_format": ".4g"}))
+    high = min(high, max(10 * abs(value), 2 * low) or 1e-3) if high > 20 * abs(value) else high
+    kind, step = (w.IntSlider, 1) if isinstance(value, int) else (w.FloatSlider, float(f"{(high - low) / 200:.1g}"))
+    return kind(value=value, min=low, max=max(high, value), step=step, continuous_update=True, **about, **({} if kind is w.IntSlider else {"readout_format": ".3f" if abs(value) >= 0.01 else ".1e"}))
 
 # %% ../nbs/64_lossview.ipynb #lossview-class
 class LossView:
@@ -138,11 +138,11 @@ def _new_knobs(view: LossView, part: str) -> None:
         view.knobs.pop(key).close()
     mine = own if key_of(own) == name else {}
     for knob_name, (knob, default) in knobs_of({**PARTS[part], **view.known}[name]).items():
-        slider = view.knobs[part, knob_name] = slider_of(f"{part[:4] + '.' if part != 'loss' else ''}{knob_name}", knob, mine.get(knob_name, default))
+        slider = view.knobs[part, knob_name] = slider_of(f"{part} {knob_name}", knob, mine.get(knob_name, default))
         slider.observe(lambda _: view._busy or view.show(), "value")
     view.knob_box.children = [view.knobs[key] for key in sorted(view.knobs, key=lambda key: LIVE.index(key[0]))]
 
-
+# %% ../nbs/64_lossview.ipynb #lossview-changes
 def _changes(view: LossView) -> dict[str, object]:
     found = {}
     for part, menu in view.menus.items():
@@ -150,12 +150,18 @@ def _changes(view: LossView) -> dict[str, object]:
         if part == "old":
             found |= {} if menu.value == own else {"old": menu.value}
             continue
-        knobs = {name: slider.value for (owner, name), slider in view.knobs.items() if owner == part}
+        knobs = {name: _unmoved(slider, own.get(name) if key_of(own) == menu.value else None) for (owner, name), slider in view.knobs.items() if owner == part}
         if menu.value != key_of(own):
             found[part] = {"name": menu.value, **knobs}
         elif any(knobs[name] != own.get(name, knobs[name]) for name in knobs):
             found[part] = own | knobs
     return found
+
+
+def _unmoved(slider, own):
+    "A slider's value; the run's own where it is within half a step of it, since a page puts a slider on its nearest step."
+    near = isinstance(own, float) and abs(slider.value - own) <= getattr(slider, "step", 0) / 2
+    return own if near else slider.value
 
 
 def _show(view: LossView) -> None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SEEN', 'DRIFT', 'DRAWS', 'TRIED', 'TRIED_SECONDS', 'NotRead', 'Unread', 'unread', 'stored', 'stored_tokens',
-           'with_rollouts', 'Limits', 'judged', 'on_groups', 'Tokens', 'tokens_of', 'on_tokens', 'evidence', 'draws',
-           'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
+           'with_rollouts', 'Limits', 'judged', 'on_groups', 'on_versions', 'Tokens', 'tokens_of', 'on_tokens',
+           'evidence', 'draws', 'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
 
 # %% ../nbs/68_rescore.ipynb #rescore-imports
 import math
@@ -24,7 +24,7 @@ from .environment import DeadlinePassed, FunctionFailed, guarded, judge, within
 from .episode import segments_of
 from .knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
 from .ledger import count_rows, read_table
-from .loss import LossTerms, totals_of
+from .loss import totals_of, unsound
 from .records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
 from .reward import correct
 from .shaping import INGREDIENTS, Facts, facts_of, none, reshape
@@ -162,6 +162,20 @@ def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Fact
     wrong = values.shape != rewards_R.shape or np.isinf(values).any()
     return ([], f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none") if wrong else (values.tolist(), "")
 
+# %% ../nbs/68_rescore.ipynb #rescore-versions
+def on_versions(field: str, function: Callable, old: Callable, config: RunConfig, limits: Limits) -> list[dict]:
+    "A row per tenth version of a hundred: the weight that the old and the new schedule give."
+    base = {"kl_schedule": config.kl_weight, "entropy_schedule": config.entropy_weight}[field] or 0.01
+    there, rows = dict(last=base, measured=0.01, rollouts=config.batch), []
+    for version in range(1, 102, 10):
+        try:
+            value = supply(guarded(field, function, limits.call), base, version, **there)
+            message = "" if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else f"{field}: returned {value!r} at version {version}; return a number of at least 0"
+        except ValueError as error:
+            value, message = None, str(error)
+        rows.append({"version": version, "old": float(supply(old, base, version, **there)), "new": None if message else float(value), "message": message})
+    return rows
+
 # %% ../nbs/68_rescore.ipynb #rescore-tokens
 DRIFT = 0.2  # largest difference in nats of a stand-in log-probability
 
@@ -208,13 +222,15 @@ def _token_means(field: str, function: Callable, t: Tokens, limits: Limits) -> t
 
     logprobs_RT, old_RT, sampler_RT, mask_RT = (torch.as_tensor(a) for a in (t.logprobs_RT, t.old_RT, t.sampler_RT, t.mask_RT))
     logprobs_RT.requires_grad_()
-    given = {"loss": (logprobs_RT, old_RT, torch.as_tensor(t.advantages_R)[:, None]), "correction": (old_RT, sampler_RT), "aggregation": (mask_RT, totals_of(mask_RT))}[field]
+    advantages_R1 = torch.as_tensor(t.advantages_R)[:, None]
+    given = {"loss": (logprobs_RT, old_RT, advantages_R1), "aggregation": (mask_RT, totals_of(mask_RT)), "kl": (logprobs_RT, sampler_RT)}.get(field, (old_RT, sampler_RT))
+    there = dict(mask_RT=mask_RT, whole_RT=mask_RT, sampler_RT=sampler_RT, old_RT=old_RT, start_RT=old_RT, advantages_RT=advantages_R1)
     nothing, slopes = [None] * len(t.rollouts), torch.zeros_like(logprobs_RT)
     try:
-        values = guarded(field, function, limits.call)(*given)
+        values = supply(guarded(field, function, limits.call), *given, **there)
         if field == "loss":
-            if not isinstance(values, LossTerms):
-                return nothing, nothing, f"loss: returned a {type(values).__name__}; return rlbench.loss.LossTerms(loss_RT, clipped_low_RT, clipped_high_RT)"
+            if reason := unsound(values, logprobs_RT):
+                return nothing, nothing, f"loss: {reason}"
             values.clipped_low_RT & values.clipped_high_RT & mask_RT
             values = values.loss_RT
             (slopes,) = torch.autograd.grad((values * mask_RT).sum(), logprobs_RT)
@@ -323,6 +339,8 @@ def _rows(folder: Path, field: str, function: Callable, table: Mapping, last: in
         return draws(function, old, evidence(folder, last), config, limits)
     if field == "tasks":
         return task_rows(function, table, _tasks_now(folder, config), config, limits)
+    if field in ("kl_schedule", "entropy_schedule"):
+        return on_versions(field, function, old, config, limits)
     return on_tokens(field, function, old, tokens_of(folder, last), limits)
 
 

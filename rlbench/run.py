@@ -303,6 +303,10 @@ class _Giving(_Looking):
     loss = _giver("loss", "loss: log-probs, old log-probs, advantages -> LossTerms.")
     correction = _giver("correction", "correction: old log-probs, the sampler's -> weights.")
     aggregation = _giver("aggregation", "aggregation: mask, totals -> weights.")
+    kl = _giver("kl", "kl: log-probs, the reference's -> KL per token.")
+    kl_schedule = _giver("kl_schedule", "kl_schedule: weight, version -> weight of KL.")
+    entropy_schedule = _giver("entropy_schedule", "entropy_schedule: weight, version -> weight of entropy.")
+    replay_correction = _giver("replay_correction", "replay_correction: old log-probs, the sampler's -> weights of rollouts that are trained on again.")
     sampler = _giver("sampler", "sampler: curriculum, uniform numbers, band, progress -> index of a task.")
     tasks = _giver("tasks", "task set: split, seed, count -> tasks.")
 

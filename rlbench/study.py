@@ -212,7 +212,8 @@ def mismatch_arms() -> dict[str, Setup]:
     "Corrections of a coarse sampler."
     base = Setup(updates=40)
     coarse = replace(base, bits=1)
-    corrected = {name: replace(coarse, objective={"correction": name}) for name in ("tis", "mis", "icepop", "sequence_tis", "geometric")}
+    corrections = {**{name: name for name in ("tis", "mis", "icepop", "sequence_tis")}, "geometric": {"name": "geometric", "low": 0.8, "high": 1.25}}
+    corrected = {name: replace(coarse, objective={"correction": correction}) for name, correction in corrections.items()}
     return {"none": coarse, **corrected, "exact": base, "none again": replace(coarse, draw=1), "control": replace(coarse, learning_rate=0.0, updates=12)}
 
 # %% ../nbs/84_study.ipynb #study-switches

@@ -7,12 +7,12 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted', 'WeightsWritten',
            'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten', 'ReferenceJob',
            'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer', 'scripted_learner', 'Functions',
-           'warm', 'objective_of', 'sound_loss', 'unsound', 'device_of', 'torch_policy', 'new_generator',
-           'model_writer', 'critic_of', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer',
-           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
-           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep',
-           'EnvironmentReady', 'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker',
-           'build_halves', 'begin_at', 'version_of', 'worker_main', 'environment_main', 'scorer_main']
+           'warm', 'objective_of', 'sound', 'device_of', 'torch_policy', 'new_generator', 'model_writer', 'critic_of',
+           'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
+           'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
+           'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
+           'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at',
+           'version_of', 'worker_main', 'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
@@ -301,36 +301,24 @@ def warm(function: Callable) -> Callable:
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
     bound = {field: guarded(field, functions.bound(config, field)) for field in (*PARTS, "replay_correction")}
+    bound |= {field: sound(field, bound[field]) for field in ("loss", "correction", "aggregation", "kl", "replay_correction")}
     replayed = bound.pop("replay_correction")
-    return Objective(**{**bound, "loss": sound_loss(bound["loss"]), "kl": None if key_of(config.kl) == "none" else bound["kl"]}, old=config.old, kl_in=config.kl_in, kl_weight=config.kl_weight,
+    return Objective(**{**bound, "kl": None if key_of(config.kl) == "none" else bound["kl"]}, old=config.old, kl_in=config.kl_in, kl_weight=config.kl_weight,
                      entropy_weight=config.entropy_weight, partials=tis if key_of(config.correction) == "none" else bound["correction"], replayed=replayed)
 
 
-def sound_loss(loss: Callable) -> Callable:
-    "The loss, raising FunctionFailed if what it returns is no `LossTerms`, has another shape, is not finite, or does not depend on the log-probabilities."
-    @wraps(loss)
-    def checked(logprobs_RT, *args, **kwargs):
-        terms = loss(logprobs_RT, *args, **kwargs)
-        if reason := unsound(terms, logprobs_RT):
-            raise FunctionFailed("loss", f"loss {function_name(loss)}: {reason}")
-        return terms
+def sound(field: str, function: Callable) -> Callable:
+    "A function of tokens, raising FunctionFailed if what it returns cannot be trained with."
+    @wraps(function)
+    def checked(first_RT, *args, **kwargs):
+        from rlbench.loss import unsound, unsound_weights
+
+        value = function(first_RT, *args, **kwargs)
+        if reason := (unsound if field == "loss" else unsound_weights)(value, first_RT):
+            raise FunctionFailed(field, f"{field} {function_name(function)}: {reason}")
+        return value
 
     return checked
-
-
-def unsound(terms, logprobs_RT) -> str:
-    "What is wrong with what a loss returned; empty if nothing is."
-    from rlbench.loss import LossTerms
-
-    if not isinstance(terms, LossTerms):
-        return f"returned a {type(terms).__name__}; return rlbench.loss.LossTerms(loss_RT, clipped_low_RT, clipped_high_RT)"
-    if tuple(terms.loss_RT.shape) != tuple(logprobs_RT.shape):
-        return f"returned loss_RT of shape {tuple(terms.loss_RT.shape)} for log-probabilities of shape {tuple(logprobs_RT.shape)}; return one number per token, without adding up"
-    if logprobs_RT.requires_grad and not terms.loss_RT.requires_grad:
-        return "its value does not depend on the log-probabilities (it was detached, or made with .item() or numpy); nothing would be learned from it"
-    if not bool(terms.loss_RT.isfinite().all()):
-        return "gives a token a value that is not finite; guard the division or logarithm that made it"
-    return ""
 
 
 def device_of(config: RunConfig) -> str:
