@@ -11,7 +11,8 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'doctor', 'why_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command',
            'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
            'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay',
-           'study', 'balance', 'crashes', 'staleness', 'stragglers', 'panel', 'main']
+           'study', 'balance', 'crashes', 'staleness', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench',
+           'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -1220,6 +1221,31 @@ def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] =
     from rlbench.bench_stragglers import bench_stragglers
 
     _measure(lambda say: bench_stragglers(seed, say=say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-chain
+@benches.command("chain")
+def chain_bench(seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1, pairs: Annotated[int, typer.Option(help="preference pairs that the reward model learns from")] = 100,
+                folder: FolderOption = "bench-chain", as_json: JsonOption = False) -> None:
+    "Pairs, a reward model, RL against it with and without KL: where proxy and true reward part."
+    from rlbench.bench_chain import bench_chain
+
+    _measure(lambda say: bench_chain(folder, pairs, seeds=seeds, say=say), as_json)
+
+
+@benches.command("distill")
+def distill_bench(seeds: Annotated[int, typer.Option(help="teachers, and students of each kind")] = 1, folder: FolderOption = "bench-distill", as_json: JsonOption = False) -> None:
+    "A teacher on the student's own responses, against fine-tuning on the teacher's, rejection sampling and RL at equal tokens."
+    from rlbench.bench_chain import bench_distill
+
+    _measure(lambda say: bench_distill(folder, seeds, say=say), as_json)
+
+
+@benches.command("process")
+def process_bench(seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1, folder: FolderOption = "bench-process", as_json: JsonOption = False) -> None:
+    "Rewards for the answer, for the steps of its working, for both, and weights that change in the running run."
+    from rlbench.bench_chain import bench_process
+
+    _measure(lambda say: bench_process(folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()

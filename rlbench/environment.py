@@ -195,8 +195,8 @@ class Judged:
 def function_name(function: Callable) -> str:
     "The name to show for a function, bound parameters or not."
     inner = function
-    while isinstance(inner, partial):
-        inner = inner.func
+    while isinstance(inner, partial) or hasattr(inner, "__wrapped__"):
+        inner = inner.func if isinstance(inner, partial) else inner.__wrapped__
     return getattr(inner, "__name__", type(inner).__name__)
 
 

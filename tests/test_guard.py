@@ -96,13 +96,18 @@ def test_a_guard_pauses_turns_and_stops_a_live_run(tmp_path, room, monkeypatch):
 
 
 def broken(logprobs_RT, old_RT, advantages_RT):
-    "A loss that is no number; its gradient is one, so that the run goes on."
+    "A loss of numbers whose sum is none; its gradient is one, so that the run goes on."
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
-    return LossTerms(loss_RT=-advantages_RT * logprobs_RT + float("nan"), clipped_low_RT=never_RT, clipped_high_RT=never_RT)
+    return LossTerms(loss_RT=-advantages_RT * logprobs_RT + 3e38 * (advantages_RT > 0).float() - 3e38 * (advantages_RT < 0).float(), clipped_low_RT=never_RT, clipped_high_RT=never_RT)
+
+
+def added(mask_RT, totals):
+    "Every token counts one."
+    return mask_RT * 1.0
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path):
-    run = rl.Run(inline_run(tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "loss": broken, "steps": 1}).folder)
+    run = rl.Run(inline_run(tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "loss": broken, "aggregation": added, "steps": 1}).folder)
     assert run.state == "finished"
     (told,) = rows_of(run, "guard: loss is nan")
     assert (told["knob"], told["status"], told["reason"], told["version"]) == ("alert", "applied", "loss nan at version 1", 1)

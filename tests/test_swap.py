@@ -1,4 +1,6 @@
 """The objective of a live run, swapped: at a version, in the journal, and so again after a resume and in a replay."""
+import json
+
 import polars as pl
 import pytest
 from inline import check_books, drive, inline_run
@@ -135,3 +137,52 @@ def test_functions_of_a_cell_ask_for_ingredients(tmp_path):
     driver = inline_run(tmp_path, "a", SHORT | {"steps": 2, "loss": leaning, "advantage": halved, "correction": "none"})
     assert driver.state.version == 2 and driver.state.config.loss["tilt"] == 0.5, driver.state.reason
     check_books(driver)
+
+
+LINES = [{"prompt": f"{a}+{b}=", "response": f"{a}+{b}={(a + b) % 10}c{(a + b) // 10}:{a + b}"} for a in range(1, 10) for b in range(1, 10)]
+WHOLE = {
+    "replay": ({"replay_share": 0.5, "replay_size": 8}, lambda s: s["replayed_rollouts"].to_list() == [0, 16, 16]),
+    "demonstrations": ({"demonstrations": "lines.jsonl", "supervised_share": 0.25}, lambda s: (s["supervised_loss"] > 0).all()),
+    "log-linear": ({"old": "log_linear", "correction": "decoupled", "staleness": 1}, lambda s: s["grad_norm"].min() > 0),
+    "m2po": ({"correction": "m2po", "staleness": 1}, lambda s: s["grad_norm"].min() > 0),
+    "kl in the loss": ({"kl": "k3", "reference": "start", "kl_weight": 0.1, "kl_schedule": {"name": "linear", "to": 0.0, "versions": 2}},
+                       lambda s: s["kl_weight"].to_list() == [0.05, 0.0, 0.0] and 0 <= s["kl_reference"][0] < s["kl_reference"][2]),
+    "kl in the reward": ({"kl": "k1", "kl_in": "reward", "reference": "start", "kl_weight": 0.1}, lambda s: (s["kl_weight"] == 0.1).all()),
+    "kl, adaptive": ({"kl": "k2", "reference": "start", "kl_schedule": {"name": "adaptive", "target": 1e-6, "horizon": 32.0}}, lambda s: s["kl_weight"][2] > s["kl_weight"][0]),
+    "critic": ({"advantage": "gae", "critic": True, "critic_warmup": 1}, lambda s: s["update_norm"][0] == 0 < s["update_norm"][1] and (s["value_loss"] >= 0).all()),
+    "one rollout a task": ({"advantage": "gae", "critic": True, "group": 1}, lambda s: s["trained_rollouts"].to_list() == [32] * 3),
+    "steps": ({"advantage": "steps", "reward": "mixed"}, lambda s: s["grad_norm"].min() > 0),
+    "baseline by role": ({"advantage": "rae"}, lambda s: s["grad_norm"].min() > 0),
+    "distillation": ({"advantage": "distill", "teacher": "tiny"}, lambda s: s["grad_norm"][0] < 0.05),  # a teacher that is the policy has little to teach
+    "entropy": ({"entropy_weight": 0.1, "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"}}, lambda s: s["entropy_weight"][2] > s["entropy_weight"][0]),
+    "several rewards": ({"advantage": {"name": "gdpo", "weights": "correct=1"}, "reward": "brief"}, lambda s: s["grad_norm"].max() > 0),
+    "sequences": ({"loss": "gmpo", "aggregation": "sequence_sum", "correction": "sequence_tis"}, lambda s: s["grad_norm"].min() > 0),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_runs(tmp_path, name, monkeypatch):
+    "Every way to train, from dispatch to closed books."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    settings, holds = WHOLE[name]
+    driver = inline_run(tmp_path, "a", SHORT | {"steps": 3, "checkpoint_every": 0} | settings)
+    assert driver.state.phase == "done" and driver.state.version == 3, driver.state.reason
+    check_books(driver)
+    steps = read_table(driver.folder, "steps")
+    assert holds(steps), steps.select("kl_weight", "kl_reference", "entropy_weight", "grad_norm", "replayed_rollouts", "supervised_loss", "value_loss", "update_norm")
+
+
+def test_a_resumed_run_replays_and_adapts_as_the_one_that_nobody_touched(tmp_path):
+    "What stands beside the model is in its checkpoint: earlier groups, the critic, the adapted weight."
+    table = SHORT | {"steps": 5, "replay_share": 0.5, "replay_size": 8, "entropy_weight": 0.1, "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"},
+                     "advantage": "gae", "critic": True}
+    whole = a_run(tmp_path / "whole", table)
+    drive(whole)
+    killed = tmp_path / "killed"
+    drive(a_run(tmp_path / "first", table, {int(0.7 * whole.state.seq): killed}))
+    resumed = taken_up(killed)
+    drive(resumed)
+    check_resumed(resumed)
+    columns = ["version", "loss", "entropy_weight", "replayed_rollouts", "value_loss"]
+    assert resumed.state.digest == whole.state.digest and read_table(resumed.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
