@@ -123,7 +123,7 @@ def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
 
 def test_random_worlds_rewind():
     "The worlds of the loop's test hold what is claimed for them: episodes that are rewound, and others that keep turns."
-    worlds = [a_world(seed, False, False).run() for seed in range(0, 60, 3)]
+    worlds = [a_world(seed, False, False).run() for seed in range(0, 90, 3)]
     assert sum(world.watch.rewound for world in worlds) > 5 and any(len(marks) > 1 for world in worlds for marks in world.watch.marks.values())
 
 
