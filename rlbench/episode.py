@@ -7,7 +7,6 @@ __all__ = ['WEIGHTS', 'shown', 'opened', 'told_so_far', 'written', 'judged', 'un
            'first_turns', 'later_turns', 'turn_columns', 'token_columns', 'segments_of', 'told_columns']
 
 # %% ../nbs/28_episode.ipynb #episode-imports
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -146,15 +145,15 @@ def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask
 
 # %% ../nbs/28_episode.ipynb #episode-told
 def told_columns(rollout: Rollout, told) -> dict:
-    "Columns of the tokens table for what training made of a rollout's tokens (a `Told` of the trainer, or None), and its log-probabilities under the reference; null where a token carries no weight."
+    "Columns of the tokens table for what training made of a rollout's tokens (a `Told` of the trainer, or None), and its log-probabilities under the reference; NaN where a token carries no weight."
     response_T = np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])
 
-    def of_responses(values_T) -> list | None:
+    def of_responses(values_T) -> np.ndarray | None:
         if values_T is None:
             return None
         whole_T = np.full(len(response_T), np.nan)
         whole_T[: len(values_T)] = values_T
-        return [None if math.isnan(value) else value for value in whole_T[response_T].tolist()]
+        return whole_T[response_T]
 
     reference = {"reference": of_responses(dict(rollout.traces).get("reference"))}
     trained = {} if told is None else {"start_logprobs": of_responses(told.start_T), "step_logprobs": of_responses(told.step_T), "advantages": of_responses(told.advantages_T)}

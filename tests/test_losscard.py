@@ -10,9 +10,10 @@ import polars as pl
 import pytest
 from typer.testing import CliRunner
 
+from inline import inline_run
 from rlbench.cli import app
 from rlbench.inspector import browse, read_rollout
-from rlbench.ledger import Ledger, create_run_folder
+from rlbench.ledger import Ledger, create_run_folder, read_table
 from rlbench.losscard import Comparison, batch_loss, card_of, framed, loss_card, loss_cards, read_batch, recipe_of, settings_at, sheets, swap, waiting, why_zero
 from rlbench.loss import LossTerms
 from rlbench.lossview import LossView
@@ -326,3 +327,16 @@ def test_what_waits_is_read_from_the_checkpoint(tmp_path):
 
 def test_read_rollout_hands_out_its_card(folder):
     assert read_rollout(folder, 1).card(loss="gspo").rollout == 1
+
+
+def test_tokens_without_weight_have_no_log_probability_of_training(tmp_path):
+    "Of a partial rollout whose older tokens are masked: the row is written, and its card can be read."
+    from test_stragglers import REAL
+
+    virtual = {"generator": "torch", "steps": 2, "concurrency": 32, "staleness": 0, "stragglers": "partial", "old_tokens": "mask", "oversample": 1.0}
+    folder = inline_run(tmp_path, "run", REAL | virtual).folder
+    rows = read_table(folder, "tokens", ["rollout", "mask", "start_logprobs"]).drop_nulls("start_logprobs")
+    mixed = [row for row in rows.iter_rows(named=True) if not all(row["mask"])]
+    assert mixed and all([math.isnan(x) for x in row["start_logprobs"]] == [not m for m in row["mask"]] for row in mixed)
+    card = loss_card(folder, mixed[0]["rollout"])
+    assert card.frame["gradient"].is_null().sum() == mixed[0]["mask"].count(0)
