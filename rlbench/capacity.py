@@ -6,12 +6,13 @@
 __all__ = ['MODELS', 'HARDWARE', 'SAVED', 'ModelShape', 'kv_bytes_per_token', 'weight_bytes', 'max_concurrency',
            'resident_tokens', 'Hardware', 'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes',
            'lora_parameters', 'activation_bytes', 'decode_seconds', 'dollars_per_million', 'processor', 'machine',
-           'cpu_flags', 'gpus_here']
+           'cpu_flags', 'gpus_here', 'portions']
 
 # %% ../nbs/04_capacity.ipynb #capacity-imports
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
@@ -190,3 +191,14 @@ def gpus_here() -> tuple[str, ...]:
         return tuple(str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
     except OSError:
         return ()
+
+# %% ../nbs/04_capacity.ipynb #capacity-portions
+def portions(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    "Places of the sequences that share a forward pass: of like lengths, with at most `budget` tokens, padding included. One that is longer goes alone."
+    found: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if found and lengths[place] * (len(found[-1]) + 1) <= budget:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found

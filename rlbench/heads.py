@@ -8,7 +8,6 @@ __all__ = ['ValueModel', 'new_value_model', 'token_values', 'sequence_scores', '
 
 # %% ../nbs/15_heads.ipynb #heads-imports
 import copy
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .model import DTYPES, Policy, context_length, encode_prompt, encode_response, load_tokenizer, locate, model_config, own_weights, quiet
+from .capacity import portions
+from .model import DTYPES, Policy, context_length, encode_prompt, encode_response, load_tokenizer, locate, model_config, own_weights, quiet, replaced
 
 # %% ../nbs/15_heads.ipynb #heads-model
 class ValueModel(torch.nn.Module):
@@ -83,20 +83,12 @@ def save_value_model(model: ValueModel, tokenizer, folder: Path | str, beside: C
     if config.get_text_config().pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     named = {f"{model.body.base_model_prefix}.{name}": tensor for name, tensor in model.body.state_dict().items()} | {"score.weight": model.score.weight}
-    aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
-    for leftover in (aside, before):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(parents=True)
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}, aside / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(aside)
-    with quiet():
+    with replaced(folder) as aside, quiet():
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}, aside / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-    if beside:
-        beside(aside)
-    if folder.exists():
-        folder.rename(before)
-    aside.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+        if beside:
+            beside(aside)
     return folder
 
 
@@ -145,7 +137,7 @@ class RewardModel(Policy):
         if wrong := [f"row {i} has {len(row)} tokens" for i, row in enumerate(rows) if not 0 < len(row) <= self.context]:
             raise ValueError(f"reward_model: {wrong[0]}, and {self.name!r} reads 1 to {self.context}; shorten max_tokens or take another model")
         scores_R, device = np.zeros(len(rows), np.float32), next(self.model.parameters()).device
-        for batch in _like_lengths([len(row) for row in rows], micro_tokens):
+        for batch in portions([len(row) for row in rows], micro_tokens):
             tokens_RT, lengths_R = padded([rows[i] for i in batch], self.pad_id)
             scores_R[batch] = sequence_scores(self.model, tokens_RT.to(device), lengths_R).cpu().numpy()
         return scores_R
@@ -158,17 +150,6 @@ def padded(rows: Sequence[np.ndarray], pad_id: int) -> tuple[torch.Tensor, torch
     for r, row in enumerate(rows):
         tokens_RT[r, : len(row)] = torch.as_tensor(np.asarray(row), dtype=torch.int64)
     return tokens_RT, lengths_R
-
-
-def _like_lengths(lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
-    "Row numbers, shortest first, in batches that hold at most `micro_tokens` padded tokens (or one row)."
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * lengths[i] <= micro_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
 
 # %% ../nbs/15_heads.ipynb #heads-load-reward
 def load_reward_model(name: str, device: str = "cpu", dtype: str = "float32") -> RewardModel:

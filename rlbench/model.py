@@ -6,7 +6,7 @@
 __all__ = ['TINY', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer', 'check_causal',
            'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response', 'encode_response',
            'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head', 'token_logprobs',
-           'flat_logprobs', 'base_weights', 'save_policy']
+           'flat_logprobs', 'base_weights', 'replaced', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -312,22 +312,28 @@ def base_weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | Non
     return named
 
 # %% ../nbs/10_model.ipynb #model-save
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    "An empty folder to write into; at the end it takes the place of `folder`, if nothing was raised."
+    aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+    for leftover in (aside, before):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    if folder.exists():
+        folder.rename(before)
+    aside.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+
+
 def save_policy(
     policy: Policy, folder: Path | str, weights: Mapping[str, torch.Tensor] | None = None, beside: Callable[[Path], None] | None = None
 ) -> Path:
     "Write the policy as a Hugging Face folder, replacing an earlier one. `weights`: others than its own; `beside(folder)` writes more into it before it is there."
     folder = Path(folder)
-    aside, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
-    for leftover in (aside, before):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(parents=True)
-    with quiet():
+    with replaced(folder) as aside, quiet():
         policy.model.save_pretrained(aside, state_dict=None if weights is None else dict(weights))
         policy.tokenizer.save_pretrained(aside)
-    if beside:
-        beside(aside)
-    if folder.exists():
-        folder.rename(before)
-    aside.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+        if beside:
+            beside(aside)
     return folder

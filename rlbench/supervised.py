@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .capacity import portions
 from .heads import padded
 from .model import Policy, encode_prompt, encode_response, token_logprobs
 from .records import Task
@@ -255,13 +256,7 @@ def held_out_loss(policy: Policy, examples: Sequence[Example], micro_tokens: int
 
 def pieces(items: Sequence, lengths: Sequence[int], micro_tokens: int) -> list[list]:
     "The items in order of length, cut so that each piece holds at most `micro_tokens` with padding (or one item)."
-    made: list[list] = []
-    for i in sorted(range(len(items)), key=lambda i: lengths[i]):
-        if made and (len(made[-1]) + 1) * lengths[i] <= micro_tokens:
-            made[-1].append(items[i])
-        else:
-            made.append([items[i]])
-    return made
+    return [[items[i] for i in places] for places in portions(lengths, micro_tokens)]
 
 # %% ../nbs/38_supervised.ipynb #supervised-settings
 @dataclass(frozen=True)
