@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LISTS', 'UNHASHED', 'CURVE', 'MEASURES', 'FORGOTTEN', 'SAY_EVERY', 'LOOK_EVERY', 'Arm', 'is_axis', 'said', 'crossed',
            'hash_of', 'checked', 'told_apart', 'Trial', 'read_trial', 'trial_of', 'load_trial', 'held_out', 'area',
-           'versions_to', 'tokens_to', 'seconds_to', 'seconds', 'mean', 't_quantile', 'interval', 'Difference',
-           'paired', 'Null', 'number', 'repeats', 'Ablation', 'measured', 'ablation_html', 'ablation_page', 'Job',
-           'take_up', 'run_all', 'ablate']
+           'versions_to', 'tokens_to', 'seconds_to', 'seconds', 'mean', 't_share', 't_quantile', 'interval',
+           'Difference', 'paired', 'Null', 'number', 'repeats', 'Ablation', 'measured', 'ablation_html',
+           'ablation_page', 'Job', 'take_up', 'run_all', 'ablate']
 
 # %% ../nbs/81_ablation.ipynb #ablation-imports
 import hashlib
@@ -214,11 +214,23 @@ def mean(trial: Trial, *, column: Knob(help="a column of the step table") = "ess
 MEASURES = {"held_out": held_out, "area": area, "versions_to": versions_to, "tokens_to": tokens_to, "seconds_to": seconds_to, "seconds": seconds, "mean": mean}
 
 # %% ../nbs/81_ablation.ipynb #ablation-interval
+def t_share(angle: float, freedom: int) -> float:
+    "Share of Student's t within sqrt(freedom) times the tangent of an angle in [0, pi / 2]; the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."
+    c, odd = math.cos(angle), freedom % 2
+    term, total = c if odd else 1.0, 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= c * c * (k - 1) / k
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
+
+
 def t_quantile(p: float, freedom: int) -> float:
-    "Quantile of Student's t by its expansion around the normal's; 1 % off at 4 degrees of freedom, less above."
-    z = NormalDist().inv_cdf(p)
-    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / freedom**i for i, term in enumerate(terms))
+    "Quantile of Student's t, for p in (0, 1)."
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if t_share(angle, freedom) < abs(2 * p - 1) else (low, angle)
+    return math.copysign(math.sqrt(freedom) * math.tan(low), p - 0.5)
 
 
 def interval(differences: Sequence[float], share: float = 0.95, draws: int = 20_000, widen: bool = True) -> tuple[float, float]:

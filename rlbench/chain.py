@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .config import EvalConfig, RunConfig, load_config
-from .judge import QUESTION, PairJudge, JudgeFigures
+from .endpoint import Endpoint
+from .judge import QUESTION, JudgeFigures
 from .model import Policy, load_policy, save_policy
 from .pairs import collect, right_answers
 from .preference import Preference, RewardFit, read_pairs, save_reward_model, train_reward_model
@@ -113,7 +114,7 @@ class Collected:
     judge: JudgeFigures | None
 
 
-def make_pairs(sources: Sequence[str], out: str | Path, run: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: PairJudge | None = None,
+def make_pairs(sources: Sequence[str], out: str | Path, run: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: Endpoint | None = None,
                question: str = QUESTION, runs: str | Path = "runs", say: Say = lambda line: None) -> Collected:
     "Put the pairs of some sources (verifier, ranking, judge, or files) into one file, each once. Raises ValueError or OSError with the remedy."
     if not sources:

@@ -1053,12 +1053,12 @@ def pairs_command(
 ) -> None:
     "Collect pairs of a better and a worse response: from the verifier, from people, from a judge model, from files."
     from rlbench.chain import collected_text, make_pairs
-    from rlbench.judge import PairJudge
+    from rlbench.endpoint import Endpoint
 
     with friendly():
         if bool(judge_url) != bool(judge_model):
             raise ValueError("judge: give both --judge-url and --judge-model")
-        judge = PairJudge(judge_url, judge_model, judge_key) if judge_url else None
+        judge = Endpoint(judge_url, judge_model, judge_key) if judge_url else None
         told = make_pairs(sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said())
     emit(told) if as_json else print(collected_text(told))
 

@@ -9,7 +9,8 @@ __all__ = ['READ', 'SOURCES', 'judged_of', 'right_answers', 'ranked_pairs', 'col
 from collections.abc import Callable
 from pathlib import Path
 
-from .judge import QUESTION, JudgeFigures, PairJudge, candidates, judge_pairs
+from .endpoint import Endpoint
+from .judge import QUESTION, JudgeFigures, candidates, judge_pairs
 from .ledger import count_rows, read_table
 from .preference import Preference, read_pairs, verifier_pairs
 from .ranking import read_preferences
@@ -54,7 +55,7 @@ def ranked_pairs(folder: str | Path) -> list[Preference]:
 SOURCES = ("verifier", "ranking", "judge")
 
 
-def collect(source: str, folder: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: PairJudge | None = None, question: str = QUESTION,
+def collect(source: str, folder: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: Endpoint | None = None, question: str = QUESTION,
             say: Callable[[str], None] = lambda line: None) -> tuple[list[Preference], JudgeFigures | None]:
     "Pairs of one source, and how the judge did if it was asked. ValueError for a source that lacks its ingredient, FileNotFoundError for a file that is not there."
     if source not in SOURCES:

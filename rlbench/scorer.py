@@ -9,7 +9,6 @@ __all__ = ['TEMPLATE', 'PLACES', 'REFERENCE_FILE', 'whole', 'trace', 'JudgeFaile
            'check_place', 'look_around', 'scripted_models']
 
 # %% ../nbs/38_scorer.ipynb #scorer-imports
-import json
 import math
 import os
 import re
@@ -19,15 +18,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import numpy as np
 
 from .capacity import portions
+from .endpoint import Endpoint
 from .records import Rollout, stream_key, uniforms
 
 # %% ../nbs/38_scorer.ipynb #scorer-whole
@@ -115,39 +112,18 @@ def reach(url: str, seconds: float = 5.0) -> None:
 
 # %% ../nbs/38_scorer.ipynb #scorer-ask
 @dataclass(frozen=True)
-class Judge:
-    "A judge at an address. `key` is the key itself; it is in no message. `at_once`: requests under way at the same time."
-    url: str
-    model: str = "default"
+class Judge(Endpoint):
+    "A judge at an address, asked once for each rollout. `at_once`: requests under way at the same time."
     template: str = TEMPLATE
-    temperature: float = 0.0
+    at_once: int = 16
     max_tokens: int = 16
     timeout: float = 30.0
-    at_once: int = 16
-    key: str = field(default="", repr=False)
-
-    def reply(self, text: str) -> str:
-        "What the model answers to a text. JudgeFailed with the reason if it does not."
-        where = self.url.rstrip("/") + ("" if self.url.rstrip("/").endswith("/completions") else "/chat/completions")
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": self.temperature, "max_tokens": self.max_tokens}
-        headers = {"Content-Type": "application/json", "User-Agent": "rlbench", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
-        try:
-            with urlopen(Request(where, json.dumps(body).encode(), headers), timeout=self.timeout) as answer:
-                return str(json.loads(answer.read())["choices"][0]["message"]["content"])
-        except HTTPError as error:
-            raise JudgeFailed(f"judge: {urlsplit(where).hostname} answered {error.code} {error.reason}") from None
-        except TimeoutError:
-            raise JudgeFailed(f"judge: {urlsplit(where).hostname} did not answer within {self.timeout:g} s; raise judge.timeout") from None
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-            late = isinstance(getattr(error, "reason", None), TimeoutError)
-            raise JudgeFailed(f"judge: {urlsplit(where).hostname} gave no answer ({f'not within {self.timeout:g} s' if late else f'{type(error).__name__}: {error}'})") from None
+    tries: int = 1
 
     def score(self, rollout: Rollout) -> float:
         "The judge's number for a rollout, from 0 to 1. JudgeFailed if it gives none."
         try:
             return read_number(self.reply(fill_template(self.template, rollout)))
-        except JudgeFailed:
-            raise
         except ValueError as error:
             raise JudgeFailed(f"judge: {error}") from None
 

@@ -848,7 +848,7 @@ def judge_of(config: RunConfig) -> Judge:
     j = config.judge
     url = looked_up("judge.url", j.url)
     check_endpoint(url, j.template)
-    judge = Judge(url, j.model, j.template, j.temperature, j.max_tokens, j.timeout, j.at_once, looked_up("judge.key", j.key))
+    judge = Judge(url, j.model, looked_up("judge.key", j.key), j.temperature, j.max_tokens, j.timeout, template=j.template, at_once=j.at_once)
     reach(judge.url)
     return judge
 

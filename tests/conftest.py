@@ -2,10 +2,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from executions import Executions
 
 from rlbench.capacity import cpu_flags
 
@@ -18,6 +20,16 @@ AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
 def root() -> Path:
     "The project's folder."
     return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def executions(request, tmp_path_factory) -> Iterator[Executions]:
+    "The notebooks whose tests are asked for. One at a time and with low priority they are executed beside the other tests, which leave a core idle as often as not."
+    wanted = [item.callspec.params["path"] for item in request.session.items if getattr(item, "originalname", "") == "test_notebook_runs"]
+    made = Executions(wanted, tmp_path_factory.mktemp("notebooks"))
+    made.work(10, made.calm)
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="session")

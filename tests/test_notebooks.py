@@ -7,14 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from executions import NOTEBOOKS, ROOT, cells, is_exported
 from readme import readme
 
-ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted(path for path in ROOT.glob("nbs/**/*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 MODULES = sorted(path for path in ROOT.glob("rlbench/**/*.py") if path.name not in ("__init__.py", "_modidx.py"))
 HEAVY = {"torch", "transformers", "polars", "plotly", "vllm", "ray"}
 RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curriculum", "staleness", "queue", "config", "episode", "state", "loop", "placement", "sinks")
@@ -24,15 +22,9 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: pat
 every_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT / "rlbench").as_posix()[:-3])
 
 
-def cells(path: Path, kind: str = "") -> list[dict]:
-    "The cells of a notebook, of one kind if one is named, with their text joined."
-    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return [{**cell, "source": "".join(cell["source"])} for cell in found if cell["cell_type"] == (kind or cell["cell_type"])]
-
-
 def exported(path: Path) -> list[dict]:
     "The cells that go into the package."
-    return [cell for cell in cells(path, "code") if re.match(r"#\|\s*export\s*$", cell["source"].partition("\n")[0])]
+    return [cell for cell in cells(path, "code") if is_exported(cell)]
 
 
 def numbers() -> dict[str, int]:
@@ -223,49 +215,20 @@ def test_tests_are_whole():
             assert not re.search(r"pytest\.skip|mark\.skip|mark\.xfail|importorskip|unittest\.mock|MagicMock", text), path.name
 
 
-EXECUTE = """
-import sys
-from execnb.nbio import read_nb
-from execnb.shell import CaptureShell
-notebook = read_nb(sys.argv[1])
-CaptureShell().run_all(notebook, exc_stop=True)
-for cell in notebook.cells:
-    for output in cell.get("outputs", ()):
-        if output.get("output_type") == "error":
-            sys.exit(cell["id"] + ": " + "\\n".join(output["traceback"]))
-"""
-
-
 VLLM = ("13_generator_vllm",)  # they start an engine of vLLM
-ALONE = ("86_faults", "89_bench_overhead", "index", "which_mode", "workbench")  # they start runs in processes of their own
 
 
-def execute(path: Path, folder: Path) -> subprocess.CompletedProcess:
-    "Run a notebook from top to bottom, in a process of its own, in a copy so that it leaves nothing here."
-    shutil.copytree(ROOT / "nbs", folder / "nbs", ignore=shutil.ignore_patterns(".*"))
-    (folder / "data").symlink_to(ROOT / "data")
-    copy = folder / path.relative_to(ROOT)
-    return subprocess.run([sys.executable, "-c", EXECUTE, copy.name], cwd=copy.parent, capture_output=True, text=True, timeout=240)
-
-
-@pytest.fixture(scope="session")
-def executed(request, tmp_path_factory):
-    "The executions of the notebooks whose tests are asked for: two at a time, since each keeps one core busy; the studies, which are long, first."
-    wanted = [item.callspec.params["path"] for item in request.session.items if getattr(item, "originalname", "") == "test_notebook_runs"]
-    wanted.sort(key=lambda path: path.parent.name != "studies")
-    pool = ThreadPoolExecutor(2)
-    yield {path: pool.submit(execute, path, tmp_path_factory.mktemp(path.stem)) for path in wanted if path.stem not in ALONE}
-    pool.shutdown(cancel_futures=True)
+@pytest.fixture(scope="module")
+def executed(executions):
+    "The executions of the notebooks; from here on two at a time, and those that look at a clock first."
+    executions.work(0, executions.timed, executions.calm)
+    return executions
 
 
 @every_notebook
-def test_notebook_runs(path, executed, tmp_path, request):
-    "Every notebook runs; one that needs the machine for itself waits for the others."
+def test_notebook_runs(path, executed, request):
+    "Every notebook runs."
     if path.stem in VLLM:
         request.getfixturevalue("avx512f")
-    if path in executed:
-        done = executed[path].result()
-    else:
-        wait(executed.values())
-        done = execute(path, tmp_path)
+    done = executed.of(path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -36,7 +36,7 @@ def longer(split, seed, count=60):
 
 
 def steer(run: rl.Run) -> None:
-    "Ten changes, functions and tasks among them, a pause, a step, an evaluation asked for."
+    "Knobs, functions, tasks and the whole objective changed; a pause, a step, an evaluation asked for."
     at(run, 1)
     run.set(temperature=0.8, author="ana")
     run.set(learning_rate=3e-4, over=4)
@@ -54,6 +54,7 @@ def steer(run: rl.Run) -> None:
     at(run, 7)
     run.set({"reward.weight": 0.2})
     run.set(batch=64)
+    run.set(loss="gspo", advantage="rloo", correction="icepop", aggregation="sequence_mean")
     run.set(filter="none")
     run.tasks(longer)
     run.set(band=(0.1, 0.9))
@@ -66,7 +67,7 @@ def test_a_synchronous_run_repeats(tmp_path):
     run = rl.run("tiny", runs=tmp_path, placement="split", checkpoint_every=5, checkpoints_kept=9, guards=[{"when": "seconds > 0", "do": "max_grad_norm = 0.5"}], **SMALL)
     steer(run)
     assert run.wait(400) == "finished", run.status
-    assert len(applied(run)) >= 15 and "placement" in {row[0] for row in applied(run)}, run.commands
+    assert len(applied(run)) >= 18 and {"placement", "loss", "advantage", "correction", "aggregation"} <= {row[0] for row in applied(run)}, run.commands
     child = run.fork(at=5, name="child", loss="reinforce", steps=1000)
     at(child, 7)
     child.set(temperature=0.6)
