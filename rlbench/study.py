@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FULL', 'CURVES', 'STUDY_SEEDS', 'SWITCHES', 'STUDIES', 'Setup', 'rounded', 'rewarded', 'numbered', 'write_batch',
-           'measured', 'Trained', 'train', 'group_arms', 'mismatch_arms', 'switched', 'switch_arms', 'StudyBench',
-           'load_trained', 'load_study', 'bench_study', 'differences', 'differences_table', 'averaged']
+           'measured', 'Trained', 'learn', 'train', 'group_arms', 'mismatch_arms', 'switched', 'switch_arms',
+           'StudyBench', 'load_trained', 'load_study', 'bench_study', 'differences', 'differences_table', 'averaged']
 
 # %% ../nbs/84_study.ipynb #study-imports
 import hashlib
@@ -31,11 +31,11 @@ from .knobs import bind, resolve
 from .ledger import read_json, write_json
 from .model import load_policy
 from .objective import Objective, objective
-from .records import Group, StopReason
+from .records import Group, StopReason, TrainMetrics
 from .reward import REWARDS
 from .shaping import SHAPINGS, facts_of, reshape
 from .tasks import arithmetic
-from .trainer import Trainer, TrainerConfig
+from .trainer import NothingLeft, Trainer, TrainerConfig
 
 if TYPE_CHECKING:
     import polars as pl
@@ -167,6 +167,14 @@ class Trained:
         return int(sum(self.curves["tokens"]))
 
 
+def learn(trainer: Trainer, groups: Sequence[Group], version: int) -> TrainMetrics | None:
+    "The metrics of a version, None for one in which the correction left an optimizer step no token: it learns nothing more, and the run goes on."
+    try:
+        return trainer.train(groups, version).metrics
+    except NothingLeft:
+        return None
+
+
 def train(arm: str, setup: Setup, seed: int) -> Trained:
     "Train the embedded policy under a setup. ValueError where the objective, the reward or the sampler's bits are not there."
     settle_cpu()
@@ -190,7 +198,7 @@ def train(arm: str, setup: Setup, seed: int) -> Trained:
         sampler = rounded(snapshot(policy), setup.bits)
         generator.load(version, sampler)
         written, kept = write_batch(setup, ask, useful)
-        told = trainer.train(by_trainer(trainer, policy, numbered(kept, goal), sampler), version).metrics if any(map(useful, kept)) else None
+        told = learn(trainer, by_trainer(trainer, policy, numbered(kept, goal), sampler), version) if any(map(useful, kept)) else None
         rows.append(measured(written, kept, useful, told))
         spent += rows[-1]["tokens"]
         if setup.tokens and spent >= setup.tokens:
