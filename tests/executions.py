@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path for path in ROOT.glob("nbs/**/*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
-ALONE = ("86_faults", "89_bench_overhead", "index", "which_mode", "workbench")  # they start runs in processes of their own
-CLOCK = re.compile(r"perf_counter|monotonic|sleep\(|timeout|deadline|\brun\(")
+ALONE = ("89_bench_overhead", "index", "workbench")  # they start runs in processes of their own
+CLOCK = re.compile(r"perf_counter|monotonic|sleep\(|timeout|deadline|\brun\(|\bstrike\(")
 
 EXECUTE = """
 import os, sys

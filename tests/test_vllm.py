@@ -36,6 +36,8 @@ def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
     while r.state in ("starting", "running") and time.monotonic() < until:
         status = r.status
         if not struck and status and status.version >= 2:
+            os.kill(status.workers["generator-1"], signal.SIGSTOP)  # it finishes nothing any more, and is asked for its share
+            time.sleep(1)
             os.kill(status.workers["generator-1"], signal.SIGKILL)
             struck = True
         time.sleep(0.2)
