@@ -26,7 +26,7 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test vllm browser lab readme clean
+.PHONY: help run test vllm browser sandbox lab readme clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -36,7 +36,7 @@ run: .venv/.run
 # vLLM's CPU build needs AVX-512; elsewhere the tests of it are skipped and say so
 VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
 
-test: $(if $(ARGS),,browser) .venv/.dev $(VLLM)
+test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
 	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
 
 # the tests drive a Chromium; Debian's, where there is none
@@ -45,6 +45,13 @@ browser:
 	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need a browser: install Debian's package chromium, or put google-chrome on PATH" >&2; exit 1; }; \
 	echo "installing chromium (once)"; export DEBIAN_FRONTEND=noninteractive; \
 	apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null
+
+# the tests of the sandbox lock programs in with bubblewrap, and make its filter of system calls anew with libseccomp
+sandbox:
+	@command -v bwrap >/dev/null && ldconfig -p | grep -q 'libseccomp\.so\.2' && exit 0; \
+	[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "the tests need a jail: install Debian's packages bubblewrap and libseccomp2" >&2; exit 1; }; \
+	echo "installing bubblewrap and libseccomp2 (once)"; export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -qq && apt-get install -qq -y --no-install-recommends bubblewrap libseccomp2 >/dev/null
 
 QUIET := $(STATE)/settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings
 $(QUIET):

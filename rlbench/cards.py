@@ -8,10 +8,10 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'window', 'room', 'facts', 'judge', 'limit', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
            'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
            'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts',
-           'drops_said', 'health_charts', 'memory_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent',
-           'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'reward_frame', 'CardSpec', 'style_html',
-           'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html',
-           'card_html', 'moved', 'still_html']
+           'drops_said', 'health_charts', 'memory_charts', 'sandbox_charts', 'parts_lines', 'reward_charts', 'Fit',
+           'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame',
+           'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html',
+           'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -26,7 +26,7 @@ import numpy as np
 from .drop_bias import in_words
 from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    queue_depth, reward, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
+    queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
 from .ledger import ENDED, count_rows, read_table
@@ -427,6 +427,13 @@ def memory_charts(s: Snapshot) -> tuple[Chart, ...]:
     return (memory(s.steps, marks_of(s), colocated=value(s, "placement") == "colocated"),)
 
 
+def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
+    "Starts by phase, the slowest of them, what the pool does, how programs ended, what the machine failed, and tripwires."
+    v = {} if s.verdicts is None else s.verdicts
+    failed = sandbox_failures(s.steps, marks_of(s), warn=value(s, "infra_warn"), stop=value(s, "infra_stop"))
+    return sandbox_starts(v), sandbox_slowest(v, 5), sandbox_pool(v), sandbox_ends(v), failed, sandbox_trips(v, marks_of(s))
+
+
 def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     "Mean of each part of the reward over the versions of the newest rollouts."
     import polars as pl
@@ -538,6 +545,11 @@ def token_frame(folder: str | Path) -> "pl.DataFrame":
     return counts.with_columns((pl.col("trained_at") - 1 - pl.col("versions")).alias("lag"))
 
 
+def verdict_frame(folder: str | Path) -> "pl.DataFrame":
+    "Every verdict on code."
+    return read_table(folder, "verdicts")
+
+
 def reward_frame(folder: str | Path) -> "pl.DataFrame":
     "Reward and its parts of every rollout that has one, evaluations aside."
     import polars as pl
@@ -573,6 +585,7 @@ CARDS: dict[str, CardSpec] = {
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
+    "sandbox": CardSpec("Sandboxes", False, sandbox_charts, verdict_frame, (96, 110, 96, 90, 80, 80), 2, needs=("steps", "verdicts", "commands")),
     "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 

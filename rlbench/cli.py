@@ -8,11 +8,11 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'family_order', 'ls',
            'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'doctor', 'why_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command',
-           'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
-           'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'delay',
-           'study', 'balance', 'crashes', 'staleness', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench',
-           'panel', 'main']
+           'sandbox_doctor', 'doctor', 'regrade_command', 'why_command', 'part_of', 'card_command', 'fork_command',
+           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command',
+           'sft_command', 'pairs_command', 'reward_model_command', 'engine', 'trl', 'overhead', 'objectives',
+           'mismatch', 'modes', 'faults', 'sandbox', 'delay', 'study', 'balance', 'crashes', 'staleness', 'stragglers',
+           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -767,16 +767,39 @@ def rm(
     shutil.rmtree(r.folder)
     emit({"removed": r.folder}) if as_json else print(f"removed {r.folder}")
 
+# %% ../nbs/91_cli.ipynb #cli-doctor
+def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
+    "What `rlbench doctor --sandbox` prints; exit status 1 if something failed."
+    from rlbench.sandbox.policy import PoolSpec
+    from rlbench.sandbox.preflight import preflight
+
+    with friendly():
+        if target < 1:
+            raise ValueError(f"--target: {target}; give the number of sandboxes at a time, 1 or more")
+        found = preflight(PoolSpec(**spec), target)
+    levels = {name: [{**asdict(level), "per_second": level.per_second} for level in getattr(found, name)] for name in ("programs", "sandboxes")}
+    emit({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}) if as_json else print(found)
+    raise typer.Exit(int(not found.ok))
+
 
 @app.command()
 def doctor(
     against: Annotated[str, typer.Option("--against", metavar="RUN", help="what has changed since this run was made")] = "",
+    sandbox: Annotated[bool, typer.Option("--sandbox", help="what will limit sandboxes, with a ramp to the target")] = False,
+    target: Annotated[int, typer.Option("--target", help="with --sandbox: sandboxes wanted at a time")] = 960,
+    tier: Annotated[str, typer.Option("--tier", help="with --sandbox: bwrap-zygote, landlock, rlimits or remote; the strongest without")] = "",
+    url: Annotated[str, typer.Option("--url", help="with --tier remote: where the server is")] = "",
+    api: Annotated[str, typer.Option("--api", help="with --tier remote: http or sandboxfusion")] = "http",
+    token: Annotated[str, typer.Option("--token", help="with --tier remote: $NAME of an environment variable")] = "",
+    allow_unsafe: Annotated[bool, typer.Option("--allow-unsafe", help="with --sandbox: limits alone will do")] = False,
     runs: RunsOption = "runs",
     as_json: JsonOption = False,
 ) -> None:
     "What is there, and what will not work; exit status 1 if something is missing that nothing works without."
     from rlbench.doctor import changes_text, checks, healthy, since
 
+    if sandbox:
+        return sandbox_doctor({"tier": tier, "url": url, "api": api, "token": token, "allow_unsafe": allow_unsafe}, target, as_json)
     if against:
         with friendly():
             r = attach(against, runs=runs)
@@ -785,6 +808,32 @@ def doctor(
     found = checks()
     emit({"checks": found, "ok": healthy(found)}) if as_json else print(*found, sep="\n")
     raise typer.Exit(int(not healthy(found)))
+
+# %% ../nbs/91_cli.ipynb #cli-regrade
+@app.command("regrade")
+def regrade_command(
+    name: RunName,
+    runs: RunsOption = "runs",
+    last: Annotated[int, typer.Option(help="only so many of the newest verdicts; 0: all", min=0)] = 0,
+    tier: Annotated[str, typer.Option(help="judge under this tier; empty: as the run did")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    "Judge a run's programs again, in the same limits, and say where a verdict is another one."
+    from rlbench.regrade import regrade
+    from rlbench.steer import in_force
+    from rlbench.worker import open_pool
+
+    with friendly():
+        r = attach(name, runs=runs)
+        config = in_force(Path(r.folder))
+        pool = open_pool(config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"tier": tier} if tier else {})}))
+        try:
+            found = regrade(r.folder, pool, last, config.sandbox.at_once)
+        finally:
+            pool.close()
+    rows = [{"rollout": a.rollout, "try": a.try_, "task": a.task, "score": a.first.score, "now": a.second.score, "change": a.change, "lost": a.lost} for a in found.rows]
+    emit({"run": found.run, "verdicts": found.verdicts, "same": found.same, "other": found.other, "lost": found.lost, "tiers": found.tiers, "rows": rows}) if as_json else print(found)
+    raise typer.Exit(int(bool(found.other or found.lost)))
 
 # %% ../nbs/91_cli.ipynb #cli-why
 @app.command("why")
@@ -1167,6 +1216,15 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
     found = []
     _measure(lambda say: found.append(bench_faults(times, seed, folder, say)) or found[0], as_json)
     raise typer.Exit(int(bool(found[0].broken)))
+
+# %% ../nbs/91_cli.ipynb #cli-bench-sandbox
+@benches.command()
+def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")] = 300, burst: Annotated[int, typer.Option(help="programs given at once")] = 960, workspaces: Annotated[int, typer.Option(help="sessions open at once")] = 300,
+            folder: FolderOption = "bench-sandbox", as_json: JsonOption = False) -> None:
+    "What a locked-in execution costs: next to a bare fork and a fresh jail, many at once, with workspaces."
+    from rlbench.bench_sandbox import bench_sandbox
+
+    _measure(lambda say: bench_sandbox(folder, starts, burst, workspaces=workspaces, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-delay
 @benches.command()

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
            'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig', 'check_guard',
-           'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config', 'presets', 'read_table_file',
-           'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file',
-           'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'notes_on', 'LiveKnob',
-           'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'SandboxConfig', 'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config', 'presets',
+           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside',
+           'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'Note',
+           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -28,6 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from .advantage import MIN_GROUP
 from .balance import MODES, MOVES
+from .codesets import ALL_SETS, CODE_SETS
+from .coding import code
 from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .guard import ALERTS, check_condition, parse_action, parse_condition
@@ -39,12 +41,12 @@ from .scorer import TEMPLATE, check_endpoint
 from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
-from .tasks import TASK_SETS
+from .sandbox.spec import Tier
 from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
-    "tasks": TASK_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": ENVIRONMENTS,
+    "tasks": ALL_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": {**ENVIRONMENTS, "code": code},
 }
 FILTERS = ("zero_advantage", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -221,6 +223,8 @@ class _Data(BaseModel):
     old_tokens: Annotated[str, Knob(choices=OLD_TOKENS, help="of partial rollouts, tokens that an older policy wrote", apply="dispatch")] = "train"
     score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="time one scoring may take", apply="now")] = 10.0
     score_retries: Annotated[int, Knob(0, 100, unit="retries", help="after a failed scoring", apply="now")] = 2
+    infra_warn: Annotated[float, Knob(0, 1, unit="share", help="alert when more of a batch's rollouts than this end without a reward because the machine failed (sandbox, environment); 1: never", apply="now")] = 0.05
+    infra_stop: Annotated[float, Knob(0, 1, unit="share", help="stop the run when more of them do: what is left of the groups is no fair sample, and training on it teaches the wrong thing; 1: never", apply="now")] = 0.2
 
 
 class _Training(BaseModel):
@@ -474,6 +478,44 @@ def _check_scale(c: "RunConfig") -> None:
         raise ValueError(f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; set context_parallel = 1, "
                          "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers")
 
+# %% ../nbs/50_config.ipynb #config-sandbox
+class SandboxConfig(BaseModel):
+    "The pool of sandboxes that a run judges code in."
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    folder: Annotated[str, Knob(live=False, help="of the pool; empty: the user's own")] = ""
+    tier: Annotated[str, Knob(choices=("", *map(str, Tier)), live=False, help="what locks programs in; empty: the strongest that works here")] = ""
+    workers: Annotated[int, Knob(0, 1024, unit="processes", live=False, help="that start programs; 0: one a core")] = 0
+    allow_unsafe: Annotated[bool, Knob(live=False, help="limits alone will do, where nothing stronger works: accidents are stopped, and nobody who means it")] = False
+    url: Annotated[str, Knob(live=False, help="of a remote service")] = ""
+    api: Annotated[str, Knob(live=False, help="of that service: http or sandboxfusion")] = "http"
+    token: Annotated[str, Knob(live=False, help="for it: $NAME of one in the environment")] = ""
+    faults: dict[str, Any] = {}  # of the fake tier
+    at_once: Annotated[int, Knob(1, 1024, unit="verdicts", live=False, help="under way at the same time")] = 16
+    canaries: Annotated[int, Knob(0, 10_000, unit="tasks", live=False, help="whose known solutions are run before the start: the right one has to pass, a wrong one to fail")] = 4
+
+    @model_validator(mode="after")
+    def _ranges(self):
+        return _check_ranges(self, "sandbox.")
+
+
+class _Code(BaseModel):
+    "How code is judged."
+
+    sandbox: SandboxConfig = SandboxConfig()
+
+
+def _check_code(c: "RunConfig") -> None:
+    verifier = key_of(c.verifier)
+    if c.infra_warn > c.infra_stop:
+        raise ValueError(f"infra_warn: {c.infra_warn:g} is above infra_stop = {c.infra_stop:g}, so the run would stop before it warns; use infra_warn <= {c.infra_stop:g}")
+    if key_of(c.tasks) in CODE_SETS and verifier in VERIFIERS and verifier != "code":
+        raise ValueError(f'verifier: "{verifier}" compares with the answer, and those of the task set "{c.tasks["name"]}" are tests; set verifier = "code"')
+    if key_of(c.environment) == "code" and verifier in VERIFIERS and verifier != "code":
+        raise ValueError(f'environment: "code" tries programs on their tests, and verifier = "{verifier}" runs none; set verifier = "code"')
+    if key_of(c.reward) == "tests" and verifier in VERIFIERS and verifier != "code":
+        raise ValueError(f'reward: "tests" pays what tests of code say, and verifier = "{verifier}" runs none; set verifier = "code", or another reward')
+
 # %% ../nbs/50_config.ipynb #config-scorer
 class JudgeConfig(BaseModel):
     "A model behind an address that gives a response a number from 0 to 1. `key`: $NAME of one in the environment."
@@ -526,7 +568,7 @@ def _check_scorer(c: "RunConfig") -> None:
         raise ValueError(f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward')
 
 # %% ../nbs/50_config.ipynb #config-cross
-class RunConfig(_Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
+class RunConfig(_Code, _Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
     sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
@@ -559,6 +601,7 @@ class RunConfig(_Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _D
         _check_scale(self)
         _check_scorer(self)
         _check_objective(self)
+        _check_code(self)
         _check_watch(self)
         return self
 
@@ -623,7 +666,7 @@ def check_sinks(names: Iterable[str]) -> None:
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig, "sandbox": SandboxConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -750,7 +793,7 @@ def _knob(field: str, config: RunConfig) -> Knob:
         if (rest or "mode") not in knobs:
             raise unknown("balance", rest, knobs)
         return knobs[rest or "mode"][0]
-    if head == "lora" and (rest or "rank") in LoraConfig.model_fields or head == "judge" and (rest or "url") in JudgeConfig.model_fields:
+    if head == "sandbox" and (not rest or rest in SandboxConfig.model_fields) or head == "lora" and (rest or "rank") in LoraConfig.model_fields or head == "judge" and (rest or "url") in JudgeConfig.model_fields:
         return Knob(live=False)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
@@ -773,6 +816,8 @@ def value_of(config: RunConfig, field: str):
     if head == "balance":
         _knob(field, config)
         return getattr(config.balance, rest or "mode")
+    if head == "sandbox":
+        return getattr(config.sandbox, rest) if rest else config.sandbox
     if head in ("lora", "judge"):
         return getattr(getattr(config, head), rest or {"lora": "rank", "judge": "url"}[head])
     value = getattr(config, head)
@@ -816,7 +861,7 @@ ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
+    "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",
                 "replay_share", "replay_size", "replay_correction", "supervised_share", "supervised_weight", "critic_learning_rate", "critic_epochs", "value_clip", "trainers"),
 }  # the rest acts on the generator

@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'CALLED', 'GRACE', 'task_sets', 'make_pools',
            'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
-           'heard_scored', 'Asking', 'asks', 'given_up', 'ask', 'unasked', 'heard_answer', 'send_rewards',
-           'refresh_reference', 'heard_reference_written', 'heard_reference_read', 'release', 'being_asked',
-           'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'start_prompt', 'keep_turns',
-           'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'lost',
-           'elsewhere', 'carry_generate', 'carry_train', 'carry_publish', 'send_load', 'weigh', 'carry_prepare',
-           'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell', 'tell_failed',
-           'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot', 'heard_checkpoint',
-           'needed_checkpoints', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference',
-           'undone_commands', 'pick_up', 'start_worker', 'make_room', 'next_events', 'busy', 'stuck', 'asked',
-           'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given',
-           'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue',
-           'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'heard_scored', 'note_verdict', 'verdict_columns', 'heard_gauges', 'Asking', 'asks', 'given_up', 'ask',
+           'unasked', 'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written',
+           'heard_reference_read', 'release', 'being_asked', 'note_failure', 'tell', 'heard_ready', 'heard_trained',
+           'heard_turn', 'start_prompt', 'keep_turns', 'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held',
+           'heard_running', 'events_of', 'lost', 'elsewhere', 'carry_generate', 'carry_train', 'carry_publish',
+           'send_load', 'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming',
+           'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start',
+           'carry_snapshot', 'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout',
+           'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
+           'Beyond', 'beyond', 'take_reference', 'undone_commands', 'pick_up', 'start_worker', 'make_room',
+           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate',
+           'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted',
+           'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost',
+           'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -41,7 +42,8 @@ from .capacity import gpus_here, processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
-from .environment import DeadlinePassed, FunctionFailed, ScoreRequest, ScoreResult, TurnResult, guarded, within
+from .codesets import ALL_SETS
+from .environment import DeadlinePassed, FunctionFailed, Gauges, Judged, ScoreRequest, ScoreResult, TurnResult, guarded, with_scores, within
 from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
@@ -55,8 +57,9 @@ from rlbench.state import (
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
 from .episode import begun, first_turns, judged, later_turns, shown, told_columns, told_so_far, token_columns, turn_columns, unjudged, weigh_old, without_begun, written
 from .records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Outcome, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
+from .sandbox.grade import to_row
 from .scorer import REFERENCE_FILE, AskAnswer, AskRequest, drop_reference
-from .tasks import TASK_SETS, make_tasks
+from .tasks import make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, Asker, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, ReferenceJob, ReferenceRead, ReferenceWritten, Running, SaveJob, Scorer, ScorerReady, TrainJob,
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, warm, worker_main)
@@ -71,7 +74,7 @@ from .worker import CheckpointJob, CheckpointWritten
 # %% ../nbs/55_driver.ipynb #driver-pools
 def task_sets(extra: Mapping | None) -> dict[str, Callable]:
     "Task sets by name, and by source those of a run folder, with their tracebacks in what they raise. `extra`: captured functions by field."
-    return {**TASK_SETS, **{key: guarded("tasks", f) for key, f in (extra or {}).get("tasks", {}).items()}}
+    return {**ALL_SETS, **{key: guarded("tasks", f) for key, f in (extra or {}).get("tasks", {}).items()}}
 
 
 def make_pools(config: RunConfig, extra: Mapping | None = None) -> dict[str, list[Task]]:
@@ -160,6 +163,8 @@ class Memory:
     means: Means = field(default_factory=Means)
     window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
+    gauges: Gauges | None = None  # what the pool of sandboxes said last
+    verdicts: tuple[int, int, int] = (0, 0, 0)  # on code since the last step row: all, those that the machine failed, those with a tripwire
     held: dict[str, float] = field(default_factory=dict)  # most bytes by phase
     cached: tuple[int, int] = (0, 0)  # prefix hits and preemptions since the last step row
     weights: int = 0  # newest version in the mapped file
@@ -219,7 +224,8 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     request = driver.scoring.pop(s.key, None)
     j, old, again = s.judged, driver.memory.rollouts.get(s.key), request is not None and request.part == "reward"
     if old is not None:
-        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome, steps=tuple(j.steps))
+        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome, steps=tuple(j.steps), scores=with_scores(old, j))
+        note_verdict(driver, s.key, old, j)
         driver.memory.rollouts[s.key] = judged(rollout, s.text, s.cut) if not again and (s.cut or s.text is not None or len(old.segments) > 2) else rollout
         driver.memory.score_seconds[s.key] = j.seconds + (driver.memory.score_seconds.get(s.key, 0.0) if again else 0.0)
         note_failure(driver, s.key, j.message)
@@ -230,6 +236,28 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
             yield unasked(driver, s.key, "the scorer is lost, and the reward waits for it")
             return
     yield Scored(*s.key, j.reward, j.correct, j.outcome, j.seconds, j.message, parts=tuple(j.parts))
+
+# %% ../nbs/55_driver.ipynb #driver-verdict
+def note_verdict(driver: "Driver", key: tuple[int, int], rollout: Rollout, j: Judged) -> None:
+    "The row of a verdict on code, and its place in the next step's row."
+    if j.verdict is None:
+        return
+    m, v, g = driver.memory, j.verdict, driver.memory.gauges
+    m.verdicts = m.verdicts[0] + 1, m.verdicts[1] + (v.score is None), m.verdicts[2] + (v.score is not None and bool(v.tripwires))
+    seen = {} if g is None else {"pool_starting": g.starting, "pool_ready": g.ready, "pool_busy": g.busy, "pool_lost": g.lost}
+    driver.append("verdicts", rollout=key[0], **{"try": key[1]}, task=rollout.task.id, version=(span(rollout) or (-1, -1))[1], seconds=j.seconds, **to_row(v), **seen)
+
+
+def verdict_columns(memory: Memory) -> dict:
+    "Of the step's row: shares of the verdicts since the one before."
+    count, failed, tripped = memory.verdicts
+    return {"infra_failed": failed / count if count else None, "tripped": tripped / (count - failed) if count > failed else None}
+
+
+def heard_gauges(driver: "Driver", worker: str, g: Gauges) -> Iterable:
+    "Remember what the pool does; the loop need not know."
+    driver.memory.gauges = g
+    return ()
 
 # %% ../nbs/55_driver.ipynb #driver-ask
 @dataclass
@@ -287,7 +315,7 @@ def heard_answer(driver: "Driver", worker: str, a: AskAnswer) -> Iterable:
     if a.message:
         yield unasked(driver, a.key, a.message, a.seconds)
         return
-    rollout = m.rollouts[a.key] = replace(m.rollouts[a.key], scores=a.scores, traces=a.traces)
+    rollout = m.rollouts[a.key] = replace(m.rollouts[a.key], scores=tuple({**dict(m.rollouts[a.key].scores), **dict(a.scores)}.items()), traces=a.traces)
     m.score_seconds[a.key] = m.score_seconds.get(a.key, 0.0) + a.seconds
     if a.scores:
         driver.asking.rewards.append(replace(request, rollout=rollout, part="reward"))
@@ -468,6 +496,7 @@ HEARD = {
     WeightsLoaded: heard_loaded,
     Running: heard_running,
     Held: heard_held,
+    Gauges: heard_gauges,
     EnvironmentReady: lambda driver, worker, said: [Started("environment", "environment")],
     ScorerReady: lambda driver, worker, said: [Started("scorer", "scorer")],
     AskAnswer: heard_answer,
@@ -772,10 +801,10 @@ def write_step(driver: "Driver", row: StepRow) -> None:
                    prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   prefix_hits=m.cached[0], preempted=m.cached[1], publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **metrics, **times, **waits)
+                   prefix_hits=m.cached[0], preempted=m.cached[1], publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), infra_masked=row.infra_masked, **verdict_columns(m), **metrics, **times, **waits)
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
-    m.cached = (0, 0)
+    m.cached, m.verdicts = (0, 0), (0, 0, 0)
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
     m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
     del m.metrics[row.version]

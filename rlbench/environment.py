@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LIVES', 'ON_RESUME', 'Observation', 'Done', 'Episode', 'State', 'state_of', 'advance', 'cut', 'SingleTurn', 'play',
            'Live', 'version_of', 'catch_up', 'take_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged',
-           'function_name', 'verified', 'rewarded', 'judge', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'score_one',
-           'next_turn', 'EnvironmentActor', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed',
-           'guarded']
+           'function_name', 'verified', 'rewarded', 'judge', 'and_rewarded', 'with_scores', 'ScoreRequest',
+           'ScoreResult', 'TurnResult', 'score_one', 'next_turn', 'EnvironmentActor', 'Gauges', 'Owned', 'Pooled',
+           'believed', 'check_canaries', 'PooledActor', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment',
+           'FunctionFailed', 'guarded']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import signal
@@ -15,8 +16,9 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Protocol
 
@@ -24,6 +26,9 @@ import numpy as np
 
 from .records import Outcome, Rollout, Segment, Task, said, stream_key, uniforms
 from .reward import checked_reward, correct, exact
+from .sandbox.grade import Canary, Suspicion, Verdict, canary
+from .sandbox.spec import Execution, Fault, Limits, Program
+from .sandbox.task import read_code_task
 
 # %% ../nbs/26_environment.ipynb #environment-episode
 @dataclass(frozen=True)
@@ -190,6 +195,12 @@ class Judged:
     message: str = ""
     seconds: float = 0.0
     steps: tuple[tuple[int, float], ...] = ()
+    verdict: Verdict | None = None  # of code, with its evidence
+
+    @property
+    def scores(self) -> tuple[tuple[str, float], ...]:
+        "Numbers that came with the verdict: the share of tests passed, or what its rule makes of them."
+        return (("tests", self.verdict.score),) if self.verdict and self.verdict.score is not None else ()
 
 
 def function_name(function: Callable) -> str:
@@ -221,12 +232,17 @@ def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "sc
         if deadline == float("inf"):  # somebody else's
             raise
         return None, Outcome.TIMEOUT, f"{name}: passed its deadline of {deadline:g} s; make it faster or raise {knob}"
+    except Fault as fault:
+        return None, Outcome.ENVIRONMENT_ERROR, f"{name}: {fault}"
     except (Exception, SystemExit) as error:
         return None, Outcome.FUNCTION_ERROR, f"{name}: raised {type(error).__name__}: {error}\n{_trace(error)}"
 
 
-def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tuple[bool | None, Outcome, str]:
+def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tuple[bool | Verdict | None, Outcome, str]:
     value, outcome, message = _call("verifier", verifier, deadline, text, answer)
+    if isinstance(value, Verdict):
+        failed = f"sandbox: {', '.join(value.ends[-1:])}: {value.message}"
+        return value, *((Outcome.OK, "") if value.score is not None else (Outcome.ENVIRONMENT_ERROR, failed))
     if outcome is Outcome.OK and not isinstance(value, (bool, np.bool_)):
         return None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r}; a verifier returns True or False"
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
@@ -235,8 +251,9 @@ def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tup
 def verified(rollout: Rollout, verifier: Callable[[str, str], bool], deadline: float = 10.0) -> Judged:
     "The verifier's word, without a reward."
     began = time.perf_counter()
-    right, outcome, message = _verdict(verifier, rollout.text, rollout.answer, deadline)
-    return Judged(right, None, (), outcome, message, time.perf_counter() - began)
+    said, outcome, message = _verdict(verifier, rollout.text, rollout.answer, deadline)
+    right, verdict = (said.passed, said) if isinstance(said, Verdict) else (said, None)
+    return Judged(right, None, (), outcome, message, time.perf_counter() - began, verdict=verdict)
 
 
 def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
@@ -253,10 +270,18 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
 def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
     "Verifier, then reward, each within `deadline` seconds. Never raises for what a user's function does."
     found = verified(rollout, verifier, deadline)
-    if found.outcome is not Outcome.OK:
-        return found
-    then = rewarded(replace(rollout, correct=found.correct), reward, deadline)
-    return replace(then, seconds=found.seconds + then.seconds)
+    return and_rewarded(rollout, found, reward, deadline) if found.outcome is Outcome.OK else found
+
+
+def and_rewarded(rollout: Rollout, found: Judged, reward: Callable[[Rollout], object], deadline: float) -> Judged:
+    "A verdict, and the reward that builds on it."
+    then = rewarded(replace(rollout, correct=found.correct, scores=with_scores(rollout, found)), reward, deadline)
+    return replace(then, seconds=found.seconds + then.seconds, verdict=found.verdict)
+
+
+def with_scores(rollout: Rollout, found: Judged) -> tuple[tuple[str, float], ...]:
+    "The rollout's scores, with those that came with its verdict."
+    return tuple({**dict(rollout.scores), **dict(found.scores)}.items())
 
 # %% ../nbs/26_environment.ipynb #environment-request
 @dataclass(frozen=True, eq=False)
@@ -315,6 +340,8 @@ def next_turn(request: ScoreRequest, environment: Callable[[], Episode], lives: 
     except DeadlinePassed:
         message = f"{name}: passed its deadline of {request.deadline:g} s"
         return ScoreResult(key, Judged(outcome=Outcome.TIMEOUT, message=message, seconds=time.perf_counter() - began))
+    except Fault as fault:
+        return ScoreResult(key, Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=f"{name}: {fault}", seconds=time.perf_counter() - began))
     except Exception as error:
         message = f"{name}: raised {type(error).__name__}: {error}\n{_trace(error)}"
         return ScoreResult(key, Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=message, seconds=time.perf_counter() - began))
@@ -350,6 +377,125 @@ class EnvironmentActor:
 
     def _score(self, request: ScoreRequest) -> ScoreResult | TurnResult:
         return score_one(request, self.verifier, self.reward, self.environment, self.lives)
+
+# %% ../nbs/26_environment.ipynb #environment-pooled
+@dataclass(frozen=True)
+class Gauges:
+    "What a pool of sandboxes is doing: starting, free, busy; lost so far."
+    starting: int
+    ready: int
+    busy: int
+    lost: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    "A pool, asked in somebody's name: its ledger says for whom it ran what."
+    pool: object
+    owner: str
+
+    def run(self, program: Program, limits: Limits) -> Execution:
+        "Run a program there."
+        return self.pool.run(program, limits, owner=self.owner)
+
+
+@dataclass
+class Pooled:
+    "What an actor with a pool keeps beside its queue. `doubt`: why verdicts are not believed at the moment."
+    pool: object
+    at_once: int = 16
+    run: str = ""
+    threads: ThreadPoolExecutor | None = None
+    running: dict[Future, tuple[ScoreRequest, ScoreResult, Rollout]] = field(default_factory=dict)
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    doubt: str = ""
+    looked: float = 0.0
+
+    def submit(self, work: Callable, *args) -> Future:
+        "Begin some work, in a thread unless there is to be one at a time."
+        if self.at_once > 1:
+            self.threads = self.threads or ThreadPoolExecutor(self.at_once, "sandbox")
+            return self.threads.submit(work, *args)
+        done: Future = Future()
+        done.set_result(work(*args))
+        return done
+
+    def gauges(self, now: float, every: float = 1.0) -> list[Gauges]:
+        "What the pool says of itself, at most once in so many seconds."
+        if self.at_once == 1 or now - self.looked < every or not hasattr(self.pool, "status"):
+            return []
+        self.looked = now
+        try:
+            status = self.pool.status()
+            return [Gauges(status.starting, status.ready, status.busy, status.lost)]
+        except (Fault, OSError):
+            return []
+
+# %% ../nbs/26_environment.ipynb #environment-pooled-doubt
+def believed(kept: Pooled, found: Judged, rollout: Rollout, verifier: Callable) -> Judged:
+    "The verdict, if there is no reason to doubt the place where it was made; else an environment error that says why. Runs a canary on suspicion."
+    if found.verdict is None:
+        return found
+    suspect = kept.suspicion.look(found.verdict)
+    if suspect or kept.doubt:
+        seen = canary(read_code_task(rollout.answer), lambda text: verifier(text, rollout.answer))
+        kept.doubt = "" if seen.ok else seen.message
+        if seen.ok:
+            kept.suspicion.calm()
+    if not kept.doubt or found.outcome is not Outcome.OK:
+        return found
+    message = f"sandbox: canary of task {rollout.task.id}: {kept.doubt}; no verdict is believed until it is right again"
+    return replace(found, correct=None, reward=None, outcome=Outcome.ENVIRONMENT_ERROR, message=message, verdict=replace(found.verdict, score=None, passed=None, message=message))
+
+
+def check_canaries(verifier: Callable, tasks: Sequence[Task]) -> list[Canary]:
+    "The canaries of some tasks. ValueError for a solution that does not do what it should: nothing that is judged like that would mean anything."
+    told = []
+    for task in tasks:
+        told.append(canary(read_code_task(task.answer), lambda text, task=task: verifier(text, task.answer)))
+        if not told[-1].ok:
+            whose = "the machine failed" if told[-1].machine else "either the task or the sandbox is broken"
+            raise ValueError(f"sandbox: canary of task {task.id}: {told[-1].message}; {whose}. Try rlbench doctor --sandbox, or correct the task")
+    return told
+
+# %% ../nbs/26_environment.ipynb #environment-pooled-actor
+class PooledActor(EnvironmentActor):
+    "An `EnvironmentActor` with several verdicts under way. The verifier is given the pool."
+
+    def __init__(self, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn, kept: Pooled | None = None):
+        super().__init__(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), reward, environment)
+        self.bare = verifier
+        self.kept, self.waited = kept, 0.0  # waited: seconds of the last turn in which there was nothing to do
+
+    @property
+    def idle(self) -> bool:
+        "Nothing waits, and nothing is under way."
+        return not self._queue and not self.kept.running
+
+    def turn(self, patience: float = 0.05) -> list:
+        "Begin what there is room for, and hand out what is done; waits at most so many seconds for it."
+        done, self.waited = [], 0.0
+        while self._queue and len(self.kept.running) < self.kept.at_once:
+            done += self._begin(self._queue.popleft())
+        began = time.perf_counter()
+        ready = wait(self.kept.running, 0 if done else patience, FIRST_COMPLETED).done if self.kept.running else ()
+        self.waited = time.perf_counter() - began
+        return [*done, *(self._finish(*self.kept.running.pop(each), each.result()) for each in [f for f in self.kept.running if f in ready]), *self.kept.gauges(time.monotonic())]
+
+    def _begin(self, request: ScoreRequest) -> list:
+        if request.part == "reward":
+            return [self._score(request)]
+        said = next_turn(request, self.environment, self.lives, lambda rollout: rollout)
+        if not isinstance(said, ScoreResult) or isinstance(said.judged, Judged):
+            return [said]
+        verifier = partial(self.bare, pool=Owned(self.kept.pool, f"{self.kept.run}/{request.rollout.id}"))
+        self.kept.running[self.kept.submit(verified, said.judged, verifier, float("inf"))] = request, said, said.judged
+        return []
+
+    def _finish(self, request: ScoreRequest, said: ScoreResult, rollout: Rollout, found: Judged) -> ScoreResult:
+        found = believed(self.kept, found, rollout, self.verifier)
+        whole = found.outcome is Outcome.OK and request.part == "all"
+        return replace(said, judged=and_rewarded(rollout, found, self.reward, request.deadline) if whole else found)
 
 # %% ../nbs/26_environment.ipynb #environment-resume
 ON_RESUME = ("continue", "rewind", "restart")

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE', 'LINE', 'ACTORS', 'PARTS', 'TURNS', 'FATES',
-           'Line', 'Band', 'Stack', 'Bars', 'Ribbons', 'Intervals', 'Span', 'Mark', 'Reference', 'Chart', 'colour',
-           'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame',
-           'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate',
-           'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness',
-           'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of', 'actor_time', 'tokens_by_fate',
-           'memory', 'reward', 'health', 'staleness_histogram', 'version_ribbons']
+           'PHASES', 'OF_PROGRAM', 'Line', 'Band', 'Stack', 'Bars', 'Ribbons', 'Intervals', 'Span', 'Mark', 'Reference',
+           'Chart', 'colour', 'Thinned', 'thin', 'ticks', 'number', 'text_width', 'wrap', 'extent', 'Label', 'labels',
+           'spread', 'Frame', 'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis',
+           'command_marks', 'solve_rate', 'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line',
+           'queue_depth', 'staleness', 'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of',
+           'actor_time', 'tokens_by_fate', 'memory', 'sandbox_starts', 'sandbox_slowest', 'sandbox_pool',
+           'sandbox_ends', 'sandbox_failures', 'sandbox_trips', 'reward', 'health', 'staleness_histogram',
+           'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -1034,6 +1036,85 @@ def memory(steps, marks: tuple[Mark, ...] = (), x: str = "version", colocated: b
     lines = tuple(Line(name, at, column(steps, f"memory_{phase}") / 1e9, role, dash) for name, phase, role, dash in (("generating", "generate", "blue", ""), ("training", "train", "vermilion", "6 3")))
     known = any(np.isfinite(line.y).any() for line in lines)
     return Chart("Memory by phase", lines if known else (), "peaks of one worker, which takes turns" if colocated else "peaks of two workers", y_label="GB", y_range=(0, None), marks=marks, empty="not measured yet", **_x_axis(x))
+
+# %% ../nbs/60_figures.ipynb #figures-sandbox
+PHASES = ("queued", "started", "opened")  # of a start; `ran` is the program's own
+OF_PROGRAM = ("exited", "crashed", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "forbidden")
+
+
+def _starts(verdicts) -> list[tuple[str, dict[str, float]]]:
+    "(rollout, phase -> ms of an execution on average) of each verdict that ran something."
+    rows = zip(items(verdicts, "rollout"), items(verdicts, "phase_names"), items(verdicts, "phase_seconds"), items(verdicts, "runs"))
+    return [(f"#{rollout}", {name: 1000 * took / max(1, runs or 1) for name, took in zip(names, seconds) if name != "ran"}) for rollout, names, seconds, runs in rows if names]
+
+
+def sandbox_starts(verdicts) -> Chart:
+    "Median and 99th percentile of each phase of a start, in ms."
+    found, starts = {}, _starts(verdicts)
+    for _, phases in starts:
+        for name, took in phases.items():
+            found.setdefault(name, []).append(took)
+    cuts = {name: (float(np.median(took)), float(np.quantile(took, 0.99))) for name, took in found.items()}
+    bars = Bars(tuple(f"{name} {which}" for name in cuts for which in ("p50", "p99")), tuple(value for pair in cuts.values() for value in pair), ("blue", "sky") * len(cuts),
+                tuple(f"{number(value)} ms" for pair in cuts.values() for value in pair))
+    warm = [bool(w) for w in items(verdicts, "warm") if w is not None]
+    said = f"by phase, of {len(starts):,} verdicts; {100 * sum(warm) / len(warm):.0f} % found a child waiting" if warm and starts else ""
+    return Chart("Starts of sandboxes", (bars,) if cuts else (), said, empty="no code judged yet")
+
+
+def sandbox_slowest(verdicts, count: int = 10) -> Chart:
+    "The slowest starts, with the time of each phase."
+    slow = sorted(_starts(verdicts), key=lambda start: -sum(start[1].values()))[:count]
+    notes = tuple(" · ".join(f"{name} {number(took, 2)}" for name, took in phases.items()) + " ms" for _, phases in slow)
+    bars = Bars(tuple(name for name, _ in slow), tuple(sum(phases.values()) for _, phases in slow), ("vermilion",) * len(slow), notes)
+    return Chart("Slowest starts", (bars,) if slow and max(bars.values) > 0 else (), "an execution of the rollout's, ms", empty="no code judged yet")
+
+# %% ../nbs/60_figures.ipynb #figures-sandbox-two
+def sandbox_pool(verdicts) -> Chart:
+    "What the pool was doing when code was judged: starting, free, busy, lost so far."
+    at = column(verdicts, "at")
+    lines = tuple(Line(name, at, y, role, dash) for name, role, dash in (("busy", "blue", ""), ("ready", "green", "6 3"), ("starting", "amber", "2 2.5"), ("lost", "vermilion", "8 3 2 3"))
+                  if np.isfinite(y := column(verdicts, f"pool_{name}")).any())
+    return Chart("Pool of sandboxes", lines, x_label="time", x_unit="s", y_label="places", y_range=(0, None), empty="the pool has not told yet")
+
+
+def sandbox_ends(verdicts) -> Chart:
+    "How executions ended, by class; those of the machine in another colour."
+    counts: dict[str, int] = {}
+    for ends in items(verdicts, "ends"):
+        for end in ends or ():
+            counts[end] = counts.get(end, 0) + 1
+    order = sorted(counts, key=lambda end: (end not in OF_PROGRAM, -counts[end]))
+    total = sum(counts.values())
+    bars = Bars(tuple(end.replace("_", " ") for end in order), tuple(float(counts[end]) for end in order), tuple("blue" if end in OF_PROGRAM else "vermilion" for end in order), tuple(f"{100 * counts[end] / total:.1f} %" for end in order))
+    bad = sum(n for end, n in counts.items() if end not in OF_PROGRAM)
+    return Chart("How programs ended", (bars,) if counts else (), f"{total:,} executions, {bad:,} by the machine's doing" if counts else "", empty="no code judged yet")
+
+# %% ../nbs/60_figures.ipynb #figures-sandbox-three
+def sandbox_failures(steps, marks: tuple[Mark, ...] = (), x: str = "version", warn: float | None = None, stop: float | None = None) -> Chart:
+    "Shares that the machine failed: of verdicts, later tries included, and of rollouts, which are left without a reward."
+    at, names = axis(steps, x), (("verdicts failed", "infra_failed", "amber", "6 3"), ("rollouts masked", "infra_masked", "vermilion", ""))
+    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    bounds = tuple(Reference(value, name, False) for value, name in ((warn, "alert"), (stop, "stop")) if value is not None)
+    told = lines if any(np.nan_to_num(line.y).any() for line in lines) or np.isfinite(column(steps, "infra_failed")).any() else ()
+    return Chart("What the machine failed", told, "no reward, and not a reward of 0", y_label="share", y_range=(0, None), marks=marks, references=bounds, empty="the machine failed nothing", **_x_axis(x))
+
+
+def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Chart:
+    "The rate of each tripwire by policy version, the most frequent ones."
+    seen: dict[int, list] = {}
+    for version, score, found in zip(items(verdicts, "version"), items(verdicts, "score"), items(verdicts, "tripwires")):
+        if score is not None and version is not None and version >= 0:
+            seen.setdefault(version, []).append(found or ())
+    at = sorted(seen)
+    totals: dict[str, int] = {}
+    for found in (f for some in seen.values() for f in some):
+        for sign in found:
+            totals[sign] = totals.get(sign, 0) + 1
+    names = sorted(totals, key=lambda sign: (-totals[sign], sign))[:signs]
+    styles = (("vermilion", ""), ("amber", "6 3"), ("purple", "2 2.5"), ("grey", "8 3 2 3"), ("blue", "1 3"), ("green", "10 4"))
+    lines = tuple(Line(sign, at, [sum(sign in f for f in seen[v]) / len(seen[v]) for v in at], *style) for sign, style in zip(names, styles))
+    return Chart("Tripwires", lines, "share of programs with a sign; no verdict by itself", x_label="version", x_unit="versions", y_label="share", y_range=(0, None), marks=marks, empty="no sign of cheating" if at else "no code judged yet")
 
 # %% ../nbs/60_figures.ipynb #figures-health
 def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:

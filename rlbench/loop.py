@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE', 'FRUITLESS_BATCHES',
            'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED', 'on_started', 'current',
-           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_observed', 'succeed', 'wake', 'turns_open',
-           'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked', 'on_training_failed',
-           'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp', 'saves_itself',
-           'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move',
-           'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
-           'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score', 'decide_settle',
-           'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren', 'teaches',
-           'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
+           'on_generated', 'on_scored', 'on_trained', 'chain', 'note_infra', 'on_observed', 'succeed', 'wake',
+           'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
+           'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp',
+           'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed',
+           'end_move', 'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
+           'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score',
+           'decide_settle', 'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren',
+           'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
            'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up',
            'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line',
            'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon',
@@ -35,7 +35,7 @@ from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, ro
 from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import Curriculum, draw, observe
 from .environment import State, function_name, resume_turn
-from .guard import ALERT, Guard, look, parse_action, parse_condition, without
+from .guard import ALERT, Firing, Guard, look, parse_action, parse_condition, without
 from .knobs import bind, ingredients_of, key_of, supply
 from .queue import Waiting, backpressure, capacity, overflow, take
 from .records import CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
@@ -90,6 +90,7 @@ def on_scored(state: LoopState, e: Scored, actions: list) -> None:
         return
     else:
         state.failures, state.failure = state.failures + 1, e.message
+    note_infra(state, e.outcome is Outcome.ENVIRONMENT_ERROR, actions, e.message)
     member.status = "done"
     state.touched.append(member.group)
 
@@ -108,8 +109,8 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     batch = [state.members[i] for g in groups for i in g.members]
     ended, thrown, tokens, thrown_tokens = state.late.tally
     meters = thrown / (ended + len(batch)), thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)), max(0.0, state.late.filled)
-    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters, tuple(m.id for m in batch if m.unrewarded))))
-    state.training = []
+    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters, tuple(m.id for m in batch if m.unrewarded), state.infra[1] / max(1, state.infra[0]))))
+    state.training, state.infra = [], (0, 0, *state.infra[2:])
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
     state.late.tally = [0, 0, 0, 0]
@@ -120,6 +121,24 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
 def chain(state: LoopState, fact: list) -> None:
     "Fold a fact into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
     state.digest = hashlib.sha256((state.digest + json.dumps(fact)).encode()).hexdigest()
+
+# %% ../nbs/52_loop.ipynb #loop-infra
+def note_infra(state: LoopState, failed: bool, actions: list, message: str = "") -> None:
+    "A rollout's scoring has ended for good. Alert or stop if the machine failed too many."
+    c, (scored, masked, seen, lost) = state.config, state.infra
+    seen, lost, window = seen + 1, lost + failed, max(FAILED_LEAST, c.batch)
+    state.infra = scored + 1, masked + failed, seen, lost
+    if state.phase in ("running", "draining") and lost > c.infra_stop * window:
+        fail(state, f"the machine failed {lost} of {seen} scorings, more than infra_stop = {c.infra_stop:g} of {window} allows: {message}")
+        return
+    if seen < window:
+        return
+    share, state.infra = lost / seen, (scored + 1, masked + failed, 0, 0)
+    if share > c.infra_warn and not state.infra_told:
+        told = f"the machine failed {share:.0%} of the last {seen} scorings: {message or state.failure}".partition("\n")[0]
+        firing = Firing("infra", f"infra_masked > {c.infra_warn:g}", ALERT, state.version, share, told)
+        actions += [journal(state, Commanded(f"infra-at-{state.seq}", f"guard: {firing.when}", ALERT, None, 0, state.at, told), "applied", told, "now"), Tell(firing)]
+    state.infra_told = share > c.infra_warn
 
 # %% ../nbs/52_loop.ipynb #loop-observed
 def on_observed(state: LoopState, e: Observed, actions: list) -> None:
@@ -273,6 +292,7 @@ def _lost_environment(state: LoopState, e: Lost, actions: list) -> None:
         else:
             member.status, member.lost = "done", Fate.LOST_ENVIRONMENT
             state.failures, state.failure = state.failures + 1, f"environment lost: {e.cause}"
+            note_infra(state, True, actions, state.failure)
             state.touched.append(member.group)
 
 

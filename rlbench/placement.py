@@ -52,7 +52,7 @@ def gpus_of(placed: Mapping[str, tuple[str, ...]], gpus: tuple[str, ...], traine
 # %% ../nbs/48_placement.ipynb #placement-turn
 @dataclass(frozen=True)
 class Spent:
-    "Time of one part of an actor: `kind` is compute, publish or overhead; `work` says of what the `units` are."
+    "Time of one part of an actor: `kind` is compute, publish, overhead, or wait (for a sandbox, say); `work` says of what the `units` are."
     part: str
     kind: str
     seconds: float

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'StepRewards', 'REWARDS', 'final_answer', 'exact', 'plain_numbers', 'last_number', 'numeric', 'math',
-           'marked_answer', 'gsm8k', 'correct', 'brief', 'overlong_penalty', 'soft_overlong', 'has_form', 'with_format',
-           'process_worth', 'mixed', 'steps', 'scored', 'Checked', 'checked_reward']
+           'marked_answer', 'gsm8k', 'program_in', 'code', 'correct', 'brief', 'overlong_penalty', 'soft_overlong',
+           'has_form', 'with_format', 'process_worth', 'mixed', 'steps', 'scored', 'tests', 'Checked', 'checked_reward']
 
 # %% ../nbs/25_reward.ipynb #reward-imports
 import logging
@@ -20,6 +20,9 @@ import numpy as np
 
 from .knobs import Knob
 from .records import Outcome, Rollout, StopReason
+from .sandbox.grade import SCORES, Verdict, grade
+from .sandbox.spec import Limits
+from .sandbox.task import CodeTask, changes_in, read_code_task, wrapped
 from .steps import agrees, expected_steps, share_right, steps_of
 from .tasks import boxed
 
@@ -112,8 +115,24 @@ def gsm8k(response: str, answer: str, *, strict: Knob(help="only a number behind
         return not strict and last_number(response) == right
     return len(plain_numbers(held)[1]) == 1 and last_number(held) == right
 
+# %% ../nbs/25_reward.ipynb #reward-code
+def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
+    "What of a response is run: a program, or the changes to a project."
+    return changes_in(response) if task.kind == "repository" else wrapped(task, response, final_answer(response))
+
+
+def code(response: str, answer: str, *, pool=None, rule: Knob(choices=SCORES, help="what tests are worth: all or nothing, the share that passed, or that share by weight") = "all",
+         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0, wall_s: Knob(0.1, 36_000, unit="s", help="time by the clock of one execution; several times cpu_s, since a busy machine is slow") = 10.0,
+         memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all its processes") = 256, fresh: Knob(help="a sandbox for each test, so that none sees what the one before left") = False) -> Verdict:
+    "The verdict of the task's tests on the response's code. ValueError if the task has none, or the run no sandboxes."
+    task = read_code_task(answer)
+    if pool is None:
+        raise ValueError('verifier code: has no pool of sandboxes to run in; a run with verifier = "code" makes one')
+    limits = Limits(cpu_s=cpu_s, wall_s=max(wall_s, cpu_s), memory_mb=memory_mb, call_s=max(wall_s, cpu_s))
+    return grade(pool, task, program_in(task, response), limits, rule=rule, fresh=fresh)
+
 # %% ../nbs/25_reward.ipynb #reward-verifiers
-VERIFIERS = {"exact": exact, "numeric": numeric, "math": math, "gsm8k": gsm8k}
+VERIFIERS = {"exact": exact, "numeric": numeric, "math": math, "gsm8k": gsm8k, "code": code}
 
 # %% ../nbs/25_reward.ipynb #reward-correct
 def correct(rollout: Rollout) -> float:
@@ -195,6 +214,15 @@ def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help
 
 
 REWARDS = {**REWARDS, "scored": scored}
+
+# %% ../nbs/25_reward.ipynb #reward-tests
+def tests(rollout: Rollout, *, whole: Knob(0, 10, unit="reward", help="extra for passing every test") = 0.0) -> tuple[float, dict[str, float]]:
+    "The score of the verifier `code`, plus something for a program that passes every test."
+    parts = {"tests": rollout.score("tests"), "whole": whole * correct(rollout)}
+    return sum(parts.values()), parts
+
+
+REWARDS = {**REWARDS, "tests": tests}
 
 # %% ../nbs/25_reward.ipynb #reward-checked
 @dataclass(frozen=True)

@@ -442,6 +442,8 @@ class Counts:
     refused: int = 0  # groups in a row of which the generator would not write a response
     failures: int = 0  # failed scorings in a row
     failure: str = ""
+    infra: tuple[int, int, int, int] = (0, 0, 0, 0)  # scorings ended and those the machine failed: since the last batch, and in the window that is watched
+    infra_told: bool = False  # the window before was above infra_warn
     digest: str = ""
 
 # %% ../nbs/51_state.ipynb #state-state-watching

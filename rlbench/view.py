@@ -167,6 +167,7 @@ class Snapshot:
     sampled: int  # of so many rollouts of that batch one was counted
     ribbons: tuple[Ribbon, ...]
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
+    verdicts: "pl.DataFrame | None" = None  # the newest on code
 
     @property
     def version(self) -> int:
@@ -208,7 +209,7 @@ ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment"
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
-    "bias_length", "bias_level", "bias_turns", "turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
+    "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
     "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn
@@ -218,6 +219,7 @@ TABLE_COLUMNS = {
     "commands": ("command", "author", "knob", "value", "over", "status", "reason", "apply", "version", "at"),
     "groups": ("at", "fate", "size", "tokens"),
     "rollouts": ("rollout", "try", "level", "fate", "correct", "reward", "part_names", "part_values", "length", "newest", "trained_at"),
+    "verdicts": ("rollout", "at", "version", "score", "ends", "tripwires", "warm", "runs", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
 }
 RECENT, COMMANDS, GROUPS, ROLLOUTS, TOKENS = 64, 500, 4096, 20_000, 200_000  # rows kept as they are; tokens of the newest batch that are looked at
 
@@ -287,7 +289,7 @@ class View:
         return _snapshot(self, now, status, max(alive_at, status.updated if status else 0.0))
 
 # %% ../nbs/58_view.ipynb #view-view-take
-KEEP = {"commands": COMMANDS, "groups": GROUPS, "rollouts": ROLLOUTS}
+KEEP = {"commands": COMMANDS, "groups": GROUPS, "rollouts": ROLLOUTS, "verdicts": GROUPS}
 
 
 def _start(view: View) -> None:
@@ -369,5 +371,5 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),
-        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost,
+        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"],
     )

@@ -11,12 +11,15 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
            'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
            'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
-           'Scorer', 'scorer_models', 'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at',
-           'version_of', 'worker_main', 'environment_main', 'scorer_main']
+           'Scorer', 'asks_for_pool', 'open_pool', 'pool_folder', 'new_pooled', 'scorer_models', 'reward_scores',
+           'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import gc
+import hashlib
 import inspect
+import json
 import os
 import shutil
 import sys
@@ -33,16 +36,19 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
-from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
+from .config import FUNCTIONS, RunConfig, SandboxConfig, asked, captured_functions, read_config
 from .correction import tis
-from .environment import EnvironmentActor, FunctionFailed, ScriptedEnvironment, SingleTurn, function_name, guarded
+from .codesets import ALL_SETS
+from .environment import EnvironmentActor, FunctionFailed, Gauges, Owned, Pooled, PooledActor, ScriptedEnvironment, SingleTurn, check_canaries, function_name, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
-from .knobs import FileFunction, bind, key_of
+from .knobs import FileFunction, bind, ingredients_of, key_of
 from .ledger import WEIGHTS_FILE
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
+from .sandbox.spec import Fault
 from .steps import pieces_of, place_steps
+from .tasks import make_tasks
 from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
 
 # %% ../nbs/54_worker.ipynb #worker-messages
@@ -763,14 +769,19 @@ class Scorer:
     "The environment actor, placed: it says that it is ready, scores one rollout a turn, and follows a changed configuration."
 
     def __init__(self, config: RunConfig, functions: Functions):
-        self.functions, self.started = functions, False
+        self.functions, self.started, self.kept = functions, False, None  # kept: of a run with sandboxes
         self.actor = self._actor(config)
 
     def _actor(self, config: RunConfig):
         environment = SingleTurn if key_of(config.environment) == "single" else warm(self.functions.bound(config, "environment"))
+        verifier, reward = (warm(self.functions.bound(config, field)) for field in ("verifier", "reward"))
+        if asks_for_pool(verifier):
+            self.kept = self.kept or new_pooled(config, verifier, self.functions)
+            environment = partial(environment, pool=Owned(self.kept.pool, f"{self.kept.run}/episode")) if environment is not SingleTurn and "pool" in ingredients_of(environment, 0) else environment
+            return PooledActor(verifier, reward, environment, self.kept)
         if config.generator == "scripted":
             return ScriptedEnvironment(seed=config.seed, failures=config.virtual.scripted_errors, environment=environment)
-        return EnvironmentActor(*(warm(self.functions.bound(config, field)) for field in ("verifier", "reward")), environment)
+        return EnvironmentActor(verifier, reward, environment)
 
     @property
     def idle(self) -> bool:
@@ -781,6 +792,9 @@ class Scorer:
         "A request to score, or a changed configuration."
         if isinstance(message, ConfigureJob):
             waiting, self.actor = self.actor, self._actor(message.config)
+            if self.kept and not isinstance(self.actor, PooledActor):  # what sandboxes had is judged by the other verifier
+                self.actor.receive([request for request, _, _ in self.kept.running.values()])
+                self.kept.running.clear()
             self.actor.receive(waiting.waiting())
             self.actor.lives = waiting.lives
         else:
@@ -793,7 +807,42 @@ class Scorer:
             return Turn((EnvironmentReady(),))
         began = time.perf_counter()
         said = tuple(self.actor.turn()) if not self.actor.idle else ()
-        return Turn(said, (Spent("environment", "compute", time.perf_counter() - began, "score", len(said)),))
+        waited, units = getattr(self.actor, "waited", 0.0), sum(not isinstance(each, Gauges) for each in said)
+        spent = (Spent("environment", "compute", max(0.0, time.perf_counter() - began - waited), "score", units),)
+        return Turn(said, (*spent, Spent("environment", "wait", waited)) if waited else spent)
+
+# %% ../nbs/54_worker.ipynb #worker-pool
+def asks_for_pool(verifier: Callable) -> bool:
+    "Whether a verifier runs programs."
+    return "pool" in ingredients_of(verifier, 2)
+
+
+def open_pool(config: RunConfig):
+    "The pool of sandboxes that a configuration describes. ValueError if it cannot be had."
+    from rlbench.sandbox.policy import PoolSpec
+    from rlbench.sandbox.pool import Pool
+
+    s = config.sandbox
+    wanted = {"tier": s.tier, "workers": s.workers, "allow_unsafe": s.allow_unsafe, "url": s.url, "api": s.api, "token": s.token, "faults": dict(s.faults)}
+    spec = PoolSpec(**wanted) if s.model_dump(exclude={"folder", "at_once", "canaries"}) != SandboxConfig().model_dump(exclude={"folder", "at_once", "canaries"}) else None
+    try:
+        return Pool.connect(Path(s.folder).expanduser() if s.folder else pool_folder(spec and json.dumps(wanted, sort_keys=True)), spec)
+    except Fault as fault:
+        raise ValueError(f"sandbox: no pool: {fault.message}; rlbench doctor --sandbox says what is missing") from None
+
+
+def pool_folder(asked: str | None = None) -> Path:
+    "Where the user's own pool lives; one that is `asked` to be made of something in particular has a folder of its own."
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlbench"
+    return cache / ("pool" if asked is None else f"pool-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
+
+
+def new_pooled(config: RunConfig, verifier: Callable, functions: Functions) -> Pooled:
+    "A pool, with which the canaries of some tasks were tried. ValueError for one that fails. On the virtual clock one verdict at a time, so that a run repeats."
+    kept = Pooled(open_pool(config), 1 if config.clock == "virtual" else config.sandbox.at_once, functions.folder.name if functions.folder else config.name)
+    if config.sandbox.canaries:
+        check_canaries(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), make_tasks(config.tasks, "train", config.seed, config.sandbox.canaries, {**ALL_SETS, **functions.known.get("tasks", {})}))
+    return kept
 
 # %% ../nbs/54_worker.ipynb #worker-scorer-build
 def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:

@@ -64,5 +64,5 @@ def no_run_outlives_the_tests(tmp_path_factory):
     for process in psutil.process_iter(["cmdline", "cwd"]):
         told = process.info
         line = told["cmdline"] or []
-        if {"rlbench.process", "rlbench.sinks"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
+        if {"rlbench.process", "rlbench.sinks", "rlbench.sandbox.controller"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
             process.kill()

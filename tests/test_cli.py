@@ -86,6 +86,16 @@ def test_doctor(folder):
     assert all(c["ok"] or ";" in c["found"] for c in checks.values()), "a line that says no says the remedy"
 
 
+def test_doctor_of_sandboxes(folder):
+    "The table and the ramp, of sandboxes that are there and of such that are not."
+    played = told(folder, "doctor", "--sandbox", "--tier", "fake", "--target", 200)
+    assert played["ok"] and [level["at_once"] for level in played["programs"]] == [1, 16, 96, 200] == [level["at_once"] for level in played["sandboxes"]]
+    assert {f["name"] for f in played["findings"]} >= {"memory", "pids", "inodes", "round trip"} and all(f["verdict"] in ("pass", "warn") for f in played["findings"]) and played["binding"]
+    gone = call(folder, "doctor", "--sandbox", "--tier", "remote", "--url", "http://127.0.0.1:1", code=1).stdout
+    assert "fail  account" in gone and "binding limit: account" in gone
+    assert "--target: 0" in call(folder, "doctor", "--sandbox", "--target", 0, code=2).stderr and "tier: 'jail' is none" in call(folder, "doctor", "--sandbox", "--tier", "jail", code=2).stderr
+
+
 def test_doctor_against_a_run(folder):
     assert "nothing has changed since x was made" in call(folder, "doctor", "--against", "x").stdout
     noted = folder / "runs" / "x" / "provenance.json"

@@ -29,7 +29,7 @@ def a_config(r: random.Random) -> dict:
         "oversample": r.choice((0.0, 0.3, 1.0, 1.5) if stragglers != "in_flight" else (0.0, 0.0, 0.3, 1.0)), "concurrency": r.choice((1, 3, 8, 64)), "sampler": r.choice(("band", "uniform", "easy_to_hard")),
         "band": r.choice(((0.2, 0.8), (0.0, 1.0))), "score_retries": r.randint(0, 2), "preflight": r.choice((0, 0, 6)), "preflight_k": r.choice((1, 4)),
         "eval": [{"name": f"set-{i}", "count": r.randint(1, 10), "k": r.choice((1, 3)), "every": r.choice((0, 1, 2, 5))} for i in range(r.choice((0, 1, 1, 2)))],
-        "tokens": r.choice((0,) * 9 + (3000,)), "minutes": r.choice((0.0,) * 9 + (0.1,)),
+        "infra_stop": 1.0, "tokens": r.choice((0,) * 9 + (3000,)), "minutes": r.choice((0.0,) * 9 + (0.1,)),
         "environment": r.choice(("single", "single", {"name": "scripted", "low": 1, "high": 4}, {"name": "scripted", "low": 2, "high": 3, "writes": 0.9})),
         "max_turns": r.choice((1, 3, 8)), "on_resume": r.choice(("continue", "rewind", "restart")), "max_state_lag": r.choice((0, 1, 2)),
         "backlog": r.choice(("hold", "hold", "drop_oldest")) if bound else "hold", "queue_batches": r.choice((0, 0, 1, 2)),

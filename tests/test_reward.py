@@ -45,8 +45,9 @@ def test_an_endless_verifier_that_swallows_everything_is_stopped():
     assert judged.outcome is Outcome.TIMEOUT and time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"code"}))
 def test_verifiers_agree_in_a_thread(name):
+    "All that compare with an answer; code is judged by tests, in a pool."
     found = []
     thread = threading.Thread(target=lambda: found.append(judge(rollout(":2"), VERIFIERS[name], correct)))
     thread.start()

@@ -282,7 +282,7 @@ def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
 def without(package: str, to: Path) -> str:
     "A search path with rlbench and everything that is installed here but one package."
     (to / "rlbench").mkdir(parents=True)
-    for entry in (*ROOT.glob("rlbench/*.py"), ROOT / "data"):
+    for entry in (*ROOT.glob("rlbench/*.py"), ROOT / "rlbench/sandbox", ROOT / "data"):
         (to / "rlbench" / entry.name).symlink_to(entry)
     for place in {Path(p) for p in sys.path if any(Path(p).glob("*.dist-info"))}:
         for entry in place.iterdir():

@@ -213,6 +213,9 @@ class World:
     def do_abort(self, a: Abort) -> None:
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
 
+    def do_tell(self, a) -> None:
+        "Whoever listens hears of it."
+
     def do_prepare(self, a) -> None:
         assert a.version <= self.state.version
 

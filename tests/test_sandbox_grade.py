@@ -1,0 +1,162 @@
+"""Grading with real processes: every kind of task, ends of the model and of the machine, and the same verdict the second time."""
+import json
+from dataclasses import replace
+
+import pytest
+from local_runner import LocalRunner
+
+from rlbench.sandbox.grade import canary, differs, from_row, grade, to_row
+from rlbench.sandbox.spec import End, Limits
+from rlbench.sandbox.task import changes_in, read_code_task
+
+LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=512)
+SQUARE = "def solve(n):\n    return n * n\n"
+
+
+def task(kind: str, **more):
+    return read_code_task(json.dumps({"kind": kind, **more}))
+
+
+def whys(verdict) -> list[str]:
+    return [check.why for check in verdict.checks]
+
+
+SQUARES = task("function", function="solve", tests=[{"args": [n], "expected": n * n} for n in (0, 3, 12)], reference=SQUARE)
+SUMS = task("stdio", tests=[{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "10 -4\n", "stdout": "6\n"}], reference="print(sum(map(int, input().split())))")
+ASSERTS = task("asserts", function="f", tests=["assert f(2) == 4", "assert f(f(2)) == 16", "l = [3, 1, 2]\nf(l)\nassert l == [1, 2, 3]", "try:\n    f('x')\n    assert False\nexcept ValueError:\n    pass",
+                                              "import math\nassert math.isclose(f(1.5), 2.25)", "for n in range(5):\n    assert f(n) == n * n"])
+SORTS_AND_SQUARES = "def f(x):\n    if isinstance(x, list):\n        x.sort()\n        return\n    if isinstance(x, str):\n        raise ValueError('no')\n    return x * x\n"
+PROJECT = task("repository", files={"src/shapes.py": "def area(a, b):\n    return a + b\n", "tests/test_shapes.py": "import unittest\nfrom shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n\nclass Unit(unittest.TestCase):\n"
+                                    "    def test_one(self):\n        self.assertEqual(area(1, 1), 1)\n"}, editable=["src/*"], tests=["tests/test_shapes.py::test_area", "tests/test_shapes.py::Unit::test_one"],
+               reference="```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n")
+
+
+def test_function_tasks():
+    "Each test has its own evidence, and a function that ends the process loses the tests after it."
+    right = grade(LocalRunner(), SQUARES, SQUARE, LIMITS)
+    assert (right.score, right.passed, whys(right), right.runs, right.tier, right.integrity) == (1.0, True, [""] * 3, 1, "local", "data")
+    assert grade(LocalRunner(), SQUARES, SQUARE, LIMITS, fresh=True).runs == 3
+    stops = "import os\ndef solve(n):\n    if n > 5:\n        os._exit(0)\n    return n * n\n"
+    early = grade(LocalRunner(), SQUARES, stops, LIMITS, rule="rate")
+    assert early.score == 2 / 3 and whys(early)[2] == "no answer (exited)" and "exit" in early.tripwires
+    endless = grade(LocalRunner(), SQUARES, "def solve(n):\n    while n:\n        pass\n    return 0\n", LIMITS, rule="rate")
+    assert endless.score == 1 / 3 and endless.ends == ("cpu_limit",)
+    for code, why in (("solve = [", "raised SyntaxError"), ("x = 1", "raised AttributeError"), ("def solve(n):\n    return [1] * 10**10", "raised MemoryError"), ("def solve(n):\n    return n / 0", "raised ZeroDivisionError")):
+        wrong = grade(LocalRunner(), SQUARES, code, LIMITS, rule="rate")
+        assert wrong.score == 0 and all(each.startswith(why) for each in whys(wrong)), (code, whys(wrong))
+
+
+def test_state_between_tests():
+    "One process for all tests lets state leak from one to the next; a fresh one for each does not."
+    counts = "calls = []\ndef solve(n):\n    calls.append(n)\n    return n * n if len(calls) == 1 else -1\n"
+    assert grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate").score == 1 / 3 and grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate", fresh=True).score == 1
+
+
+def test_methods_arguments_and_exceptions():
+    "A method of a class, what a call made of its argument, and an exception that was expected."
+    method = task("function", function="Solution.double", tests=[{"args": [2], "expected": 4}])
+    assert grade(LocalRunner(), method, "class Solution:\n    def double(self, n):\n        return 2 * n\n", LIMITS).passed
+    in_place = task("function", function="order", observe="first argument", tests=[{"args": [[3, 1, 2]], "expected": [1, 2, 3]}])
+    assert grade(LocalRunner(), in_place, "def order(l):\n    l.sort()\n", LIMITS).passed and not grade(LocalRunner(), in_place, "def order(l):\n    return sorted(l)\n", LIMITS).passed
+    refuses = task("function", function="root", tests=[{"args": [-1], "raises": "ValueError"}])
+    assert grade(LocalRunner(), refuses, "import math\nroot = math.sqrt\n", LIMITS).passed and not grade(LocalRunner(), refuses, "def root(n):\n    return 0\n", LIMITS).passed
+
+
+def test_a_checker_decides_in_a_sandbox_of_its_own():
+    "Any order is right; the policy's code and the checker never meet."
+    sorts = task("function", function="f", checker="def check(args, answer):\n    return sorted(answer) == sorted(args[0])\n", tests=[{"args": [[3, 1]]}, {"args": [[1, 1]]}])
+    runner = LocalRunner()
+    assert grade(runner, sorts, "def f(x):\n    return x[::-1]\n", LIMITS).passed and len(runner.programs) == 2
+    assert not any("return x[::-1]" in program.code and "def check" in program.code for program in runner.programs)
+    assert grade(LocalRunner(), sorts, "def f(x):\n    return 3\n", LIMITS).score == 0
+    broken = task("function", function="f", checker="def check(args, answer):\n    return sorte(answer)\n", tests=[{"args": [[3, 1]]}])
+    lost = grade(LocalRunner(), broken, "def f(x):\n    return x\n", LIMITS)
+    assert lost.score is None and lost.ends[-1] == "grader_error" and "sorte" in lost.message
+
+
+def test_programs_that_print():
+    "The whole output counts, and an exit status does not."
+    assert grade(LocalRunner(), SUMS, SUMS.reference, LIMITS).score == 1
+    assert grade(LocalRunner(), SUMS, "print(7)", LIMITS, rule="rate").score == 0.5
+    assert grade(LocalRunner(), SUMS, SUMS.reference + "\nprint('and more')", LIMITS, rule="rate").score == 0
+    assert grade(LocalRunner(), SUMS, SUMS.reference + "\nraise SystemExit(3)", LIMITS).score == 1
+    assert grade(LocalRunner(), SUMS, "import os\nos._exit(0)", LIMITS, rule="rate").score == 0
+    late = grade(LocalRunner(), SUMS, SUMS.reference + "\nwhile True:\n    pass", LIMITS, rule="rate")
+    assert late.score == 0 and set(late.ends) == {"cpu_limit"}
+
+
+def test_asserts_against_a_stand_in():
+    "Calls of calls, arguments changed in place, expected exceptions and loops, with the tests in one sandbox and the function in another."
+    runner = LocalRunner()
+    right = grade(runner, ASSERTS, SORTS_AND_SQUARES, LIMITS, rule="rate")
+    assert right.score == 1, whys(right)
+    assert not any("isinstance(x, list)" in program.code and "assert f(2)" in program.code for program in runner.programs)
+    assert [c.passed for c in grade(LocalRunner(), ASSERTS, "def f(x):\n    return x * x if x != 4 else 5\n", LIMITS, rule="rate").checks] == [True, False, False, False, True, False]
+    needs_objects = task("asserts", function="f", tests=["assert f(lambda n: n + 1) == 2"])
+    told = grade(LocalRunner(), needs_objects, "def f(g):\n    return g(1)\n", LIMITS)
+    assert told.score is None and "set weak = true" in told.message
+    weak = task("asserts", function="f", weak=True, tests=["assert f(lambda n: n + 1) == 2"])
+    assert (grade(LocalRunner(), weak, "def f(g):\n    return g(1)\n", LIMITS).passed, grade(LocalRunner(), weak, "def f(g):\n    return 0\n", LIMITS).passed) == (True, False)
+
+
+def test_a_whole_test_function_as_in_humaneval():
+    "def check(candidate), called at its end."
+    human = task("asserts", function="add", tests=["def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    for n in range(4):\n        assert candidate(n, n) == 2 * n\ncheck(candidate)"])
+    assert grade(LocalRunner(), human, "def add(a, b):\n    return a + b\n", LIMITS).passed and not grade(LocalRunner(), human, "def add(a, b):\n    return 3\n", LIMITS).passed
+
+
+def test_projects_get_their_own_tests():
+    "Only changes to files that may be edited count; tests, configuration and results that came with them do not."
+    assert grade(LocalRunner(), PROJECT, changes_in(PROJECT.reference), LIMITS).score == 1
+    assert grade(LocalRunner(), PROJECT, {}, LIMITS, rule="rate").score == 0
+    cheat = {"tests/test_shapes.py": "def test_area():\n    pass\n", "conftest.py": "import os\nos._exit(0)\n", "src/../result.json": "{}", "src/unittest.py": "raise ImportError('mine')\n"}
+    caught = grade(LocalRunner(), PROJECT, cheat, LIMITS, rule="rate")
+    assert caught.score == 0 and "tests" in caught.tripwires and caught.integrity == "weak"
+    assert grade(LocalRunner(), PROJECT, {**cheat, **changes_in(PROJECT.reference)}, LIMITS).score == 1
+    for ends in ("import os\nos._exit(0)\n", "raise SystemExit(0)\n"):
+        assert grade(LocalRunner(), PROJECT, {"src/shapes.py": ends}, LIMITS, rule="rate").score == 0
+
+
+KINDS = {"function": (SQUARES, SQUARE), "stdio": (SUMS, SUMS.reference), "asserts": (ASSERTS, SORTS_AND_SQUARES), "repository": (PROJECT, changes_in(PROJECT.reference))}
+
+
+@pytest.mark.parametrize("end", [end for end in End if not end.of_model])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_machine_that_fails_gives_no_verdict(kind, end):
+    "Whichever execution it was, and however good or bad the code."
+    graded, code = KINDS[kind]
+    runs = grade(LocalRunner(), graded, code, LIMITS).runs
+    for number in range(min(runs, 2)):
+        verdict = grade(LocalRunner({number: end}), graded, code, LIMITS)
+        assert (verdict.score, verdict.passed, verdict.ends[-1]) == (None, None, end)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_verdict_again(kind):
+    "From what a row of a table keeps."
+    graded, code = KINDS[kind]
+    first = grade(LocalRunner(), graded, code, LIMITS, seed=3, rule="rate")
+    kept = from_row(json.loads(json.dumps(to_row(first))))
+    assert differs(kept, grade(LocalRunner(), graded, code, kept.limits, kept.seed, kept.rule)) == ""
+    other = {**code, "src/more.py": ""} if kind == "repository" else code + "\n"
+    assert differs(kept, grade(LocalRunner(), graded, other, kept.limits, kept.seed, kept.rule)) == "other code"
+    flipped = replace(kept, checks=(replace(kept.checks[0], passed=False), *kept.checks[1:]))
+    assert differs(kept, flipped) == f"test {kept.checks[0].id}: passed before"
+
+
+def test_canaries_blame_the_machine():
+    "A reference that fails and a bad solution that passes are not the policy's doing."
+    for graded, _ in (KINDS["function"], KINDS["stdio"]):
+        assert canary(graded, lambda code: grade(LocalRunner(), graded, code, LIMITS)).ok
+    assert canary(PROJECT, lambda code: grade(LocalRunner(), PROJECT, changes_in(code), LIMITS)).ok
+    tight = canary(SQUARES, lambda code: grade(LocalRunner(), SQUARES, "import no_such_module\n" + code, LIMITS))
+    assert not tight.ok and not tight.machine and "reference" in tight.message
+    assert canary(SQUARES, lambda code: grade(LocalRunner({0: End.HOST_OOM}), SQUARES, code, LIMITS)).machine
+
+
+def test_a_seed_makes_random_programs_repeat():
+    "The random module begins with the verdict's seed."
+    draws = "import random\ndef solve(n):\n    return random.randrange(10**6)\n"
+    told = task("function", function="solve", checker="def check(args, answer):\n    return answer % 2 == 0\n", tests=[{"args": [n]} for n in range(8)])
+    first, again, other = (grade(LocalRunner(), told, draws, LIMITS, seed=seed, rule="rate") for seed in (1, 1, 2))
+    assert first.checks == again.checks != other.checks

@@ -1,0 +1,209 @@
+"""Runs that judge code: whole runs whose every verdict comes from a sandbox, with machines that fail in every way they can. No failure is ever paid, or punished."""
+import json
+import threading
+import time
+from ast import literal_eval
+from pathlib import Path
+
+import polars as pl
+import pytest
+from inline import check_books, inline_run
+from local_runner import LocalRunner
+from typer.testing import CliRunner
+
+import rlbench as rl
+from rlbench.cards import CARDS
+from rlbench.cli import app
+from rlbench.environment import Pooled, PooledActor, ScoreRequest, judge
+from rlbench.ledger import read_table
+from rlbench.records import Outcome, Rollout, Task
+from rlbench.report import write_report
+from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.sandbox.grade import from_row
+from rlbench.sandbox.pool import stop_pool
+from rlbench.sandbox.spec import End, Execution, Fault
+from rlbench.state import books_closed
+from rlbench.view import View
+
+# The scripted generator writes numbers. What is asked of it is an even count of words, found out by running a program: half of the responses are right.
+EVEN = {"kind": "function", "function": "solve", "wrap": 'def solve():\n    return len("{answer}".split()) % 2 == 0\n', "tests": [{"expected": True}], "reference": "1 2", "bad": "1 2 3"}
+MACHINE = [end for end in End if not end.of_model]
+SMALL = {"group": 4, "batch": 16, "steps": 3, "preflight": 0, "eval": [], "verifier": "code", "reward": "tests", "alerts": False}
+
+
+def even(*, split="train", seed=0, count=40):
+    from rlbench.records import Task
+
+    return [Task(f"even/{split}/{i}", f"{i} words: ", ANSWER, 1, "even") for i in range(count)]
+
+
+ANSWER = json.dumps(EVEN)
+
+
+class Quick:
+    "A pool that knows what the program would do, and fails as it is told: `fails(n)` gives the end of execution n, or None."
+
+    def __init__(self, fails=lambda n: None):
+        self.fails, self.runs = fails, 0
+
+    def run(self, program, limits, owner=""):
+        self.runs += 1
+        end = self.fails(self.runs - 1)
+        if end == "raise":
+            raise Fault(End.BACKEND_LOST, "played")
+        if end is not None:
+            return Execution(end, tier="fake", worker="w", message="played")
+        words = program.code.rpartition("len(\"")[2].partition('"')[0].split()
+        answers = tuple(json.dumps(["v", literal_eval(call)[0], ["b", "1" if len(words) % 2 == 0 else ""], ["l", []]]) for call in program.calls)
+        return Execution(End.EXITED, answers=answers, cpu_s=0.001, wall_s=0.002, tier="fake", worker="w", warm=True, phases=(("queued", 0.001), ("started", 0.002), ("ran", 0.002)))
+
+
+def run_with(tmp_path, monkeypatch, pool, **table):
+    monkeypatch.setattr("rlbench.worker.open_pool", lambda config: pool)
+    driver = inline_run(tmp_path, "coded", {**SMALL, "tasks": even, **table})
+    assert books_closed(driver.state)
+    return driver
+
+
+def test_a_run_is_judged_in_sandboxes(tmp_path, monkeypatch):
+    "Rewards are what tests say, rows hold the evidence, and the books close."
+    driver = run_with(tmp_path, monkeypatch, Quick())
+    check_books(driver)
+    assert driver.state.version == 3 and driver.state.phase == "done"
+    rollouts, verdicts, steps = (read_table(driver.folder, table) for table in ("rollouts", "verdicts", "steps"))
+    joined = rollouts.join(verdicts, on=["rollout", "try"], suffix="_of")
+    assert len(joined) and (joined["reward"] == joined["score"]).all() and set(joined["score"]) == {0.0, 1.0} and (joined["correct"] == joined["passed"]).all()
+    assert (joined["text"].str.split(" ").list.len() % 2 == 0).to_list() == joined["passed"].to_list()
+    assert steps["infra_masked"].to_list() == steps["infra_failed"].to_list() == [0.0] * 3 and steps["tripped"].to_list() == [0.0] * 3
+    assert all(names and names[0] == "tests" for names in joined["score_names"].to_list())
+    row = from_row(verdicts.row(0, named=True))
+    assert row.tier == "fake" and row.checks and row.limits.cpu_s == 2.0 and (verdicts["version"] >= 0).all()
+
+
+@pytest.mark.parametrize("end", ["raise", *MACHINE], ids=str)
+def test_a_failure_now_and_then_is_tried_again(tmp_path, monkeypatch, end):
+    "Every fourteenth execution fails: the loop asks again, and no reward is missing or invented."
+    driver = run_with(tmp_path, monkeypatch, Quick(lambda n: end if n % 14 == 9 else None))
+    rollouts, verdicts = (read_table(driver.folder, table) for table in ("rollouts", "verdicts"))
+    lost = verdicts.filter(pl.col("score").is_null())
+    assert driver.state.phase == "done" and driver.state.version == 3 and len(lost)
+    assert lost["passed"].is_null().all() and set(lost["ends"].list.last()) == {End.BACKEND_LOST if end == "raise" else end}
+    good = rollouts.filter(pl.col("reward").is_not_null())
+    assert (good["text"].str.split(" ").list.len() % 2 == 0).to_list() == (good["reward"] == 1.0).to_list()
+    assert read_table(driver.folder, "steps")["infra_failed"].max() > 0
+
+
+@pytest.mark.parametrize("end", ["raise", *MACHINE], ids=str)
+def test_a_machine_that_goes_on_failing_stops_the_run(tmp_path, monkeypatch, end):
+    "From some moment on nothing runs: no reward comes of it, nothing is trained on it, and the run says why it ended."
+    pool = Quick(lambda n: end if n >= 60 else None)
+    driver = run_with(tmp_path, monkeypatch, pool, steps=50, score_retries=1)
+    rollouts, verdicts = (read_table(driver.folder, table) for table in ("rollouts", "verdicts"))
+    assert driver.state.phase == "failed" and "infra_stop = 0.2" in driver.state.reason and str(End.BACKEND_LOST if end == "raise" else end) in driver.state.reason
+    bad = rollouts.filter(pl.col("outcome") == "environment_error")
+    assert len(bad) and bad["reward"].is_null().all() and bad["correct"].is_null().all() and not (bad["fate"] == "trained").any()
+    assert (verdicts.filter(pl.col("score").is_null())["try"].len()) >= 2 * len(bad.filter(pl.col("fate") == "environment_error")), "asked again before it was given up"
+
+
+def test_a_share_between_the_two_knobs_alerts_and_goes_on(tmp_path, monkeypatch):
+    "One scoring in eleven is lost for good: the journal says so, groups go on without it."
+    driver = run_with(tmp_path, monkeypatch, Quick(lambda n: End.HOST_OOM if n > 20 and n % 11 == 0 else None), score_retries=0, steps=4)
+    alerts = read_table(driver.folder, "commands").filter(pl.col("author").str.contains("infra_masked"))
+    rollouts = read_table(driver.folder, "rollouts")
+    assert driver.state.phase == "done" and len(alerts) and "the machine failed" in alerts["reason"][0]
+    lost = rollouts.filter(pl.col("outcome") == "environment_error")
+    assert len(lost) and lost["reward"].is_null().all() and set(lost["fate"]) <= {"environment_error", "left_at_stop", "surplus"}
+
+
+def test_a_sandbox_that_answers_nonsense_is_found_out(tmp_path, monkeypatch):
+    "From some moment on every program ends at once, as a broken interpreter does. The canary fails, so none of it becomes a zero, and the run stops."
+    class Mute(Quick):
+        def run(self, program, limits, owner=""):
+            said = super().run(program, limits, owner)
+            return said if self.runs < 80 else Execution(End.EXITED, 1, answers=tuple(None for _ in program.calls), tier="fake")
+
+    driver = run_with(tmp_path, monkeypatch, Mute(), steps=50)
+    verdicts = read_table(driver.folder, "verdicts")
+    assert driver.state.phase == "failed" and "canary" in driver.state.reason
+    assert not verdicts.filter(pl.col("test_why").list.first().fill_null("").str.starts_with("no answer") & (pl.col("score") == 0)).height
+
+
+def test_a_broken_canary_ends_a_run_before_it_begins(tmp_path, monkeypatch):
+    "A pool in which nothing runs, and a task whose solution is wrong."
+    with pytest.raises(ValueError, match="could not be run: start_failed: played; the machine failed"):
+        run_with(tmp_path / "a", monkeypatch, Quick(lambda n: End.START_FAILED))
+    monkeypatch.setitem(globals(), "ANSWER", json.dumps({**EVEN, "reference": "1 2 3"}))
+    with pytest.raises(ValueError, match="the reference solution fails: test 0: wrong; either the task or the sandbox is broken"):
+        run_with(tmp_path / "b", monkeypatch, Quick())
+
+
+def test_real_programs_in_a_run(tmp_path, monkeypatch):
+    "The same run with processes in place of the modelled pool comes to the same rewards."
+    modelled = run_with(tmp_path / "a", monkeypatch, Quick(), steps=1, sandbox={"canaries": 1})
+    real = run_with(tmp_path / "b", monkeypatch, LocalRunner(), steps=1, sandbox={"canaries": 1})
+    assert modelled.state.digest == real.state.digest
+    assert set(read_table(real.folder, "verdicts")["tier"]) == {"local"}
+
+
+def test_programs_are_tried_before_they_are_judged(tmp_path, monkeypatch):
+    "Episodes of several turns: a program that fails what is shown is written anew, and a machine that fails in between ends no episode."
+    driver = run_with(tmp_path, monkeypatch, Quick(lambda n: End.BACKEND_LOST if n % 17 == 16 else None), environment="code", max_turns=3, observation_tokens=64)
+    check_books(driver)
+    rollouts = read_table(driver.folder, "rollouts").filter(pl.col("fate").is_in(["trained", "filtered"]))
+    assert driver.state.version == 3 and set(rollouts["turns"]) == {1, 2, 3}
+    assert (rollouts["text"].str.split(" ").list.len() % 2 == 0).to_list() == (rollouts["reward"] == 1.0).to_list()
+    again = rollouts.filter(pl.col("turns") > 1)["correct"]
+    assert again.any() and not again.all() and rollouts["correct"].mean() > 0.6, "half in the first turn, and more in the next ones; some run out of tokens"
+    assert any("wrong" in said for words in rollouts.filter(pl.col("turns") > 1)["said"] for said in words)
+
+
+def test_verdicts_are_under_way_together():
+    "Four programs run at a time, and a pool that is slow for one of them holds up nobody else."
+    together = threading.Barrier(4, timeout=20)
+
+    class Waits(Quick):
+        def run(self, program, limits, owner=""):
+            together.wait()
+            assert owner.startswith("monday/")
+            return super().run(program, limits, owner)
+
+    actor = PooledActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Waits(), 4, "monday"))
+    actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2" if i % 2 else "1")) for i in range(8)])
+    done = {}
+    while not actor.idle:
+        done |= {said.key[0]: said.judged.reward for said in actor.turn()}
+    assert done == {i: float(i % 2) for i in range(8)}
+
+
+def test_a_verifier_of_ones_own_may_fail_like_a_machine():
+    "A Fault that a verifier raises is nobody's wrong answer."
+    def flaky(response, answer):
+        raise Fault(End.QUOTA, "no credit")
+
+    found = judge(Rollout(1, 0, 1, 0, Task("a", "b", "c")), flaky, REWARDS["correct"])
+    assert (found.reward, found.correct, found.outcome) == (None, None, Outcome.ENVIRONMENT_ERROR) and "no credit" in found.message
+    without = judge(Rollout(1, 0, 1, 0, Task("a", "b", ANSWER)), VERIFIERS["code"], REWARDS["correct"])
+    assert without.outcome is Outcome.FUNCTION_ERROR and "no pool of sandboxes" in without.message
+
+
+def test_a_trained_run_and_its_verdicts_once_more(tmp_path, monkeypatch):
+    "A model, processes, sandboxes: what its programs are paid for is the same the second time, and its report shows where they ran."
+    monkeypatch.chdir(tmp_path)
+    config = {"steps": 2, "batch": 32, "group": 8, "preflight": 4, "preflight_k": 1, "eval": [], "tasks": "expressions", "verifier": "code", "reward": "tests", "sandbox.folder": str(tmp_path / "pool")}
+    try:
+        run = rl.run("tiny", name="coded", **config)
+        while run.state not in ("finished", "failed"):
+            time.sleep(0.2)
+        assert run.state == "finished", (Path(run.folder) / "run.log").read_text()[-2000:]
+        verdicts, rollouts = (read_table(run.folder, table) for table in ("verdicts", "rollouts"))
+        right = {row["rollout"]: row["text"].rpartition(":")[2].strip() == str(eval(row["prompt"].rstrip("="))) for row in rollouts.to_dicts() if row["text"]}
+        assert len(verdicts) >= 64 and all(right[rollout] <= passed for rollout, passed in verdicts.select("rollout", "passed").iter_rows())
+        told = CliRunner().invoke(app, ["regrade", "coded", "--json"])
+        found = json.loads(told.stdout.splitlines()[-1])
+        assert told.exit_code == 0 and found["same"] == found["verdicts"] == len(verdicts) and (found["other"], found["lost"]) == (0, 0), found
+        assert "Starts of sandboxes" in write_report(run.folder).read_text(encoding="utf-8")
+        assert all(chart.series for chart in CARDS["sandbox"].charts(View(run.folder).poll())[:4])
+        owners = set(read_table(tmp_path / "pool", "executions")["owner"])
+        assert {f"coded/{rollout}" for rollout in verdicts["rollout"]} <= owners and "coded/canary" in owners
+    finally:
+        stop_pool(tmp_path / "pool")
