@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MODELS', 'HARDWARE', 'SAVED', 'ModelShape', 'kv_bytes_per_token', 'weight_bytes', 'max_concurrency',
            'resident_tokens', 'Hardware', 'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes',
-           'lora_parameters', 'activation_bytes', 'decode_seconds', 'dollars_per_million', 'processor', 'machine',
-           'cpu_flags', 'gpus_here', 'portions']
+           'lora_parameters', 'activation_bytes', 'decode_seconds', 'dollars_per_million', 'processor', 'cores',
+           'machine', 'cpu_flags', 'gpus_here', 'portions']
 
 # %% ../nbs/04_capacity.ipynb #capacity-imports
 import os
@@ -157,6 +157,11 @@ def processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    "Processor cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine(*packages: str) -> dict[str, str]:

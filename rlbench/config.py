@@ -12,7 +12,6 @@ __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'Con
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
-import os
 import re
 import tomllib
 import types
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from .advantage import MIN_GROUP
 from .balance import MODES, MOVES
+from .capacity import cores
 from .codesets import ALL_SETS, CODE_SETS
 from .coding import code
 from .curriculum import SAMPLERS
@@ -343,8 +343,7 @@ class _Weights(BaseModel):
 # %% ../nbs/50_config.ipynb #config-where
 def default_placement() -> str:
     "split where this process may use two cores, else colocated."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return "split" if cores >= 2 else "colocated"
+    return "split" if cores() >= 2 else "colocated"
 
 
 class _Where(BaseModel):

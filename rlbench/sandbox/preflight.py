@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from ..capacity import cores
 from .policy import PoolSpec, percentile
 from .pool import Pool, stop_pool
 from .remote import Account, account
@@ -260,7 +261,7 @@ def binding(findings: Sequence[Finding], programs: Sequence[Level], demand: Dema
 # %% ../../nbs/24_sandbox.preflight.ipynb #preflight-run
 def preflight(spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = Limits(), patience: float = 120.0) -> Preflight:
     "Look at everything, then try it in a pool of its own, which is gone afterwards. Whatever cannot be looked at is a finding."
-    workers = spec.workers or (1 if spec.tier == Tier.REMOTE else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    workers = spec.workers or (1 if spec.tier == Tier.REMOTE else cores())
     demand, findings = Demand(target, workers * spec.policy.running, limits), []
     if spec.tier == Tier.REMOTE:
         try:
