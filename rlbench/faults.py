@@ -112,9 +112,9 @@ ENDLESS = dict(steps=100_000, batch=64, group=8, preflight=8, preflight_k=2, sta
 MOMENTS = 6.0  # the blow falls within so many seconds after the workers are up
 
 
-def strike(number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = ()) -> Blow:
+def strike(number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = (), **settings) -> Blow:
     "Start a run, strike one of its processes, wait for the end, check the promises. `first`: (target, signal) of blows before it, which the run must outlive."
-    struck = run("tiny", runs=runs, name=f"{number:02d}-{target.replace(' ', '-')}-{name}", **ENDLESS)
+    struck = run("tiny", runs=runs, name=f"{number:02d}-{target.replace(' ', '-')}-{name}", **ENDLESS | settings)
     problems = [] if _until(lambda: struck.status and struck.status.workers and struck.state == "running", 120) else ["it did not start"]
     time.sleep(after)
     status = struck.status

@@ -1324,12 +1324,12 @@ def abandon(state: LoopState, reason: str) -> list:
 
 # %% ../nbs/52_loop.ipynb #loop-take-up
 def resume_state(state: LoopState, reported: Mapping[tuple[int, int], int], tries: Mapping[int, int], lost: tuple[int, int, float]) -> list:
-    """Make the state of a checkpoint one to go on from; returns the rows to write. `reported`: tokens of attempts that were in flight; `tries`: rollout -> first free try;
+    """Make the state of a checkpoint one to go on from; returns the rows to write. `reported`: tokens of attempts that were in flight; `tries`: rollout -> first free try, beside those still known from an earlier resume;
     `lost`: attempts dispatched after the checkpoint, with their tokens and seconds."""
     actions: list = []
     state.actors, state.saving, state.saved, state.asked_publish, state.excused, state.moving = {}, False, -1, False, set(), None
     state.published = state.version  # what every generator starts with
-    state.saves = Saves(version=state.version, at=state.at, tries=dict(tries))
+    state.saves = Saves(version=state.version, at=state.at, tries={r: max(n, state.saves.tries.get(r, 0)) for r, n in {**state.saves.tries, **tries}.items()})
     state.commands = [command for command in state.commands if command.knob != "stop"]
     count, tokens, _ = lost
     if count:

@@ -23,7 +23,7 @@ def test_an_interrupted_ablation_goes_on(tmp_path):
     line = rlbench("ablate", "tiny", "band=[[0.1, 0.9]]", "--seeds", 2, "--set", "steps=40", *SET, "--folder", "kept")
     first = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     limit = time.monotonic() + 120
-    while not (list((tmp_path / "kept").glob("*.json")) and len(list((tmp_path / "kept/runs").iterdir())) == 2) and time.monotonic() < limit:
+    while not (list((tmp_path / "kept").glob("*.json")) and len(list((tmp_path / "kept/runs").glob("*/status.json"))) == 2) and time.monotonic() < limit:
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGINT)
     _, told = first.communicate(timeout=60)

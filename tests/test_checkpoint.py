@@ -95,6 +95,32 @@ def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
             assert read_table(driver.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
 
 
+class KilledAtCheckpoint(Told):
+    "A driver whose run folder is copied as soon as it has another checkpoint than the one it began with."
+
+    def flush(self) -> None:
+        super().flush()
+        if self.copies and checkpoint_folders(self.folder)[-1].name != self.begun.folder.name:
+            shutil.copytree(self.folder, self.copies.pop(0))
+
+
+@pytest.mark.parametrize("moment, table", [
+    (196, {"placement": "colocated", "staleness": 2, "concurrency": 32, "checkpoint_every": 1, "seed": 248, "virtual": {"train": 0.1, "publish": 0.01}}),
+    (205, {"placement": "split", "staleness": 2, "concurrency": 32, "checkpoint_every": 2, "seed": 226, "eval": [], "virtual": {"train": 0.0001, "publish": 0.5}}),
+    (266, {"placement": "colocated", "staleness": 1, "concurrency": 8, "checkpoint_every": 1, "seed": 257, "eval": [], "virtual": {"train": 0.0001, "publish": 0.01}}),
+], ids=["slow trainer", "slow publish", "few slots"])
+def test_killed_again_right_after_the_checkpoint_that_follows_a_resume(tmp_path, moment, table):
+    "What the first kill lost is not all dispatched again by then: its attempts get numbers that none of before the first kill has."
+    drive(a_run(tmp_path / "first", SYNC | table, {moment: tmp_path / "killed"}))
+    again = taken_up(tmp_path / "killed")
+    again.__class__, again.copies = KilledAtCheckpoint, [tmp_path / "again"]
+    drive(again)
+    second = taken_up(tmp_path / "again", 2)
+    assert any(rollout >= second.state.next_rollout for rollout in second.state.saves.tries), "an attempt of before the first kill waits to be dispatched again"
+    drive(second)
+    check_resumed(second)
+
+
 def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_path):
     "Nothing is left to train, but the policy is to be saved and the books to be closed; a finished run is refused."
     whole = a_run(tmp_path / "whole", SYNC)
