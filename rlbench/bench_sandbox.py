@@ -15,12 +15,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .capacity import machine
 from .sandbox.jail import BEGIN, Jail, as_user, bwrap_command, sealed, self_test, unprivileged, zygote_source
+from .sandbox.policy import Policy, PoolSpec
+from .sandbox.pool import Pool, stop_pool
 from .sandbox.spec import Execution, Fault, Limits, Order, Program, Reply
 from .sandbox.workspace import Store, put_files
 
@@ -31,7 +34,8 @@ PRINTS = Program("print(1 + 1)")
 @contextmanager
 def jails(number: int, store: Store | None = None) -> Iterator[list[Jail]]:
     "So many jails of the best tier, ready; closed at the end."
-    made = [Jail(f"bench-{i}", store, found=self_test()) for i in range(number)]
+    mine = sorted(os.sched_getaffinity(0))
+    made = [Jail(f"bench-{i}", store, found=self_test(), core=mine[i % len(mine)]) for i in range(number)]
     try:
         answers(made, [Order(1, "exec", program=PRINTS) for _ in made])
         yield made
@@ -112,20 +116,20 @@ def floor() -> Iterator[tuple[Callable[[], float], float]]:
 
 # %% ../nbs/88_bench_sandbox.ipynb #bench-sandbox-starts-b
 def measure_starts(number: int, say: Callable[[str], None]) -> Starts:
-    "Programs, forks and fresh Pythons in turns, then programs for armed children."
+    "Programs and forks in turns, programs and fresh jails in turns, then programs for armed children."
     command, user = [*bwrap_command(self_test().python), self_test().python.path, "-I", "-S", "-E", "-c", PRINTS.code], unprivileged()
     made, bwrap = {"fork": [], "hardened": [], "caller": [], "warm": []}, []
     with jails(1) as (jail,), floor() as (fork, size):
         for i in range(-10, number):
-            one, (took, reply) = fork(), timed(jail, Order(2, "exec", program=PRINTS))
+            one, (_, reply) = fork(), timed(jail, Order(2, "exec", program=PRINTS))
             if i >= 0:
                 made["fork"].append(one)
                 made["hardened"].append(reply.value.wall_s)
-                made["caller"].append(took)
-            if i >= 0 and i % 5 == 0:
-                began = time.perf_counter()
-                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True, **as_user(user))
-                bwrap.append(time.perf_counter() - began)
+        for _ in range(max(1, number // 5)):
+            made["caller"].append(timed(jail, Order(2, "exec", program=PRINTS))[0])
+            began = time.perf_counter()
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True, **as_user(user))
+            bwrap.append(time.perf_counter() - began)
         jail.arm(2)
         while len(made["warm"]) < number:
             time.sleep(0.01)  # so that another is armed
@@ -146,24 +150,24 @@ class Burst:
 
 
 def measure_burst(number: int, running: int, say: Callable[[str], None], patience: float = 120.0) -> Burst:
-    "Give `number` programs at once to one zygote per core, `running` at a time to each."
-    with jails(os.cpu_count() or 1) as made:
-        waiting, ends, infra, load, began = list(range(number)), {}, 0, dict.fromkeys(made, 0), time.perf_counter()
-        while len(ends) < number and time.perf_counter() - began < patience:
-            for jail in made:
-                while waiting and load[jail] < running:
-                    i = waiting.pop()
-                    jail.submit(Order(i + 10, "exec", program=Program(f"print({i})")))
-                    load[jail] += 1
-            for jail in select.select(made, [], [], 1.0)[0]:
-                for reply in jail.poll():
-                    load[jail] -= 1
-                    ends[reply.ticket] = time.perf_counter() - began
-                    done = reply.value
-                    infra += not (isinstance(done, Execution) and done.end.of_model and done.stdout == f"{reply.ticket - 10}\n".encode())
+    "Give `number` programs at once to a pool with one zygote per core, `running` at a time on each, as a run does."
+    ends: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            with Pool.connect(place, PoolSpec(policy=Policy(running=running))) as pool:
+                for _ in range(20):
+                    pool.run(PRINTS)
+                began = time.perf_counter()
+                asked = [pool.submit(Program(f"print({i})")) for i in range(number)]
+                for i, future in enumerate(asked):
+                    future.add_done_callback(lambda done, i=i: ends.setdefault(i, time.perf_counter() - began))
+                done, _ = wait(asked, patience)
+                right = sum(future.result().end.of_model and future.result().stdout == f"{i}\n".encode() for i, future in enumerate(asked) if future in done)
+        finally:
+            stop_pool(place)
     seconds = sorted(ends.values())
-    say(f"burst: {len(ends)} of {number} in {seconds[-1]:.2f} s")
-    return Burst(number, running, seconds, number - len(ends), infra)
+    say(f"burst: {len(done)} of {number} in {seconds[-1]:.2f} s")
+    return Burst(number, running, seconds[:len(done)], number - len(done), len(done) - right)
 
 # %% ../nbs/88_bench_sandbox.ipynb #bench-sandbox-workspaces
 @dataclass(frozen=True)

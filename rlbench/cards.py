@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'QUIET',
            'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
-           'window', 'room', 'facts', 'judge', 'limit', 'why', 'remedies', 'shown', 'helps', 'Light', 'light',
-           'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts',
-           'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts',
-           'drops_said', 'health_charts', 'memory_charts', 'sandbox_charts', 'parts_lines', 'reward_charts', 'Fit',
-           'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame',
-           'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html',
-           'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'still_html']
+           'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'remedies', 'shown', 'helps',
+           'Light', 'light', 'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines',
+           'solve_charts', 'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts',
+           'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by', 'sandbox_charts',
+           'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
+           'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html',
+           'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved',
+           'shown_first', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -26,7 +27,7 @@ import numpy as np
 from .drop_bias import in_words
 from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
+    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
 from .ledger import ENDED, count_rows, read_table
@@ -61,6 +62,7 @@ class Facts:
     stale: float  # share of rollouts dropped for staleness
     publishing: float = 0.0  # share of the generator's time
     cache: float = 0.0  # share of the KV budget in use
+    judging: float = 0.0  # share of the time in which programs were judged and the pool of sandboxes had no free place
 
 
 def window(s: Snapshot) -> np.ndarray:
@@ -83,6 +85,20 @@ def room(s: Snapshot) -> float:
     return (value(s, "staleness") + 1) * groups + math.ceil(value(s, "oversample") * groups)
 
 
+def full_pool(s: Snapshot, since: float, until: float) -> float:
+    "Share of a stretch of the run's time in which verdicts on code were under way and the pool had no free place; of the part that the kept verdicts cover."
+    if s.verdicts is None or not len(s.verdicts):
+        return 0.0
+    at, seconds, ready = (column(s.verdicts, name) for name in ("at", "seconds", "pool_ready"))
+    since = max(since, float(np.nanmin(at - seconds)))
+    kept = (at > since) & (at - seconds < until) & (ready == 0)
+    begin, end = np.clip((at - seconds)[kept], since, until), np.clip(at[kept], since, until)
+    order = np.argsort(begin)
+    begin, end = begin[order], np.maximum.accumulate(end[order]) if len(order) else end
+    before = np.concatenate([[since], end[:-1]])
+    return float(np.maximum(0.0, end - np.maximum(begin, before)).sum() / (until - since)) if until > since else 0.0
+
+
 def facts(s: Snapshot) -> Facts | None:
     "None before a few batches were trained."
     rows = window(s)
@@ -100,7 +116,7 @@ def facts(s: Snapshot) -> Facts | None:
         steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
         trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, serving=mean["scorer_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
         held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
-        publishing=mean["generator_publish"] / total, cache=mean["kv_used"])
+        publishing=mean["generator_publish"] / total, cache=mean["kv_used"], judging=full_pool(s, s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]], s.recent["at"][rows[-1]]))
 
 # %% ../nbs/62_cards.ipynb #cards-rule
 WAITS, FULL, STALE, IDLE, SHARE, LEARNED = 0.15, 0.9, 0.02, 0.25, 0.6, 0.75
@@ -118,13 +134,18 @@ def judge(f: Facts) -> str:
     return "balanced"
 
 
+def sandboxed(f: Facts) -> bool:
+    "Whether the run waits for its programs to be judged."
+    return f.judging > 0.75 and f.generator_waits > IDLE
+
+
 def limit(word: str, f: Facts) -> str:
-    "What holds the run up: environment, scorer, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
+    "What holds the run up: environment, sandboxes, scorer, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
     if word == "balanced" or f.colocated:
         return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
     if word == "trainer-bound":
         return "drops" if f.stale > STALE else "trainer"
-    causes = {"environment": f.scoring > 0.75, "scorer": f.serving > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
+    causes = {"environment": f.scoring > 0.75, "sandboxes": sandboxed(f), "scorer": f.serving > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
     return next((name for name, holds in causes.items() if holds), "generator")
 
 
@@ -134,7 +155,7 @@ def why(word: str, f: Facts) -> str:
         return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
     queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
-        cause = {"environment": f"scoring busy {percent(f.scoring)}", "scorer": f"scorer busy {percent(f.serving)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
+        cause = {"environment": f"scoring busy {percent(f.scoring)}", "sandboxes": f"no place free for programs {percent(f.judging)} of the time", "scorer": f"scorer busy {percent(f.serving)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
                  "bound": f"generator waits {percent(f.generator_waits)}: they take turns", "filter": f"{percent(f.unusable)} of groups filtered"}
         return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
     if word == "trainer-bound":
@@ -146,7 +167,7 @@ def why(word: str, f: Facts) -> str:
 def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
     if word == "generation-bound":
-        if max(f.scoring, f.serving) > 0.75 or f.solved > LEARNED:
+        if max(f.scoring, f.serving) > 0.75 or sandboxed(f) or f.solved > LEARNED:
             return ()
         if f.publishing > WAITS or f.cache > 0.9:
             return (("raise", "publish_every"),) if f.publishing > WAITS else (("lower", "max_tokens"),)
@@ -179,6 +200,8 @@ def helps(word: str, f: Facts, s: Snapshot) -> str:
     "`raise concurrency (8), or staleness (1)`."
     if word == "generation-bound" and f.scoring > 0.75:
         return "no knob: a faster reward"
+    if word == "generation-bound" and sandboxed(f):
+        return "no knob: cheaper tests, more cores, or another machine's sandboxes (tier = remote)"
     if word == "generation-bound" and f.serving > 0.75:
         return "no knob: a smaller reference, teacher or reward model, or a faster judge"
     if word == "generation-bound" and f.solved > LEARNED:
@@ -427,11 +450,16 @@ def memory_charts(s: Snapshot) -> tuple[Chart, ...]:
     return (memory(s.steps, marks_of(s), colocated=value(s, "placement") == "colocated"),)
 
 
+def locked_in_by(s: Snapshot) -> str:
+    "What holds the programs; plainly where it is nothing but limits."
+    return held_by(items(s.verdicts, "tier")) if s.verdicts is not None else ""
+
+
 def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Starts by phase, the slowest of them, what the pool does, how programs ended, what the machine failed, and tripwires."
     v = {} if s.verdicts is None else s.verdicts
     failed = sandbox_failures(s.steps, marks_of(s), warn=value(s, "infra_warn"), stop=value(s, "infra_stop"))
-    return sandbox_starts(v), sandbox_slowest(v, 5), sandbox_pool(v), sandbox_ends(v), failed, sandbox_trips(v, marks_of(s))
+    return sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), failed, sandbox_trips(v, marks_of(s))
 
 
 def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
@@ -560,7 +588,7 @@ def reward_frame(folder: str | Path) -> "pl.DataFrame":
 # %% ../nbs/62_cards.ipynb #cards-spec
 @dataclass(frozen=True)
 class CardSpec:
-    "A card: title, whether it is shown at first, its charts, its data, the height of each chart in pixels, how many stand beside each other, the tables it needs, a note."
+    "A card: title, whether it is shown at first, its charts, its data, the height of each chart in pixels, how many stand beside each other (three take the width of the panel), the tables it needs, a note."
     title: str
     default: bool
     charts: Callable[[Snapshot], tuple[Chart, ...]]
@@ -585,7 +613,7 @@ CARDS: dict[str, CardSpec] = {
     "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
-    "sandbox": CardSpec("Sandboxes", False, sandbox_charts, verdict_frame, (96, 110, 96, 90, 80, 80), 2, needs=("steps", "verdicts", "commands")),
+    "sandbox": CardSpec("Sandboxes", False, sandbox_charts, verdict_frame, (170, 200, 170, 110, 110, 110), 3, needs=("steps", "verdicts", "commands"), note=locked_in_by),
     "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 
@@ -600,6 +628,7 @@ CARD_STYLE = (
     ".rl-face{border:1px solid %(grid)s;border-radius:4px;padding:6px 8px;background:%(ground)s;color:%(ink)s;font-size:12px;line-height:1.35;box-sizing:border-box;height:100%%;overflow:hidden}"
     '[data-jp-theme-light="false"] :is(.rl-face,.rl-bar){--rl-blue:#56B4E9;--rl-grey:#999}'
     ".rl-face figure{margin:0;min-width:0;flex:1 1 100%%}.rl-two figure{flex-basis:40%%}.rl-plots{display:flex;flex-wrap:wrap;gap:4px 12px}"
+    ".rl-card-sandbox{grid-column:1/-1}.rl-whole>header{margin-bottom:6px}.rl-whole .rl-plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(max(260px,30%%),1fr));gap:10px 24px}"
     ".rl-face figcaption,.rl-face header{display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline;color:%(soft)s;min-height:17px}.rl-face b{color:%(ink)s;font-weight:600}"
     ".rl-face>header,.rl-plots>figure:first-child figcaption{padding-right:22px}"
     ".rl-face header b{font-size:1.08em}.rl-face i{font-style:normal;white-space:nowrap}.rl-face .k{vertical-align:-1px;margin-right:3px}"
@@ -696,7 +725,7 @@ def areas(stack: Stack) -> list[Band]:
     return found
 
 # %% ../nbs/62_cards.ipynb #cards-figure
-NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard")  # cards whose charts say more than their names
+NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox")  # cards whose charts say more than their names
 
 
 def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:
@@ -710,14 +739,15 @@ def figure_html(chart: Chart, card: str, width: float, height: float, marked: bo
 def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
     "A card as HTML, drawn for `width` pixels (0: a usual card's) and growing with the place it gets."
     spec, charts = CARDS[key], CARDS[key].charts(snapshot)
-    wide = (width or WIDTH) / spec.across - 6 * (spec.across - 1)
+    whole = spec.across > 2
+    wide = (width or WIDTH) if whole else (width or WIDTH) / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
     heights = (*spec.heights[:last], spec.heights[-1]) if key == "time" else spec.heights  # the last one carries the axis
-    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, heights, strict=False))]
+    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", whole or i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, heights, strict=False))]
     legend = legend_html(charts[0]) if key == "time" else ""
     note = spec.note(snapshot)
     header = f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>" if charts[0].title != spec.title else ""
-    return f"<div class='rl-face{' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
+    return f"<div class='rl-face{' rl-whole' if whole else ' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
 
 
 def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
@@ -730,7 +760,14 @@ def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
     return tuple(key for key, spec in CARDS.items() if tables & set(spec.needs))
 
 
+def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
+    "Keys of the cards that a run begins with: the usual ones, and that of the sandboxes where programs are judged."
+    verifier = config.get("verifier")
+    coded = (verifier.get("name") if isinstance(verifier, Mapping) else verifier) == "code"
+    return tuple(key for key, spec in CARDS.items() if spec.default or coded and key == "sandbox")
+
+
 def still_html(snapshot: Snapshot, light: Light) -> str:
     "Strip and default cards as one block that needs no widget."
-    cards = "".join(f"<div class='rl-card rl-card-{key}'>{card_html(key, snapshot)}</div>" for key, spec in CARDS.items() if spec.default)
+    cards = "".join(f"<div class='rl-card rl-card-{key}'>{card_html(key, snapshot)}</div>" for key in shown_first(snapshot.config))
     return f"<div class='rl-panel'>{style_html()}{strip_html(snapshot, light)}<div class='rl-cards' style='margin-top:8px'>{cards}</div></div>"

@@ -216,6 +216,8 @@ def outcome(r: Run, console: Console) -> None:
     growth = f"{s.length_growth:.2f} times" if s.length_growth else "-"
     console.print(f"response length      {growth} (last over first tenth of the steps)", highlight=False)
     console.print(f"wall time            {clock(s.wall_s)}", highlight=False)
+    if s.sandbox:
+        console.print(f"programs             {s.sandbox}", highlight=False, soft_wrap=True)
     if status:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         for name in ("fate", "rollouts", "tokens", "seconds"):
@@ -823,12 +825,16 @@ def regrade_command(
     from rlbench.steer import in_force
     from rlbench.worker import open_pool
 
+    def told(done: int, all_: int) -> None:
+        if sys.stderr.isatty() and (done == all_ or done % 20 == 0):
+            print(f"\r{done:,} of {all_:,} verdicts" if done < all_ else "\r\033[K", end="", file=sys.stderr, flush=True)
+
     with friendly():
         r = attach(name, runs=runs)
         config = in_force(Path(r.folder))
         pool = open_pool(config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"tier": tier} if tier else {})}))
         try:
-            found = regrade(r.folder, pool, last, config.sandbox.at_once)
+            found = regrade(r.folder, pool, last, config.sandbox.at_once, told)
         finally:
             pool.close()
     rows = [{"rollout": a.rollout, "try": a.try_, "task": a.task, "score": a.first.score, "now": a.second.score, "change": a.change, "lost": a.lost} for a in found.rows]
@@ -872,16 +878,21 @@ def card_command(
     as_json: JsonOption = False,
 ) -> None:
     "What the loss does to one rollout, token by token, and why it is 0 where it is."
+    from rlbench.inspector import tests_of
     from rlbench.losscard import loss_card
+    from rlbench.sandbox.words import tests_text
 
     with friendly():
         changes = {"loss": part_of(loss)} if loss else {}
         for text in set_ or []:
             part, _, value = text.partition("=")
             changes[part] = float(value) if part == "kl_weight" else part_of(value, f"--set {part}")
-        card = loss_card(attach(name, runs=runs).folder, rollout, attempt, policy, **changes)
+        r = attach(name, runs=runs)
+        card = loss_card(r.folder, rollout, attempt, policy, **changes)
         shown = card.compare(loss=part_of(against, "--against")) if against else card
-    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts()}) if as_json else print(shown.text(most=tokens))
+        judged = tests_of(r.folder, rollout, attempt)
+    told = "" if judged is None else "\n" + tests_text(judged)
+    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts(), "tests": judged}) if as_json else print(shown.text(most=tokens) + told)
 
 # %% ../nbs/91_cli.ipynb #cli-fork
 @app.command("fork")

@@ -13,7 +13,7 @@ from .knobs import Knob
 from .records import Task
 from .reward import program_in
 from .sandbox.grade import Check, grade
-from .sandbox.plain import Bad, value_of
+from .sandbox.plain import written
 from .sandbox.spec import End, Fault, Limits
 from .sandbox.task import CodeTask, Test, read_code_task
 
@@ -24,12 +24,9 @@ def asked(task: CodeTask, test: Test) -> str:
         return f"input {test.stdin!r:.200} should print {test.stdout!r:.200}"
     if task.kind in ("asserts", "repository"):
         return test.text[:400]
-    try:
-        call = f"{task.function}({', '.join(repr(value_of(arg)) for arg in test.args)})"
-        wanted = "" if test.expected is None else f" should be {value_of(test.expected)!r}"
-    except Bad:
-        return f"test {test.id}"
-    return f"{call[:200]}{wanted[:200] or f' should raise {test.raises}' * bool(test.raises)}"
+    call = f"{task.function}({', '.join(written(arg, 200) for arg in test.args)})"
+    wanted = "" if test.expected is None else f" should be {written(test.expected, 200)}"
+    return f"{call[:200]}{wanted or f' should raise {test.raises}' * bool(test.raises)}"
 
 
 def told(task: CodeTask, checks: tuple[Check, ...]) -> str:

@@ -41,6 +41,8 @@ from .scorer import TEMPLATE, check_endpoint
 from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
+from .sandbox.fake import Faults
+from .sandbox.policy import APIS
 from .sandbox.spec import Tier
 from .webhook import check_address
 
@@ -487,17 +489,42 @@ class SandboxConfig(BaseModel):
     workers: Annotated[int, Knob(0, 1024, unit="processes", live=False, help="that start programs; 0: one a core")] = 0
     allow_unsafe: Annotated[bool, Knob(live=False, help="limits alone will do, where nothing stronger works: accidents are stopped, and nobody who means it")] = False
     url: Annotated[str, Knob(live=False, help="of a remote service")] = ""
-    api: Annotated[str, Knob(live=False, help="of that service: http or sandboxfusion")] = "http"
+    api: Annotated[str, Knob(choices=APIS, live=False, help="of that service")] = "http"
     token: Annotated[str, Knob(live=False, help="for it: $NAME of one in the environment")] = ""
     faults: dict[str, Any] = {}  # of the fake tier
+    running: Annotated[int, Knob(1, 1024, unit="programs", live=False, help="at a time on one worker")] = 2
+    create_rate: Annotated[float, Knob(0, 10_000, unit="1/s", live=False, help="starts of sandboxes and workers; 0: as many as there are")] = 0.0
+    idle_s: Annotated[float, Knob(0.1, 86_400, unit="s", live=False, help="without a run that uses it, after which the pool ends; below 60 nothing of a run that was killed is left after a minute")] = 30.0
     at_once: Annotated[int, Knob(1, 1024, unit="verdicts", live=False, help="under way at the same time")] = 16
     canaries: Annotated[int, Knob(0, 10_000, unit="tasks", live=False, help="whose known solutions are run before the start: the right one has to pass, a wrong one to fail")] = 4
 
     @model_validator(mode="after")
     def _ranges(self):
-        return _check_ranges(self, "sandbox.")
+        _check_ranges(self, "sandbox.")
+        _check_sandbox(self)
+        return self
 
+# %% ../nbs/50_config.ipynb #config-sandbox-check
+def _check_sandbox(s: SandboxConfig) -> None:
+    "ValueError for settings of a pool that do not go together."
+    if s.tier == Tier.RLIMITS and not s.allow_unsafe:
+        raise ValueError('sandbox.tier: "rlimits" stops accidents, and nobody who means it; set sandbox.allow_unsafe = true if that will do, or sandbox.tier = "" for the strongest that works here')
+    if s.allow_unsafe and s.tier not in ("", Tier.RLIMITS):
+        raise ValueError(f'sandbox.allow_unsafe: true is for limits alone, and sandbox.tier = "{s.tier}" is another; leave it out, or set sandbox.tier = "" or "rlimits"')
+    if s.tier == Tier.REMOTE and not s.url.startswith(("http://", "https://")):
+        raise ValueError(f"sandbox.url: {s.url!r} is no address of a remote service; write http://HOST:PORT or https://HOST")
+    if s.token and not (s.token.startswith("$") and s.token[1:].isidentifier()):
+        raise ValueError("sandbox.token: name a variable of the environment as $NAME; the token itself would stand in config.toml")
+    for name in s.faults:
+        if name not in Faults.__dataclass_fields__:
+            raise unknown("sandbox.faults", name, Faults.__dataclass_fields__)
+    Faults(**s.faults)
+    for name in ("url", "token", "faults"):
+        tier = Tier.FAKE if name == "faults" else Tier.REMOTE
+        if getattr(s, name) and s.tier != tier:
+            raise ValueError(f'sandbox.{name}: is for the tier "{tier}" alone, and sandbox.tier = "{s.tier}"; set sandbox.tier = "{tier}", or leave it out')
 
+# %% ../nbs/50_config.ipynb #config-code
 class _Code(BaseModel):
     "How code is judged."
 
@@ -510,6 +537,9 @@ def _check_code(c: "RunConfig") -> None:
         raise ValueError(f"infra_warn: {c.infra_warn:g} is above infra_stop = {c.infra_stop:g}, so the run would stop before it warns; use infra_warn <= {c.infra_stop:g}")
     if key_of(c.tasks) in CODE_SETS and verifier in VERIFIERS and verifier != "code":
         raise ValueError(f'verifier: "{verifier}" compares with the answer, and those of the task set "{c.tasks["name"]}" are tests; set verifier = "code"')
+    for field, table in (("tasks", c.tasks), *((f"eval.{e.name}.tasks", e.tasks) for e in c.eval if e.tasks)):
+        if verifier == "code" and (name := key_of(table)) in ALL_SETS and name not in (*CODE_SETS, "file", "hub"):
+            raise ValueError(f'{field}: those of the set "{name}" have answers, and verifier = "code" runs programs against tests; set {field} = "expressions" (sums as programs) or "code", or another verifier')
     if key_of(c.environment) == "code" and verifier in VERIFIERS and verifier != "code":
         raise ValueError(f'environment: "code" tries programs on their tests, and verifier = "{verifier}" runs none; set verifier = "code"')
     if key_of(c.reward) == "tests" and verifier in VERIFIERS and verifier != "code":

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Check', 'healthy', 'package', 'imports', 'vllm', 'driver', 'gpu_checks', 'spawns', 'shared_memory', 'open_files',
-           'system_checks', 'checks', 'Change', 'changes', 'since', 'changes_text']
+           'sandboxes', 'system_checks', 'checks', 'Change', 'changes', 'since', 'changes_text']
 
 # %% ../nbs/89_doctor.ipynb #doctor-imports
 import os
@@ -146,6 +146,15 @@ def open_files() -> Check:
     free = limit == resource.RLIM_INFINITY
     return Check("open files", free or limit >= 256, f"{'no limit' if free else f'{limit:,} a process'}" + ("" if free or limit >= 256 else "; a run needs 256: ulimit -n 4096"))
 
+# %% ../nbs/89_doctor.ipynb #doctor-sandboxes
+def sandboxes() -> Check:
+    "What locks in a program that a policy writes."
+    from rlbench.sandbox.policy import PoolSpec
+    from rlbench.sandbox.preflight import PASS, tier
+
+    found = tier(PoolSpec())
+    return Check("sandboxes", found.verdict == PASS, f"{found.found}; rlbench doctor --sandbox says what they can bear", needed=False)
+
 # %% ../nbs/89_doctor.ipynb #doctor-system-checks
 def system_checks() -> list[Check]:
     "Memory, disk, files, processes, threads."
@@ -176,6 +185,7 @@ def checks() -> list[Check]:
         vllm(gpus, cpu_flags()),
         *gpu_checks(driver()),
         *system_checks(),
+        sandboxes(),
         Check("presets", bool(presets()), ", ".join(presets()) or "none; the installation lacks its data: pip install --force-reinstall rlbench"),
     ]
 

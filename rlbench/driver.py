@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'CALLED', 'GRACE', 'task_sets', 'make_pools',
            'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Kept', 'kept', 'heard_written', 'stated',
-           'heard_scored', 'note_verdict', 'verdict_columns', 'heard_gauges', 'Asking', 'asks', 'given_up', 'ask',
-           'unasked', 'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written',
+           'heard_scored', 'note_verdict', 'verdict_columns', 'heard_gauges', 'heard_withdrawn', 'Asking', 'asks',
+           'given_up', 'ask', 'unasked', 'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written',
            'heard_reference_read', 'release', 'being_asked', 'note_failure', 'tell', 'heard_ready', 'heard_trained',
            'heard_turn', 'start_prompt', 'keep_turns', 'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held',
            'heard_running', 'events_of', 'lost', 'elsewhere', 'carry_generate', 'carry_train', 'carry_publish',
@@ -43,7 +43,7 @@ from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
 from .codesets import ALL_SETS
-from .environment import DeadlinePassed, FunctionFailed, Gauges, Judged, ScoreRequest, ScoreResult, TurnResult, guarded, with_scores, within
+from .environment import DeadlinePassed, FunctionFailed, Gauges, Judged, ScoreRequest, ScoreResult, TurnResult, Withdrawn, guarded, with_scores, within
 from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
 from .ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
@@ -51,7 +51,7 @@ from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place,
 from .loop import FINISHED, abandon, place_of, step
 from rlbench.state import (
     PREFLIGHT, STAYS, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish,
-    Published, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
+    Published, Recalled, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
     start_state,
 )
 from .placement import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
@@ -258,6 +258,17 @@ def heard_gauges(driver: "Driver", worker: str, g: Gauges) -> Iterable:
     "Remember what the pool does; the loop need not know."
     driver.memory.gauges = g
     return ()
+
+# %% ../nbs/55_driver.ipynb #driver-withdrawn
+def heard_withdrawn(driver: "Driver", worker: str, w: Withdrawn) -> Iterable:
+    "Write down which verdicts are taken back, of those that nothing was trained on, and tell the loop."
+    alive = [(key, old, j) for key, j in w.verdicts if (old := driver.memory.rollouts.get(key)) is not None and old.group not in driver.state.training]
+    for key, old, j in alive:
+        note_verdict(driver, key, old, j)
+        note_failure(driver, key, j.message)
+        driver.memory.rollouts[key] = replace(old, correct=None, reward=None, parts=(), outcome=j.outcome)
+    if alive:
+        yield Recalled(tuple(key for key, *_ in alive), alive[0][2].message)
 
 # %% ../nbs/55_driver.ipynb #driver-ask
 @dataclass
@@ -497,6 +508,7 @@ HEARD = {
     Running: heard_running,
     Held: heard_held,
     Gauges: heard_gauges,
+    Withdrawn: heard_withdrawn,
     EnvironmentReady: lambda driver, worker, said: [Started("environment", "environment")],
     ScorerReady: lambda driver, worker, said: [Started("scorer", "scorer")],
     AskAnswer: heard_answer,
@@ -836,6 +848,7 @@ def write_command(driver: "Driver", row) -> None:
 def note_served(driver: "Driver", row: Served) -> None:
     "Remember a scored group for the next step row."
     rollouts = rollouts_of(driver.memory, row.group)
+    driver.memory.served = [each for each in driver.memory.served if each.id != row.group]  # one whose verdicts were taken back comes a second time
     driver.memory.served.append(Group(row.group, rollouts[0].task, tuple(rollouts)))
 
 

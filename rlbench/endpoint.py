@@ -9,10 +9,9 @@ __all__ = ['AGAIN', 'REMEDIES', 'NoAnswer', 'Endpoint', 'once']
 import json
 import time
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+
+from .exchange import Unanswered, exchange
 
 # %% ../nbs/17_endpoint.ipynb #endpoint-ask
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that pass by themselves
@@ -60,18 +59,12 @@ def once(at: Endpoint, text: str) -> str:
     "What the model answers to one request. NoAnswer if it does not."
     place = at.url.rstrip("/") + ("" if at.url.rstrip("/").endswith("/completions") else "/chat/completions")
     asked = {"model": at.model, "messages": [{"role": "user", "content": text}], "temperature": at.temperature, "max_tokens": at.max_tokens}
-    headers = {"Content-Type": "application/json", "User-Agent": "rlbench", **({"Authorization": f"Bearer {at.key}"} if at.key else {})}
     try:
-        with urlopen(Request(place, json.dumps(asked).encode(), headers), timeout=at.timeout) as answer:
-            data = answer.read()
-    except HTTPError as error:
-        said = " ".join(error.read(300).decode("utf-8", "replace").split())
-        raise NoAnswer(f"{at} answers {error.code} {error.reason}{f' ({said})' if said else ''}{REMEDIES.get(error.code, '')}", error.code in AGAIN) from None
-    except (OSError, HTTPException) as error:
-        why = getattr(error, "reason", error)
-        if isinstance(why, TimeoutError):
-            raise NoAnswer(f"{at} does not answer within {at.timeout:g} s; raise the timeout", True) from None
-        raise NoAnswer(f"{at} does not answer ({why or type(error).__name__}); is a server running there?", True) from None
+        data = exchange(place, json.dumps(asked).encode(), at.key, at.timeout)
+    except Unanswered as error:
+        if error.status:
+            raise NoAnswer(f"{at} answers {error}{REMEDIES.get(error.status, '')}", error.status in AGAIN) from None
+        raise NoAnswer(f"{at} gives {error}; raise the timeout" if error.late else f"{at} does not answer ({error}); is a server running there?", True) from None
     try:
         return json.loads(data)["choices"][0]["message"]["content"] or ""
     except (ValueError, LookupError, TypeError):

@@ -6,9 +6,9 @@
 __all__ = ['LIVES', 'ON_RESUME', 'Observation', 'Done', 'Episode', 'State', 'state_of', 'advance', 'cut', 'SingleTurn', 'play',
            'Live', 'version_of', 'catch_up', 'take_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged',
            'function_name', 'verified', 'rewarded', 'judge', 'and_rewarded', 'with_scores', 'ScoreRequest',
-           'ScoreResult', 'TurnResult', 'score_one', 'next_turn', 'EnvironmentActor', 'Gauges', 'Owned', 'Pooled',
-           'believed', 'check_canaries', 'PooledActor', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment',
-           'FunctionFailed', 'guarded']
+           'ScoreResult', 'TurnResult', 'score_one', 'next_turn', 'EnvironmentActor', 'Gauges', 'Owned', 'Withdrawn',
+           'Pooled', 'believed', 'disbelieved', 'check_canaries', 'PooledActor', 'resume_turn', 'scripted_verdict',
+           'ScriptedEnvironment', 'FunctionFailed', 'guarded']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import signal
@@ -26,7 +26,7 @@ import numpy as np
 
 from .records import Outcome, Rollout, Segment, Task, said, stream_key, uniforms
 from .reward import checked_reward, correct, exact
-from .sandbox.grade import Canary, Suspicion, Verdict, canary
+from .sandbox.grade import Canary, Suspicion, Verdict, canary, priced
 from .sandbox.spec import Execution, Fault, Limits, Program
 from .sandbox.task import read_code_task
 
@@ -399,6 +399,12 @@ class Owned:
         return self.pool.run(program, limits, owner=self.owner)
 
 
+@dataclass(frozen=True)
+class Withdrawn:
+    "Verdicts by (rollout, attempt) that are not believed any more, as what they are now: environment errors."
+    verdicts: tuple[tuple[tuple[int, int], Judged], ...]
+
+# %% ../nbs/26_environment.ipynb #environment-pooled-kept
 @dataclass
 class Pooled:
     "What an actor with a pool keeps beside its queue. `doubt`: why verdicts are not believed at the moment."
@@ -410,6 +416,10 @@ class Pooled:
     suspicion: Suspicion = field(default_factory=Suspicion)
     doubt: str = ""
     looked: float = 0.0
+    references: dict[str, float] = field(default_factory=dict)  # tests -> CPU seconds of the reference solution
+    given: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # since a canary last passed
+    tainted: dict[tuple[int, int], str] = field(default_factory=dict)  # under way when a canary passed again: why they are not believed
+    back: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # to be taken back
 
     def submit(self, work: Callable, *args) -> Future:
         "Begin some work, in a thread unless there is to be one at a time."
@@ -431,20 +441,40 @@ class Pooled:
         except (Fault, OSError):
             return []
 
+    def withdrawn(self) -> list[Withdrawn]:
+        "What is to be taken back, once."
+        told, self.back = tuple(self.back), []
+        return [Withdrawn(told)] if told else []
+
 # %% ../nbs/26_environment.ipynb #environment-pooled-doubt
 def believed(kept: Pooled, found: Judged, rollout: Rollout, verifier: Callable) -> Judged:
     "The verdict, if there is no reason to doubt the place where it was made; else an environment error that says why. Runs a canary on suspicion."
     if found.verdict is None:
         return found
-    suspect = kept.suspicion.look(found.verdict)
-    if suspect or kept.doubt:
+    key, before = (rollout.id, rollout.attempt), kept.doubt
+    tainted = kept.tainted.pop(key, "") or before
+    if kept.suspicion.look(found.verdict) or before:
         seen = canary(read_code_task(rollout.answer), lambda text: verifier(text, rollout.answer))
-        kept.doubt = "" if seen.ok else seen.message
+        kept.doubt = "" if seen.ok else f"sandbox: canary of task {rollout.task.id}: {seen.message}; no verdict is believed until it is right again"
         if seen.ok:
             kept.suspicion.calm()
-    if not kept.doubt or found.outcome is not Outcome.OK:
+            kept.references[found.verdict.tests] = seen.cpu_s
+            kept.given.clear()
+            if before:
+                kept.tainted = {(r.rollout.id, r.rollout.attempt): before for r, _, _ in kept.running.values()}
+        elif not seen.machine:  # one that could not be run says nothing of those that could
+            kept.back, kept.given = [(key, disbelieved(each, kept.doubt)) for key, each in kept.given], []
+    if found.outcome is not Outcome.OK:
         return found
-    message = f"sandbox: canary of task {rollout.task.id}: {kept.doubt}; no verdict is believed until it is right again"
+    if kept.doubt or tainted:
+        return disbelieved(found, kept.doubt or tainted)
+    found = replace(found, verdict=priced(found.verdict, kept.references.get(found.verdict.tests, 0.0)))
+    kept.given.append((key, found))
+    return found
+
+
+def disbelieved(found: Judged, message: str) -> Judged:
+    "A verdict that is none."
     return replace(found, correct=None, reward=None, outcome=Outcome.ENVIRONMENT_ERROR, message=message, verdict=replace(found.verdict, score=None, passed=None, message=message))
 
 
@@ -480,7 +510,7 @@ class PooledActor(EnvironmentActor):
         began = time.perf_counter()
         ready = wait(self.kept.running, 0 if done else patience, FIRST_COMPLETED).done if self.kept.running else ()
         self.waited = time.perf_counter() - began
-        return [*done, *(self._finish(*self.kept.running.pop(each), each.result()) for each in [f for f in self.kept.running if f in ready]), *self.kept.gauges(time.monotonic())]
+        return [*done, *(self._finish(*self.kept.running.pop(each), each.result()) for each in [f for f in self.kept.running if f in ready]), *self.kept.withdrawn(), *self.kept.gauges(time.monotonic())]
 
     def _begin(self, request: ScoreRequest) -> list:
         if request.part == "reward":

@@ -9,7 +9,7 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'spread', 'Frame', 'flow', 'frame', 'spoken', 'to_svg', 'to_plotly', 'column', 'items', 'axis',
            'command_marks', 'solve_rate', 'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line',
            'queue_depth', 'staleness', 'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of',
-           'actor_time', 'tokens_by_fate', 'memory', 'sandbox_starts', 'sandbox_slowest', 'sandbox_pool',
+           'actor_time', 'tokens_by_fate', 'memory', 'held_by', 'sandbox_starts', 'sandbox_slowest', 'sandbox_pool',
            'sandbox_ends', 'sandbox_failures', 'sandbox_trips', 'reward', 'health', 'staleness_histogram',
            'version_ribbons']
 
@@ -70,9 +70,15 @@ class Bars:
 
 @dataclass(frozen=True, eq=False)
 class Ribbons:
-    "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker. `cuts` are places along each row that a line marks."
+    "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker; a number is a policy version, or the place of a name in `names`. `cuts` are places along each row that a line marks; `notes` stand at the right."
     rows: tuple[tuple[str, tuple[tuple[float, int], ...]], ...]
     cuts: tuple[tuple[float, ...], ...] = ()
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def name(self, number: int) -> str:
+        "What is written on the pieces of a number."
+        return self.names[number] if self.names else f"v{number}"
 
 # %% ../nbs/60_figures.ipynb #figures-intervals
 @dataclass(frozen=True, eq=False)
@@ -516,10 +522,11 @@ def _draw_ribbons(f: Frame, s: Ribbons, bins: int) -> str:
             x, wide = float(f.x(at)), float(f.x(at + length) - f.x(at))
             depth = 0.3 + 0.7 * numbers.index(n) / max(1, len(numbers) - 1)
             out += f'<rect x="{x:.1f}" y="{y + 2:.1f}" width="{max(0.5, wide - 1):.1f}" height="{pitch - 4:.1f}" fill="{colour("blue")}" fill-opacity="{depth:.2g}"/>'
-            need = text_width(f"v{n}") + 6
+            need = text_width(s.name(n)) + 6
             left = max((cut for cut in cuts if x < cut < x + need), default=x)  # a name stands beside a line, not under it
-            out += _text(left + 4, y + pitch / 2 + 3.5, f"v{n}", "g" if depth > 0.6 else "") if left + need < x + wide else ""
+            out += _text(left + 4, y + pitch / 2 + 3.5, s.name(n), "g" if depth > 0.6 else "") if left + need < x + wide else ""
             at += length
+        out += _text(f.right + 6, y + pitch / 2 + 3.5, s.notes[i], "s") if s.notes else ""
         out += "".join(f'<path d="M{cut:.1f} {y:.1f}v{pitch:.1f}" fill="none" stroke="{INK}" stroke-width="1.5"/>' for cut in cuts)
     return out
 
@@ -624,7 +631,7 @@ def spoken(chart: Chart) -> str:
         elif isinstance(s, Intervals):
             parts += [f"{label} {number(v)} ({number(a)} to {number(b)})" for label, v, a, b in zip(s.labels, s.values, s.lo, s.hi, strict=True)]
         elif isinstance(s, Ribbons):
-            parts.append(f"{len(s.rows)} responses")
+            parts += [f"{label} {note}" for (label, _), note in zip(s.rows, s.notes)] if s.notes else [f"{len(s.rows)} responses"]
     parts += [f"{r.label} {number(r.y)}" for r in chart.references if r.label and number(r.y) not in r.label]
     unit = f" {chart.y_unit}" if chart.y_unit and chart.y_unit != "share" else ""
     newest, count = "newest " if any(isinstance(s, (Line, Stack)) for s in chart.series) else "", len(chart.marks)
@@ -747,7 +754,7 @@ def _traces(s) -> list:
     names = [label + "\u200b" * i for i, (label, _) in enumerate(s.rows)]  # rows of one name stay rows of their own
     pieces = [(label, length, n) for label, (_, row) in zip(names, s.rows, strict=True) for length, n in row]
     bars = [
-        go.Bar(x=[length], y=[label], orientation="h", name=f"v{n}", text=f"v{n}", marker_color=COLOURS["blue"], showlegend=False)
+        go.Bar(x=[length], y=[label], orientation="h", name=s.name(n), text=s.name(n), marker_color=COLOURS["blue"], showlegend=False)
         for label, length, n in pieces
     ]
     cuts = [(cut, label) for label, row in zip(names, s.cuts) for cut in row]
@@ -1042,6 +1049,13 @@ PHASES = ("queued", "started", "opened")  # of a start; `ran` is the program's o
 OF_PROGRAM = ("exited", "crashed", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "forbidden")
 
 
+def held_by(tiers: Iterable[str]) -> str:
+    "What held programs, in words: the tiers of verdicts, as they come."
+    found = sorted({each for tier in tiers for each in (tier or "").split("+") if each})
+    weak = " (rlimits: limits alone, which stop accidents and nobody who means it)" if "rlimits" in found else ""
+    return f"{'held' if weak else 'locked in'} by {' and '.join(found)}{weak}" if found else ""
+
+
 def _starts(verdicts) -> list[tuple[str, dict[str, float]]]:
     "(rollout, phase -> ms of an execution on average) of each verdict that ran something."
     rows = zip(items(verdicts, "rollout"), items(verdicts, "phase_names"), items(verdicts, "phase_seconds"), items(verdicts, "runs"))
@@ -1063,11 +1077,14 @@ def sandbox_starts(verdicts) -> Chart:
 
 
 def sandbox_slowest(verdicts, count: int = 10) -> Chart:
-    "The slowest starts, with the time of each phase."
+    "The slowest starts, each as a line of time, a piece for each phase."
     slow = sorted(_starts(verdicts), key=lambda start: -sum(start[1].values()))[:count]
-    notes = tuple(" · ".join(f"{name} {number(took, 2)}" for name, took in phases.items()) + " ms" for _, phases in slow)
-    bars = Bars(tuple(name for name, _ in slow), tuple(sum(phases.values()) for _, phases in slow), ("vermilion",) * len(slow), notes)
-    return Chart("Slowest starts", (bars,) if slow and max(bars.values) > 0 else (), "an execution of the rollout's, ms", empty="no code judged yet")
+    names = tuple(dict.fromkeys([*PHASES, *(name for _, phases in slow for name in phases)]))
+    rows = tuple((name, tuple((took, names.index(phase)) for phase, took in phases.items())) for name, phases in slow)
+    notes = tuple(f"{' + '.join(number(took, 2) for took in phases.values())} ms" for _, phases in slow)
+    there = any(took > 0 for _, phases in slow for took in phases.values())
+    said = f"{' + '.join(dict.fromkeys(phase for _, phases in slow for phase in phases))}, an execution of the rollout's"
+    return Chart("Slowest starts", (Ribbons(rows, names=names, notes=notes),) if there else (), said, x_label="ms", empty="no code judged yet")
 
 # %% ../nbs/60_figures.ipynb #figures-sandbox-two
 def sandbox_pool(verdicts) -> Chart:
@@ -1097,7 +1114,8 @@ def sandbox_failures(steps, marks: tuple[Mark, ...] = (), x: str = "version", wa
     lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
     bounds = tuple(Reference(value, name, False) for value, name in ((warn, "alert"), (stop, "stop")) if value is not None)
     told = lines if any(np.nan_to_num(line.y).any() for line in lines) or np.isfinite(column(steps, "infra_failed")).any() else ()
-    return Chart("What the machine failed", told, "no reward, and not a reward of 0", y_label="share", y_range=(0, None), marks=marks, references=bounds, empty="the machine failed nothing", **_x_axis(x))
+    top = max([1.4 * value for value in (warn, stop) if value is not None] + [float(np.nanmax(line.y)) for line in told], default=0.0)
+    return Chart("What the machine failed", told, "no reward, and not a reward of 0", y_label="share", y_range=(0, min(top, 1.0) or None), marks=marks, references=bounds, empty="the machine failed nothing", **_x_axis(x))
 
 
 def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Chart:
@@ -1114,7 +1132,7 @@ def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Cha
     names = sorted(totals, key=lambda sign: (-totals[sign], sign))[:signs]
     styles = (("vermilion", ""), ("amber", "6 3"), ("purple", "2 2.5"), ("grey", "8 3 2 3"), ("blue", "1 3"), ("green", "10 4"))
     lines = tuple(Line(sign, at, [sum(sign in f for f in seen[v]) / len(seen[v]) for v in at], *style) for sign, style in zip(names, styles))
-    return Chart("Tripwires", lines, "share of programs with a sign; no verdict by itself", x_label="version", x_unit="versions", y_label="share", y_range=(0, None), marks=marks, empty="no sign of cheating" if at else "no code judged yet")
+    return Chart("Tripwires", lines, "share of programs with a sign; no verdict by itself", x_label="version", x_unit="versions", y_range=(0, None), marks=marks, empty="no sign of cheating" if at else "no code judged yet")
 
 # %% ../nbs/60_figures.ipynb #figures-health
 def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['NARROW', 'TEXTS', 'STEPS', 'AGAIN', 'PALETTE', 'LOOK_STYLE', 'PAGE', 'ALONE', 'OTHER_VERSION', 'OTHER_TRY', 'HEADING',
-           'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'Earlier', 'StoredRollout', 'verdict',
-           'fate_in_words', 'staleness_in_words', 'read_rollout', 'heat', 'legend', 'strip_html', 'heat_in_words',
-           'Turn', 'turns_of', 'turn_in_words', 'state_in_words', 'undone_in_words', 'turns_html', 'framed',
-           'card_html', 'rollout_html', 'versions_of_task', 'pairs_of_task', 'other_version', 'other_try',
+           'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'Earlier', 'RolloutRow', 'StoredRollout',
+           'verdict', 'fate_in_words', 'staleness_in_words', 'read_rollout', 'tests_of', 'heat', 'legend', 'strip_html',
+           'heat_in_words', 'Turn', 'turns_of', 'turn_in_words', 'state_in_words', 'undone_in_words', 'turns_html',
+           'framed', 'card_html', 'rollout_html', 'versions_of_task', 'pairs_of_task', 'other_version', 'other_try',
            'side_by_side', 'Bounds', 'bounds_of', 'line', 'widgets', 'Parts', 'make_parts', 'asked', 'preset', 'widen',
            'boxed', 'Browser', 'browse']
 
@@ -28,8 +28,9 @@ from .knobs import unknown
 from .ledger import count_rows, read_rows, read_table
 from .losscard import loss_card
 from .lossview import LossView
-from .records import ROLLOUTS, TOKENS, Fate
-from .report import text
+from .records import ROLLOUTS, TOKENS, VERDICTS, Fate
+from .report import tests_html, text
+from .sandbox.words import Reading, answer_in_words, code_task_of, reading
 
 if TYPE_CHECKING:
     import polars as pl
@@ -118,10 +119,10 @@ class Earlier:
     turns: int
     tokens: int
 
-# %% ../nbs/66_inspector.ipynb #inspector-stored
+# %% ../nbs/66_inspector.ipynb #inspector-row
 @dataclass(frozen=True, eq=False)
-class StoredRollout:
-    "A rollout as the ledger keeps it; it shows itself in a notebook. Token arrays are of one length T, empty if no tokens are stored."
+class RolloutRow:
+    "The columns of a rollout that say which it is and what became of it."
     folder: Path
     rollout: int
     attempt: int
@@ -142,6 +143,11 @@ class StoredRollout:
     writer: int = -1
     trained_at: int = -1
     temperature: float = 1.0
+
+# %% ../nbs/66_inspector.ipynb #inspector-stored
+@dataclass(frozen=True, eq=False)
+class StoredRollout(RolloutRow):
+    "A rollout as the ledger keeps it; it shows itself in a notebook. Token arrays are of one length T, empty if no tokens are stored."
     seconds: float = 0.0
     message: str = ""
     prompt: str = ""
@@ -158,6 +164,7 @@ class StoredRollout:
     states: tuple[str, ...] = ()  # per turn: id of the environment's state in which it began
     writers: tuple[int, ...] = ()  # per turn: version that issued the newest writes in that state, -1 if none
     earlier: tuple[Earlier, ...] = ()  # attempts before this one
+    tests: Reading | None = None  # of a program: the verdict on it, test by test
 
     @property
     def lag(self) -> int | None:
@@ -205,6 +212,7 @@ def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -
     parts = tuple(zip(row["part_names"] or (), row["part_values"] or (), strict=True))
     known = {name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names}
     known |= {"folder": Path(folder), "attempt": row["try"], "parts": parts, "earlier": _earlier(folder, row) if row["try"] else ()}
+    known["tests"] = tests_of(folder, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
     if tokens is None or tokens["try"] != row["try"]:
         return StoredRollout(**known)
     arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("tokens", "logprobs", "versions", "mask", "turn", "observed_turn")}
@@ -230,8 +238,16 @@ def _row(folder: str | Path, table: str, rollout: int, attempt: int | None) -> d
     keys = keys if attempt is None else keys.filter(pl.col("try") == attempt)
     if keys.is_empty():
         return None
-    columns = [column.name for column in {"rollouts": ROLLOUTS, "tokens": TOKENS}[table] if column.name != "attempt"]
+    columns = [column.name for column in {"rollouts": ROLLOUTS, "tokens": TOKENS, "verdicts": VERDICTS}[table] if column.name != "attempt"]
     return read_rows(folder, table, keys["seq"].tail(1), columns).row(0, named=True)
+
+# %% ../nbs/66_inspector.ipynb #inspector-tests
+def tests_of(folder: str | Path, rollout: int, attempt: int | None = None, answer: str = "") -> Reading | None:
+    "The verdict on a rollout's program, test by test; None if it has none. `answer`: of its task, if it is known."
+    judged = _row(folder, "verdicts", rollout, attempt)
+    if judged is None:
+        return None
+    return reading(judged, answer or (_row(folder, "rollouts", rollout, attempt) or {}).get("answer") or "")
 
 # %% ../nbs/66_inspector.ipynb #inspector-heat
 STEPS = (0.9, 0.5, 0.2, 0.05, 0.01)  # probabilities at which the tint changes
@@ -394,6 +410,9 @@ LOOK_STYLE = PALETTE + (
     ".rl-look .gap{display:block;text-align:center;margin:6px 0;color:" + SOFT + "}"
     ".rl-legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:11px;margin:8px 0 0!important}.rl-legend>span{white-space:nowrap}"
     ".rl-rollout .facts{display:flex;flex-wrap:wrap;gap:2px 18px;margin:12px 0 0;font-size:12px}"
+    f".rl-look .tests table{{border-collapse:collapse;width:100%;margin:8px 0 0;font-size:12px;table-layout:fixed;color:{INK}}}.rl-look .tests th{{font-weight:500;text-align:left;color:{SOFT};border-bottom:1px solid {GRID};padding:3px 12px 3px 0}}"
+    f".rl-look .tests td{{font-family:var(--jp-code-font-family,ui-monospace,monospace);text-align:left;vertical-align:top;white-space:normal;overflow-wrap:anywhere;border-bottom:1px solid {GRID};padding:3px 12px 3px 0}}"
+    ".rl-look .tests table tbody tr{background:none}.rl-look .tests td:last-child{color:var(--rl-no)}.rl-rollout .tests .facts{margin:6px 0 0}"
     ".rl-rollout summary{cursor:pointer;font-size:12px;margin-top:10px;color:" + SOFT + "}"
     ".rl-two{display:grid;grid-template-columns:1fr 1fr;gap:12px}@container (max-width:760px){.rl-two{grid-template-columns:1fr}}"
     ".rl-look .when{font-size:12px;font-weight:600;margin:0 0 4px}"
@@ -412,8 +431,9 @@ def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None 
     told = [lead, text(reward), text(fate_in_words(r)), text(staleness_in_words(r))]
     head = "".join(f"<span>{part}</span>" for part in told if part)
     failed = f'<p class="no">{text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
+    wanted = f"<h4>{'Tests' if code_task_of(r.answer) else 'Right answer'}</h4><pre>{text(answer_in_words(r.answer, 6))}</pre>"
     return (f'<article class="rl-rollout" aria-label="rollout {r.rollout}, {verdict(r)}"><p class="head">{head}</p>{failed}'
-            f"<h4>Prompt</h4><pre>{text(r.prompt)}</pre>{_response(r, decode, most, key)}<h4>Right answer</h4><pre>{text(r.answer)}</pre>{_facts(r)}</article>")
+            f"<h4>Prompt</h4><pre>{text(r.prompt)}</pre>{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>")
 
 
 def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: bool) -> str:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE', 'FRUITLESS_BATCHES',
            'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED', 'on_started', 'current',
-           'on_generated', 'on_scored', 'on_trained', 'chain', 'note_infra', 'on_observed', 'succeed', 'wake',
-           'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
+           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_recalled', 'note_infra', 'on_observed', 'succeed',
+           'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
            'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp',
            'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed',
            'end_move', 'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
@@ -43,7 +43,7 @@ from .shaping import Facts, facts, reshape
 from .staleness import drains, fresh, may_start, room, stops, surplus
 from rlbench.state import (
     PREFLIGHT, ActorState, Commanded, Configure, Evaluation, Generate, Generated, GroupState, Item, LoopState, Lost, Mark, MarkOld,
-    Measured, Member, Move, Moved, Moving, Observed, Prepare, Publish, Published, Ramp, Replaced, Replayed, Save, Saved, Saves, Score,
+    Measured, Member, Move, Moved, Moving, Observed, Prepare, Publish, Published, Ramp, Recalled, Replaced, Replayed, Save, Saved, Saves, Score,
     Scored, Snapshot, Start, Started, STAYS, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
     generators, give_fate, held, live_groups, next_try, next_version, settled, stop_members, synchronous, trainer, wave_boundary,
 )
@@ -121,6 +121,20 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
 def chain(state: LoopState, fact: list) -> None:
     "Fold a fact into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
     state.digest = hashlib.sha256((state.digest + json.dumps(fact)).encode()).hexdigest()
+
+# %% ../nbs/52_loop.ipynb #loop-recalled
+def on_recalled(state: LoopState, e: Recalled, actions: list) -> None:
+    "Have rollouts scored again whose verdict is not believed any more. What trains or has ended stays what it is."
+    for member in filter(None, (current(state, *key) for key in e.rollouts)):
+        group = state.groups[member.group]
+        if member.status != "done" or member.reward is None or member.lost or group.doom or group.status == "training":
+            continue
+        if group.status == "queued":
+            group.status = "open"
+            state.queue = [w for w in state.queue if w.group != group.id]
+            state.staged = [each for each in state.staged if each[0] != group.id]
+        member.status, member.tried, member.outcome, member.reward, member.correct, member.parts = "written", 0, None, None, None, ()
+        state.written.append(member.id)
 
 # %% ../nbs/52_loop.ipynb #loop-infra
 def note_infra(state: LoopState, failed: bool, actions: list, message: str = "") -> None:
@@ -1376,7 +1390,7 @@ def _drop_at_resume(state: LoopState, actions: list) -> None:
 
 # %% ../nbs/52_loop.ipynb #loop-step
 HANDLERS = {
-    Started: on_started, Generated: on_generated, Observed: on_observed, Scored: on_scored, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
+    Started: on_started, Generated: on_generated, Observed: on_observed, Scored: on_scored, Recalled: on_recalled, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
     Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed, Moved: on_moved,
 }
 DECISIONS = (

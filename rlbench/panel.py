@@ -22,14 +22,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cards import CARDS, card_html, light, moved, numbers_html, state_html, still_html, style_html
+from .cards import CARDS, card_html, light, moved, numbers_html, shown_first, state_html, still_html, style_html
 from .config import LiveKnob, captured_functions, live_knobs
 from .figures import to_plotly, to_svg
 from .knobs import unknown
 from .knobsets import apply_knobs, knob_presets, save_knobs
 from .ledger import ENDED
 from .steer import ask, ask_guard, drop_guard, in_force, me
-from .view import View
+from .view import View, read_toml
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -470,9 +470,10 @@ def build(panel: Panel) -> dict:
     parts["style"].value = f"{style_html()}<style>{STYLE}</style>"
     parts |= {key: w.HTML() for key in CARDS}
     cards = {key: w.Box([parts[key], opener(panel, key)]).add_class("rl-card").add_class(f"rl-card-{key}") for key in CARDS}
-    toggles = {key: w.ToggleButton(value=spec.default, description=spec.title, tooltip=f"Show the card “{spec.title}”") for key, spec in CARDS.items() if not spec.default}
+    first = shown_first(read_toml(panel.folder / "config.toml"))
+    toggles = {key: w.ToggleButton(value=key in first, description=spec.title, tooltip=f"Show the card “{spec.title}”") for key, spec in CARDS.items() if not spec.default}
     for key, toggle in toggles.items():
-        cards[key].layout.display = "none"
+        cards[key].layout.display = "" if toggle.value else "none"
         toggle.observe(lambda change, key=key: (setattr(cards[key].layout, "display", "" if change["new"] else "none"), panel.frame()), "value")
     parts |= {"cards": cards, "toggles": toggles, "detail": w.Output().add_class("rl-detail")}
     parts["detail"].layout.display = "none"

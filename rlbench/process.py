@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'run_main', 'live', 'tell', 'newest',
            'unfinished', 'close_books', 'published', 'rescue', 'clear', 'silence_of', 'supervise', 'end_group',
-           'sinks_of', 'end_sidecar', 'report', 'main']
+           'sweep_pool', 'sinks_of', 'end_sidecar', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -208,6 +208,21 @@ def end_group(leader: int) -> None:
     except ProcessLookupError:
         pass
 
+# %% ../nbs/65_process.ipynb #process-pool
+def sweep_pool(folder: Path) -> int:
+    "End what is left of the pool that a run's configuration names, if its controller is gone; returns how many processes that were."
+    from rlbench.config import read_config
+    from rlbench.sandbox.sweep import sweep
+    from rlbench.worker import pool_of
+
+    try:
+        count = sweep(pool_of(read_config(folder))[0])
+    except (ValueError, OSError):  # of a configuration that cannot be read nobody has made a pool
+        return 0
+    if count:
+        print(f"sandbox: {count} processes of a pool without a controller have been ended", file=sys.stderr, flush=True)
+    return count
+
 # %% ../nbs/65_process.ipynb #process-sinks
 def sinks_of(folder: Path) -> list[subprocess.Popen]:
     "Start the sinks that the configuration names; what they cannot do is written to run.log and disturbs nobody."
@@ -261,6 +276,7 @@ def main(folder: Path, attempt: int = 0) -> int:
         status = close_books(folder, f"run process lost: {cause}")
     clear(folder)
     drop_reference(folder)
+    sweep_pool(folder)
     for sidecar in sidecars:  # they follow the ledger to its end and leave
         end_sidecar(sidecar)
     report(folder)

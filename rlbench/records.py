@@ -671,6 +671,7 @@ rule | str | | how the score follows from the tests
 test_ids | list[str] | | tests
 test_passed | list[int] | | 1 for those with evidence that they passed
 test_why | list[str] | | why the others did not
+test_given | list[str] | | what came instead, shortened; empty where nothing did
 ends | list[str] | | how the executions ended, in order
 integrity | str | | data, or weak: the tests ran beside the policy's code
 tripwires | list[str] | | signs that somebody tried to fool the grader

@@ -8,7 +8,7 @@ __all__ = ['Again', 'Regraded', 'kept_verdicts', 'judge_again', 'regrade']
 # %% ../nbs/69_regrade.ipynb #regrade-imports
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .ledger import read_table
@@ -41,8 +41,8 @@ class Regraded:
     rows: tuple[Again, ...]
 
     def __str__(self) -> str:
-        tiers = "; ".join(f"{count:,} under {then or 'no tier'}, now {now or 'no tier'}" for then, now, count in self.tiers)
-        lines = [f"{self.run}: {self.verdicts:,} verdicts, {self.same:,} the same, {self.other:,} other, {self.lost:,} that could not be come to" + (f" ({tiers})" if tiers else "")]
+        tiers = "; ".join(f"{then or 'no tier'}, now {now or 'none'}: {count:,}" if then != now else f"{count:,} in {now or 'no tier'}, as before" for then, now, count in self.tiers)
+        lines = [f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, {self.other:,} different, {self.lost:,} that the machine failed this time" + (f" ({tiers})" if tiers else "")]
         lines += [f"  rollout {r.rollout}.{r.try_}, task {r.task}: {r.change or r.lost}" for r in self.rows[:20]]
         return "\n".join([*lines, *[f"  and {len(self.rows) - 20:,} more"] * (len(self.rows) > 20)])
 
@@ -50,6 +50,7 @@ class Regraded:
 def kept_verdicts(folder: Path, last: int = 0) -> list[dict]:
     "Verdicts that claim something, each with the response and the tests it is of; the newest `last` of them, 0 for all."
     verdicts = read_table(folder, "verdicts")
+    verdicts = verdicts.unique(["rollout", "try"], keep="last", maintain_order=True)  # the one in force, where others failed or were taken back
     verdicts = verdicts.filter(verdicts["score"].is_not_null())
     rollouts = read_table(folder, "rollouts", ["rollout", "try", "text", "answer"]).unique(["rollout", "try"], keep="last")
     rows = verdicts.join(rollouts, on=["rollout", "try"], how="inner", maintain_order="left")

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['GLANCE', 'DECIDE', 'STYLE', 'STYLE_MORE', 'RunData', 'read_run', 'read_verdicts', 'lost_levels', 'RunSummary',
-           'summary', 'tenths', 'held_out', 'summarize', 'missing', 'text', 'duration', 'cell', 'table', 'section',
-           'head', 'setting', 'glance', 'in_force', 'card', 'figures', 'judged_code', 'dropped', 'books_table',
-           'command_table', 'eval_table', 'Failures', 'failures', 'failure_note', 'Shown', 'shown_rollouts', 'pairs',
-           'rollout_card', 'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
+           'summary', 'tenths', 'sandbox_in_words', 'held_out', 'summarize', 'missing', 'text', 'duration', 'cell',
+           'table', 'section', 'head', 'setting', 'glance', 'in_force', 'card', 'figures', 'judged_code', 'dropped',
+           'books_table', 'command_table', 'eval_table', 'Failures', 'failures', 'failure_note', 'Shown',
+           'shown_rollouts', 'pairs', 'readings', 'tests_html', 'rollout_card', 'rollout_section', 'flat', 'origin',
+           'to_html', 'write_report']
 
 # %% ../nbs/61_report.ipynb #report-imports
 import json
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,18 +35,15 @@ from rlbench.figures import (
     drop_bias,
     extent,
     health,
+    held_by,
     memory,
     items,
     lengths,
     number,
     queue_depth,
     reward,
-    sandbox_ends,
-    sandbox_failures,
-    sandbox_pool,
-    sandbox_slowest,
-    sandbox_starts,
-    sandbox_trips,
+    sandbox_ends, sandbox_failures, sandbox_pool,
+    sandbox_slowest, sandbox_starts, sandbox_trips,
     served_by_level,
     solve_rate,
     staleness,
@@ -56,8 +55,9 @@ from rlbench.figures import (
     zero_signal,
 )
 from .drop_bias import KEPT, LEFT_OUT, in_words, lost_by_level
-from .ledger import Status, count_rows, read_json, read_status, read_table
+from .ledger import Status, count_rows, read_json, read_rows, read_status, read_table
 from .lineage import Family, read_family
+from .sandbox.words import Reading, answer_in_words, code_task_of, reading
 
 if TYPE_CHECKING:
     import polars as pl
@@ -147,6 +147,7 @@ class RunSummary:
     books_closed: bool
     commands: int
     missing: tuple[str, ...] = ()
+    sandbox: str = ""  # of a run that judges code: what held the programs, and what the machine failed
 
 
 def summary(folder: str | Path) -> RunSummary:
@@ -161,6 +162,13 @@ def tenths(values: np.ndarray) -> tuple[float | None, float | None]:
         return (float(values[0]) if len(values) else None), None
     k = max(1, len(values) // 10)
     return float(values[:k].mean()), float(values[-k:].mean())
+
+# %% ../nbs/61_report.ipynb #report-sandbox
+def sandbox_in_words(verdicts) -> str:
+    "What held the programs of a run, and what the machine failed; empty for a run that judges none."
+    scores = items(verdicts, "score") if verdicts is not None else []
+    failed = sum(score is None for score in scores) / max(1, len(scores))
+    return f"{held_by(items(verdicts, 'tier')) or 'no program was run'}; the machine failed {100 * failed:.1f} % of the verdicts" if scores else ""
 
 # %% ../nbs/61_report.ipynb #report-summarize
 def held_out(data: RunData) -> list[tuple[int, float, float]]:
@@ -205,6 +213,7 @@ def summarize(data: RunData) -> RunSummary:
         dispatched=s.dispatched if s else 0,
         books_closed=bool(s and s.books_closed),
         commands=sum(x == "applied" for x in items(data.commands, "status")),
+        sandbox=sandbox_in_words(data.verdicts),
     )
     return replace(done, missing=tuple(missing(data, done)))
 
@@ -417,8 +426,8 @@ def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
     if v is None or not len(v):
         return ""
     bounds = {name: float(value) for name, knob in (("warn", "infra_warn"), ("stop", "infra_stop")) if isinstance(value := in_force(data, knob)[-1][1], (int, float))}
-    tiers, weak = ", ".join(sorted({tier for tier in items(v, "tier") if tier})), sum(found == "weak" for found in items(v, "integrity"))
-    said = f"Locked in by: {tiers or 'nothing was run'}." + (f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else "")
+    weak = sum(found == "weak" for found in items(v, "integrity"))
+    said = f"Programs were {held_by(items(v, 'tier')) or 'not run'}." + (f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else "")
     charts = (sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), sandbox_failures(data.steps, marks, **bounds), sandbox_trips(v, marks))
     return section("Sandboxes", _grid(charts), said)
 
@@ -542,15 +551,16 @@ class Shown:
     trained_at: int | None
     fate: str
     message: str = ""
+    attempt: int = 0
 
 
 def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
     "Training rollouts that were judged, or whose judging failed, in the order they ended; thinned while reading if there are more than `at_most`."
-    names = ["rollout", "level", "prompt", "text", "answer", "correct", "reward", "length", "reason", "oldest", "newest", "trained_at", "fate", "message"]
+    names = ["rollout", "level", "prompt", "text", "answer", "correct", "reward", "length", "reason", "oldest", "newest", "trained_at", "fate", "message", "try"]
     every = max(1, -(-count_rows(folder, "rollouts") // at_most))
     frame = read_table(folder, "rollouts", columns=[*names, "group"], every=every)
     rows = zip(*(items(frame, name) for name in (*names, "group")), strict=True)
-    found = [(Shown(*row[:-2], row[-2] or ""), row[-1] or 0) for row in rows]
+    found = [(Shown(*row[:-3], row[-3] or "", row[-2] or 0), row[-1] or 0) for row in rows]
     ended = [r for r, group in found if group >= 0 and r.fate != "evaluated" and r.text is not None and r.reason != "aborted"]
     return [r for r in ended if r.reward is not None or r.message]
 
@@ -574,9 +584,28 @@ def _evenly(pool: Sequence, count: int) -> list:
     count = min(count, len(pool))
     return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
 
+# %% ../nbs/61_report.ipynb #report-tests
+def readings(folder: str | Path, rollouts: Sequence[Shown]) -> dict[tuple[int, int], Reading]:
+    "(rollout, attempt) -> the verdict on its program, of those that have one."
+    answers = {(r.rollout, r.attempt): r.answer for r in rollouts}
+    keys = read_table(folder, "verdicts", ["seq", "rollout", "try"])
+    keys = keys.filter(keys["rollout"].is_in([rollout for rollout, _ in answers])).unique(["rollout", "try"], keep="last")
+    rows = read_rows(folder, "verdicts", keys["seq"]).iter_rows(named=True) if len(keys) else ()
+    return {key: reading(row, answers[key]) for row in rows if (key := (row["rollout"], row["try"])) in answers}
+
+
+def tests_html(found: Reading, most: int = 4) -> str:
+    "The tests that a program failed, as a table, and the facts of its verdict. Everything in it is escaped."
+    rows = "".join(f"<tr><td>{text(t.asked)}</td><td>{text(t.wanted)}</td><td>{text(t.got)}</td></tr>" for t in found.failed[:most])
+    left = len(found.failed) - most
+    more = f"<p class=facts>{left:,} more test{'s' * (left > 1)} failed</p>" if left > 0 else ""
+    head = "<thead><tr><th>failed test</th><th>wanted</th><th>got</th></tr></thead>"
+    machine = f"<p class='facts no'>no verdict: {text(found.machine)}</p>" if found.machine else ""
+    return f"<div class=tests>{f'<table>{head}<tbody>{rows}</tbody></table>' if rows else ''}{more}{machine}<p class=facts>{text(' · '.join(found.facts))}</p></div>"
+
 # %% ../nbs/61_report.ipynb #report-pairs-html
-def rollout_card(r: Shown, when: str) -> str:
-    "One rollout to read: verdict first, then prompt and response as they were."
+def rollout_card(r: Shown, when: str, found: Reading | None = None) -> str:
+    "One rollout to read: verdict first, then prompt and response as they were; of a program also the verdict on it."
     verdict = "right" if r.correct else "wrong" if r.correct is not None else "not judged"
     written = "" if r.oldest is None else f"written by v{r.oldest}" if r.oldest == r.newest else f"written by v{r.oldest} to v{r.newest}"
     fate = f"trained into v{r.trained_at}" if (r.trained_at or -1) >= 0 else (r.fate or "").replace("_", " ")
@@ -587,11 +616,12 @@ def rollout_card(r: Shown, when: str) -> str:
     failed = f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
     return (
         f"<article><p class=verdict><b class={'yes' if r.correct else 'no'}>{'✓' if r.correct else '✗'} {verdict}</b><span>{text(reward)}</span><span class=when>{when}</span></p>"
-        f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}<p class=facts>answer {text(r.answer)} · {text(facts)}</p></article>"
+        f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}{tests_html(found) if found else ''}"
+        f"<p class=facts>{'tests' if code_task_of(r.answer) else 'answer'} {text(answer_in_words(r.answer))} · {text(facts)}</p></article>"
     )
 
 
-def rollout_section(rollouts: Sequence[Shown]) -> str:
+def rollout_section(rollouts: Sequence[Shown], found: Mapping[tuple[int, int], Reading] = MappingProxyType({})) -> str:
     "Pairs of cards, early on the left."
     rows = pairs(rollouts)
     if not rows:
@@ -599,7 +629,7 @@ def rollout_section(rollouts: Sequence[Shown]) -> str:
     lines = []
     for a, b in rows:
         level = f"level {a.level}" if a.level == b.level else f"level {a.level}, level {b.level}"
-        lines.append(f"<h3>{level}</h3><div class=pair>{rollout_card(a, 'early')}{rollout_card(b, 'late')}</div>")
+        lines.append(f"<h3>{level}</h3><div class=pair>{''.join(rollout_card(r, when, found.get((r.rollout, r.attempt))) for r, when in ((a, 'early'), (b, 'late')))}</div>")
     return "".join(
         line if i == 0 or line.split("</h3>")[0] != lines[i - 1].split("</h3>")[0] else line.split("</h3>", 1)[1]
         for i, line in enumerate(lines)
@@ -694,6 +724,7 @@ article{min-width:0;padding:14px 16px;background:var(--rl-tint);border-radius:6p
 .yes{color:var(--rl-yes)}.no{color:var(--rl-no)}b{font-weight:600}
 pre{margin:8px 0 0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:22em;overflow:auto}.prompt{color:var(--rl-soft)}
 .facts{font-size:12px;margin-top:10px;overflow-wrap:anywhere}
+.tests table{font-size:12px;white-space:normal;margin-top:10px;table-layout:fixed}.tests td{font-family:ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;vertical-align:top}.tests td,.tests th{padding:3px 12px 3px 0}.tests td:last-child{color:var(--rl-no)}.tests .facts{margin-top:6px}
 details{margin-top:24px}summary{cursor:pointer;font-size:14px;color:var(--rl-soft)}details p{margin-top:8px;overflow-wrap:anywhere}
 footer{margin-top:64px;font-size:13px;color:var(--rl-soft)}
 @media (max-width:1000px){.wide{display:none}.medium{display:block}}
@@ -705,8 +736,8 @@ table{font-size:9pt;white-space:normal}th,td{padding-right:8px}*{-webkit-print-c
 """
 
 # %% ../nbs/61_report.ipynb #report-write
-def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Failures()) -> str:
-    "The whole page."
+def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Failures(), found: Mapping[tuple[int, int], Reading] = MappingProxyType({})) -> str:
+    "The whole page. `found`: what `readings` gave."
     s = summarize(data)
     marks = command_marks(data.commands, numbered=True)
     body = (
@@ -718,7 +749,7 @@ def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Fa
         + section("Evaluations", eval_table(data.evals))
         + section(
             "Rollouts, early and late",
-            rollout_section(rollouts),
+            rollout_section(rollouts, found),
             "From the first and the last tenth of the training rollouts, at even distances, by difficulty level.",
         )
         + section("Provenance", origin(data))
@@ -734,6 +765,8 @@ def write_report(folder: str | Path) -> Path:
     "Write `report.html` into a run folder and return its path. Works for runs that are live, stopped, failed or empty."
     folder = Path(folder)
     path, aside = folder / "report.html", folder / ".report.html.tmp"
-    aside.write_text(to_html(read_run(folder), shown_rollouts(folder), failures(folder)), encoding="utf-8", errors="replace")
+    rollouts = shown_rollouts(folder)
+    found = readings(folder, [r for pair in pairs(rollouts) for r in pair])
+    aside.write_text(to_html(read_run(folder), rollouts, failures(folder), found), encoding="utf-8", errors="replace")
     aside.replace(path)
     return path

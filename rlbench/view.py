@@ -219,7 +219,7 @@ TABLE_COLUMNS = {
     "commands": ("command", "author", "knob", "value", "over", "status", "reason", "apply", "version", "at"),
     "groups": ("at", "fate", "size", "tokens"),
     "rollouts": ("rollout", "try", "level", "fate", "correct", "reward", "part_names", "part_values", "length", "newest", "trained_at"),
-    "verdicts": ("rollout", "at", "version", "score", "ends", "tripwires", "warm", "runs", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
+    "verdicts": ("rollout", "at", "seconds", "version", "score", "ends", "tripwires", "warm", "runs", "tier", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
 }
 RECENT, COMMANDS, GROUPS, ROLLOUTS, TOKENS = 64, 500, 4096, 20_000, 200_000  # rows kept as they are; tokens of the newest batch that are looked at
 

@@ -12,9 +12,9 @@ import queue
 import sys
 import threading
 from collections.abc import Mapping
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+
+from .exchange import Unanswered, exchange
 
 # %% ../nbs/45_webhook.ipynb #webhook-address
 def check_address(text: str) -> None:
@@ -70,7 +70,7 @@ class Webhook:
     def _work(self) -> None:
         for body in iter(self.queue.get, None):
             try:
-                urlopen(Request(self.url, body, {"Content-Type": "application/json", "User-Agent": "rlbench"}), timeout=self.timeout).close()
+                exchange(self.url, body, timeout=self.timeout)
                 self.failed = False
             except Exception as error:  # whatever it is, it is not the run's trouble
                 self._complain(error)
@@ -78,5 +78,5 @@ class Webhook:
     def _complain(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
-            said = f"{error.code} {error.reason}" if isinstance(error, HTTPError) else str(error) if isinstance(error, OSError) else type(error).__name__
+            said = str(error) if isinstance(error, Unanswered) else type(error).__name__
             print(f"webhook: {urlsplit(self.url).hostname} was not told: {said}", file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ class Why:
 
 # %% ../nbs/76_why.ipynb #why-verdict
 VERDICT = {
-    "environment": "The scoring limits this run", "scorer": "The scorer limits this run: the models that are asked about rollouts are slower than the policy that writes them", "cache": "The KV budget limits this run", "publishing": "Moving the weights limits this run", "filter": "The filter limits this run: most groups teach nothing",
+    "environment": "The scoring limits this run", "sandboxes": "The sandboxes limit this run: programs wait for a place to be judged in", "scorer": "The scorer limits this run: the models that are asked about rollouts are slower than the policy that writes them", "cache": "The KV budget limits this run", "publishing": "Moving the weights limits this run", "filter": "The filter limits this run: most groups teach nothing",
     "bound": "The bound on staleness limits this run: no more groups may be alive, so the two sides wait for each other", "generator": "The generator limits this run", "trainer": "The trainer limits this run",
     "drops": "The trainer limits this run, and what the generator is ahead is thrown away", "nothing": "Nothing limits this run: generator and trainer both work",
     "synchronous": "This run is synchronous: a wave is written, then trained, and each side waits for the other by design",
@@ -68,7 +68,7 @@ def evidence(s: Snapshot, f: Facts) -> dict[str, float]:
     "The figures behind the verdict: shares of the time, groups, sequences, versions."
     rows = window(s)
     mean = lambda *names: float(sum(np.nan_to_num(s.recent[name][rows]).mean() for name in names))
-    return {"trainer_waits": f.trainer_waits, "trainer_works": f.trainer_works, "generator_waits": f.generator_waits, "generator_works": f.generator_works, "scoring": f.scoring, "serving": f.serving, "publishing": f.publishing,
+    return {"trainer_waits": f.trainer_waits, "trainer_works": f.trainer_works, "generator_waits": f.generator_waits, "generator_works": f.generator_works, "scoring": f.scoring, "judging": f.judging, "serving": f.serving, "publishing": f.publishing,
             "queue": f.queue, "room": f.room, "batch": f.batch, "running": mean("running"), "lag": mean("lag_in_flight", "lag_in_queue"), "filtered": f.unusable, "dropped": f.stale,
             "truncated": mean("truncated"), "length": mean("length_p50"), "seconds": float(s.recent["seconds"][rows].sum())}
 

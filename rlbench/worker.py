@@ -11,8 +11,8 @@ __all__ = ['HANDLE', 'WriteJob', 'GenerateJobs', 'TrainJob', 'PublishJob', 'Load
            'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer', 'configure_trainer',
            'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker', 'ready', 'memory_held',
            'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read', 'cache_asleep', 'EnvironmentReady',
-           'Scorer', 'asks_for_pool', 'open_pool', 'pool_folder', 'new_pooled', 'scorer_models', 'reward_scores',
-           'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'Scorer', 'asks_for_pool', 'pool_of', 'open_pool', 'pool_folder', 'new_pooled', 'scorer_models',
+           'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
            'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
@@ -36,10 +36,10 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
-from .config import FUNCTIONS, RunConfig, SandboxConfig, asked, captured_functions, read_config
+from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
 from .correction import tis
 from .codesets import ALL_SETS
-from .environment import EnvironmentActor, FunctionFailed, Gauges, Owned, Pooled, PooledActor, ScriptedEnvironment, SingleTurn, check_canaries, function_name, guarded
+from .environment import EnvironmentActor, FunctionFailed, Gauges, Owned, Pooled, PooledActor, ScriptedEnvironment, SingleTurn, Withdrawn, check_canaries, function_name, guarded
 from .generator import Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, ingredients_of, key_of
 from .ledger import WEIGHTS_FILE
@@ -47,6 +47,7 @@ from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
 from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
 from .sandbox.spec import Fault
+from .sandbox.task import read_code_task
 from .steps import pieces_of, place_steps
 from .tasks import make_tasks
 from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
@@ -807,7 +808,7 @@ class Scorer:
             return Turn((EnvironmentReady(),))
         began = time.perf_counter()
         said = tuple(self.actor.turn()) if not self.actor.idle else ()
-        waited, units = getattr(self.actor, "waited", 0.0), sum(not isinstance(each, Gauges) for each in said)
+        waited, units = getattr(self.actor, "waited", 0.0), sum(not isinstance(each, (Gauges, Withdrawn)) for each in said)
         spent = (Spent("environment", "compute", max(0.0, time.perf_counter() - began - waited), "score", units),)
         return Turn(said, (*spent, Spent("environment", "wait", waited)) if waited else spent)
 
@@ -817,18 +818,28 @@ def asks_for_pool(verifier: Callable) -> bool:
     return "pool" in ingredients_of(verifier, 2)
 
 
+def pool_of(config: RunConfig) -> tuple[Path, object]:
+    "The folder of the pool that a configuration describes, and its `policy.PoolSpec`, None where nothing is said. ValueError for what no pool can be made of."
+    from rlbench.sandbox.policy import Policy, PoolSpec
+
+    told = config.sandbox.model_dump(exclude={"folder", "at_once", "canaries"})
+    policy = {name: told.pop(name) for name in ("running", "create_rate", "idle_s")}
+    spec = PoolSpec(**told, policy=Policy(**policy))
+    wanted = None if spec == PoolSpec() else json.dumps(told | policy, sort_keys=True)
+    return Path(config.sandbox.folder).expanduser() if config.sandbox.folder else pool_folder(wanted), spec if wanted else None
+
+
 def open_pool(config: RunConfig):
     "The pool of sandboxes that a configuration describes. ValueError if it cannot be had."
-    from rlbench.sandbox.policy import PoolSpec
     from rlbench.sandbox.pool import Pool
 
-    s = config.sandbox
-    wanted = {"tier": s.tier, "workers": s.workers, "allow_unsafe": s.allow_unsafe, "url": s.url, "api": s.api, "token": s.token, "faults": dict(s.faults)}
-    spec = PoolSpec(**wanted) if s.model_dump(exclude={"folder", "at_once", "canaries"}) != SandboxConfig().model_dump(exclude={"folder", "at_once", "canaries"}) else None
+    folder, spec = pool_of(config)
     try:
-        return Pool.connect(Path(s.folder).expanduser() if s.folder else pool_folder(spec and json.dumps(wanted, sort_keys=True)), spec)
+        return Pool.connect(folder, spec)
     except Fault as fault:
-        raise ValueError(f"sandbox: no pool: {fault.message}; rlbench doctor --sandbox says what is missing") from None
+        raise ValueError(f"sandbox: no pool: {fault.message.removeprefix('sandbox: ')}; rlbench doctor --sandbox says what is missing") from None
+    except OSError as error:
+        raise ValueError(f"sandbox.folder: {str(folder)!r} cannot be a pool's ({error.strerror}); name a folder that can be written, or leave it empty") from None
 
 
 def pool_folder(asked: str | None = None) -> Path:
@@ -841,7 +852,9 @@ def new_pooled(config: RunConfig, verifier: Callable, functions: Functions) -> P
     "A pool, with which the canaries of some tasks were tried. ValueError for one that fails. On the virtual clock one verdict at a time, so that a run repeats."
     kept = Pooled(open_pool(config), 1 if config.clock == "virtual" else config.sandbox.at_once, functions.folder.name if functions.folder else config.name)
     if config.sandbox.canaries:
-        check_canaries(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), make_tasks(config.tasks, "train", config.seed, config.sandbox.canaries, {**ALL_SETS, **functions.known.get("tasks", {})}))
+        tasks = make_tasks(config.tasks, "train", config.seed, config.sandbox.canaries, {**ALL_SETS, **functions.known.get("tasks", {})})
+        told = check_canaries(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), tasks)
+        kept.references = {read_code_task(task.answer).digest: each.cpu_s for task, each in zip(tasks, told)}
     return kept
 
 # %% ../nbs/54_worker.ipynb #worker-scorer-build

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from rlbench.sandbox import zygote
 from rlbench.sandbox.jail import PROFILES, Jail, load_filter, self_test, zygote_source
-from rlbench.sandbox.spec import Execution, Fault, Limits, Order, Program, Reply, from_json, to_json
+from rlbench.sandbox.spec import Execution, Limits, Order, Program, Reply, from_json, to_json
 
 USERS = ("root", "ordinary") if os.geteuid() == 0 else ("ordinary",)
 NOBODY = 65534

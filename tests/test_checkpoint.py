@@ -1,4 +1,5 @@
 """The whole loop saved, and resumed: from a random moment on the virtual clock, and from killed processes."""
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rlbench.checkpoint import checkpoint_folders, find_checkpoint, load_checkpo
 from rlbench.config import captured_functions, make_config, read_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
 from rlbench.fork import prepare_fork
-from rlbench.ledger import create_run_folder, read_resumes, read_status, read_table, write_status
+from rlbench.ledger import create_run_folder, read_json, read_resumes, read_status, read_table, write_status
 from rlbench.lineage import BY_PLACE, said_of
 from rlbench.loop import FINISHED
 from rlbench.run import check_resumable
@@ -243,3 +244,49 @@ def test_kill_9_in_three_phases(tmp_path):
     settings = SETTINGS | {"steps": 4, "batch": 16, "preflight": 0, "eval": []}
     done = crash(2, PHASES, tmp_path, untouched(tmp_path, settings), settings, seed=25)
     assert [(kill.meant, kill.victim) for kill in done.kills] == list(zip(PHASES, ("everything", "run process", "everything"))) and done.state == "finished" and done.exact == done.books == () and done.equal, done
+
+
+def aged(folder: Path) -> Path:
+    "Make a run's newest checkpoint, configuration and tables what they were before runs could judge code."
+    place = find_checkpoint(folder)
+    told, manifest = (read_json(place / name) for name in ("state.json", "manifest.json"))
+    for name in ("infra", "infra_told"):
+        del told["state"][name]
+    for config in filter(None, (told["state"]["config"], told["state"]["built"])):
+        for name in ("sandbox", "infra_warn", "infra_stop"):
+            del config[name]
+    for name in ("gauges", "verdicts"):
+        del told["kept"]["memory"][name]
+    manifest["rows"].pop("verdicts", None)
+    (place / "state.json").write_text(json.dumps(told))
+    manifest["files"]["state.json"] = (place / "state.json").stat().st_size
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    lines, keep = (folder / "config.toml").read_text().splitlines(), []
+    for line in lines:
+        keep.append(not line.startswith("[sandbox") if line.startswith("[") else (keep[-1] if keep else True))
+    (folder / "config.toml").write_text("\n".join(line for line, kept in zip(lines, keep) if kept and not line.startswith("infra_")))
+    return place
+
+
+def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
+    "What is not in it has its default, and the run that goes on from it is the run that nobody touched. One that lacks what has none is refused by name."
+    whole = a_run(tmp_path / "whole", SYNC)
+    drive(whole)
+    copy = tmp_path / "killed"
+    drive(a_run(tmp_path / "first", SYNC, {int(0.6 * whole.state.seq): copy}))
+    place = aged(copy)
+    assert '"infra":' not in (place / "state.json").read_text() and "infra" not in (copy / "config.toml").read_text()
+    resumed = taken_up(copy)
+    assert (resumed.state.infra, resumed.state.infra_told, resumed.memory.verdicts, resumed.state.config.infra_stop) == ((0, 0, 0, 0), False, (0, 0, 0), 0.2)
+    drive(resumed)
+    check_resumed(resumed)
+    assert resumed.state.digest == whole.state.digest and read_table(copy, "steps")["infra_masked"].to_list()[-1] == 0.0
+    place = aged(tmp_path / "first")
+    told = read_json(place / "state.json")
+    del told["state"]["curriculum"]
+    (place / "state.json").write_text(json.dumps(told))
+    manifest = read_json(place / "manifest.json")
+    manifest["files"]["state.json"] = (place / "state.json").stat().st_size
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="cannot be read .*curriculum.*; take the one before"):
+        load_checkpoint(place, {})

@@ -12,7 +12,7 @@ from rlbench.sandbox.pool import Pool, stop_pool
 from rlbench.sandbox.spec import Limits
 from rlbench.sandbox.task import read_code_task
 
-LIMITS = Limits(cpu_s=2, wall_s=5, memory_mb=512)
+LIMITS = Limits(cpu_s=1, wall_s=2, memory_mb=512)
 ASSERTS = read_code_task(json.dumps({"kind": "asserts", "function": "solve", "tests": [f"assert solve({n}) == {n * n + 7}" for n in (2, 3, 5, 12, 100)] + ["assert [solve(n) for n in range(3)] == [7, 8, 11]"]}))
 FRESH = {"function": False, "function, fresh": True, "asserts": False}
 

@@ -2,8 +2,6 @@
 import json
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -132,24 +130,59 @@ def test_a_controller_that_is_killed(pool_at):
     assert stop_pool(pool.folder) == 0 and not marked(pool.folder) and not (pool.folder / "socket").exists()
 
 
-def test_what_does_not_end_with_its_controller_is_swept(pool_at):
-    "A worker that is stopped notices nothing. The next controller ends it, and so does the end of a run."
+def kill_both(pid: int) -> None:
+    "Kill a controller and its guardian, which could otherwise clear away."
+    guardian, controller = psutil.Process(pid).parent(), psutil.Process(pid)
+    assert "rlbench.sandbox.controller" in guardian.cmdline()
+    for process in (guardian, controller):
+        process.kill()
+    gone([guardian, controller])
+
+
+def test_what_does_not_end_with_its_controller_is_ended_by_its_guardian(pool_at):
+    "A worker that is stopped notices nothing, and neither client nor run may be left to clear away."
+    pool = pool_at()
+    workers, pid = workers_of(pool), pool.status().pid
+    guardian = psutil.Process(pid).parent()
+    pool.close()
+    for worker in workers:
+        worker.suspend()
+    killed(pid)
+    gone([*workers, guardian])
+    assert not marked(pool.folder) and not (pool.folder / "socket").exists()
+    assert "2 processes were left" in (pool.folder / "controller.log").read_text()
+
+
+def test_what_a_guardian_did_not_live_to_end_is_swept(pool_at):
+    "The next controller ends it, and so does the end of a run."
     pool = pool_at()
     workers, pid = workers_of(pool), pool.status().pid
     for worker in workers:
         worker.suspend()
-    killed(pid)
+    kill_both(pid)
     assert pool.status().swept == 2  # of the controller that this client has started meanwhile
     gone(workers)
     workers, pid = workers_of(pool), pool.status().pid
     pool.close()
     for worker in workers:
         worker.suspend()
-    killed(pid)
+    kill_both(pid)
     time.sleep(1)
     assert all(worker.is_running() for worker in workers) and stop_pool(pool.folder) == 2
     gone(workers)
     assert sweep(pool.folder) == 0 and not marked(pool.folder)
+
+
+def test_a_guardian_that_is_killed(pool_at):
+    "The controller goes on without it, and ends its workers itself."
+    pool = pool_at()
+    workers, pid = workers_of(pool), pool.status().pid
+    killed(psutil.Process(pid).ppid())
+    assert pool.run(Program("# fake: say=on")).stdout == b"on" and pool.status().pid == pid
+    pool.close()
+    stop_pool(pool.folder)
+    gone([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+    gone(workers)
 
 
 def test_a_worker_that_is_killed(pool_at):
@@ -195,7 +228,8 @@ def test_two_who_come_at_once_find_one(tmp_path):
         thread.join(60)
     try:
         assert len(pools) == 8 and len({pool.status().pid for pool in pools}) == 1
-        assert sum("rlbench.sandbox.controller" in (p.info["cmdline"] or []) and str(folder) in p.info["cmdline"] for p in psutil.process_iter(["cmdline"])) == 1
+        there = [p for p in psutil.process_iter(["cmdline"]) if "rlbench.sandbox.controller" in (p.info["cmdline"] or []) and str(folder) in p.info["cmdline"]]
+        assert len(there) == 2 and pools[0].status().pid in {p.pid for p in there}, "one controller and its guardian"
     finally:
         for pool in pools:
             pool.close()
@@ -342,10 +376,8 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     killed(pid)
     ends = [future.result(5) for future in running]
     assert [e.end for e in ends] == [End.BACKEND_LOST] * 2, ends
-    if tier != "rlimits":  # there a daemon may stay behind until it is swept
-        gone(family, 60)
-    stop_pool(pool.folder)
     gone(family, 60)
+    until(lambda: not (pool.folder / "socket").exists())  # the guardian has come to the end
     assert not marked(pool.folder) and not any(place.exists() for place in scratch) and not (pool.folder / "socket").exists()
 
 

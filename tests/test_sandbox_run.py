@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from ast import literal_eval
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -12,11 +13,12 @@ from local_runner import LocalRunner
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.cards import CARDS
+from rlbench.cards import CARDS, card_html
 from rlbench.cli import app
 from rlbench.environment import Pooled, PooledActor, ScoreRequest, judge
 from rlbench.ledger import read_table
 from rlbench.records import Outcome, Rollout, Task
+from rlbench.regrade import kept_verdicts
 from rlbench.report import write_report
 from rlbench.reward import REWARDS, VERIFIERS
 from rlbench.sandbox.grade import from_row
@@ -128,12 +130,55 @@ def test_a_sandbox_that_answers_nonsense_is_found_out(tmp_path, monkeypatch):
     assert not verdicts.filter(pl.col("test_why").list.first().fill_null("").str.starts_with("no answer") & (pl.col("score") == 0)).height
 
 
+def test_verdicts_of_a_broken_sandbox_are_taken_back(tmp_path, monkeypatch):
+    "For a while every answer is the wrong one, which no verdict shows; then nothing is answered, and the canary that this calls for fails. What was said since the last good one is scored again, and nothing false that did not train already is trained on."
+    class Lies(Quick):
+        def run(self, program, limits, owner=""):
+            said = super().run(program, limits, owner)
+            if not 66 <= self.runs < 100:
+                return said
+            swap = {'["b", "1"]': '["b", ""]', '["b", ""]': '["b", "1"]'}
+            lies = tuple(next((line.replace(a, b) for a, b in swap.items() if a in line), line) for line in said.answers)
+            return replace(said, answers=lies) if self.runs not in (75, 76) else Execution(End.EXITED, 1, answers=tuple(None for _ in program.calls), tier="fake")
+
+    driver = run_with(tmp_path, monkeypatch, Lies(), steps=6, infra_stop=1.0, infra_warn=1.0, score_retries=10, staleness=2)
+    check_books(driver)
+    rollouts, verdicts = (read_table(driver.folder, table) for table in ("rollouts", "verdicts"))
+    right = {row["rollout"]: len(row["text"].split(" ")) % 2 == 0 for row in rollouts.to_dicts()}
+    lies = {(row["rollout"], row["try"]) for row in verdicts.to_dicts() if row["passed"] is not None and row["passed"] != right[row["rollout"]]}
+    trained = rollouts.filter(pl.col("fate") == "trained")
+    assert driver.state.phase == "done" and driver.state.version == 6 and len(lies) >= 4, (driver.state.phase, driver.state.reason, len(lies))
+    back = verdicts.filter(pl.col("message").str.contains("no verdict is believed"))
+    begun = {json.loads(fields)["version"]: at for at, kind, fields in read_table(driver.folder, "events", ["at", "kind", "fields"]).iter_rows() if kind == "Train"}
+    false = {(row["rollout"], row["try"]): row["trained_at"] for row in trained.to_dicts() if right[row["rollout"]] != (row["reward"] == 1.0)}
+    assert all(begun[version] < back["at"].min() for version in false.values()), "what was being trained on when the canary failed stays what it was"
+    taken_back = {(row["rollout"], row["try"]) for row in back.to_dicts()}
+    ended = {key: fate for *key_, fate in rollouts.select("rollout", "try", "fate").iter_rows() for key in [tuple(key_)]}
+    assert back["score"].null_count() == len(back) and {ended[key] for key in lies - set(false) - taken_back} <= {"filtered"}, "a group that had ended is not there any more"
+    assert len([key for key in lies & taken_back if ended[key] == "trained"]) >= 2, "scored again, and trained with what is right"
+    assert all(right[row["rollout"]] == row["passed"] for row in kept_verdicts(driver.folder) if ended[row["rollout"], row["try"]] == "trained" and (row["rollout"], row["try"]) not in false)
+
+
+def test_what_a_reference_takes_is_known_of_its_canary(tmp_path, monkeypatch):
+    "A program that is right for far less CPU time than the task's own solution, or for far more, trips a wire."
+    class Uneven(Quick):
+        def run(self, program, limits, owner=""):
+            said = super().run(program, limits, owner)
+            return replace(said, cpu_s=1.0 if owner.endswith("canary") else (0.01, 0.9, 60.0)[self.runs % 3])
+
+    driver = run_with(tmp_path, monkeypatch, Uneven(), steps=1, sandbox={"canaries": 1})
+    verdicts = read_table(driver.folder, "verdicts")
+    wires = {(row["cpu_s"], bool(row["passed"])): set(row["tripwires"]) for row in verdicts.to_dicts()}
+    assert (wires[0.01, True], wires[0.9, True], wires[60.0, True]) == ({"fast"}, set(), {"dear"}) and not any(signs for (_, passed), signs in wires.items() if not passed)
+    assert read_table(driver.folder, "steps")["tripped"][0] > 0
+
+
 def test_a_broken_canary_ends_a_run_before_it_begins(tmp_path, monkeypatch):
     "A pool in which nothing runs, and a task whose solution is wrong."
     with pytest.raises(ValueError, match="could not be run: start_failed: played; the machine failed"):
         run_with(tmp_path / "a", monkeypatch, Quick(lambda n: End.START_FAILED))
     monkeypatch.setitem(globals(), "ANSWER", json.dumps({**EVEN, "reference": "1 2 3"}))
-    with pytest.raises(ValueError, match="the reference solution fails: test 0: wrong; either the task or the sandbox is broken"):
+    with pytest.raises(ValueError, match="the reference solution fails: test 0: wrong, it gave False; either the task or the sandbox is broken"):
         run_with(tmp_path / "b", monkeypatch, Quick())
 
 
@@ -201,9 +246,42 @@ def test_a_trained_run_and_its_verdicts_once_more(tmp_path, monkeypatch):
         told = CliRunner().invoke(app, ["regrade", "coded", "--json"])
         found = json.loads(told.stdout.splitlines()[-1])
         assert told.exit_code == 0 and found["same"] == found["verdicts"] == len(verdicts) and (found["other"], found["lost"]) == (0, 0), found
-        assert "Starts of sandboxes" in write_report(run.folder).read_text(encoding="utf-8")
-        assert all(chart.series for chart in CARDS["sandbox"].charts(View(run.folder).poll())[:4])
+        page = write_report(run.folder).read_text(encoding="utf-8")
+        assert "Starts of sandboxes" in page and "<th>wanted</th><th>got</th>" in page and "solve() = " in page and "&quot;kind&quot;" not in page and "Programs were locked in by" in page
+        failed = run.rollout(int(verdicts.filter(~verdicts["passed"])["rollout"][0]))
+        (test,) = failed.tests.failed
+        assert test.asked == "solve()" and test.wanted == str(eval(failed.prompt.rstrip("="))) != test.got and "exited" in failed.tests.facts or failed.tests.ends != "exited"
+        assert "&quot;kind&quot;" not in failed._repr_html_() and f"<td>{test.wanted}</td>" in failed._repr_html_()
+        assert "the machine failed 0.0 % of the verdicts" in CliRunner().invoke(app, ["show", "coded"]).stdout.replace("\n", " ")
+        snapshot = View(run.folder).poll()
+        assert all(chart.series for chart in CARDS["sandbox"].charts(snapshot)[:4])
+        face = card_html("sandbox", snapshot)
+        assert face.count("<figure>") == 6 and face.count("0 0 360 ") == 6 and "rl-whole" in face and "found a child waiting" in face and "locked in by" in face
         owners = set(read_table(tmp_path / "pool", "executions")["owner"])
         assert {f"coded/{rollout}" for rollout in verdicts["rollout"]} <= owners and "coded/canary" in owners
     finally:
         stop_pool(tmp_path / "pool")
+
+
+def test_a_program_that_prints_a_set_is_judged_the_same_again(tmp_path, monkeypatch):
+    "Which text of a set comes first decides the verdict. The second pool's jails put it where the first's did."
+    table = {"kind": "stdio", "wrap": 'print(next(iter({"{answer} a", "{answer} b"}))[-1])', "tests": [{"stdin": "", "stdout": "a"}]}
+    monkeypatch.setitem(globals(), "ANSWER", json.dumps(table))
+    pool = {"folder": str(tmp_path / "pool"), "canaries": 0}
+    driver = inline_run(tmp_path / "runs", "sets", {**SMALL, "tasks": even, "steps": 2, "sandbox": pool})
+    assert stop_pool(tmp_path / "pool") == 0
+    told = CliRunner().invoke(app, ["regrade", "sets", "--runs", str(tmp_path / "runs"), "--json"])
+    stop_pool(tmp_path / "pool")
+    found, verdicts = json.loads(told.stdout.splitlines()[-1]), read_table(driver.folder, "verdicts")
+    assert found["same"] == found["verdicts"] == len(verdicts) >= 32 and set(verdicts["score"]) == {0.0, 1.0}, found
+
+
+def test_a_folder_that_cannot_be_a_pools(tmp_path):
+    "Named, with what to do."
+    from rlbench.config import make_config
+    from rlbench.worker import open_pool
+
+    (tmp_path / "file").write_text("")
+    config = make_config({"tasks": "expressions", "verifier": "code", "reward": "tests", "sandbox": {"folder": str(tmp_path / "file" / "pool")}})
+    with pytest.raises(ValueError, match="sandbox.folder: .*file/pool' cannot be a pool's .*leave it empty"):
+        open_pool(config)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'MOST_UNSENT', 'MOST_ROWS', 'maker', 'Client', 'Controller', 'accept', 'drop', 'hear', 'obey', 'tell', 'push',
-           'cycle', 'watch', 'flush', 'reap', 'strays', 'subreaper', 'idle_seconds', 'begin', 'live', 'main',
-           'wait_for']
+           'cycle', 'watch', 'flush', 'reap', 'strays', 'subreaper', 'idle_seconds', 'begin', 'live', 'wait_for',
+           'guard', 'main']
 
 # %% ../../nbs/24_sandbox.controller.ipynb #controller-imports
 import ctypes
+import itertools
 import os
 import selectors
 import signal
@@ -31,8 +32,8 @@ from .fake import FakeWorker, Faults
 from .policy import PoolSpec, spec_of
 from .remote import remote_worker, token_of
 from .spec import MARK, End, Fault, Reply, Tier, Worker
-from .sweep import clear, kill_all, mark_of, marked, remember, take_lock
-from .wire import Lines, listen, order_of, pack, reply_json, same_user
+from .sweep import clear, kill_all, leave, mark_of, marked, remember, take_lock
+from .wire import Lines, connect, listen, order_of, pack, reply_json, same_user
 
 # %% ../../nbs/24_sandbox.controller.ipynb #controller-workers
 def maker(spec: PoolSpec, folder: Path, clock: Callable[[], float]) -> Callable[[str], Worker]:
@@ -46,9 +47,9 @@ def maker(spec: PoolSpec, folder: Path, clock: Callable[[], float]) -> Callable[
         return lambda name: remote_worker(name, spec)
     from rlbench.sandbox.jail import Jail, choose_tier, self_test
 
-    found, store = self_test(), Path(spec.store or folder / "store")
-    tier = choose_tier(found, spec.tier or None, spec.allow_unsafe)
-    return lambda name: Jail(name, store, tier, allow_unsafe=spec.allow_unsafe, found=found)
+    found, store, mine = self_test(), Path(spec.store or folder / "store"), sorted(os.sched_getaffinity(0))
+    tier, made = choose_tier(found, spec.tier or None, spec.allow_unsafe), itertools.count()
+    return lambda name: Jail(name, store, tier, allow_unsafe=spec.allow_unsafe, found=found, core=mine[next(made) % len(mine)])
 
 # %% ../../nbs/24_sandbox.controller.ipynb #controller-clients
 KINDS = ("exec", "open", "read", "write", "snapshot", "restore", "close")
@@ -218,7 +219,7 @@ def cycle(controller: Controller) -> None:
     if not busy and now - controller.alone_since > controller.spec.policy.idle_s:
         controller.stop = f"nobody was connected for {controller.spec.policy.idle_s:g} s"
 
-
+# %% ../../nbs/24_sandbox.controller.ipynb #controller-watch
 def watch(controller: Controller) -> None:
     "Wait on the workers that there are now, and write down their processes."
     there = {worker.fileno(): worker for worker in desks.workers(controller.desk) if not worker.lost}
@@ -280,7 +281,7 @@ def idle_seconds() -> float:
     "Seconds that the cores of this machine have had nothing to do, all together."
     return psutil.cpu_times().idle
 
-
+# %% ../../nbs/24_sandbox.controller.ipynb #controller-begin
 def begin(folder: Path) -> Controller:
     "A controller that listens. Raises ValueError, Fault or OSError if there cannot be one. The lock is held."
     spec = spec_of(read_json(folder / "pool.json"))
@@ -314,6 +315,33 @@ def live(controller: Controller) -> None:
         except OSError as error:
             print(f"ledger: {error}", file=sys.stderr, flush=True)
 
+# %% ../../nbs/24_sandbox.controller.ipynb #controller-guard
+def wait_for(folder: Path, patience: float = 20.0) -> int | None:
+    "The folder's lock, to keep; None if the controller that has it listens, -1 if it does not even after so many seconds."
+    until = time.monotonic() + patience
+    while (lock := take_lock(folder)) is None:
+        if found := connect(folder):
+            found.close()
+            return None
+        if time.monotonic() > until:
+            return -1
+        time.sleep(0.02)
+    return lock
+
+
+def guard(folder: Path, controller: int) -> None:
+    "Wait for the controller's end, then end what it has left; never returns."
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        while os.wait()[0] != controller:
+            continue
+        if count := kill_all(psutil.Process().children()) + leave(folder):
+            print(f"guardian: {count} processes were left and have been ended", file=sys.stderr, flush=True)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
 # %% ../../nbs/24_sandbox.controller.ipynb #controller-main
 def main(folder: Path) -> int:
     "Become the controller of a folder; returns in whoever started it, as soon as it listens: 0, or 1 with the reason on standard error."
@@ -326,16 +354,21 @@ def main(folder: Path) -> int:
             sys.stderr.write(told.decode("utf-8", "replace") or "sandbox: pool: its controller died at the start; see controller.log\n")
         return int(told != b"listens")
     os.close(heard)
-    os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(folder / "controller.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
-    lock = take_lock(folder)
-    if lock is None:  # somebody else was faster; whoever started this one finds the other
-        os.write(said, b"listens" if wait_for(folder) else b"sandbox: pool: another controller has the lock of this folder and does not listen\n")
+    lock = wait_for(folder)
+    if lock is None or lock < 0:  # somebody else was faster; whoever started this one finds the other
+        os.write(said, b"listens" if lock is None else b"sandbox: pool: another controller has the lock of this folder and does not listen\n")
         os._exit(0)
+    os.setsid()
+    subreaper()
+    if child := os.fork():
+        os.close(said)
+        guard(folder, child)
+    os.setsid()
     status = 1
     os.environ[MARK] = mark_of(folder)  # for what it starts
     try:
@@ -353,16 +386,6 @@ def main(folder: Path) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def wait_for(folder: Path, patience: float = 20.0) -> bool:
-    "Wait until the controller that has the lock listens."
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        if (folder / "socket").exists():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs

@@ -9,11 +9,11 @@ __all__ = ['Job', 'Seat', 'Lease', 'Attempt', 'Desk', 'answer', 'fail', 'ask', '
 # %% ../../nbs/23_sandbox.desk.ipynb #desk-imports
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from .policy import Next, Policy, PoolStatus, backoff, latency_of, over, pause, straggles, verdict, worn
-from .spec import End, Execution, Fault, Layer, Order, Reply, Worker
+from .spec import End, Execution, Fault, Layer, Order, Reply, Worker, refusal
 
 # %% ../../nbs/23_sandbox.desk.ipynb #desk-records
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ def fail(desk: Desk, job: Job, end: End, message: str, now: float) -> None:
         _row(desk, job, None, told.value, "answered", now)
     answer(desk, job, told, now)
 
-
+# %% ../../nbs/23_sandbox.desk.ipynb #desk-rows
 def _row(desk: Desk, job: Job, attempt: Attempt | None, e: Execution, fate: str, now: float, idle: float = 0.0) -> None:
     job.digest = job.digest or blake2b(repr((job.order.program, job.order.limits)).encode(), digest_size=16).hexdigest()
     desk.note("executions", owner=job.owner, job=job.number, session=job.order.session, program=job.digest, worker=attempt.seat.name if attempt else "", tier=e.tier, fate=fate, end=str(e.end),
@@ -193,6 +193,8 @@ def ask(desk: Desk, job: Job, now: float) -> None:
     job.asked, desk.beats[job.client] = now, now
     desk.jobs[job.client, job.number] = job
     order = job.order
+    if job.program and (why := refusal(order.program, order.limits, desk.tier)):
+        return fail(desk, job, End.GRADER_ERROR, why, now)
     if order.kind == "open":
         _request(desk, job, now)
     elif not order.session:

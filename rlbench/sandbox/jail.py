@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['CALLS', 'SIGNALS', 'PROCESSES', 'REFUSED', 'SETUP', 'SETUP_OPTIONS', 'PROFILES', 'NEW_NAMESPACES', 'THREAD',
-           'TRANSIENT', 'NEEDS', 'ENVIRONMENT', 'BEGIN', 'START', 'SYSTEM', 'SEALS', 'ADD_SEALS', 'LIMITS', 'CHAIN',
-           'GIVE', 'REMEDIES', 'make_filter', 'add_child', 'add_list', 'write_filters', 'load_filter', 'unprivileged',
+           'TRANSIENT', 'NEEDS', 'ENVIRONMENT', 'SYSTEM', 'SEALS', 'ADD_SEALS', 'LIMITS', 'BEGIN', 'START', 'REMEDIES',
+           'GIVE', 'CHAIN', 'make_filter', 'add_child', 'add_list', 'write_filters', 'load_filter', 'unprivileged',
            'as_user', 'Python', 'find_python', 'bwrap_command', 'readable', 'sealed', 'part', 'payload', 'code_of',
-           'exec_packet', 'execution_of', 'Session', 'Shelf', 'zygote_source', 'start_zygote', 'Jail', 'own_ticket',
+           'exec_packet', 'execution_of', 'zygote_source', 'start_zygote', 'make_scratch', 'remove_scratch', 'Step',
+           'Capabilities', 'choose_tier', 'hear_one', 'try_tier', 'self_test', 'Session', 'Shelf', 'Jail', 'own_ticket',
            'answer', 'transmit', 'flush', 'lose', 'listen', 'give', 'give_exec', 'give_open', 'make_place',
            'drop_layer', 'session_head', 'give_file', 'give_snapshot', 'give_close', 'stop', 'take', 'told', 'settle',
-           'keep', 'Step', 'Capabilities', 'choose_tier', 'hear_one', 'try_tier', 'self_test', 'make_scratch',
-           'remove_scratch']
+           'keep']
 
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-imports
 import errno
@@ -31,13 +31,14 @@ import threading
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 from . import zygote
-from .spec import MARK, End, Execution, Fault, Layer, Limits, Order, Program, Reply, Tier
+from .spec import MARK, End, Execution, Fault, Layer, Limits, Order, Program, Reply, Tier, refusal
 from .workspace import Store, members, merge
 
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-calls
@@ -51,6 +52,8 @@ getitimer setitimer timer_create timer_settime timer_gettime timer_getoverrun ti
 sched_get_priority_max sched_get_priority_min getcpu getrandom futex futex_waitv set_tid_address set_robust_list get_robust_list rseq membarrier restart_syscall arch_prctl execve exit exit_group wait4 waitid
 sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockname getpeername getsockopt setsockopt
 """.split()
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-profiles
 SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo".split()
 PROCESSES = "fork vfork setsid setpgid chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat truncate".split()  # and what Landlock leaves open
 REFUSED = """
@@ -58,7 +61,7 @@ socket bind connect listen accept accept4 mount umount2 pivot_root chroot setns 
 setresuid setresgid setgroups sethostname reboot swapon init_module delete_module
 """.split()
 SETUP = "mount umount2 setns unshare capset move_mount open_tree openat2 memfd_create pidfd_open setxattr lsetxattr".split()  # what a zygote needs to make a child's world
-SETUP_OPTIONS = (1, 4, 22, 24, 38)  # of prctl: death signal, being looked at, filter, bounding set, no new privileges
+SETUP_OPTIONS = (1, 4, 22, 28, 38)  # of prctl: death signal, being looked at, filter, what root means, no new privileges
 PROFILES = {"zygote": CALLS + SIGNALS + PROCESSES + SETUP, "child": [], "landlock": CALLS + SIGNALS, "landlock-quiet": CALLS}
 NEW_NAMESPACES, THREAD = 0x7E020000, 0x10000
 
@@ -83,7 +86,7 @@ def make_filter(profile: str, machine: str) -> bytes:
         file.seek(0)
         return file.read()
 
-
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-generate-child
 def add_child(sc, made, profile: str) -> None:
     "Rules of the small filter: what only a zygote may."
     for name in SETUP:
@@ -93,7 +96,7 @@ def add_child(sc, made, profile: str) -> None:
     for name, at in (("mknod", 1), ("mknodat", 2)):
         made.add_rule(sc.ERRNO(1), name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o020000))
 
-
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-generate-list
 def add_list(sc, made, profile: str) -> None:
     "Rules of a filter that allows what is on a list."
     allowed, zygotes, processes = PROFILES[profile], "mount" in PROFILES[profile], "fork" in PROFILES[profile]
@@ -117,9 +120,10 @@ def add_list(sc, made, profile: str) -> None:
             made.add_rule(sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o020000), sc.Arg(at + 1, sc.EQ, 0))  # a file that is deleted, in an overlay
     made.add_rule(sc.ALLOW, "clone", sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES, 0) if processes else sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES | THREAD, THREAD))
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-generate-b
-def write_filters(folder: Path, machines: Sequence[str] = ("x86_64", "aarch64")) -> None:
-    "Write `seccomp/MACHINE.json`, profile -> filter in base 64, into the folder of data: python -c 'from rlbench.sandbox.jail import *; write_filters(Path(\"data\"))'."
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-kept
+def write_filters(folder: str | Path, machines: Sequence[str] = ("x86_64", "aarch64")) -> None:
+    "Write `seccomp/MACHINE.json`, profile -> filter in base 64, into the folder of data: python -c 'from rlbench.sandbox.jail import write_filters; write_filters(\"data\")'."
+    folder = Path(folder)
     (folder / "seccomp").mkdir(exist_ok=True)
     for machine in machines:
         made = {profile: b64encode(make_filter(profile, machine)).decode() for profile in PROFILES}
@@ -137,9 +141,6 @@ def load_filter(profile: str, machine: str = "") -> bytes:
 
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-who
 TRANSIENT = range(61184, 65520)  # users that stand in no list, see systemd's DynamicUser
-NEEDS = "import ctypes, mmap, resource, select, _signal, _socket, sys; print(*sys.version_info[:2], sys.prefix)"
-
-
 def unprivileged(rng: random.Random | None = None) -> tuple[int, int]:
     "User and group that programs run as: one's own, for root a transient one."
     if os.geteuid():
@@ -151,6 +152,9 @@ def unprivileged(rng: random.Random | None = None) -> tuple[int, int]:
 def as_user(user: tuple[int, int]) -> dict:
     "Arguments of subprocess that change to a user, where one is not that user already."
     return {} if user[0] == os.geteuid() else {"user": user[0], "group": user[1], "extra_groups": []}
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-python
+NEEDS = "import ctypes, mmap, resource, select, _signal, _socket, sys; print(*sys.version_info[:2], sys.prefix)"
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,7 @@ def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python
     raise Fault(End.START_FAILED, f"no Python that user {user[0]} can start ({'; '.join(said)}); install Debian's package python3, or make the folder of one readable for everybody")
 
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-command
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": zygote.WORK, "USER": "nobody", "LANG": "C.UTF-8"}
-BEGIN = "import marshal, os, sys; s = open(%d, 'rb').read(); f = os.memfd_create('zygote', 0); os.write(f, marshal.dumps(compile(s, 'zygote', 'exec', optimize=2))); os.lseek(f, 0, 0); os.execv(sys.executable, [*sys.argv[1:], str(f)])"
-START = "import marshal, sys; n = {'__name__': 'zygote'}; exec(marshal.loads(open(int(sys.argv[1]), 'rb').read()), n); n['main'](%d, %r)"
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": zygote.WORK, "USER": "nobody", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
@@ -219,7 +221,7 @@ def sealed(data: bytes, name: str) -> int:
     fcntl.fcntl(fd, ADD_SEALS, SEALS)
     return fd
 
-
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-payload
 def part(kind: str, data: bytes, name: str = "-") -> bytes:
     "One part of a payload."
     return f"{kind} {len(data)} {name}\n".encode() + data
@@ -237,7 +239,7 @@ def code_of(program: Program) -> bytes:
     "A program's source as bytes."
     return program.code.encode("utf-8", "surrogateescape")
 
-
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-exec-packet
 LIMITS = tuple(each.name for each in fields(Limits))
 
 
@@ -255,7 +257,7 @@ def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
     writes = int(bool(order.session or program.files or program.argv))
     return {"ticket": order.ticket, "kind": "exec", "fds": ",".join(found), "tree": tree, "writable": writes, **told, **own, **plain}, list(found.values())
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-packets-b
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-execution
 def execution_of(head: Mapping[str, str], body: bytes, tier: str, worker: str) -> Execution:
     "What the zygote told of an execution. Fault(protocol_error) if it cannot be read."
     try:
@@ -272,6 +274,169 @@ def execution_of(head: Mapping[str, str], body: bytes, tier: str, worker: str) -
                          (("started", started), ("ran", max(0.0, wall - started))), tier, worker, warm=head["warm"] == "1", message=(unsafe + head["message"]).strip())
     except (KeyError, ValueError, struct.error) as error:
         raise Fault(End.PROTOCOL_ERROR, f"the zygote's answer cannot be read: {error!r}") from None
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-start
+BEGIN = "import marshal, os, sys; s = open(%d, 'rb').read(); f = os.memfd_create('zygote', 0); os.write(f, marshal.dumps(compile(s, 'zygote', 'exec', optimize=2))); os.lseek(f, 0, 0); os.execv(sys.executable, [*sys.argv[1:], str(f)])"
+START = "import marshal, sys; del sys.path[0]; n = {'__name__': 'zygote'}; exec(marshal.loads(open(int(sys.argv[1]), 'rb').read()), n); n['main'](%d, %r)"
+
+
+@cache
+def zygote_source() -> bytes:
+    "The zygote's source."
+    return Path(zygote.__file__).read_bytes()
+
+
+def start_zygote(tier: str, python: Python, user: tuple[int, int], bpf: bytes, layers_mb: int = 1024, scratch: str = "", bwrap: Sequence[str] = (), core: int | None = None) -> tuple[subprocess.Popen, socket.socket, int]:
+    "Start a zygote: its process, our end of the channel, and a file with what it says on stderr. Returns at once; what it says first is `hello`."
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    source, errors = sealed(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
+    told = "\n".join((tier, scratch, str(layers_mb), *(readable(python) if tier == Tier.LANDLOCK else ())))
+    mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # nothing else of our environment, in which there may be keys
+    bare = [python.path, "-S", "-s", "-B", "-X", "utf8", "-c"]  # without -I and -E: of the environment, which is ours, it has to read PYTHONHASHSEED
+    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), told)]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(source, theirs.fileno()), cwd="/", env=({"PATH": os.environ.get("PATH", os.defpath)} if bwrap else ENVIRONMENT) | mark,
+                                   start_new_session=True, **as_user(user))
+        kept = [sealed(each, "filter") for each in ((bpf, load_filter("child")) if tier == Tier.BWRAP else (bpf,))]
+        zygote.send(ours, [zygote.encode({"kind": "setup", "core": "" if core is None else core})], kept)
+        for fd in kept:
+            os.close(fd)
+    except OSError as error:
+        ours.close()
+        os.close(errors)
+        raise Fault(End.START_FAILED, f"{command[0]}: {error.strerror}") from None
+    finally:
+        os.close(source)
+        theirs.close()
+    ours.setblocking(False)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        ours.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
+    return process, ours, errors
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-scratch
+def make_scratch(user: tuple[int, int]) -> str:
+    "A folder of a user's own, for a tier without disks of its own; those of owners that are gone are removed."
+    for old in Path("/var/tmp").glob("rlbench-sandbox-*-*"):  # of owners that were killed
+        if not old.is_symlink() and not os.path.exists(f"/proc/{old.name.split('-')[2]}") and (os.geteuid() == 0 or old.lstat().st_uid == user[0]):
+            remove_scratch(str(old))
+    folder = tempfile.mkdtemp(prefix=f"rlbench-sandbox-{os.getpid()}-", dir="/var/tmp")
+    os.mkdir(f"{folder}/empty", 0o555)
+    if user[0] != os.geteuid():
+        os.chown(folder, *user)
+    return folder
+
+
+def remove_scratch(folder: str) -> None:
+    "Remove it, whatever a program has left there; what cannot be removed stays, and hurts nobody."
+    with suppress(OSError):
+        zygote.remove_below(folder)
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-capabilities
+@dataclass(frozen=True)
+class Step:
+    "Something that was tried. `why`: what was said when it failed, or a figure."
+    tier: str
+    name: str
+    ok: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    "What a self-test found. `tier`: the best that works, '' for none but `rlimits`."
+    tier: str
+    python: Python
+    uid: int
+    steps: tuple[Step, ...]
+    signals: bool = False  # Landlock keeps signals in
+
+    def profile(self, tier: str) -> str:
+        "The filter of a tier."
+        return "zygote" if tier != Tier.LANDLOCK else "landlock" if self.signals else "landlock-quiet"
+
+    def works(self, tier: str) -> bool:
+        "Whether a program ran in a tier."
+        return any(step.tier == tier and step.name == "program" and step.ok for step in self.steps)
+
+    def missing(self, tier: str) -> str:
+        "What a tier lacks, in words; empty if nothing."
+        return "; ".join(f"{step.name}: {step.why}" for step in self.steps if step.tier == tier and not step.ok)
+
+    def __str__(self) -> str:
+        lines = [f"{step.tier:13s} {step.name:15s} {'ok' if step.ok else 'NO'}   {step.why}".rstrip() for step in self.steps]
+        return "\n".join([f"tier {self.tier or 'none: only rlimits, with allow_unsafe=True'}, as user {self.uid}, with {self.python.path}", *lines])
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-tier
+REMEDIES = {"bwrap": "install Debian's package bubblewrap", "jail": "user namespaces are refused here: on Ubuntu see kernel.apparmor_restrict_unprivileged_userns, in a container allow the system calls unshare and clone with new namespaces",
+            "landlock": "Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)"}
+
+
+def choose_tier(found: Capabilities, tier: str | None, allow_unsafe: bool) -> Tier:
+    "The tier to use. Fault(start_failed) for one that does not work here, or that is not safe and was not allowed."
+    wanted = Tier(tier or found.tier or Tier.RLIMITS)
+    if wanted == Tier.RLIMITS and not allow_unsafe:
+        lacks = "; ".join(f"{name} lacks {found.missing(name)}" for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name))
+        remedy = f"nothing stronger works here ({lacks}): mend one of these" if not found.tier else f"leave tier empty, and {found.tier} holds programs here"
+        raise Fault(End.START_FAILED, f"tier: {wanted}, limits alone, stops accidents and nobody who means it, and allow_unsafe is false; {remedy}, or set allow_unsafe = true")
+    if not found.works(wanted):
+        raise Fault(End.START_FAILED, f"tier {wanted} does not work here: {found.missing(wanted) or 'it was not tried'}")
+    return wanted
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-self-test
+def hear_one(channel: socket.socket, seconds: float) -> tuple[dict[str, str], bytes]:
+    "The next packet, or TimeoutError; EOFError if the zygote ended."
+    if not select.select([channel], [], [], seconds)[0]:
+        raise TimeoutError(f"no word within {seconds:g} s")
+    head, body, fds = zygote.receive(channel)
+    for fd in fds:
+        os.close(fd)
+    if head is None:
+        raise EOFError
+    return head, body
+
+
+def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, patience: float = 20.0) -> list[Step]:
+    "Start a zygote in a tier, and a program in it."
+    scratch, steps, errors = make_scratch(user) if tier != Tier.BWRAP else "", [], -1
+    try:
+        process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ())
+        try:
+            _, body = hear_one(channel, patience)
+            steps = [Step(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said) for name, said in zygote.decode(body)[0].items()]
+            head, fds = exec_packet(Order(1, "exec", program=Program("print(6 * 7)")), tier, "")
+            zygote.send(channel, [zygote.encode(head)], fds)
+            for fd in fds:
+                os.close(fd)
+            execution = execution_of(*hear_one(channel, patience), tier, "self-test")
+            good = execution.ok and execution.stdout == b"42\n"
+            steps.append(Step(tier, "program", good, f"{1e3 * execution.wall_s:.1f} ms" if good else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}"))
+        finally:
+            channel.close()
+            process.kill()
+            process.wait()
+    except (Fault, OSError, EOFError, ValueError, KeyError) as error:
+        said = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2] if errors >= 0 else ""
+        name = tier.value if tier != Tier.BWRAP else "bwrap" if isinstance(error, Fault) else "jail"
+        steps.append(Step(tier, name, False, "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, ""))))))
+    finally:
+        if errors >= 0:
+            os.close(errors)
+        if scratch:
+            remove_scratch(scratch)
+    return steps
+
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-self-test-all
+@cache
+def self_test() -> Capabilities:
+    "Try everything, once for each process. Fault(start_failed) without a usable Python; ValueError for an architecture without a filter."
+    user = unprivileged()
+    python = find_python(user)
+    version = zygote.landlock_version(zygote.Kernel())
+    steps = try_tier(Tier.BWRAP, python, user, load_filter("zygote")) if shutil.which("bwrap") else [Step(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
+    steps += try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet")) if version else [Step(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
+    steps += try_tier(Tier.RLIMITS, python, user, load_filter("zygote"))
+    found = Capabilities("", python, user[0], tuple(steps), version >= 6)
+    return replace(found, tier=next((tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)), ""))
 
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-state
 @dataclass
@@ -310,49 +475,12 @@ class Shelf:
                 spent -= self.sizes[digest]
         return dropped
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-start
-CHAIN = 16  # layers on each other, at most
-
-
-@cache
-def zygote_source() -> bytes:
-    "The zygote's source."
-    return Path(zygote.__file__).read_bytes()
-
-
-def start_zygote(tier: str, python: Python, user: tuple[int, int], bpf: bytes, layers_mb: int = 1024, scratch: str = "", bwrap: Sequence[str] = ()) -> tuple[subprocess.Popen, socket.socket, int]:
-    "Start a zygote: its process, our end of the channel, and a file with what it says on stderr. Returns at once; what it says first is `hello`."
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    source, errors = sealed(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
-    told = "\n".join((tier, scratch, str(layers_mb), *(readable(python) if tier == Tier.LANDLOCK else ())))
-    mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # nothing else of our environment, in which there may be keys
-    bare = [python.path, "-I", "-S", "-E", "-B", "-X", "utf8", "-c"]
-    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), told)]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(source, theirs.fileno()), cwd="/", env=({"PATH": os.environ.get("PATH", os.defpath)} if bwrap else ENVIRONMENT) | mark,
-                                   start_new_session=True, **as_user(user))
-        kept = [sealed(each, "filter") for each in ((bpf, load_filter("child")) if tier == Tier.BWRAP else (bpf,))]
-        zygote.send(ours, [zygote.encode({"kind": "setup"})], kept)
-        for fd in kept:
-            os.close(fd)
-    except OSError as error:
-        ours.close()
-        os.close(errors)
-        raise Fault(End.START_FAILED, f"{command[0]}: {error.strerror}") from None
-    finally:
-        os.close(source)
-        theirs.close()
-    ours.setblocking(False)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        ours.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
-    return process, ours, errors
-
 # %% ../../nbs/22_sandbox.jail.ipynb #jail-handle
 class Jail:
-    """One zygote: a worker for programs and sessions. Make it in a thread that lives as long as it does, the process's first if nobody else holds the zygote. `tier` None: the best there is; `found`: what the self-test said, if it has been done.
+    """One zygote: a worker for programs and sessions. Make it in a thread that lives as long as it does, the process's first if nobody else holds the zygote. `tier` None: the best there is; `found`: what the self-test said, if it has been done; `core`: the processor that it stays on, its programs excepted.
     Fault(start_failed) if the tier cannot be had."""
 
-    def __init__(self, name: str, store: Store | str | Path | None = None, tier: str | None = None, *, allow_unsafe: bool = False, layers_mb: int = 1024, found: "Capabilities | None" = None):
+    def __init__(self, name: str, store: Store | str | Path | None = None, tier: str | None = None, *, allow_unsafe: bool = False, layers_mb: int = 1024, found: Capabilities | None = None, core: int | None = None):
         found = found or self_test()
         self.name, self.store, self.tier = name, Store(store) if isinstance(store, (str, Path)) else store, choose_tier(found, tier, allow_unsafe)
         self.ready = self.lost = self.closed = False
@@ -366,7 +494,7 @@ class Jail:
         user = unprivileged()
         self.scratch = make_scratch(user) if self.tier != Tier.BWRAP else ""
         bwrap = bwrap_command(found.python, threading.current_thread() is threading.main_thread()) if self.tier == Tier.BWRAP else ()
-        self.process, self.channel, self.errors = start_zygote(self.tier, found.python, user, load_filter(found.profile(self.tier)), layers_mb, self.scratch, bwrap)
+        self.process, self.channel, self.errors = start_zygote(self.tier, found.python, user, load_filter(found.profile(self.tier)), layers_mb, self.scratch, bwrap, core)
         self.pid, self.news, self.events = self.process.pid, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), select.epoll()
         self.events.register(self.news, select.EPOLLIN)
         self.events.register(self.channel.fileno(), select.EPOLLIN)
@@ -462,7 +590,7 @@ def lose(jail: Jail, why: str) -> None:
     for ticket in list(jail.owed):
         answer(jail, Reply(ticket, fault=Fault(End.BACKEND_LOST, f"{jail.name}: {why}" + f" ({said})" * bool(said))))
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-channel-b
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-listen
 def listen(jail: Jail) -> None:
     "Take in what the zygote has said."
     try:
@@ -502,6 +630,8 @@ def give(jail: Jail, order: Order) -> None:
 
 def give_exec(jail: Jail, order: Order) -> None:
     "Run a program."
+    if why := refusal(order.program, order.limits, jail.tier):
+        raise Fault(End.GRADER_ERROR, why)
     transmit(jail, *exec_packet(order, jail.tier, str(jail.sessions[order.session].number) if order.session else ""))
 
 
@@ -530,7 +660,7 @@ def give_open(jail: Jail, order: Order) -> None:
     transmit(jail, {"ticket": order.ticket, "kind": order.kind, "session": session.number, "below": ",".join(str(known.get(digest, 0)) for digest in chain), "new": ",".join(str(known.get(digest, 0)) for digest in missing),
                     "disk_mb": session.limits.disk_mb, "inodes": session.limits.inodes}, fds)
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-orders-b
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-place
 def make_place(jail: Jail, chain: Sequence[str]) -> None:
     "Let the zygote remove layers that no session uses, so that there is room for others."
     used = {digest for session in jail.sessions.values() for digest in session.chain} | set(chain) | set(jail.shelf.coming)
@@ -635,12 +765,17 @@ def settle(jail: Jail, order: Order, done: bool) -> None:
     for each in waiting:
         give(jail, each)
 
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-hear-b
+# %% ../../nbs/22_sandbox.jail.ipynb #jail-keep
+CHAIN = 16  # layers on each other, at most
+
+
 def keep(jail: Jail, order: Order, head: Mapping[str, str], fd: int) -> Layer:
     "Lay a snapshot into the store; the chain below it is merged into it when it has become long."
-    session, shelf = jail.sessions[order.session], jail.shelf
+    session, shelf, number = jail.sessions.get(order.session), jail.shelf, int(head.get("layer", 0))
+    if session is None:
+        drop_layer(jail, number)
+        raise Fault(End.BACKEND_LOST, f"{order.session} was closed before its snapshot was kept")
     digest, below = jail.store.put(fd), session.layers
-    number = int(head.get("layer", 0))
     if jail.tier == Tier.BWRAP and digest not in shelf.numbers:
         shelf.numbers[digest], shelf.sizes[digest] = number, os.fstat(fd).st_size
     elif number:
@@ -649,129 +784,3 @@ def keep(jail: Jail, order: Order, head: Mapping[str, str], fd: int) -> Layer:
         digest, below = merge(jail.store, (*below, digest)), ()
     listed = [member for member in members(jail.store, digest) if not member.isdir()]
     return Layer(digest, below[-1] if below else "", session.base, jail.name, order.turn, order.version, jail.tier, int(head["alive"]), sum(member.size for member in listed), len(listed), below)
-
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-capabilities
-@dataclass(frozen=True)
-class Step:
-    "Something that was tried. `why`: what was said when it failed, or a figure."
-    tier: str
-    name: str
-    ok: bool
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    "What a self-test found. `tier`: the best that works, '' for none but `rlimits`."
-    tier: str
-    python: Python
-    uid: int
-    steps: tuple[Step, ...]
-    signals: bool = False  # Landlock keeps signals in
-
-    def profile(self, tier: str) -> str:
-        "The filter of a tier."
-        return "zygote" if tier != Tier.LANDLOCK else "landlock" if self.signals else "landlock-quiet"
-
-    def works(self, tier: str) -> bool:
-        "Whether a program ran in a tier."
-        return any(step.tier == tier and step.name == "program" and step.ok for step in self.steps)
-
-    def missing(self, tier: str) -> str:
-        "What a tier lacks, in words; empty if nothing."
-        return "; ".join(f"{step.name}: {step.why}" for step in self.steps if step.tier == tier and not step.ok)
-
-    def __str__(self) -> str:
-        lines = [f"{step.tier:13s} {step.name:15s} {'ok' if step.ok else 'NO'}   {step.why}".rstrip() for step in self.steps]
-        return "\n".join([f"tier {self.tier or 'none: only rlimits, with allow_unsafe=True'}, as user {self.uid}, with {self.python.path}", *lines])
-
-
-REMEDIES = {"bwrap": "install Debian's package bubblewrap", "jail": "user namespaces are refused here: on Ubuntu see kernel.apparmor_restrict_unprivileged_userns, in a container allow the system calls unshare and clone with new namespaces",
-            "landlock": "Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)"}
-
-
-def choose_tier(found: Capabilities, tier: str | None, allow_unsafe: bool) -> Tier:
-    "The tier to use. Fault(start_failed) for one that does not work here, or that is not safe and was not allowed."
-    wanted = Tier(tier or found.tier or Tier.RLIMITS)
-    if wanted == Tier.RLIMITS and not allow_unsafe:
-        raise Fault(End.START_FAILED, f"only limits would hold a program here, which stops accidents and nobody who means it ({found.missing(Tier.BWRAP)}; {found.missing(Tier.LANDLOCK)}); mend one of these, or allow it with allow_unsafe=True")
-    if not found.works(wanted):
-        raise Fault(End.START_FAILED, f"tier {wanted} does not work here: {found.missing(wanted) or 'it was not tried'}")
-    return wanted
-
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-self-test
-def hear_one(channel: socket.socket, seconds: float) -> tuple[dict[str, str], bytes]:
-    "The next packet, or TimeoutError; EOFError if the zygote ended."
-    if not select.select([channel], [], [], seconds)[0]:
-        raise TimeoutError(f"no word within {seconds:g} s")
-    head, body, fds = zygote.receive(channel)
-    for fd in fds:
-        os.close(fd)
-    if head is None:
-        raise EOFError
-    return head, body
-
-
-def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, patience: float = 20.0) -> list[Step]:
-    "Start a zygote in a tier, and a program in it."
-    scratch, steps, errors = make_scratch(user) if tier != Tier.BWRAP else "", [], -1
-    try:
-        process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ())
-        try:
-            _, body = hear_one(channel, patience)
-            steps = [Step(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said) for name, said in zygote.decode(body)[0].items()]
-            head, fds = exec_packet(Order(1, "exec", program=Program("print(6 * 7)")), tier, "")
-            zygote.send(channel, [zygote.encode(head)], fds)
-            for fd in fds:
-                os.close(fd)
-            execution = execution_of(*hear_one(channel, patience), tier, "self-test")
-            good = execution.ok and execution.stdout == b"42\n"
-            steps.append(Step(tier, "program", good, f"{1e3 * execution.wall_s:.1f} ms" if good else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}"))
-        finally:
-            channel.close()
-            process.kill()
-            process.wait()
-    except (Fault, OSError, EOFError, ValueError, KeyError) as error:
-        said = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2] if errors >= 0 else ""
-        name = tier.value if tier != Tier.BWRAP else "bwrap" if isinstance(error, Fault) else "jail"
-        steps.append(Step(tier, name, False, "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, ""))))))
-    finally:
-        if errors >= 0:
-            os.close(errors)
-        if scratch:
-            remove_scratch(scratch)
-    return steps
-
-# %% ../../nbs/22_sandbox.jail.ipynb #jail-self-test-b
-@cache
-def self_test() -> Capabilities:
-    "Try everything, once for each process. Fault(start_failed) without a usable Python; ValueError for an architecture without a filter."
-    user = unprivileged()
-    python = find_python(user)
-    version = zygote.landlock_version(zygote.Kernel())
-    steps = try_tier(Tier.BWRAP, python, user, load_filter("zygote")) if shutil.which("bwrap") else [Step(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
-    steps += try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet")) if version else [Step(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
-    steps += try_tier(Tier.RLIMITS, python, user, load_filter("zygote"))
-    found = Capabilities("", python, user[0], tuple(steps), version >= 6)
-    return replace(found, tier=next((tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)), ""))
-
-
-def make_scratch(user: tuple[int, int]) -> str:
-    "A folder of a user's own, for a tier without disks of its own; those of owners that are gone are removed."
-    for old in Path("/var/tmp").glob("rlbench-sandbox-*-*"):  # of owners that were killed
-        if not old.is_symlink() and not os.path.exists(f"/proc/{old.name.split('-')[2]}") and (os.geteuid() == 0 or old.lstat().st_uid == user[0]):
-            remove_scratch(str(old))
-    folder = tempfile.mkdtemp(prefix=f"rlbench-sandbox-{os.getpid()}-", dir="/var/tmp")
-    os.mkdir(f"{folder}/empty", 0o555)
-    if user[0] != os.geteuid():
-        os.chown(folder, *user)
-    return folder
-
-
-def remove_scratch(folder: str) -> None:
-    "Remove it, whatever modes a program has left there."
-    shutil.rmtree(folder, ignore_errors=True)
-    if os.geteuid() and os.path.isdir(folder) and not os.path.islink(folder):  # root needs no modes
-        for place, _, _ in os.walk(folder):
-            os.chmod(place, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)

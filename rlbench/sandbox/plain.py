@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'NODES', 'Tree', 'COLLIDE', 'RULES', 'tagged', 'Bad', 'parsed', 'tree', 'tree_of', 'odd', 'value_of',
-           'read_value', 'same']
+           'read_value', 'written', 'same']
 
 # %% ../../nbs/22_sandbox.plain.ipynb #plain-imports
 import json
 import math
 from ast import literal_eval
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 # %% ../../nbs/22_sandbox.plain.ipynb #plain-tagged
 def tagged(value, depth: int = 0) -> list:
@@ -180,6 +180,36 @@ def read_value(text: str) -> object:
         return literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:60]!r} is no Python literal ({type(error).__name__}); write numbers, texts, lists, tuples, sets and dicts of them") from None
+
+# %% ../../nbs/22_sandbox.plain.ipynb #plain-written
+_AROUND = {"l": "[]", "t": "()", "S": "{}", "F": ("frozenset({", "})"), "d": "{}"}
+
+
+def _pieces(found: Tree, most: int) -> Iterator[str]:
+    tag, rest = found[0], found[1:]
+    if tag not in _AROUND:
+        yield f"<{rest[0]}>" if tag == "x" else rest[0] if tag == "i" and len(rest[0]) > 60 else repr(value_of((tag, *(text[:2 * most + 2] if tag in "sy" else text for text in rest))))
+        return
+    if not rest[0] and tag in "SF":
+        yield "set()" if tag == "S" else "frozenset()"
+        return
+    yield _AROUND[tag][0]
+    for number, item in enumerate(rest[0]):
+        yield ", " if number else ""
+        for part, before in zip(item if tag == "d" else (item,), ("", ": ")):
+            yield before
+            yield from _pieces(part, most)
+    yield ("," if tag == "t" and len(rest[0]) == 1 else "") + _AROUND[tag][1]
+
+
+def written(found: Tree, most: int = 80) -> str:
+    "The value of a tree as Python writes it, in `most` characters; an object that is no plain data as `<its type>`. Never raises for what is in it."
+    text = ""
+    for piece in _pieces(found, most):
+        text += piece
+        if len(text) > most:
+            return text[: most - 1] + "…"
+    return text
 
 # %% ../../nbs/22_sandbox.plain.ipynb #plain-compare
 RULES = ("exact", "close", "multiset", "set")

@@ -9,7 +9,7 @@ __all__ = ['FINAL', 'NOT_BEGUN', 'SCORING_MARGIN', 'APIS', 'Policy', 'Next', 've
 # %% ../../nbs/22_sandbox.policy.ipynb #policy-imports
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from .spec import End, Execution, Tier
@@ -22,7 +22,7 @@ class Policy:
     `start_s`: deadline of any start; `wait_s`: longest wait while no worker is there at all; `grace_s`: so long beyond its wall limit a program is ended, and after the same time again its worker counts as hung; `operation_s`: the same for reading, writing and snapshots.
     `hedge_factor`, `hedge_floor_s`: a start, or an answer, later than factor x p95 and than the floor is asked for a second time elsewhere. `retries`: further attempts after an end of the machine, `retry_s` and `quota_s` apart, doubling, with jitter.
     `busy_share`: of the wall clock in CPU time, above which a program that is late is late by itself; `idle_cores`: mean idle cores that tell the same in a session; `alone_s`: longest wait of a program that is to be run alone.
-    `lease_s`: without a sign of life from its owner a sandbox ends. `recycle`: executions after which a worker is renewed; `failures` in a row after which it is, too. `most_waiting`, `most_sessions`: beyond that, asking is refused."""
+    `lease_s`: without a sign of life from its owner a sandbox ends. `recycle`: executions after which a worker is renewed; `failures` in a row after which it is, too. `most_waiting`, `most_sessions`: beyond that, asking is refused. `idle_s`: without clients for so long the pool ends."""
     starting: int = 32
     starting_workers: int = 2
     running: int = 2
@@ -45,7 +45,7 @@ class Policy:
     failures: int = 5
     most_waiting: int = 100_000
     most_sessions: int = 10_000
-    idle_s: float = 60.0
+    idle_s: float = 30.0
 
     def __post_init__(self):
         free = ("create_rate", "retries", "armed")

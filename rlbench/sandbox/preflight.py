@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +136,10 @@ def tier(spec: PoolSpec) -> Finding:
         found = self_test()
         chosen = choose_tier(found, spec.tier or None, spec.allow_unsafe)
     except (Fault, ValueError) as error:
-        return Finding("tier", FAIL, str(error))
+        return Finding("tier", FAIL, getattr(error, "message", str(error)))
     stronger = [name for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name)]
-    lacks = "; ".join(f"{name}: {found.missing(name)}" for name in stronger) if chosen != Tier.BWRAP else ""
-    return Finding("tier", PASS if chosen == Tier.BWRAP else WARN, f"{chosen}, as user {found.uid}{lacks and '; ' + lacks}")
+    lacks = "; ".join(f"not {name}, which lacks {found.missing(name)}" for name in stronger) if chosen != Tier.BWRAP else ""
+    return Finding("tier", PASS if chosen == Tier.BWRAP else WARN, f"{chosen}{', limits alone, which stop accidents and nobody who means it' * (chosen == Tier.RLIMITS)}, as user {found.uid}{lacks and '; ' + lacks}")
 
 # %% ../../nbs/24_sandbox.preflight.ipynb #preflight-remote
 def remote(demand: Demand, allowed: Account, patience_s: float = 600.0) -> list[Finding]:
@@ -217,11 +217,9 @@ def ramp(pool: Pool, target: int, boxes: bool = False, patience: float = 120.0) 
 
 
 def knee(levels: Sequence[Level]) -> Level | None:
-    "The first level beyond which more at once brings less than a tenth more; the last, if that never happens."
-    for now, after in zip(levels, levels[1:], strict=False):
-        if after.per_second < 1.1 * now.per_second:
-            return now
-    return levels[-1] if levels else None
+    "The first level that brings four fifths of what the best one brings."
+    best = max((each.per_second for each in levels), default=0.0)
+    return next((each for each in levels if each.per_second >= 0.8 * best), None)
 
 # %% ../../nbs/24_sandbox.preflight.ipynb #preflight-report
 @dataclass(frozen=True)
@@ -256,7 +254,7 @@ def binding(findings: Sequence[Finding], programs: Sequence[Level], demand: Dema
         return f"{tightest.name} would be the next, at {tightest.most:,} {tightest.of}" if tightest.most is not None else "none found"
     rate = max(each.per_second for each in programs if not each.failed)
     later = f"; {tightest.name} would be the next, at {tightest.most:,} {tightest.of}" if tightest.most is not None and tightest.most < 1_000_000 else ""
-    return f"the speed of what runs them: {rate:.0f} small programs a second, reached with {bend.at_once} at once; more at once only wait longer{later}"
+    return f"the speed of what runs them: {rate:.0f} small programs a second, most of it reached with {bend.at_once} at once; more at once only wait longer{later}"
 
 # %% ../../nbs/24_sandbox.preflight.ipynb #preflight-run
 def preflight(spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = Limits(), patience: float = 120.0) -> Preflight:

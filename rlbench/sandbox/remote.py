@@ -9,24 +9,20 @@ __all__ = ['REFUSED', 'SPARE_S', 'RUNNER', 'token_of', 'ask', 'http_order', 'Acc
 # %% ../../nbs/23_sandbox.remote.ipynb #remote-imports
 import json
 import os
-import shlex
 import socket
 import threading
-import time
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from http.client import HTTPException
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
+from ..exchange import Unanswered, exchange
 from .policy import PoolSpec
 from .spec import End, Execution, Fault, Order, Reply, Tier, from_json
 from .wire import MOST_LINE, order_json, reply_of
 
 # %% ../../nbs/23_sandbox.remote.ipynb #remote-ask
-REFUSED = {401: End.AUTH, 403: End.AUTH, 402: End.QUOTA, 429: End.QUOTA, 507: End.HOST_DISK_FULL, 400: End.PROTOCOL_ERROR, 404: End.PROTOCOL_ERROR, 405: End.PROTOCOL_ERROR, 413: End.PROTOCOL_ERROR, 422: End.PROTOCOL_ERROR}
+REFUSED = {200: End.PROTOCOL_ERROR, 401: End.AUTH, 403: End.AUTH, 402: End.QUOTA, 429: End.QUOTA, 507: End.HOST_DISK_FULL, 400: End.PROTOCOL_ERROR, 404: End.PROTOCOL_ERROR, 405: End.PROTOCOL_ERROR, 413: End.PROTOCOL_ERROR, 422: End.PROTOCOL_ERROR}
 SPARE_S = 15.0  # seconds that an answer may take beyond what the program may
 
 
@@ -43,29 +39,17 @@ def token_of(name: str) -> str:
 def ask(url: str, told: Mapping | None, token: str = "", timeout: float = 30.0) -> dict:
     "POST an object (GET for None) and return the object that is answered. Fault for everything else."
     host = urlsplit(url).hostname
-    head = {"Content-Type": "application/json", "User-Agent": "rlbench", **({"Authorization": f"Bearer {token}"} if token else {})}
     try:
-        with urlopen(Request(url, None if told is None else json.dumps(told).encode(), head), timeout=timeout) as answer:
-            said = answer.read(MOST_LINE + 1)
-    except HTTPError as error:
-        with error:
-            text = error.read(300).decode("utf-8", "replace").strip()
-        raise Fault(REFUSED.get(error.code, End.BACKEND_LOST), f"{host}: {error.code} {error.reason}: {text}") from None
-    except (TimeoutError, socket.timeout):
-        raise Fault(End.BACKEND_LOST, f"{host}: no answer in {timeout:g} s") from None
-    except (URLError, HTTPException, OSError) as error:
-        reason = getattr(error, "reason", None) or error
-        late = isinstance(reason, TimeoutError)
-        raise Fault(End.BACKEND_LOST, f"{host}: {f'no answer in {timeout:g} s' if late else reason}") from None
+        said = exchange(url, None if told is None else json.dumps(told).encode(), token, timeout, MOST_LINE)
+    except Unanswered as error:
+        raise Fault(REFUSED.get(error.status, End.BACKEND_LOST), f"{host}: {error}") from None
     try:
-        if len(said) > MOST_LINE:
-            raise ValueError(f"more than {MOST_LINE:,} bytes")
         found = json.loads(said)
-        if not isinstance(found, dict):
-            raise ValueError(f"no object but {type(found).__name__}")
-        return found
     except (ValueError, RecursionError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"{host}: an answer that cannot be read: {error}"[:300]) from None
+    if not isinstance(found, dict):
+        raise Fault(End.PROTOCOL_ERROR, f"{host}: an answer that is no object but {type(found).__name__}")
+    return found
 
 # %% ../../nbs/23_sandbox.remote.ipynb #remote-http
 def http_order(url: str, order: Order, token: str) -> Reply:
@@ -118,7 +102,7 @@ def ready():
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_mb"] << 20,) * 2)
 began = time.monotonic()
-child = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=ready, close_fds=False, env={**os.environ, **told["environ"]})
+child = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=ready, close_fds=False, env={**os.environ, "PYTHONHASHSEED": "0", **told["environ"]})
 for fd in (asks, replies, *high): os.close(fd)
 texts, line = {child.stdout.fileno(): b"", child.stderr.fileno(): b"", reply: b""}, child.stdout.fileno()
 out, err, open_fds, asked = child.stdout.fileno(), child.stderr.fileno(), set(texts), None

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['LOCK', 'PROCESSES', 'SOCKET', 'PLACE', 'take_lock', 'mark_of', 'remember', 'remembered', 'places', 'remove_place',
-           'marked', 'kill_all', 'clear', 'sweep']
+           'marked', 'kill_all', 'clear', 'leave', 'sweep']
 
 # %% ../../nbs/22_sandbox.sweep.ipynb #sweep-imports
 import fcntl
 import os
-import shutil
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import psutil
 
 from ..ledger import read_json, write_json
 from .spec import MARK
+from .zygote import remove_below
 
 # %% ../../nbs/22_sandbox.sweep.ipynb #sweep-lock
 LOCK, PROCESSES, SOCKET = "lock", "processes.json", "socket"
@@ -82,11 +84,9 @@ def places(folder: Path) -> list[Path]:
 
 
 def remove_place(place: Path) -> None:
-    "Remove a folder, whatever modes a program has left there."
-    shutil.rmtree(place, ignore_errors=True)
-    for each, _, _ in os.walk(place):
-        os.chmod(each, 0o700)
-    shutil.rmtree(place, ignore_errors=True)
+    "Remove a folder, whatever a program has left there; what cannot be removed stays."
+    with suppress(OSError):
+        remove_below(str(place))
 
 # %% ../../nbs/22_sandbox.sweep.ipynb #sweep-marked
 def marked(folder: Path) -> list[psutil.Process]:
@@ -134,14 +134,21 @@ def clear(folder: Path) -> tuple[int, int]:
     return generation, count
 
 
-def sweep(folder: str | Path) -> int:
-    "End what a dead pool has left in a folder and its processes; returns how many there were. Nothing if its controller lives, or if there is no pool."
-    folder = Path(folder)
-    if not (folder / LOCK).exists() or (lock := take_lock(folder)) is None:
+def leave(folder: Path) -> int:
+    "The same, where no controller follows at once: how many controllers there were stays written down. Returns how many processes were ended."
+    generation, count = clear(folder)
+    write_json(folder / PROCESSES, {"generation": generation, "controller": 0, "processes": []}, sync=False)
+    return count
+
+
+def sweep(folder: str | Path, patience: float = 0.0) -> int:
+    "End what a dead pool has left in a folder and its processes; returns how many there were. Nothing if there is no pool, or if a controller still has the lock after so many seconds."
+    folder, until = Path(folder), time.monotonic() + patience
+    while (lock := take_lock(folder) if (folder / LOCK).exists() else -1) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    if lock is None or lock < 0:
         return 0
     try:
-        generation, count = clear(folder)
-        write_json(folder / PROCESSES, {"generation": generation, "controller": 0, "processes": []}, sync=False)
-        return count
+        return leave(folder)
     finally:
         os.close(lock)

@@ -14,10 +14,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 
-from .plain import RULES, Bad, Tree, read_value, tagged, tree, tree_of
+from .plain import RULES, Bad, Tree, read_value, tagged, tree_of
 from .spec import Program
 
 # %% ../../nbs/23_sandbox.task.ipynb #code-task
@@ -64,8 +64,8 @@ class CodeTask:
 def _get(table: Mapping, name: str, kind: type | tuple, default, where: str = "tests"):
     value = table.get(name, default)
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise ValueError(f"{where}: {name} is {value!r:.60}; write {' or '.join(k.__name__ for k in kinds)}")
+        said = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}.get(kind, "a number")
+        raise ValueError(f"{where}: {name} is {value!r:.60}; write {said}")
     return value
 
 
@@ -83,7 +83,7 @@ def _value(value: object, literal: bool, where: str) -> Tree:
     except (Bad, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
-
+# %% ../../nbs/23_sandbox.task.ipynb #code-read-test
 _TEST = ("id", "args", "expected", "raises", "stdin", "stdout", "text", "weight")
 
 
@@ -135,7 +135,7 @@ def read_code_task(text: str) -> CodeTask:
     _check(task)
     return task
 
-
+# %% ../../nbs/23_sandbox.task.ipynb #code-read-check
 def _check(task: CodeTask) -> None:
     "ValueError for what does not go together."
     ids = [test.id for test in task.tests]
@@ -192,7 +192,7 @@ def untagged(node):
         return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
     return {"n": lambda: None, "b": lambda: rest[0] == "1", "i": lambda: int(rest[0], 16), "f": lambda: float.fromhex(rest[0]), "s": lambda: rest[0], "y": lambda: bytes.fromhex(rest[0])}[tag]()
 
-
+# %% ../../nbs/23_sandbox.task.ipynb #code-inside-calls
 def answer_calls(setup, source, name, seed, count):
     "Run the policy's code, then answer so many calls, each with what its function returns or raises, and with its arguments as they are afterwards."
     import os

@@ -5,22 +5,24 @@
 # %% auto #0
 __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 'NOEXEC', 'REMOUNT', 'BIND', 'DETACH',
            'OPEN_TREE', 'MOVE_MOUNT', 'LANDLOCK', 'TREE_CLONE', 'TREE_CLOEXEC', 'MOVE_EMPTY', 'HERE', 'PDEATHSIG',
-           'DUMPABLE', 'SECCOMP', 'CAPBSET_DROP', 'NO_NEW_PRIVS', 'SIGKILL', 'SIGXCPU', 'SIGSYS', 'CAPABILITIES',
-           'PACKET', 'DEFAULT_DISK', 'DEFAULT_INODES', 'WORK', 'SPARE', 'SEATS', 'MOST_READS', 'ARM_AFTER',
-           'FIRST_CENSUS', 'CENSUS', 'TICK', 'INLINE', 'OPAQUE', 'HIDES', 'HELPER_SECONDS', 'HELP', 'AFTER', 'OPENAT2',
-           'IN_ROOT', 'LINKS', 'FILES', 'READS', 'WRITES_ALL', 'WARM', 'ORDERS', 'Kernel', 'encode', 'decode', 'send',
-           'receive', 'Zygote', 'disk_options', 'make_room', 'tidy', 'go_home', 'fork', 'live', 'wait_for_order',
-           'enter', 'keep_seats', 'take_limits', 'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all',
-           'read_parts', 'texts', 'write_files', 'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory',
-           'lines_of', 'feed', 'push', 'hang_up', 'hear', 'read_some', 'take_answers', 'spawn', 'pipe_from', 'execute',
-           'open_tree', 'place_for', 'fits', 'hand_over', 'arm', 'disarm', 'look', 'exact_kb', 'families', 'clock_of',
-           'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'finish', 'listen_to_the_end', 'how',
-           'answers_index', 'forget', 'fault', 'say', 'deliver', 'tar_head', 'pack', 'hides', 'copy_in', 'entries',
-           'unpack', 'real_folder', 'make', 'remove_below', 'Job', 'begin', 'help_out', 'helped', 'layer_path',
-           'mount_session', 'upper_of', 'start_session', 'after_open', 'end_session_runs', 'close_session', 'help_open',
-           'help_snapshot', 'open_inside', 'help_read', 'help_write', 'help_forget', 'after_file', 'after_nothing',
-           'set_up_rooms', 'attempt_step', 'try_tmpfs', 'try_overlay', 'try_user', 'try_proc', 'landlock_version',
-           'make_rules', 'shut', 'warm_up', 'obey', 'order_kill', 'order_arm', 'main', 'say_hello', 'serve']
+           'DUMPABLE', 'SECCOMP', 'SECUREBITS', 'NO_NEW_PRIVS', 'SIGKILL', 'SIGCHLD', 'SIGXCPU', 'SIGSYS',
+           'ROOT_IS_NOBODY', 'PACKET', 'DEFAULT_DISK', 'DEFAULT_INODES', 'WORK', 'SPARE', 'SEATS', 'LISTEN_AFTER',
+           'MOST_READS', 'ARM_AFTER', 'FIRST_CENSUS', 'CENSUS', 'TICK', 'INLINE', 'OPAQUE', 'HIDES', 'FOLDER',
+           'HELPER_SECONDS', 'MISSING', 'FULL', 'HELP', 'AFTER', 'OPENAT2', 'IN_ROOT', 'LINKS', 'FILES', 'READS',
+           'WRITES_ALL', 'WARM', 'ORDERS', 'Kernel', 'Stance', 'encode', 'decode', 'send', 'receive', 'Zygote',
+           'disk_options', 'make_room', 'tidy', 'give_away', 'go_home', 'fork', 'live', 'wait_for_order', 'enter',
+           'keep_seats', 'take_limits', 'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all', 'read_parts',
+           'texts', 'write_files', 'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory', 'lines_of', 'feed',
+           'push', 'hang_up', 'hear', 'read_some', 'take_answers', 'open_channel', 'spawn', 'open_pipe', 'pipe_from',
+           'listen_to', 'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm', 'disarm', 'look', 'exact_kb',
+           'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'quiet', 'reap',
+           'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget', 'fault', 'say', 'deliver',
+           'tar_head', 'pack', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder', 'make', 'remove_below',
+           'unlinked', 'Job', 'begin', 'help_out', 'helped', 'layer_path', 'mount_session', 'upper_of', 'start_session',
+           'after_open', 'end_session_runs', 'close_session', 'help_open', 'help_snapshot', 'open_inside', 'help_read',
+           'help_write', 'help_forget', 'after_file', 'after_nothing', 'set_up_rooms', 'attempt_step', 'try_tmpfs',
+           'try_overlay', 'try_user', 'try_proc', 'landlock_version', 'make_rules', 'shut', 'warm_up', 'obey',
+           'order_kill', 'order_arm', 'main', 'say_hello', 'heed', 'serve']
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-imports
 import _signal
@@ -42,17 +44,17 @@ NEWNS, NEWIPC, NEWUSER, NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, DETACH = 1, 2, 4, 8, 32, 4096, 2
 OPEN_TREE, MOVE_MOUNT, LANDLOCK = 428, 429, 444  # the same on every architecture; Landlock's three follow each other
 TREE_CLONE, TREE_CLOEXEC, MOVE_EMPTY, HERE = 1, 0o2000000, 4, -100
-PDEATHSIG, DUMPABLE, SECCOMP, CAPBSET_DROP, NO_NEW_PRIVS = 1, 4, 22, 24, 38
-SIGKILL, SIGXCPU, SIGSYS = 9, 24, 31
-CAPABILITIES = 41
+PDEATHSIG, DUMPABLE, SECCOMP, SECUREBITS, NO_NEW_PRIVS = 1, 4, 22, 28, 38
+SIGKILL, SIGCHLD, SIGXCPU, SIGSYS = 9, 17, 24, 31
+ROOT_IS_NOBODY = 0xEF  # for good: user 0 has no rights of its own, nobody keeps rights when he changes his number, none are handed on
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-kernel
 class Kernel:
     "System calls by ctypes; each raises OSError with its name."
 
     def __init__(self):
         self.libc = ctypes.CDLL(None, use_errno=True)
-        self._all = {name: getattr(self.libc, name) for name in ("unshare", "setns", "mount", "umount2", "prctl", "capset", "syscall")}
+        self._all = {name: getattr(self.libc, name) for name in ("unshare", "setns", "mount", "umount2", "prctl", "capset", "signalfd", "sigprocmask", "sched_setaffinity", "syscall")}
         self._header, self._none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         self._filter = self._program = None
 
@@ -74,15 +76,51 @@ class Kernel:
         self._program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter)))
 
     def drop(self):
-        "Give up every capability for good, also of what is executed later."
-        prctl = self._all["prctl"]
-        for capability in range(CAPABILITIES):
-            prctl(CAPBSET_DROP, capability, 0, 0, 0)
+        "Give up every capability for good. What is executed later gets none either: NO_NEW_PRIVS is set, and root is nobody."
+        self.call("prctl", SECUREBITS, ROOT_IS_NOBODY, 0, 0, 0)
         self.call("capset", self._header, self._none)
 
     def filter(self):
         "Let the kernel refuse every system call that the filter does not allow."
         self.call("prctl", SECCOMP, 2, self._program, 0, 0)
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-stance
+class Stance:
+    "On which processors the process runs, and whether the end of a child wakes it."
+
+    def __init__(self, kernel):
+        self.call, self.loose, self.everywhere, self.here = kernel.call, True, b"", b""
+        self.child, self.nothing = struct.pack("Q", 1 << SIGCHLD - 1) + bytes(120), bytes(128)
+
+    def pin(self, core):
+        "Stay on one processor from now on; nothing if it may not be had."
+        try:
+            everywhere, here = (sum(1 << each for each in cores).to_bytes(128, "little") for cores in (os.sched_getaffinity(0), [core]))
+            os.sched_setaffinity(0, [core])
+            self.everywhere, self.here = everywhere, here
+        except OSError:
+            pass
+
+    def ends(self):
+        "A file that has something to say when a child has ended while the stance was kept."
+        self.keep()
+        return self.call("signalfd", -1, self.child, os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def loosen(self):
+        "As a child is to begin."
+        self.loose = True
+        if self.everywhere:
+            self.call("sched_setaffinity", 0, 128, self.everywhere)
+        self.call("sigprocmask", 2, self.nothing, None)
+
+    def keep(self):
+        "As the zygote sleeps; True if it was loose, so that a child may have ended unheard."
+        was, self.loose = self.loose, False
+        if was:
+            self.call("sigprocmask", 0, self.child, None)
+            if self.everywhere:
+                self.call("sched_setaffinity", 0, 128, self.here)
+        return was
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-packets
 PACKET = 1 << 16
@@ -117,16 +155,22 @@ class Zygote:
     def __init__(self, control, tier, scratch=""):
         self.control, self.tier, self.scratch = control, tier, scratch
         self.kernel = Kernel()
+        self.stance = Stance(self.kernel)
         self.poll = select.epoll()
         self.watch = {}  # open file -> (function, what it is of)
+        self.children = {}  # process -> (function, what it is of), for its end
         self.runs, self.jobs, self.armed, self.sessions = {}, {}, [], {}
+        self.young = deque()  # runs whose output nobody listens to yet
         self.wanted = 0  # children to keep armed
         self.rooms = tier == "bwrap-zygote"
         self.home = self.model = self.pids = -1
-        self.ready_room = False  # it stands in a fresh mount namespace that the next child takes over
+        self.ready_pids = False  # the next child is the first process of a fresh namespace
+        self.at_home, self.ready_room = True, False  # or it stands in a fresh mount namespace that the next child takes over, or in one that was given away
         self.arenas = {}
         self.outbox = deque()
         self.stale = []  # rooms that were given away; see tidy
+        self.pipes, self.channels = [], []  # made while there was nothing to do
+        self.laid, self.litter = (), []  # seats and files of the last child; see clear
         self.census_due = float("inf")
         self.rules = -1
         self.steps = {}
@@ -136,10 +180,11 @@ class Zygote:
         self.watch[fd] = (function, thing)
         self.poll.register(fd, events)
 
-    def unlisten(self, fd):
-        "Close a file that was listened to."
+    def drop(self, fd):
+        "Close a file, whether it is listened to or not; -1 is none."
         if self.watch.pop(fd, None):
             self.poll.unregister(fd)
+        if fd >= 0:
             os.close(fd)
 
 
@@ -153,7 +198,7 @@ def disk_options(disk, inodes):
 
 
 def make_room(z):
-    "Stand in a fresh mount and IPC namespace with an empty disk."
+    "Stand in a fresh mount and IPC namespace with an empty disk, with another for the processes of the next child."
     if z.rooms and not z.ready_room:
         z.kernel.call("setns", z.model, NEWNS)
         z.kernel.call("unshare", NEWNS | NEWIPC)
@@ -161,34 +206,50 @@ def make_room(z):
         os.mkdir(WORK)
         os.mkdir(SPARE)
         os.chdir(WORK)
-        z.room, z.ready_room = os.open("/proc/self/ns/mnt", os.O_RDONLY), True
+        z.room, z.ready_room, z.at_home = os.open("/proc/self/ns/mnt", os.O_RDONLY), True, False
+    if z.rooms and not z.ready_pids:
+        z.kernel.call("setns", z.pids, NEWPID)
+        z.kernel.call("unshare", NEWPID)
+        z.ready_pids = True
 
 
 def tidy(z):
     "Let go of rooms that were given away, and make the next. To take down a room takes the kernel a tenth of a millisecond: a child that ended would be waited for so much longer, if the zygote did not hold it."
+    clear(z)
     while z.stale:
         os.close(z.stale.pop())
+    while len(z.pipes) < 2:
+        z.pipes.append(open_pipe())
+    if not z.channels:
+        z.channels.append(open_channel())
     make_room(z)
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-fork
+def give_away(z):
+    "The room is a child's now, or nobody's. The zygote goes on standing in it until it has to be elsewhere: a child needs the processor more."
+    if z.ready_room:
+        z.stale.append(z.room)
+        z.ready_room = False
 
 
 def go_home(z):
-    "Stand where layers and sessions are."
-    if z.rooms:
+    "Stand where layers and sessions are, and the view of all processes."
+    if not z.at_home:
+        give_away(z)
         z.kernel.call("setns", z.home, NEWNS)
-        if z.ready_room:
-            z.stale.append(z.room)
-            z.ready_room = False
+        z.at_home = True
 
 
 def fork(z, fresh):
     "os.fork, for a child that is the first process of a fresh namespace, or one of the zygote's own."
-    if z.rooms:
+    if z.rooms and not fresh:
         z.kernel.call("setns", z.pids, NEWPID)
-        if fresh:
-            z.kernel.call("unshare", NEWPID)
+    z.ready_pids = False
+    z.stance.loosen()
     pid = os.fork()
-    if pid and z.ready_room:
-        go_home(z)  # the room is the child's now
+    if pid and fresh:
+        os.sched_yield()  # to the child, whose processor this is
+        give_away(z)
     return pid
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-child
@@ -236,7 +297,7 @@ def wait_for_order(z, channel):
     "An armed child: it gives up its rights, waits here, and takes its files and limits when the order comes."
     if z.rooms:
         lock(z)
-    head, _, fds = receive(channel)
+    head, _, fds = receive(_socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, channel))
     if head is None:
         os._exit(0)
     place = dict(zip(head["fds"].split(","), fds))
@@ -260,11 +321,11 @@ def enter(z, head, place, limits):
     if not z.rooms or "tree" in place:
         os.chdir(head["place"])  # in a room it stands there already
     keep_seats(place)
-    take_limits(limits)
     lock(z, head)
+    take_limits(limits)  # now that it has a user namespace of its own: what is counted there is its own processes
     return head
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-seats
 def keep_seats(place):
     "Close every file but the program's, the channel, the payload, and Landlock's rules."
     if "call" not in place:
@@ -288,11 +349,14 @@ def lay(place):
             os.dup2(fd, SEATS[name], SEATS[name] < 5)
 
 
-def clear(z, place):
-    "Take them away from there again."
-    for name in place:
+def clear(z):
+    "Take them away from there again, and let go of what was the child's."
+    for name in z.laid:
         if name in SEATS:
             os.dup2(z.errors if name == "err" else z.null, SEATS[name])
+    for fd in z.litter:
+        os.close(fd)
+    z.laid, z.litter = (), []
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-child-c
 def lock(z, head=None):
@@ -420,19 +484,22 @@ def run_command(z, argv):
             os._exit(0)
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-run
+LISTEN_AFTER = 0.003  # s: what a program writes before then waits in its pipe. Most have ended by then, and nobody was woken on the way
+
+
 class Run:
     "A program that runs, and what came of it so far."
 
     def __init__(self, head, now):
         self.ticket, self.head, self.began = head["ticket"], head, now
-        self.pid = self.process = self.feeding = -1
+        self.pid = self.feeding = -1
         self.channel = self.calls = self.arena = None
         self.room = int(head["output_kb"]) << 10  # bytes for stdout and stderr together, and for answers
         self.used = [0, 0, 0]  # bytes of stdout, stderr, answers
         self.sources = {}  # open file -> 0, 1 or 2
         self.at = self.asked = self.seen = self.lines = 0  # written and asked of the calls, looked at of the answers; lines that came back
         self.answers, self.call_due = [], float("inf")
-        self.due = now + float(head["wall_s"])
+        self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
         self.reason, self.said, self.hit = "", "", set()
         self.peak_kb, self.place, self.own = 0, "", ""
         self.warm = False
@@ -485,7 +552,7 @@ def push(z, run):
 
 def hang_up(z, run, due=float("inf")):
     "No more calls. `due`: until when the answer to the last one counts."
-    z.unlisten(run.feeding)
+    z.drop(run.feeding)
     run.feeding, run.call_due = -1, due
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-hear
@@ -515,7 +582,7 @@ def read_some(z, run, fd):
         return False
     if not got:
         del run.sources[fd]
-        z.unlisten(fd)
+        z.drop(fd)
         return False
     run.used[slot] += got
     if run.used[0] + run.used[1] > run.room or run.used[2] > run.room:
@@ -539,31 +606,52 @@ def take_answers(z, run):
         feed(z, run, time.monotonic())
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-start
-def spawn(z, head=None, place=()):
-    "A new child, with an order or without: (pid, our end of its channel). Its files are laid before the fork, where it costs less."
-    make_room(z)
+def open_channel():
+    "(our end, which never blocks, the file of the child's end)."
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
-    files = {**dict(place), "channel": theirs.fileno(), **({"rules": z.rules} if z.rules >= 0 else {})}
-    told = head and (head, files, limits_of(head))  # what is worked out here costs the child no memory
-    lay(files)
-    try:
-        pid = fork(z, fresh=True)
-        if not pid:
-            live(z, theirs, told)
-    finally:
-        clear(z, files)
-        theirs.close()
     ours.setblocking(False)
+    return ours, theirs.detach()
+
+
+def spawn(z, head=None, place=()):
+    "A new child, with an order or without: (pid, our end of its channel). All that can be done before the fork is: after it, whatever either side touches has to be copied."
+    clear(z)
+    make_room(z)
+    ours, theirs = z.channels.pop() if z.channels else open_channel()
+    z.laid = files = {**dict(place), "channel": theirs, **({"rules": z.rules} if z.rules >= 0 else {})}
+    z.litter.append(theirs)
+    told = head and (head, files, limits_of(head))
+    lay(files)
+    pid = fork(z, fresh=True)
+    if not pid:
+        live(z, theirs, told)
     return pid, ours
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-pipes
+def open_pipe():
+    "(our end, the program's end), of which ours never blocks."
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    return ours, theirs
 
 
 def pipe_from(z, run, slot):
     "A pipe that the program writes to; its other end."
-    ours, theirs = os.pipe()
-    os.set_blocking(ours, False)
+    ours, theirs = z.pipes.pop() if z.pipes else open_pipe()
     run.sources[ours] = slot
-    z.listen(ours, lambda r: hear(z, r, ours), run)
+    if slot == 2:  # an answer: the next call waits for it
+        z.listen(ours, lambda r: hear(z, r, ours), run)
     return theirs
+
+
+def listen_to(z, now):
+    "Listen to the output of programs that have run for a while."
+    while z.young and (z.young[0].pid < 0 or z.young[0].heard <= now):
+        run = z.young.popleft()
+        if run.pid > 0:
+            clear(z)
+            for fd in [fd for fd, slot in run.sources.items() if slot < 2]:
+                z.listen(fd, lambda r, fd=fd: hear(z, r, fd), run)
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-start-b
 def execute(z, head, rest, fds):
@@ -583,9 +671,9 @@ def execute(z, head, rest, fds):
             place["answer"] = pipe_from(z, run, 2)
         head["fds"], head["place"] = ",".join(place), place_for(z, run, head)
         hand_over(z, run, head, place)
-        run.process = os.pidfd_open(run.pid)
-        z.listen(run.process, lambda r: finish(z, r), run)
+        z.children[run.pid] = finish, run
         z.runs[run.ticket] = run
+        z.young.append(run)
         if run.calls:
             z.listen(run.feeding, lambda r: push(z, r), run, 0)
             feed(z, run, now)
@@ -594,9 +682,7 @@ def execute(z, head, rest, fds):
         forget(z, run)
         say(z, fault(run.ticket, "start_failed", f"{type(error).__name__}: {error}"))
     finally:
-        for fd in (calls, *place.values()):
-            if fd >= 0:
-                os.close(fd)
+        z.litter += [fd for fd in (calls, *place.values()) if fd >= 0]  # see clear
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-start-b2
 def open_tree(z, session, place):
@@ -617,7 +703,7 @@ def place_for(z, run, head):
         os.mkdir(run.own)
     return run.place or f"{z.scratch}/empty"
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-hand-over
 def fits(z, head):
     "Whether an armed child will do: it has a room of the usual size, and it is too late for a session's tree."
     return not z.rooms or not head["tree"] and (int(head["disk_mb"]), int(head["inodes"])) == (DEFAULT_DISK, DEFAULT_INODES)
@@ -626,18 +712,16 @@ def fits(z, head):
 def hand_over(z, run, head, place):
     "Give an order to an armed child, or to one that is forked for it."
     while z.armed and fits(z, head):
-        run.pid, run.channel, process = z.armed.pop()
-        z.unlisten(process)
+        run.pid, run.channel = z.armed.pop()
         try:
             send(run.channel, [encode(head)], list(place.values()))
             run.warm = True
             return
         except OSError:
             run.channel.close()  # it died meanwhile
-            os.waitpid(run.pid, 0)
     run.pid, run.channel = spawn(z, head, place)
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-arm
 ARM_AFTER = 0.002  # s without anything to do: a fork takes the zygote a while, and programs that end would wait for it
 
 
@@ -648,19 +732,16 @@ def arm(z):
     except OSError:
         z.wanted = 0  # the machine refuses; orders will say why
         return
-    process = os.pidfd_open(pid)
-    z.armed.append((pid, channel, process))
-    z.listen(process, lambda p: disarm(z, p), pid)
+    z.armed.append((pid, channel))
+    z.children[pid] = disarm, pid
 
-# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-start-b2-b
+
 def disarm(z, pid):
-    "An armed child has ended without a program: it could not get ready."
-    found = [child for child in z.armed if child[0] == pid]
-    for child in found:
+    "A child without a program has ended: it was not wanted any more, or could not get ready."
+    os.waitpid(pid, 0)
+    for child in [child for child in z.armed if child[0] == pid]:
         z.armed.remove(child)
         child[1].close()
-        z.unlisten(child[2])
-        os.waitpid(pid, 0)
         z.wanted = 0
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-census
@@ -669,13 +750,13 @@ TICK = 100.0  # a second, in /proc
 
 
 def look(pid):
-    "(parent, CPU s with that of its ended children, KiB of memory of its own) of a process; None if it is gone."
+    "(parent, CPU s with that of its ended children, KiB of memory of its own, threads) of a process; None if it is gone."
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read().rpartition(b") ")[2].split()
         with open(f"/proc/{pid}/status", "rb") as file:
             own = [int(line.split()[1]) for line in file if line.startswith((b"RssAnon:", b"RssShmem:"))]
-        return int(stat[1]), sum(map(int, stat[11:15])) / TICK, sum(own)
+        return int(stat[1]), sum(map(int, stat[11:15])) / TICK, sum(own), int(stat[17])
     except (OSError, IndexError, ValueError):
         return None
 
@@ -691,18 +772,18 @@ def exact_kb(pids):
             pass
     return found
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-families
 def families(z):
-    "Ticket of a run -> [(pid, CPU s, KiB)] of every process below its child."
+    "Ticket of a run -> [(pid, CPU s, KiB, threads)] of every process below its child."
     roots = {run.pid: run.ticket for run in z.runs.values()}
     seen = {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name)))} if z.rooms else {pid: found for pid in roots if (found := look(pid))}
     below = {ticket: [] for ticket in roots.values()}
-    for pid, (parent, cpu, kb) in seen.items():
+    for pid, (parent, *used) in seen.items():
         top = pid
         while top not in roots and seen.get(top, (0,))[0] in seen:
             top = seen[top][0]
         if top in roots:
-            below[roots[top]].append((pid, cpu, kb))
+            below[roots[top]].append((pid, *used))
     return below
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-watching
@@ -713,23 +794,27 @@ def clock_of(pid):
 
 def census(z, now):
     "Look at all programs that have run for a while, and end those that took too much."
+    go_home(z)
     for ticket, family in families(z).items():
         run = z.runs[ticket]
-        used = sum(kb for _, _, kb in family)
+        used = sum(kb for _, _, kb, _ in family)
         limit = int(run.head["memory_mb"]) << 10
         if used > limit:
-            used = exact_kb(pid for pid, _, _ in family)
+            used = exact_kb(pid for pid, *_ in family)
         run.peak_kb = max(run.peak_kb, used)
         if used > limit:
             kill(z, run, "memory_limit")
         elif run.place and not small(run.place, int(run.head["disk_mb"]) << 20, int(run.head["inodes"])):
             run.hit.add("disk_mb")
             kill(z, run, "output_limit")
-        elif max(sum(cpu for _, cpu, _ in family), own_clock(run)) > float(run.head["cpu_s"]):
+        elif not z.rooms and sum(threads for *_, threads in family) > int(run.head["processes"]):  # the kernel counts them by user, that is of all programs together
+            run.hit.add("processes")
+            kill(z, run, "forbidden")
+        elif max(sum(cpu for _, cpu, *_ in family), own_clock(run)) > float(run.head["cpu_s"]):
             kill(z, run, "cpu_limit")
     z.census_due = now + CENSUS if z.runs else float("inf")
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-small
 def small(folder, most_bytes, most_files):
     "Whether a folder, with all below it, has no more than so many bytes and entries; for a tier whose disks have no limit."
     todo = [folder]
@@ -743,8 +828,9 @@ def small(folder, most_bytes, most_files):
                         return False
                     if entry.is_dir(follow_symlinks=False):
                         todo.append(entry.path)
-        except OSError:
-            pass
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return False  # deeper than one can look
     return True
 
 
@@ -785,14 +871,35 @@ def end_all(z, run):
             pass
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-finish
+def quiet(ended):
+    "Take in what a file says of children that have ended: it does not say how many."
+    try:
+        os.read(ended, 1 << 14)
+    except BlockingIOError:
+        pass  # heard before
+
+
+def reap(z):
+    "Do what is to be done for children that have ended; returns how many."
+    count = 0
+    while z.children and (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):  # whose number nobody else has yet
+        function, thing = z.children.pop(found.si_pid, (forget_child, found.si_pid))
+        function(z, thing)
+        count += 1
+    return count
+
+
+def forget_child(z, pid):
+    "A child has ended of which nobody wants to know."
+    os.waitpid(pid, 0)
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-collect
 def finish(z, run):
-    "A child has ended: collect what is left, and answer."
+    "A program has ended: collect what is left, and answer."
     now = time.monotonic()
     if not z.rooms:
         end_all(z, run)
-    pid, status, usage = os.wait4(run.pid, os.WNOHANG)
-    if not pid:
-        return  # an old event, of a file that had the same number
+    _, status, usage = os.wait4(run.pid, 0)
     run.pid = -1
     for fd in list(run.sources):
         while hear(z, run, fd):
@@ -846,7 +953,7 @@ def how(run, went, status, cpu):
         return "memory_limit" if run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10) else "host_oom"
     return "forbidden" if sign == SIGSYS else "crashed" if sign else "exited"
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-forget
 def answers_index(run):
     "Length of each answer, -1 for none, 4 bytes each."
     return struct.pack(f"<{len(run.answers)}i", *(-1 if span is None else span[1] - span[0] for span in run.answers))
@@ -855,8 +962,8 @@ def answers_index(run):
 def forget(z, run):
     "Close what belongs to a run."
     z.runs.pop(run.ticket, None)
-    for fd in (run.process, run.feeding, *run.sources):
-        z.unlisten(fd)
+    for fd in (run.feeding, *run.sources):
+        z.drop(fd)
     if run.own:
         begin(z, {"kind": "sweep", "ticket": 0, "path": run.own}, b"", [])
     if run.channel:
@@ -916,7 +1023,7 @@ def tar_head(name, mode, size, mtime, kind, link=b""):
     head = struct.pack("100s8s8s8s12s12s8s1s100s8s247s", name[:99], b"%07o" % mode, b"%07o" % 0, b"%07o" % 0, b"%011o" % size, b"%011o" % mtime, b" " * 8, kind, link[:99], b"ustar  ", b"")
     return long + head[:148] + b"%06o\0 " % sum(head) + head[156:]
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-pack
 def pack(root, out, most):
     "Write what is under a folder (the upper one of an overlay) as a layer. OSError(EFBIG) beyond `most` bytes."
     todo, spent = [b""], 0
@@ -983,7 +1090,7 @@ def entries(fd):
                 yield name, kind, int(mode, 8) & 0o777, size, int(mtime or b"0", 8), link, at
         at += size + -size % 512
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-unpack
 def unpack(fd, root, flat):
     "Make a layer's tree in an empty folder; `flat`: on top of what is there, so that what is to be hidden is removed. Links are made, never followed."
     for name, kind, mode, size, mtime, link, at in entries(fd):
@@ -1029,25 +1136,41 @@ def make(fd, path, kind, mode, size, mtime, link, at):
     os.utime(out, (mtime, mtime))
     os.close(out)
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-remove
 def remove_below(path, keep=False):
-    "Remove a file, link or tree, if it is there; `keep`: only what is in it."
+    "Remove a file, link or tree, if it is there, whatever its modes; `keep`: only what is in it. What lies deep is lifted to the top first, since no path leads to what lies deep enough."
     if os.path.islink(path) or not os.path.isdir(path):
         if os.path.lexists(path):
             os.unlink(path)
         return
-    todo = [path]
-    while todo:
-        folder, inner = todo[-1], []
-        with os.scandir(folder) as found:
-            for entry in found:
-                inner.append(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        if inner:
-            todo += inner
-        else:
-            todo.pop()
-            if folder != path or not keep:
-                os.rmdir(folder)
+    os.chmod(path, 0o700)
+    top, lifted, number = os.open(path, FOLDER), os.urandom(8).hex(), 0
+    while names := os.listdir(top):
+        for name in names:
+            if inner := unlinked(name, top):
+                for each in os.listdir(inner):
+                    if below := unlinked(each, inner):
+                        os.close(below)
+                        number += 1
+                        os.rename(each, f"{lifted}{number}", src_dir_fd=inner, dst_dir_fd=top)
+                os.close(inner)
+                os.rmdir(name, dir_fd=top)
+    os.close(top)
+    if not keep:
+        os.rmdir(path)
+
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def unlinked(name, folder):
+    "Remove a file or link from an open folder; 0. If it is a folder itself, that, open."
+    try:
+        os.unlink(name, dir_fd=folder)
+        return 0
+    except OSError:
+        os.chmod(name, 0o700, dir_fd=folder)
+        return os.open(name, FOLDER, dir_fd=folder)
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-jobs
 HELPER_SECONDS = 60.0
@@ -1058,7 +1181,6 @@ class Job:
 
     def __init__(self, head, pid, out):
         self.head, self.pid, self.out, self.due = head, pid, out, time.monotonic() + HELPER_SECONDS
-        self.process = os.pidfd_open(pid)
 
 
 def begin(z, head, rest, fds):
@@ -1071,24 +1193,25 @@ def begin(z, head, rest, fds):
         return say(z, fault(head["ticket"], "start_failed", f"fork: {error}"))
     if not pid:
         help_out(z, head, out, fds)
-    job = Job(head, pid, out)
-    z.jobs[pid] = job
-    z.listen(job.process, lambda j: helped(z, j), job)
+    z.jobs[pid] = Job(head, pid, out)
+    z.children[pid] = helped, z.jobs[pid]
     for fd in fds:
         os.close(fd)
 
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-help-out
+MISSING, FULL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO), (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def help_out(z, head, out, fds):
-    "All that a helper does; never returns. Exit status 0, 2 for a file that is not there, or 1 with the reason in `out`."
+    "All that a helper does; never returns. Exit status 0, 2 for a file that is not there, or the reason in `out`: 3 for no room, 1 for anything else."
     status = 0
     try:
         z.kernel.call("prctl", PDEATHSIG, SIGKILL, 0, 0, 0)
         go_home(z)
         HELP[head["kind"]](z, head, out, fds)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        status = 2
     except BaseException as error:
-        status = 3 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else 1
+        code = getattr(error, "errno", 0)
+        status = 2 if code in MISSING else 3 if code in FULL else 1
         os.ftruncate(out, 0)
         os.pwrite(out, f"{type(error).__name__}: {error}".encode()[:400], 0)
     finally:
@@ -1097,11 +1220,8 @@ def help_out(z, head, out, fds):
 
 def helped(z, job):
     "A helper has ended: go on with the order, or say what was wrong."
-    _, status = os.waitpid(job.pid, 0)
-    status = os.waitstatus_to_exitcode(status)
+    head, status = job.head, os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
     del z.jobs[job.pid]
-    z.unlisten(job.process)
-    head = job.head
     if status == 0:
         return AFTER[head["kind"]](z, head, job.out)
     said = os.pread(job.out, 400, 0).decode(errors="replace") if status in (1, 3) else f"its helper was ended with {status}"
@@ -1137,7 +1257,7 @@ def upper_of(z, session):
     place = z.sessions[session].removesuffix("/m")
     return f"{place}/upper" if os.path.ismount(f"{place}/m") else f"{place}/m"
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-session-start
 def start_session(z, head, rest, fds):
     "An order to open or restore: fetch the layers that are not here, then mount."
     end_session_runs(z, head["session"])
@@ -1201,7 +1321,7 @@ def help_snapshot(z, head, out, fds):
         os.write(out, tar_head(HIDES, 0o644, 0, 0, b"0"))  # all of it, so nothing below counts
         pack(z.sessions[head["session"]].encode(), out, int(head["most"]))
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-help-files
 def open_inside(z, root, path, flags):
     "Open a path in a workspace as if that were the whole world: links cannot lead out of it."
     how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644 if flags & os.O_CREAT else 0, IN_ROOT)
@@ -1213,7 +1333,7 @@ def help_read(z, head, out, fds):
     root = os.open(z.sessions[head["session"]], os.O_PATH)
     source = open_inside(z, root, bytes.fromhex(head["path"]), os.O_RDONLY)
     if os.fstat(source).st_mode & 0o170000 != 0o100000:
-        raise FileNotFoundError("no file")
+        raise FileNotFoundError(errno.ENOENT, "no file")
     left = int(head["most"])
     while left > 0 and (sent := os.sendfile(out, source, None, left)):
         left -= sent
@@ -1281,10 +1401,12 @@ def set_up_rooms(z, layers_mb):
     for step, attempt in (("tmpfs", try_tmpfs), ("overlay", try_overlay), ("user namespace", try_user), ("proc", try_proc)):
         z.steps[step] = attempt_step(attempt, z)
 
-
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-attempt
 def attempt_step(function, z):
     "Try in a process of its own what may be refused: 'ok' or why not."
     told, tell = os.pipe()
+    z.kernel.call("setns", z.pids, NEWPID)
+    z.kernel.call("unshare", NEWPID)
     pid = fork(z, fresh=True)
     if not pid:
         try:
@@ -1427,10 +1549,9 @@ def order_arm(z, head, rest, fds):
     "Keep so many children ready."
     z.wanted = int(head["number"])
     while len(z.armed) > z.wanted:
-        pid, channel, process = z.armed.pop()
-        channel.close()  # it ends by itself
-        z.unlisten(process)
-        os.waitpid(pid, 0)
+        pid, channel = z.armed.pop()
+        channel.close()
+        os.kill(pid, SIGKILL)  # it has a copy of our end of its channel, and would wait
 
 
 ORDERS = {"exec": execute, "kill": order_kill, "arm": order_arm, "close": close_session, "open": start_session, "restore": start_session, **dict.fromkeys(("read", "write", "snapshot", "forget"), begin)}
@@ -1449,6 +1570,8 @@ def main(fd, told):
     z = Zygote(control, tier, scratch)
     z.readable, z.null, z.errors = readable, null, os.dup(2)
     head, _, fds = receive(control)
+    if head["core"]:
+        z.stance.pin(int(head["core"]))  # a child starts where its pages are warm, and its end wakes nobody on another processor
     filters = [read_all(fd) for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -1474,28 +1597,37 @@ def say_hello(z):
     control = z.control
     control.setblocking(False)
     z.listen(control.fileno(), lambda c: obey(z, c), control)
+    z.listen(ended := z.stance.ends(), quiet, ended)
     say(z, {"ticket": 0, "kind": "hello", "pid": os.getpid()}, [encode(z.steps)])
 
 
+def heed(z, events):
+    "Hear everyone who has something to say; returns how many there were."
+    for fd, event in events:
+        if fd in z.watch:
+            function, thing = z.watch[fd]
+            if thing is z.control and event & select.EPOLLOUT:
+                deliver(z)
+            if thing is not z.control or event & ~select.EPOLLOUT:
+                function(thing)
+    return len(events)
+
+
 def serve(z):
-    "Wait, and do what there is to do, until the end."
+    "Do what there is to do, then what is due, and only then sleep, until the end. A child often ends before anyone has slept."
     while True:
-        due = min((*(min(run.due, run.call_due) for run in z.runs.values()), *(job.due for job in z.jobs.values()), z.census_due), default=float("inf"))
-        quiet = ARM_AFTER if len(z.armed) < z.wanted else 3600
-        events = z.poll.poll(min(max(due - time.monotonic(), 0), quiet))
-        for fd, event in events:
-            if fd in z.watch:
-                function, thing = z.watch[fd]
-                if thing is z.control and event & select.EPOLLOUT:
-                    deliver(z)
-                if thing is not z.control or event & ~select.EPOLLOUT:
-                    function(thing)
+        busy = heed(z, z.poll.poll(0)) + reap(z)
         now = time.monotonic()
+        listen_to(z, now)
+        due = min((*(min(run.due, run.call_due) for run in z.runs.values()), *(job.due for job in z.jobs.values()), z.young[0].heard if z.young else z.census_due, z.census_due))
         if now >= due:
             overdue(z, now)
         if now >= z.census_due:
             census(z, now)
-        if not events and len(z.armed) < z.wanted:
-            arm(z)
         if not z.runs or len(z.stale) > 8:  # while one runs, it would only be in its way
             tidy(z)
+        if busy or z.stance.keep():  # whose end went unheard until now
+            continue
+        longest = ARM_AFTER if len(z.armed) < z.wanted else 3600
+        if not heed(z, z.poll.poll(min(max(due - time.monotonic(), 0), longest))) and len(z.armed) < z.wanted:
+            arm(z)
