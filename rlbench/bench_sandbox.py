@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from .capacity import machine
 from .sandbox.jail import BEGIN, Jail, as_user, bwrap_command, sealed, self_test, unprivileged, zygote_source
 from .sandbox.policy import Policy, PoolSpec
 from .sandbox.pool import Pool, stop_pool
-from .sandbox.spec import Execution, Fault, Limits, Order, Program, Reply
+from .sandbox.spec import Order, Program, Reply
 from .sandbox.workspace import Store, put_files
 
 # %% ../nbs/88_bench_sandbox.ipynb #bench-sandbox-ask

@@ -10,7 +10,7 @@ __all__ = ['HEADS', 'SMALL', 'DIGITS', 'FACTORS', 'EDGES', 'NUMBERS', 'PAIRS', '
 # %% ../nbs/28_programs.ipynb #programs-imports
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random

@@ -10,19 +10,19 @@ __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 
            'MOST_READS', 'ARM_AFTER', 'FIRST_CENSUS', 'CENSUS', 'TICK', 'INLINE', 'OPAQUE', 'HIDES', 'FOLDER',
            'HELPER_SECONDS', 'MISSING', 'FULL', 'HELP', 'AFTER', 'OPENAT2', 'IN_ROOT', 'LINKS', 'FILES', 'READS',
            'WRITES_ALL', 'WARM', 'ORDERS', 'Kernel', 'Stance', 'encode', 'decode', 'send', 'receive', 'Zygote',
-           'disk_options', 'make_room', 'tidy', 'give_away', 'go_home', 'fork', 'live', 'wait_for_order', 'enter',
-           'keep_seats', 'take_limits', 'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all', 'read_parts',
-           'texts', 'write_files', 'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory', 'lines_of', 'feed',
-           'push', 'hang_up', 'hear', 'read_some', 'take_answers', 'open_channel', 'spawn', 'open_pipe', 'pipe_from',
-           'listen_to', 'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm', 'disarm', 'look', 'exact_kb',
-           'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'quiet', 'reap',
-           'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget', 'fault', 'say', 'deliver',
-           'tar_head', 'pack', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder', 'make', 'remove_below',
-           'unlinked', 'Job', 'begin', 'help_out', 'helped', 'layer_path', 'mount_session', 'upper_of', 'start_session',
-           'after_open', 'end_session_runs', 'close_session', 'help_open', 'help_snapshot', 'open_inside', 'help_read',
-           'help_write', 'help_forget', 'after_file', 'after_nothing', 'set_up_rooms', 'attempt_step', 'try_tmpfs',
-           'try_overlay', 'try_user', 'try_proc', 'landlock_version', 'make_rules', 'shut', 'warm_up', 'obey',
-           'order_kill', 'order_arm', 'main', 'say_hello', 'heed', 'serve']
+           'disk_options', 'new_pids', 'make_room', 'tidy', 'give_away', 'go_home', 'fork', 'live', 'wait_for_order',
+           'enter', 'keep_seats', 'take_limits', 'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all',
+           'read_parts', 'texts', 'write_files', 'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory',
+           'lines_of', 'feed', 'push', 'hang_up', 'hear', 'read_some', 'take_answers', 'open_channel', 'spawn',
+           'open_pipe', 'pipe_from', 'listen_to', 'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm',
+           'disarm', 'look', 'exact_kb', 'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill',
+           'end_all', 'quiet', 'reap', 'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget',
+           'fault', 'say', 'deliver', 'tar_head', 'pack', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder',
+           'make', 'remove_below', 'unlinked', 'Job', 'begin', 'help_out', 'helped', 'layer_path', 'mount_session',
+           'upper_of', 'start_session', 'after_open', 'end_session_runs', 'close_session', 'help_open', 'help_snapshot',
+           'open_inside', 'help_read', 'help_write', 'help_forget', 'after_file', 'after_nothing', 'set_up_rooms',
+           'attempt_step', 'try_tmpfs', 'try_overlay', 'try_user', 'try_proc', 'landlock_version', 'make_rules', 'shut',
+           'warm_up', 'obey', 'order_kill', 'order_arm', 'main', 'say_hello', 'heed', 'serve']
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-imports
 import _signal
@@ -197,6 +197,12 @@ def disk_options(disk, inodes):
     return f"size={disk}m,nr_inodes={inodes + 3},mode=755".encode()
 
 
+def new_pids(z):
+    "Have the next fork begin a process namespace."
+    z.kernel.call("setns", z.pids, NEWPID)
+    z.kernel.call("unshare", NEWPID)
+
+
 def make_room(z):
     "Stand in a fresh mount and IPC namespace with an empty disk, with another for the processes of the next child."
     if z.rooms and not z.ready_room:
@@ -208,8 +214,7 @@ def make_room(z):
         os.chdir(WORK)
         z.room, z.ready_room, z.at_home = os.open("/proc/self/ns/mnt", os.O_RDONLY), True, False
     if z.rooms and not z.ready_pids:
-        z.kernel.call("setns", z.pids, NEWPID)
-        z.kernel.call("unshare", NEWPID)
+        new_pids(z)
         z.ready_pids = True
 
 
@@ -1405,8 +1410,7 @@ def set_up_rooms(z, layers_mb):
 def attempt_step(function, z):
     "Try in a process of its own what may be refused: 'ok' or why not."
     told, tell = os.pipe()
-    z.kernel.call("setns", z.pids, NEWPID)
-    z.kernel.call("unshare", NEWPID)
+    new_pids(z)
     pid = fork(z, fresh=True)
     if not pid:
         try:
