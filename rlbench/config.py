@@ -50,7 +50,7 @@ from .webhook import check_address
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
     "tasks": ALL_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": {**ENVIRONMENTS, "code": code},
 }
-FILTERS = ("zero_advantage", "none")
+FILTERS = ("zero_advantage", "band", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
 
 
@@ -212,7 +212,7 @@ class _Data(BaseModel):
         0.2,
         0.8,
     )
-    filter: Annotated[str, Knob(choices=FILTERS, help="groups whose rewards give no member an advantage", apply="version")] = (
+    filter: Annotated[str, Knob(choices=FILTERS, help="groups that are not trained: those that give no member an advantage; those and what was solved less or more often than the band says; none", apply="version")] = (
         "zero_advantage"
     )
     staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0

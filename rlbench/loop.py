@@ -10,13 +10,13 @@ __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'A
            'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp',
            'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed',
            'end_move', 'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
-           'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'weigh', 'decide_beside', 'decide_score',
-           'decide_settle', 'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren',
-           'teaches', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished',
-           'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up',
-           'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line',
-           'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon',
-           'resume_state', 'step']
+           'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'filtered_share', 'weigh', 'decide_beside',
+           'decide_score', 'decide_settle', 'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded',
+           'too_few', 'drop_barren', 'teaches', 'off_band', 'enqueue', 'spent', 'hopeless', 'decide_budget',
+           'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole',
+           'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
+           'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate', 'new_group',
+           'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/52_loop.ipynb #loop-imports
 import copy
@@ -720,6 +720,14 @@ def limits_of(state: LoopState) -> Limits:
     return Limits(b.lag, **ranges, leave=b.leave)
 
 # %% ../nbs/52_loop.ipynb #loop-balance-weigh
+def filtered_share(state: LoopState, figures: Mapping[str, float | None]) -> float:
+    "Of the groups served with a batch, those that the filter in force leaves out; under the filter `band` the share of all rollouts so far that were left out."
+    if state.config.filter == "band":
+        counts = {fate: entry[0] for fate, entry in state.books.items() if fate != Fate.EVALUATED}
+        return counts.get(Fate.FILTERED, 0) / max(1, sum(counts.values()))
+    return (figures.get("all_pass") or 0.0) + (figures.get("all_fail") or 0.0) if state.config.filter == "zero_advantage" else 0.0
+
+
 def weigh(state: LoopState, e: Measured, actions: list) -> None:
     "Give a finished batch to the balance rule, and ask for what it wants."
     mode, f, beside = state.config.balance.mode, e.figures, state.balance.beside
@@ -729,9 +737,8 @@ def weigh(state: LoopState, e: Measured, actions: list) -> None:
     if mode == "off" or beside == "held" or state.phase != "running":
         return
     s = settings_of(state)
-    filtered = (f.get("all_pass") or 0.0) + (f.get("all_fail") or 0.0) if state.config.filter != "none" else 0.0
     ended = int(sum(entry[0] for entry in state.books.values()))
-    row = row_of(e.version, f, s.colocated, unusable=filtered, ended=ended, dropped=int(state.books.get("stale", [0])[0]), evaluated=beside == "evaluated")
+    row = row_of(e.version, f, s.colocated, unusable=filtered_share(state, f), ended=ended, dropped=int(state.books.get("stale", [0])[0]), evaluated=beside == "evaluated")
     theirs = {r.knob for r in state.ramps} | {c.knob for c in state.commands if c.author != BALANCE}
     state.balance, move = (decide if mode == "act" else advise)(noted(state.balance, row), s, limits_of(state), theirs)
     if move:
@@ -870,6 +877,12 @@ def teaches(state: LoopState, members: list[Member], rewards_R: np.ndarray, acti
     return False
 
 
+def off_band(state: LoopState, members: list[Member]) -> bool:
+    "Whether the filter `band` is in force, and so many of these members were right that the group is too hard or too easy."
+    low, high = state.config.band
+    return state.config.filter == "band" and not low <= sum(bool(m.correct) for m in members) / len(members) <= high
+
+
 def enqueue(state: LoopState, group: GroupState) -> None:
     "The group may be trained, as far as its own age allows."
     group.status = "queued"
@@ -882,7 +895,7 @@ def _settle_training(state: LoopState, group: GroupState, valid: list[Member], a
         close_group(state, group, Fate.MASKED, actions)
         return
     rewards_R = shaped_rewards(state, valid, actions)
-    if state.config.filter == "zero_advantage" and not teaches(state, valid, rewards_R, actions):
+    if off_band(state, valid) or state.config.filter != "none" and not teaches(state, valid, rewards_R, actions):
         state.fruitless += 1
         close_group(state, group, Fate.FILTERED, actions)
     elif too_few(state, rewards_R):
@@ -923,7 +936,8 @@ def hopeless(state: LoopState) -> str:
     if state.refused >= FAILED_BATCHES * c.batch_groups:
         return f"the generator would not write a response of {state.refused} groups in a row; run.log says why"
     if state.fruitless >= FRUITLESS_BATCHES * c.batch_groups:
-        return f"{state.fruitless} groups in a row all passed or all failed, or were left no reward: nothing to learn from; change the tasks, the band, the group size or the filter"
+        outside = f"were solved less often than {c.band[0]:g} or more often than {c.band[1]:g}, or" if c.filter == "band" else "all passed or all failed, or"
+        return f"{state.fruitless} groups in a row {outside} were left no reward: nothing to learn from; change the tasks, the band, the group size or the filter"
     return ""
 
 

@@ -23,7 +23,7 @@ def a_config(r: random.Random) -> dict:
     return {
         "clock": "virtual", "generator": "scripted", "seed": r.randrange(1000), "steps": r.randint(1, 12), "group": 1 if alone else group,
         "batch": r.randint(1, 6) * (1 if alone else group), "advantage": "reinforce" if alone else r.choice(("grpo", "rloo", "dr_grpo")),
-        "filter": "none" if alone else r.choice(("zero_advantage", "zero_advantage", "none")), "staleness": bound, "publish_every": r.choice((1, 1, r.randint(1, bound + 1))),
+        "filter": "none" if alone else r.choice(("zero_advantage", "zero_advantage", "band", "none")), "staleness": bound, "publish_every": r.choice((1, 1, r.randint(1, bound + 1))),
         "placement": placement, "generators": r.choice((1, 2, 3)) if placement == "split" else 1, "overdue": r.choice(("drop", "wait")),
         "stragglers": stragglers, "straggler_unit": r.choice(("group", "rollout")), "old_tokens": "mask" if stragglers == "partial" and not bound else r.choice(("train", "mask", "correct")),
         "oversample": r.choice((0.0, 0.3, 1.0, 1.5) if stragglers != "in_flight" else (0.0, 0.0, 0.3, 1.0)), "concurrency": r.choice((1, 3, 8, 64)), "sampler": r.choice(("band", "uniform", "easy_to_hard")),
@@ -45,7 +45,7 @@ def a_command(r: random.Random, config: RunConfig) -> tuple[str, object, int]:
         ("group", r.choice((2, 4, 5)), 0), ("group", 8, 3), ("batch", r.randint(1, 8) * g, r.choice((0, 0, 3))), ("band", [0.1, r.choice((0.5, 0.9))], r.choice((0, 4))),
         ("concurrency", r.choice((1, 5, 40)), r.choice((0, 2))), ("oversample", r.choice((0.0, 0.5, 2.0)), 0), ("overdue", r.choice(("drop", "wait")), 0), ("steps", r.randint(1, 14), 0),
         ("backlog", r.choice(("hold", "drop_oldest")), 0), ("queue_batches", r.choice((0, 1, 3)), 0),
-        ("filter", r.choice(("none", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0), ("shaping", r.choice(("none", "kimi_length", "mask_truncated")), 0),
+        ("filter", r.choice(("none", "band", "zero_advantage")), 0), ("score_retries", r.randint(0, 2), 0), ("tokens", r.choice((0, 2000)), 0), ("loss.high", 0.3, 0), ("sampler", "uniform", 0), ("shaping", r.choice(("none", "kimi_length", "mask_truncated")), 0),
         ("stragglers", r.choice(("in_flight", "wait", "oversample", "requeue", "partial")), 0), ("stragglers", r.choice(("wait", "requeue", "partial")), 0), ("straggler_unit", r.choice(("group", "rollout")), 0),
         ("old_tokens", r.choice(("train", "mask", "correct")), 0), ("stragglers", "late", 0), ("oversample", 1.0, 0),
         ("pause", None, 0), ("pause", None, 0), ("go", None, 0), ("step", None, 0), ("step", None, 0), ("eval", None, 0), ("nonsense", 1, 0), ("seed", 1, 0), ("batch", 7.5, 0), ("band", [0.9, 0.1], 0),

@@ -109,14 +109,14 @@ def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
         assert (steps["trained_rollouts"] <= 16).all() and steps["trained_rollouts"].min() < 16 and driver.state.phase == "done"
 
 
-@pytest.mark.parametrize("filter", ["zero_advantage", "none"])
+@pytest.mark.parametrize("filter", ["zero_advantage", "band", "none"])
 def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path, filter):
     "Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget of tokens is spent."
     driver = inline_run(tmp_path, filter, SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 1, "filter": filter, "tokens": 3000})
     check_books(driver)
     groups, _, steps = tables(driver)
     assert not len(steps) and "trained" not in set(groups["fate"])
-    assert ("filtered" if filter == "zero_advantage" else "masked") in set(groups["fate"])
+    assert ("masked" if filter == "none" else "filtered") in set(groups["fate"])
     assert filter == "none" or driver.state.phase == "failed" and "left no reward" in driver.state.reason
 
 
@@ -255,3 +255,17 @@ def test_facts_of_loop_and_trainer_agree():
     for name, value in vars(facts_of(rollouts)).items():
         assert np.array_equal(value, getattr(known_of(members), name), equal_nan=True) if isinstance(value, np.ndarray) else value == getattr(known_of(members), name)
     assert known_of([Member(5, 1, 2, tokens=7, turns=[Mark(tokens=7)], reason=StopReason.LENGTH)]).turns_R.tolist() == [1]  # no room for another response
+
+
+def test_the_filter_band_trains_on_nothing_beside_it(tmp_path):
+    "The online difficulty filter: every group solved less or more often than the band says is filtered and booked; the others are trained. The band may move while the run goes on."
+    table = SCRIPTED | {"filter": "band", "band": [0.3, 0.7], "sampler": "uniform", "group": 8, "batch": 32, "steps": 12}
+    driver = inline_run(tmp_path, "band", table, [(500, "band", [0.0, 1.0], 0)])
+    check_books(driver)
+    groups, rollouts, steps = tables(driver)
+    rates = rollouts.filter(pl.col("reward").is_not_null()).group_by("group").agg(pl.col("correct").mean().alias("rate")).join(groups.select("group", "fate", "at"), on="group")
+    mixed = rates.filter((pl.col("fate") == "filtered") & (pl.col("rate") > 0) & (pl.col("rate") < 1))
+    assert len(mixed) > 3 and mixed["rate"].is_between(0.3, 0.7).sum() == 0 and (rates["fate"] == "trained").sum() > 3
+    moved = journal(driver)[0]
+    later = rates.filter(pl.col("at") > moved["at"])
+    assert moved["status"] == "applied" and mixed["at"].max() <= moved["at"] and len(later.filter((pl.col("fate") == "trained") & ~pl.col("rate").is_between(0.3, 0.7)))
