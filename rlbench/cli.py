@@ -35,7 +35,7 @@ from rich.text import Text
 
 from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
 from .ledger import ENDED, Status
-from .report import summary, write_report
+from .report import preflight_in_words, summary, write_report
 from .run import Run, attach, list_runs, run
 from .sinks import SINKS, export_run, writes_itself
 from .user_module import export_notebook
@@ -113,8 +113,7 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
     when = f"{clock(status.seconds)} elapsed" + (f", about {clock(remaining)} left" if remaining is not None and r.state == "running" else "")
     rows = [(r.name, f"{r.state}, version {status.version} of {r.config.steps}, {when}")]
     if len(preflight):
-        p = preflight.row(0, named=True)
-        rows.append(("preflight", f"solve rate {p['avg']:.2f} on {p['tasks']} training tasks, expected zero-advantage share {p['zero_advantage']:.0%} at group {r.config.group}"))
+        rows.append(("preflight", preflight_in_words(preflight.row(0, named=True), r.config.band, r.config.group)))
     if len(evals):
         first, last = evals.row(0, named=True), evals.row(-1, named=True)
         rows.append(("held-out solve rate", f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}" + (f" (start {first['avg']:.3f})" if len(evals) > 1 else "")))

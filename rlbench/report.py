@@ -6,9 +6,9 @@
 __all__ = ['GLANCE', 'DECIDE', 'STYLE', 'STYLE_MORE', 'RunData', 'read_run', 'read_verdicts', 'lost_levels', 'RunSummary',
            'summary', 'tenths', 'sandbox_in_words', 'held_out', 'summarize', 'missing', 'text', 'duration', 'cell',
            'table', 'section', 'head', 'setting', 'glance', 'in_force', 'card', 'figures', 'judged_code', 'dropped',
-           'books_table', 'command_table', 'eval_table', 'Failures', 'failures', 'failure_note', 'Shown',
-           'shown_rollouts', 'pairs', 'readings', 'tests_html', 'rollout_card', 'rollout_section', 'flat', 'origin',
-           'to_html', 'write_report']
+           'books_table', 'command_table', 'preflight_in_words', 'preflight_note', 'eval_table', 'Failures', 'failures',
+           'failure_note', 'Shown', 'shown_rollouts', 'pairs', 'readings', 'tests_html', 'rollout_card',
+           'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
 
 # %% ../nbs/61_report.ipynb #report-imports
 import json
@@ -472,6 +472,23 @@ def command_table(commands, limit: int = 200) -> str:
              for n, (v, at, author, knob, value, over, status, apply, reason) in enumerate(rows, 1)][-limit:]
     return table(("no.", "version", "after", "author", "knob", "value", "outcome", "took effect at, or reason"), cells, words=(3, 4, 5, 6, 7))
 
+# %% ../nbs/61_report.ipynb #report-preflight
+def preflight_in_words(row: Mapping, band: Sequence[float], group: int) -> str:
+    "A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the band, and the share of groups of `group` from which nothing is learned."
+    by_level = list(zip(row["levels"] or (), row["level_rates"] or (), strict=True))
+    inside = sum(band[0] <= rate <= band[1] for _, rate in by_level)
+    levels = f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of {len(by_level)} levels inside the band)" if len(by_level) > 1 else ""
+    return f"solve rate {row['avg']:.2f} on {row['tasks']} training tasks{levels}, expected zero-advantage share {row['zero_advantage']:.0%} at group {group}"
+
+
+def preflight_note(data: RunData) -> str:
+    "The preflight of a run as a sentence for the page; empty if there was none."
+    rows = [dict(zip(("avg", "tasks", "levels", "level_rates", "zero_advantage"), found, strict=True)) for name, *found in
+            zip(*(items(data.evals, column) for column in ("eval", "avg", "tasks", "levels", "level_rates", "zero_advantage")), strict=True) if name == "preflight"]
+    if not rows or rows[0]["avg"] is None:
+        return ""
+    return f"<p class=note>Preflight: {text(preflight_in_words(rows[0], data.config.get('band', (0.0, 1.0)), data.config.get('group', 0)))}.</p>"
+
 # %% ../nbs/61_report.ipynb #report-tables-two
 def eval_table(evals, limit: int = 60) -> str:
     "All evaluations in order; of more than `limit` the first and the newest."
@@ -746,7 +763,7 @@ def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Fa
         + figures(data, marks)
         + section("Books", books_table(data.status) + failure_note(failed))
         + section("Commands", command_table(data.commands))
-        + section("Evaluations", eval_table(data.evals))
+        + section("Evaluations", preflight_note(data) + eval_table(data.evals))
         + section(
             "Rollouts, early and late",
             rollout_section(rollouts, found),
