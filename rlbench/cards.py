@@ -9,10 +9,10 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'Light', 'light', 'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines',
            'solve_charts', 'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts',
            'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by', 'sandbox_charts',
-           'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame',
-           'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html',
-           'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved',
-           'shown_first', 'still_html']
+           'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame',
+           'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html',
+           'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html',
+           'moved', 'shown_first', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -27,7 +27,7 @@ import numpy as np
 from .drop_bias import in_words
 from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, version_ribbons, who_pays, zero_signal,
+    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
 from .ledger import ENDED, count_rows, read_table
@@ -462,6 +462,11 @@ def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
     return sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), failed, sandbox_trips(v, marks_of(s))
 
 
+def turns_charts(s: Snapshot) -> tuple[Chart, ...]:
+    "Turns and tools, of a run that has them."
+    return turns_and_tools(s.steps, marks_of(s, 120))
+
+
 def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     "Mean of each part of the reward over the versions of the newest rollouts."
     import polars as pl
@@ -614,6 +619,7 @@ CARDS: dict[str, CardSpec] = {
                            needs=("steps", "evals", "commands", "rollouts"), note=spent),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
     "sandbox": CardSpec("Sandboxes", False, sandbox_charts, verdict_frame, (170, 200, 170, 110, 110, 110), 3, needs=("steps", "verdicts", "commands"), note=locked_in_by),
+    "turns": CardSpec("Turns and tools", False, turns_charts, steps_frame("turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "prefill_tokens", "decode_tokens", "prefix_hits"), (74,) * 4 + (88,) * 2, 2),
     "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
 }
 
@@ -725,7 +731,7 @@ def areas(stack: Stack) -> list[Band]:
     return found
 
 # %% ../nbs/62_cards.ipynb #cards-figure
-NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox")  # cards whose charts say more than their names
+NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox", "turns")  # cards whose charts say more than their names
 
 
 def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:
@@ -761,10 +767,12 @@ def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
 
 
 def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
-    "Keys of the cards that a run begins with: the usual ones, and that of the sandboxes where programs are judged."
-    verifier = config.get("verifier")
-    coded = (verifier.get("name") if isinstance(verifier, Mapping) else verifier) == "code"
-    return tuple(key for key, spec in CARDS.items() if spec.default or coded and key == "sandbox")
+    "Keys of the cards that a run begins with: the usual ones, that of the sandboxes where programs are judged, and that of turns and tools where there are episodes."
+    def named(field: str) -> object:
+        return table.get("name") if isinstance(table := config.get(field), Mapping) else table
+
+    more = {"sandbox": named("verifier") == "code", "turns": named("environment") not in (None, "single")}
+    return tuple(key for key, spec in CARDS.items() if spec.default or more.get(key, False))
 
 
 def still_html(snapshot: Snapshot, light: Light) -> str:

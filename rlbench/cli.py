@@ -8,11 +8,12 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'family_order', 'ls',
            'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'sandbox_doctor', 'doctor', 'regrade_command', 'why_command', 'part_of', 'card_command', 'fork_command',
-           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command',
-           'sft_command', 'pairs_command', 'reward_model_command', 'engine', 'trl', 'overhead', 'objectives',
-           'mismatch', 'modes', 'faults', 'sandbox', 'delay', 'study', 'balance', 'crashes', 'staleness', 'stragglers',
-           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
+           'sandbox_doctor', 'doctor', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command',
+           'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command',
+           'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine', 'trl',
+           'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'sandbox', 'environment', 'delay', 'study',
+           'balance', 'crashes', 'staleness', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench', 'panel',
+           'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -33,6 +34,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from .accounts import turns_text
 from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
 from .ledger import ENDED, Status
 from .report import preflight_in_words, summary, write_report
@@ -117,6 +119,7 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
     if len(evals):
         first, last = evals.row(0, named=True), evals.row(-1, named=True)
         rows.append(("held-out solve rate", f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}" + (f" (start {first['avg']:.3f})" if len(evals) > 1 else "")))
+        rows += [("held-out by turn", turns_text(last))] * bool(turns_text(last))
     if len(steps):
         s = steps.row(-1, named=True)
         recent = steps.tail(10)
@@ -147,7 +150,7 @@ def progress_line(rows: list[tuple[str, str]]) -> str:
     return "  |  ".join(
         f"{label}: {text}" if i else f"{label} {text}"
         for i, (label, text) in enumerate(rows)
-        if label in (rows[0][0], "held-out solve rate", "served solve rate", "tokens")
+        if label in (rows[0][0], "held-out solve rate", "held-out by turn", "served solve rate", "tokens")
     )
 
 
@@ -215,6 +218,8 @@ def outcome(r: Run, console: Console) -> None:
     growth = f"{s.length_growth:.2f} times" if s.length_growth else "-"
     console.print(f"response length      {growth} (last over first tenth of the steps)", highlight=False)
     console.print(f"wall time            {clock(s.wall_s)}", highlight=False)
+    if s.by_turn:
+        console.print(f"held-out by turn     {s.by_turn}", highlight=False, soft_wrap=True)
     if s.sandbox:
         console.print(f"programs             {s.sandbox}", highlight=False, soft_wrap=True)
     if status:
@@ -665,6 +670,8 @@ def eval_command(
         )
         if e["k"] > 1:
             print(f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})")
+        if turns_text(e):
+            print(f"  by turn: {turns_text(e)}")
     if not rows:
         print("no answer yet; rlbench show says when it is there")
 
@@ -847,6 +854,40 @@ def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = 
     with friendly():
         found = attach(name, runs=runs).why()
     emit(found.plain()) if as_json else Console().print(Text(str(found)))
+
+# %% ../nbs/91_cli.ipynb #cli-drill
+@app.command("drill")
+def drill_command(
+    name: RunName,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[DRILL]...", help="which of them; without, all that suit the run")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="strike nothing; say which there are, and which suit the run")] = False,
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    "Inject faults into a live run, and look for the stated reaction; exit status 1 if one failed. Ctrl-C undoes what was injected."
+    from rlbench.drill import drill, listed
+
+    console, last = Console(stderr=True, soft_wrap=True, highlight=False, markup=False), {}
+
+    def say(which: str, state: str, text: str) -> None:
+        if last.get(which) != state:
+            last[which] = state
+            console.print(f"{which:18} {state}{': ' * (state in ('waiting', 'refused', 'injected'))}{text if state in ('waiting', 'refused', 'injected') else ''}")
+
+    with friendly():
+        folder = attach(name, runs=runs).folder
+        if list_:
+            found = [{"drill": each.name, "does": each.does, "reaction": each.reaction, "within_s": each.within, "refused": why} for each, why in listed(folder, names or ())]
+            return emit({"run": name, "drills": found}) if as_json else print("\n".join(f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}" for each in found))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            told = drill(folder, names or (), say)
+        except KeyboardInterrupt:
+            console.print("stopped; what was injected is undone")
+            raise typer.Exit(130) from None
+    failed = [each for each in told if each.state == "failed"]
+    emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told}) if as_json else print("\n".join(map(str, told)))
+    raise typer.Exit(int(bool(failed)))
 
 # %% ../nbs/91_cli.ipynb #cli-card
 def part_of(text: str, option: str = "--loss") -> str | dict:
@@ -1235,6 +1276,14 @@ def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")]
     from rlbench.bench_sandbox import bench_sandbox
 
     _measure(lambda say: bench_sandbox(folder, starts, burst, workspaces=workspaces, say=say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-environment
+@benches.command()
+def environment(steps: Annotated[int, typer.Option(help="versions of each run")] = 40, folder: FolderOption = "bench-environment", as_json: JsonOption = False) -> None:
+    "The share of the generator's time that is lost to tools and to scoring, with 64 rollouts of several turns at a time."
+    from rlbench.bench_environment import bench_environment
+
+    _measure(lambda say: bench_environment(folder, steps, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-delay
 @benches.command()

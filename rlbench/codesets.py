@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from random import Random
 
+from .foreign import tasks as rows_of_others
 from .knobs import Knob
 from .programs import programs
 from .records import Task
@@ -128,4 +129,4 @@ def expressions(
 
 
 CODE_SETS: dict[str, Callable[..., list[Task]]] = {"code": code, "expressions": expressions, "programs": programs}
-ALL_SETS = {**TASK_SETS, **CODE_SETS}
+ALL_SETS = {**TASK_SETS, **CODE_SETS, "verifiers": rows_of_others}

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'ACTS_ON', 'ConfigError', 'EvalConfig', 'VirtualCosts',
            'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig', 'check_guard',
-           'SandboxConfig', 'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config', 'presets',
-           'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside',
+           'SandboxConfig', 'with_its_tasks', 'JudgeConfig', 'asked', 'RunConfig', 'check_sinks', 'make_config',
+           'presets', 'read_table_file', 'set_dotted', 'parse_assignment', 'load_config', 'named_by_file', 'beside',
            'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built', 'with_knob', 'Note',
-           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'read_config']
+           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -16,6 +16,7 @@ import re
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -32,6 +33,7 @@ from .codesets import ALL_SETS, CODE_SETS
 from .coding import code
 from .curriculum import SAMPLERS
 from .environment import ON_RESUME
+from .foreign import verifiers
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
 from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
@@ -48,7 +50,7 @@ from .webhook import check_address
 
 # %% ../nbs/50_config.ipynb #config-functions
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
-    "tasks": ALL_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": {**ENVIRONMENTS, "code": code},
+    "tasks": ALL_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": VERIFIERS, "reward": REWARDS, "environment": {**ENVIRONMENTS, "code": code, "verifiers": verifiers},
 }
 FILTERS = ("zero_advantage", "band", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -307,6 +309,7 @@ class _Turns(BaseModel):
     environment: dict[str, Any] = Field(default="single", validate_default=True)
     max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="responses in one episode", apply="now")] = 8
     observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="budget for what an episode shows between its responses")] = 64
+    episodes_at_once: Annotated[int, Knob(1, 65_536, unit="episodes", help="that may wait for their tools at the same time", apply="now")] = 256
     on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
     max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
 
@@ -545,6 +548,26 @@ def _check_code(c: "RunConfig") -> None:
     if key_of(c.reward) == "tests" and verifier in VERIFIERS and verifier != "code":
         raise ValueError(f'reward: "tests" pays what tests of code say, and verifier = "{verifier}" runs none; set verifier = "code", or another reward')
 
+# %% ../nbs/50_config.ipynb #config-foreign
+def with_its_tasks(table: Mapping) -> dict:
+    "A configuration's table with the tasks of its environment of `verifiers`, if it has one and names no other."
+    environment, tasks = table.get("environment"), table.get("tasks", "verifiers")
+    named = {"name": tasks} if isinstance(tasks, str) else tasks
+    if not all(isinstance(each, Mapping) and each.get("name") == "verifiers" for each in (environment, named)) or named.get("id"):
+        return dict(table)
+    return {**table, "tasks": {**named, **{key: environment[key] for key in ("id", "args") if key in environment}}}
+
+
+def _check_foreign(c: "RunConfig") -> None:
+    foreign = key_of(c.environment) == "verifiers"
+    if foreign and not c.environment["id"]:
+        raise ValueError('environment.id: none, and "verifiers" runs the environment that it names; give a module, module:function, or the path of a Python file')
+    for field, table in (("tasks", c.tasks), *((f"eval.{e.name}.tasks", e.tasks) for e in c.eval if e.tasks)):
+        if foreign and (name := key_of(table)) in ALL_SETS and name != "verifiers":
+            raise ValueError(f'{field}: an environment of the package verifiers has rows of its own, and these are those of "{name}"; set {field} = "verifiers", or another environment')
+        if key_of(table) == "verifiers" and not foreign:
+            raise ValueError(f'{field}: rows of an environment of the package verifiers are judged by that environment; set environment = {{name = "verifiers", id = {table.get("id", "")!r}}}, or other tasks')
+
 # %% ../nbs/50_config.ipynb #config-scorer
 class JudgeConfig(BaseModel):
     "A model behind an address that gives a response a number from 0 to 1. `key`: $NAME of one in the environment."
@@ -623,6 +646,11 @@ class RunConfig(_Code, _Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generat
         "Groups per training batch."
         return self.batch // self.group
 
+    @model_validator(mode="before")
+    @classmethod
+    def _foreign(cls, table):
+        return with_its_tasks(table) if isinstance(table, Mapping) else table
+
     @model_validator(mode="after")
     def _together(self):
         _check_ranges(self)
@@ -631,6 +659,7 @@ class RunConfig(_Code, _Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generat
         _check_scorer(self)
         _check_objective(self)
         _check_code(self)
+        _check_foreign(self)
         _check_watch(self)
         return self
 
@@ -890,7 +919,7 @@ ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
     "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "on_resume", "max_state_lag"),
+    "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "episodes_at_once", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",
                 "replay_share", "replay_size", "replay_correction", "supervised_share", "supervised_weight", "critic_learning_rate", "critic_epochs", "value_clip", "trainers"),
 }  # the rest acts on the generator
@@ -930,11 +959,27 @@ def to_toml(config: RunConfig) -> str:
 
 
 def captured_functions(folder: Path) -> dict[str, dict[str, Callable]]:
-    "The functions stored in a run folder by NAME-HASH, offered under every field; a table that names one says so by its `source`. Raises ValueError for one that was edited."
-    functions = {path.stem: load_function(path) for path in sorted((folder / "functions").glob("*.py"))}
+    "The functions stored in a run folder by NAME-HASH, offered under every field; a table that names one says so by its `source`. A file that was edited, or is half written, is left out (`check_sources` says why)."
+    functions = {}
+    for path in sorted((folder / "functions").glob("*.py")):
+        with suppress(ValueError, OSError):
+            functions[path.stem] = load_function(path)
     return {field: functions for field in FUNCTIONS}
 
 
+def check_sources(folder: Path, table: Mapping) -> None:
+    "ValueError for a function that a table of fields names, and whose file was edited or is half written."
+    for field, value in table.items():
+        source = value.get("source") if isinstance(value, Mapping) else None
+        if isinstance(source, str) and (path := folder / "functions" / Path(source).name).is_file():
+            try:
+                load_function(path)
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}; capture it again") from None
+
+
 def read_config(folder: Path) -> RunConfig:
-    "The configuration of a run folder."
-    return make_config(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")), captured_functions(folder))
+    "The configuration of a run folder. ValueError for one that cannot be read."
+    table = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    check_sources(folder, table)
+    return make_config(table, captured_functions(folder))

@@ -112,7 +112,7 @@ def turn_columns(rollout: Rollout) -> dict:
     if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
         return {}
     words = [s for s in rollout.segments if s.kind != "prompt"]
-    return {"said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
+    return {"turn_lengths": [len(s) for s in rollout.responses], "said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
 
 
 def _weights(response: Segment) -> np.ndarray:

@@ -10,8 +10,8 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
            'command_marks', 'solve_rate', 'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line',
            'queue_depth', 'staleness', 'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of',
            'actor_time', 'tokens_by_fate', 'memory', 'held_by', 'sandbox_starts', 'sandbox_slowest', 'sandbox_pool',
-           'sandbox_ends', 'sandbox_failures', 'sandbox_trips', 'reward', 'health', 'staleness_histogram',
-           'version_ribbons']
+           'sandbox_ends', 'sandbox_failures', 'sandbox_trips', 'turns_and_tools', 'reward', 'health',
+           'staleness_histogram', 'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -1133,6 +1133,28 @@ def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Cha
     styles = (("vermilion", ""), ("amber", "6 3"), ("purple", "2 2.5"), ("grey", "8 3 2 3"), ("blue", "1 3"), ("green", "10 4"))
     lines = tuple(Line(sign, at, [sum(sign in f for f in seen[v]) / len(seen[v]) for v in at], *style) for sign, style in zip(names, styles))
     return Chart("Tripwires", lines, "share of programs with a sign; no verdict by itself", x_label="version", x_unit="versions", y_range=(0, None), marks=marks, empty="no sign of cheating" if at else "no code judged yet")
+
+# %% ../nbs/60_figures.ipynb #figures-turns
+def turns_and_tools(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
+    "Length by turn, seconds waited for tools, the generator's stalled time, prefill for each decoded token, context that waits, useful tokens per slot and second."
+    at, of = axis(steps, x), lambda name: found if len(found := column(steps, name)) else np.full(len(axis(steps, x)), np.nan)
+    seconds, decoded, several = of("seconds"), of("decode_tokens"), np.isfinite(of("length_last"))  # a run of an older version has no such columns
+    common = {"marks": marks, "empty": "no rollout of several turns yet", "y_range": (0, None), **_x_axis(x)}
+
+    def lines(*named) -> tuple[Line, ...]:
+        return tuple(Line(name, at, np.where(several, y, np.nan), role, dash) for name, y, role, dash in named) if several.any() else ()
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        stalled, prefill, context = of("stalled") / seconds, of("prefill_tokens") / decoded, of("tool_kv") / seconds
+        hits = of("prefix_hits") / decoded
+    return (
+        Chart("Length by turn", lines(("first", of("length_first"), "blue", ""), ("last", of("length_last"), "amber", "6 3")), "mean of the batch", y_label="tokens", **common),
+        Chart("Waiting for tools", lines(("", of("tool_seconds"), "blue", "")), "by a rollout, over all its turns", y_label="s", **common),
+        Chart("Generator held up", lines(("", stalled, "vermilion", "")), "share of its time: nothing to do, and somebody waits for a tool", y_label="share", **common),
+        Chart("Read for each written token", lines(("computed", prefill, "blue", ""), ("from the cache", hits, "green", "6 3")), "prompt tokens", y_label="tokens", **common),
+        Chart("Context that waits", lines(("", context, "purple", "")), "of rollouts with a tool, mean over time", y_label="tokens", **common),
+        Chart("Useful tokens", lines(("", of("efficiency"), "blue", "")), "trained, per slot and second", y_label="tokens/s", **common),
+    )
 
 # %% ../nbs/60_figures.ipynb #figures-health
 def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:

@@ -80,6 +80,10 @@ def on_scored(state: LoopState, e: Scored, actions: list) -> None:
     member = current(state, e.rollout, e.attempt)
     if member is None or member.status != "scoring":
         return
+    if state.groups[member.group].doom and e.outcome is not Outcome.OK:  # stopped, or failed where nobody asks any more
+        member.status = "done"
+        state.touched.append(member.group)
+        return
     member.outcome, member.reward, member.correct, member.parts = e.outcome, e.reward, e.correct, e.parts
     note_call(state, e, actions)
     if e.outcome is Outcome.OK:

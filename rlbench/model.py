@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .chat import plain_chat, read_chat
+
 # %% ../nbs/10_model.ipynb #model-where
 TINY = "tiny"
-EMBEDDED = (TINY, "tiny-code")
+EMBEDDED = (TINY, "tiny-code", "tiny-fix")
 
 
 def locate(name: str) -> str:
@@ -166,13 +168,14 @@ def own_weights(model):
 
 # %% ../nbs/10_model.ipynb #model-text
 def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
-    "int32 [T]: the prompt's tokens, through the chat template if the tokenizer has one. ValueError for a prompt without tokens or with text the tokenizer cannot express."
-    if policy.tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
-        ids = policy.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-    else:
-        ids = policy.tokenizer(prompt).input_ids
+    "int32 [T]: the tokens of a prompt, which may stand for a conversation, through the chat template if the tokenizer has one. ValueError for a prompt without tokens or with text the tokenizer cannot express."
+    chat = read_chat(prompt)
+    ids = _rendered(policy, chat.messages, chat.tools, add_generation_prompt=True) if policy.tokenizer.chat_template else policy.tokenizer(plain_chat(chat)).input_ids
     return _known(policy, ids, prompt, "tasks: the prompt", "take another model or other tasks")
+
+
+def _rendered(policy: Policy, messages: Sequence[Mapping], tools: Sequence[Mapping] = (), **more) -> list[int]:
+    return list(policy.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, tokenize=True, return_dict=False, **more))
 
 
 def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str) -> np.ndarray:
@@ -201,15 +204,15 @@ def encode_response(policy: Policy, text: str, stopped: bool = True) -> np.ndarr
 
 # %% ../nbs/10_model.ipynb #model-observation
 def encode_observation(policy: Policy, text: str) -> np.ndarray:
-    "int32 [T]: the tokens that follow a finished response when the environment shows `text`, up to where the next response begins. ValueError as for a prompt."
+    "int32 [T]: the tokens that follow a finished response when the environment shows `text`, which may stand for several messages, up to where the next response begins. ValueError as for a prompt."
+    chat = read_chat(text)
     if policy.tokenizer.chat_template:
-        talk = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}, {"role": "user", "content": text}]
-        render = lambda messages, **more: policy.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more)  # noqa: E731
-        answered, whole = list(render(talk[:2])), list(render(talk, add_generation_prompt=True))
-        stops = [place for place, token in enumerate(answered) if token in policy.stop_ids]
-        ids = whole[stops[-1] + 1 if stops else len(answered):]
+        talk = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
+        answered, whole = _rendered(policy, talk), _rendered(policy, [*talk, *chat.messages], add_generation_prompt=True)
+        stops, ends = ([place for place, token in enumerate(ids) if token in policy.stop_ids] for ids in (answered, whole))
+        ids = whole[ends[len(stops) - 1] + 1 if stops else len(answered):]
     else:
-        ids = policy.tokenizer(text, add_special_tokens=False).input_ids
+        ids = policy.tokenizer(plain_chat(chat), add_special_tokens=False).input_ids
     return _known(policy, ids, text, "environment: the observation", "have the environment say it in others")
 
 # %% ../nbs/10_model.ipynb #model-head

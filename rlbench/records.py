@@ -412,6 +412,17 @@ running | float | sequences | sequences being decoded, mean over the time since 
 kv_used | float | share | part of the KV budget in use, mean over that time
 """)
 
+# %% ../nbs/00_records.ipynb #records-steps-turns
+_STEPS_TURNS = _columns("""
+length_first | float | tokens | mean length of the first response of the trained rollouts; null where all have one turn
+length_last | float | tokens | mean length of their last response; null where all have one turn
+tool_calls | float | calls | mean calls of tools of a trained rollout, as its episode counts them
+tool_seconds | float | s | mean time for which a trained rollout waited for its episode, over all its turns
+tool_kv | float | tokens s | context tokens times seconds of the rollouts whose wait for their episode ended since the batch before: what keeping their KV meanwhile costs
+stalled | float | s | time since the batch before in which a generator had nothing to do and rollouts were waiting for their episode or their verdict, mean over generators
+efficiency | float | tokens/s | trained response tokens per slot and second
+""")
+
 _STEPS_MACHINE = _columns("""
 infra_masked | float | share | of the rollouts whose scoring ended since the batch before, those left without a reward because the machine failed
 infra_failed | float | share | of the verdicts on code since then, those that the machine failed to give, later tries included; null without any
@@ -499,7 +510,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 """)
 
 
-STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_MACHINE, *_STEPS_SERVED, *_STEPS_TRAINING,
+STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_TURNS, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_MACHINE, *_STEPS_SERVED, *_STEPS_TRAINING,
          *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables
@@ -516,6 +527,7 @@ fate | str | | fate of the group
 tokens | int | tokens | response tokens
 """))
 
+# %% ../nbs/00_records.ipynb #records-tables-rollouts
 ROLLOUTS = (*ROW, *_columns("""
 rollout | int | | rollout id
 try | int | | attempt of this rollout
@@ -535,6 +547,9 @@ step_ends | list[int] | characters | of the response up to the ends of steps tha
 step_rewards | list[float] | reward | of those steps
 length | int | tokens | response tokens
 turns | int | turns | responses in it
+turn_lengths | list[int] | tokens | of an episode of several turns: response tokens in each
+calls | int | calls | calls of tools, as the episode counts them
+tool_seconds | float | s | time for which it waited for its episode
 said | list[str] | | of an episode of several turns: responses and observations as texts, in order
 states | list[str] | | of an episode of several turns: id of the environment's state in which each turn began
 writers | list[int] | versions | version that issued the newest writes in each of them, -1 if none
@@ -611,6 +626,10 @@ tokens | int | tokens | tokens it cost
 seconds | float | s | generation seconds it cost
 levels | list[int] | level | difficulty levels in it
 level_rates | list[float] | share | share correct by level
+turn_rates | list[float] | share | solved within 1, 2, ... turns; empty where every episode took one
+gained | float | share | what the turns after the first added: mean over tasks of what was solved in them
+gained_low | float | share | lower end of its 95 % interval
+gained_high | float | share | upper end
 zero_advantage | float | share | share of groups expected to be all right or all wrong, preflight only
 """))
 

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['GLANCE', 'DECIDE', 'STYLE', 'STYLE_MORE', 'RunData', 'read_run', 'read_verdicts', 'lost_levels', 'RunSummary',
-           'summary', 'tenths', 'sandbox_in_words', 'held_out', 'summarize', 'missing', 'text', 'duration', 'cell',
-           'table', 'section', 'head', 'setting', 'glance', 'in_force', 'card', 'figures', 'judged_code', 'dropped',
-           'books_table', 'command_table', 'preflight_in_words', 'preflight_note', 'eval_table', 'Failures', 'failures',
-           'failure_note', 'Shown', 'shown_rollouts', 'pairs', 'readings', 'tests_html', 'rollout_card',
-           'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
+           'newest_by_turn', 'summary', 'tenths', 'sandbox_in_words', 'held_out', 'summarize', 'missing', 'text',
+           'duration', 'cell', 'table', 'section', 'head', 'setting', 'glance', 'in_force', 'card', 'figures',
+           'judged_code', 'with_tools', 'dropped', 'books_table', 'command_table', 'preflight_in_words',
+           'preflight_note', 'eval_table', 'Failures', 'failures', 'failure_note', 'Shown', 'shown_rollouts', 'pairs',
+           'readings', 'tests_html', 'rollout_card', 'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
 
 # %% ../nbs/61_report.ipynb #report-imports
 import json
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .accounts import turns_text
 from rlbench.figures import (
     actors_of,
     Chart,
@@ -43,7 +44,7 @@ from rlbench.figures import (
     queue_depth,
     reward,
     sandbox_ends, sandbox_failures, sandbox_pool,
-    sandbox_slowest, sandbox_starts, sandbox_trips,
+    sandbox_slowest, sandbox_starts, sandbox_trips, turns_and_tools,
     served_by_level,
     solve_rate,
     staleness,
@@ -148,6 +149,13 @@ class RunSummary:
     commands: int
     missing: tuple[str, ...] = ()
     sandbox: str = ""  # of a run that judges code: what held the programs, and what the machine failed
+    by_turn: str = ""  # of a run whose episodes have several turns: what its newest evaluation solved within how many
+
+
+def newest_by_turn(data: RunData) -> str:
+    "What the newest evaluation of the held-out set solved by turn, in words."
+    rows = data.evals.filter(data.evals["eval"] == data.eval_name) if len(data.evals) else data.evals
+    return turns_text(rows.row(-1, named=True)) if len(rows) else ""
 
 
 def summary(folder: str | Path) -> RunSummary:
@@ -214,6 +222,7 @@ def summarize(data: RunData) -> RunSummary:
         books_closed=bool(s and s.books_closed),
         commands=sum(x == "applied" for x in items(data.commands, "status")),
         sandbox=sandbox_in_words(data.verdicts),
+        by_turn=newest_by_turn(data),
     )
     return replace(done, missing=tuple(missing(data, done)))
 
@@ -416,6 +425,7 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         + section("How the work flowed", _grid((*flow, books)))
         + section("What was dropped", dropped(data, marks))
         + judged_code(data, marks)
+        + with_tools(data, marks)
         + section("Training health", _grid(health(steps, marks), 180))
     )
 
@@ -430,6 +440,12 @@ def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
     said = f"Programs were {held_by(items(v, 'tier')) or 'not run'}." + (f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else "")
     charts = (sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), sandbox_failures(data.steps, marks, **bounds), sandbox_trips(v, marks))
     return section("Sandboxes", _grid(charts), said)
+
+# %% ../nbs/61_report.ipynb #report-turns
+def with_tools(data: RunData, marks: tuple[Mark, ...]) -> str:
+    "Turns and tools; nothing in a run whose rollouts have one turn."
+    charts = turns_and_tools(data.steps, marks)
+    return section("Turns and tools", _grid(charts)) if any(chart.series for chart in charts) else ""
 
 # %% ../nbs/61_report.ipynb #report-grid
 def _grid(charts: Sequence[Chart], height: float = 210) -> str:
@@ -528,7 +544,8 @@ def eval_table(evals, limit: int = 60) -> str:
         for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens in rows
     ]
     head = ("set", "version", "tasks × k", "temp.", "solve rate ± s.e.", "95 % interval", "pass@k", "maj@k", "length", "tokens")
-    return table(head, cells) + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "")
+    by_turn = turns_text(evals.row(-1, named=True))
+    return table(head, cells) + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "") + (f"<p>Solved by turn, in the newest: {by_turn}.</p>" if by_turn else "")
 
 # %% ../nbs/61_report.ipynb #report-failures
 @dataclass(frozen=True)

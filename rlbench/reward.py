@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['VERIFIERS', 'StepRewards', 'REWARDS', 'final_answer', 'exact', 'plain_numbers', 'last_number', 'numeric', 'math',
-           'marked_answer', 'gsm8k', 'program_in', 'code', 'correct', 'brief', 'overlong_penalty', 'soft_overlong',
-           'has_form', 'with_format', 'process_worth', 'mixed', 'steps', 'scored', 'tests', 'Checked', 'checked_reward']
+           'marked_answer', 'gsm8k', 'program_in', 'code', 'correct', 'brief', 'early', 'overlong_penalty',
+           'soft_overlong', 'has_form', 'with_format', 'process_worth', 'mixed', 'steps', 'scored', 'tests', 'Checked',
+           'checked_reward']
 
 # %% ../nbs/25_reward.ipynb #reward-imports
 import logging
@@ -146,6 +147,11 @@ def brief(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="price of 
     parts = {"correct": correct(rollout), "length": -weight * rollout.length / scale}
     return sum(parts.values()), parts
 
+# %% ../nbs/25_reward.ipynb #reward-early
+def early(rollout: Rollout, *, later: Knob(0, 1, unit="share", help="what each turn beyond the first leaves of a right answer's worth") = 0.5) -> float:
+    "1 for a right answer in the first turn, `later` in the second, its square in the third."
+    return correct(rollout) * later ** max(0, len(rollout.responses) - 1)
+
 # %% ../nbs/25_reward.ipynb #reward-overlong
 def overlong_penalty(length: int, limit: int, cache: int) -> float:
     "DAPO's soft overlong penalty in [-1, 0]; lengths in tokens. With cache 0 it is a step at the limit."
@@ -203,7 +209,7 @@ def steps(rollout: Rollout, *, agreement: Knob(0, 10, unit="reward", help="for a
     return mixed(rollout, outcome=0.0, process=1.0, agreement=agreement, wrong=wrong)
 
 
-REWARDS = {"correct": correct, "brief": brief, "soft_overlong": soft_overlong, "with_format": with_format, "steps": steps, "mixed": mixed}
+REWARDS = {"correct": correct, "brief": brief, "early": early, "soft_overlong": soft_overlong, "with_format": with_format, "steps": steps, "mixed": mixed}
 
 # %% ../nbs/25_reward.ipynb #reward-scored
 def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help="whose number") = "reward_model",

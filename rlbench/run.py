@@ -38,6 +38,8 @@ from .webhook import address
 if TYPE_CHECKING:
     import polars as pl
 
+    from rlbench.drill import Drilled
+
 # %% ../nbs/80_run.ipynb #run-imports-saving
 from .checkpoint import Manifest, checkpoint_folders, load_newest, read_manifest
 from .config import captured_functions, check_built, with_knob
@@ -416,9 +418,26 @@ class _Repeating(_Looking):
         "Write the steering as a Python script: into the run's folder, or to `path` with the functions it needs beside it. Returns the path."
         return export_script(self.folder, Path(path) if path else None)
 
+# %% ../nbs/80_run.ipynb #run-drilling
+class _Drilling(_Looking):
+    "Faults on purpose."
+
+    def drill(self, *names: str, say: Callable[[str, str, str], None] = lambda name, state, text: None) -> "list[Drilled]":
+        """Hold drills on this live run, one after the other: those named, or all, of which the ones that do not suit it are refused. `say(name, state, text)` hears how it goes. An interrupt undoes what was injected.
+        ValueError for an unknown name, a run that is not running, or if none suits it."""
+        from rlbench.drill import drill
+
+        return drill(self.folder, names, say)
+
+    def drills(self):
+        "The drills as a panel with buttons."
+        from rlbench.drill import Drills
+
+        return Drills(self.folder)
+
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Seeing, _Guarding, _Giving, _Saving, _Repeating):
+class Run(_Seeing, _Guarding, _Giving, _Saving, _Repeating, _Drilling):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:

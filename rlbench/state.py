@@ -267,7 +267,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Abort:
-    "Ask a generator to stop writing these."
+    "Ask a generator to stop writing these, or the environment to stop working on them."
     actor: str
     keys: tuple[tuple[int, int], ...]
     keep: bool = True
@@ -646,7 +646,7 @@ def dissolve(state: LoopState, fate: Fate, evaluations: bool, actions: list) -> 
 
 
 def discard(state: LoopState, groups: list[GroupState], fate: Fate, actions: list) -> None:
-    "Doom these groups, and have what runs of them stopped."
+    "Doom these groups, and have what runs of them stopped: what is written, and what an episode waits for."
     for group in groups:
         doom(state, group, fate)
         for member in (state.members[i] for i in group.members):
@@ -654,7 +654,10 @@ def discard(state: LoopState, groups: list[GroupState], fate: Fate, actions: lis
     ids = {i for g in groups for i in g.members}
     state.to_send, state.late.buffer, state.written = ([i for i in each if i not in ids] for each in (state.to_send, state.late.buffer, state.written))
     state.queue = [w for w in state.queue if state.groups[w.group].doom is None]
-    stop_members(state, [state.members[i] for g in groups for i in g.members], "surplus", actions)
+    members = [state.members[i] for g in groups for i in g.members]
+    stop_members(state, members, "surplus", actions)
+    scoring = tuple((m.id, m.attempt) for m in members if m.status == "scoring")
+    actions += [Abort("environment", scoring)] if scoring else []
 
 
 def stop_members(state: LoopState, members: list[Member], how: str, actions: list) -> None:

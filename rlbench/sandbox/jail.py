@@ -484,6 +484,7 @@ class Jail:
         found = found or self_test()
         self.name, self.store, self.tier = name, Store(store) if isinstance(store, (str, Path)) else store, choose_tier(found, tier, allow_unsafe)
         self.ready = self.lost = self.closed = False
+        self.said = ""  # its last words
         self.armed, self.layers_mb, self.steps, self.inner = 0, layers_mb, {}, 0  # inner: tickets of the jail's own, below 0
         self.sessions: dict[str, Session] = {}
         self.owed: dict[int, Order] = {}
@@ -582,7 +583,7 @@ def lose(jail: Jail, why: str) -> None:
     except subprocess.TimeoutExpired:
         jail.process.kill()
         jail.process.wait()
-    said = os.pread(jail.errors, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2][-300:]
+    said = jail.said = os.pread(jail.errors, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2][-300:]
     for _, fds in jail.backlog:
         for fd in fds:
             os.close(fd)
@@ -775,7 +776,8 @@ def keep(jail: Jail, order: Order, head: Mapping[str, str], fd: int) -> Layer:
     if session is None:
         drop_layer(jail, number)
         raise Fault(End.BACKEND_LOST, f"{order.session} was closed before its snapshot was kept")
-    digest, below = jail.store.put(fd), session.layers
+    digest = jail.store.put(fd)
+    below = tuple(each for each in session.layers if each != digest)
     if jail.tier == Tier.BWRAP and digest not in shelf.numbers:
         shelf.numbers[digest], shelf.sizes[digest] = number, os.fstat(fd).st_size
     elif number:

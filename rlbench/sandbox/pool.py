@@ -313,8 +313,12 @@ class Pool:
 
     def keep(self, tree: str | Path | Mapping[str, bytes]) -> str:
         "Keep a folder, or files by their path, as a base tree in the pool's store; its digest. For the tiers of this machine. ValueError for what cannot be kept, naming it."
-        store = Store(self.spec.store or self.folder / "store")
-        return put_files(store, tree) if isinstance(tree, Mapping) else put_tree(store, tree)
+        return put_files(self.store, tree) if isinstance(tree, Mapping) else put_tree(self.store, tree)
+
+    @property
+    def store(self) -> Store:
+        "Where its base trees and layers are kept, on this machine."
+        return Store(self.spec.store or self.folder / "store")
 
     def status(self) -> PoolStatus:
         "How it goes."

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'SINCE', 'TREE_BYTES', 'TREE_FILES', 'WHITEOUT', 'OPAQUE', 'pieces', 'digest_of', 'Store', 'entry',
-           'put_tree', 'walk', 'put_files', 'members', 'view', 'removed', 'read_file', 'merge', 'settle', 'write_layer']
+           'put_tree', 'walk', 'put_files', 'members', 'view', 'removed', 'read_file', 'merge', 'settle', 'write_layer',
+           'content_of', 'note', 'noted']
 
 # %% ../../nbs/21_sandbox.workspace.ipynb #workspace-imports
 import io
@@ -237,3 +238,39 @@ def write_layer(store: Store, kept: Mapping[str, tuple[str, tarfile.TarInfo]]) -
                 os.close(fd)
         tar.close()
         return store.put(file.fileno())
+
+# %% ../../nbs/21_sandbox.workspace.ipynb #workspace-content
+def content_of(store: Store, layers: Sequence[str]) -> str:
+    "16 hexadecimal digits that stand for the files of a workspace, laid out from layers, oldest first. KeyError for a layer that is not here."
+    found = blake2b(digest_size=8)
+    for path, (digest, member) in sorted(view(store, layers).items()):
+        if "__pycache__" in path.split("/"):
+            continue
+        found.update(f"{path}\0{member.type!r}\0{member.mode & 0o777:o}\0{member.linkname}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+        if member.isreg():
+            fd = store.open(digest)
+            try:
+                for at in range(0, member.size, CHUNK):
+                    found.update(os.pread(fd, min(CHUNK, member.size - at), member.offset_data + at))
+            finally:
+                os.close(fd)
+    return found.hexdigest()
+
+# %% ../../nbs/21_sandbox.workspace.ipynb #workspace-note
+def note(store: Store, name: str, text: str) -> None:
+    "Keep a short text under a name, if there is none yet."
+    place = store.folder / "notes" / name
+    if not place.exists():
+        place.parent.mkdir(exist_ok=True)
+        aside, path = tempfile.mkstemp(dir=store.folder, prefix=".new-")
+        with os.fdopen(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(path, place)
+
+
+def noted(store: Store, name: str) -> str | None:
+    "The text under a name; None if there is none. ValueError for what is no name."
+    if not re.fullmatch(r"[0-9a-f]{1,64}", name):
+        raise ValueError(f"store: {name!r} is no name of a note; those are hexadecimal digits")
+    place = store.folder / "notes" / name
+    return place.read_text(encoding="utf-8") if place.exists() else None

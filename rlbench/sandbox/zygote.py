@@ -1606,10 +1606,10 @@ def say_hello(z):
 
 
 def heed(z, events):
-    "Hear everyone who has something to say; returns how many there were."
-    for fd, event in events:
-        if fd in z.watch:
-            function, thing = z.watch[fd]
+    "Hear everyone who has something to say; returns how many there were. What was said of a file that is closed by now is not said of the one that has got its number."
+    for fd, event, known in [(fd, event, z.watch.get(fd)) for fd, event in events]:
+        if known and z.watch.get(fd) is known:
+            function, thing = known
             if thing is z.control and event & select.EPOLLOUT:
                 deliver(z)
             if thing is not z.control or event & ~select.EPOLLOUT:
