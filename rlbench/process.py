@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'run_main', 'live', 'tell', 'newest',
            'unfinished', 'close_books', 'published', 'rescue', 'clear', 'silence_of', 'supervise', 'end_group',
-           'sweep_pool', 'sinks_of', 'end_sidecar', 'report', 'main']
+           'sweep_pool', 'sinks_of', 'end_sidecar', 'note_start', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -246,6 +246,12 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
         sidecar.wait()
 
 # %% ../nbs/65_process.ipynb #process-main
+def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
+    "Write down that process `pid` brings a run up, for the first time or (`attempt` above 0) again."
+    before = read_status(folder) if attempt else None
+    write_status(folder, replace(before or Status("starting"), state="starting", attempt=attempt, pid=pid, supervisor=pid, host=platform.node(), started=time.time(), updated=time.time(), reason="", books_closed=False, workers={}))
+
+
 def report(folder: Path) -> None:
     "Write the report; a run that ended well must not fail for its picture."
     from rlbench.report import write_report
@@ -262,9 +268,7 @@ def main(folder: Path, attempt: int = 0) -> int:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     me = os.getpid()
-    before = read_status(folder) if attempt else None
-    begun = replace(before or Status("starting"), state="starting", attempt=attempt, pid=me, supervisor=me, host=platform.node(), started=time.time(), updated=time.time(), reason="", books_closed=False, workers={})
-    write_status(folder, begun)
+    note_start(folder, me, attempt)
     handle = ProcessHandle("run", run_main, (str(folder), me, attempt), parent=True)
     sidecars = sinks_of(folder)
     cause = supervise(handle, asked, silence_of(folder))

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
 from .lineage import Family, read_family
 from .loop import check_ramp
-from .process import clear, close_books
+from .process import clear, close_books, note_start
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import check, give, rescore
 from .scorer import look_around
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # %% ../nbs/80_run.ipynb #run-imports-saving
 from .checkpoint import Manifest, checkpoint_folders, load_newest, read_manifest
 from .config import captured_functions, check_built, with_knob
-from .ledger import read_resumes, write_status
+from .ledger import read_resumes
 from .loop import spent
 
 # %% ../nbs/80_run.ipynb #run-captured
@@ -133,6 +133,7 @@ def start_process(folder: Path, attempt: int = 0) -> int:
             start_new_session=True,
             env=environment,
         )
+    note_start(folder, process.pid, attempt)
     return process.pid
 
 # %% ../nbs/80_run.ipynb #run-attach
@@ -339,8 +340,6 @@ class _Saving(_Looking):
         for knob, value in {**(table or {}), **knobs}.items():
             send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
         attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
-        known = {"state": "starting", "pid": os.getpid(), "host": os.uname().nodename, "supervisor": 0, "workers": {}, "updated": time.time(), "reason": "", "books_closed": False}
-        write_status(self.folder, replace(self.status or Status("starting"), **known))
         start_process(self.folder, attempt)
         return self
 

@@ -339,3 +339,12 @@ def test_an_environment_that_hangs_deaf_is_ended_and_the_run_goes_on(hung):
     assert hung.rollouts.filter(pl.col("fate") == "lost_environment")["rollout"].to_list() == [5]
     assert hung.steps["version"].to_list() == [1, 2]
     assert_books(hung)
+
+
+def test_a_run_whose_process_cannot_begin_is_dead_and_not_starting(tmp_path, monkeypatch):
+    "Of the process nothing is heard, since it ends at once: whoever waits for the run is told."
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/bin/false")
+        never = rl.run("tiny", runs=tmp_path, name="never")
+    assert never.wait(20) == "dead" and never.state == "dead"
+    assert not never.status.books_closed
