@@ -11,8 +11,8 @@ __all__ = ['KEPT', 'POOLED', 'AGAIN', 'HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 
            'stop_worker', 'worker_hung', 'hold_starts', 'starts_were_slow', 'refuse_processes', 'allow_processes',
            'quota_over', 'quota_met', 'switch', 'fill', 'fill_disk', 'empty_disk', 'disk_outlived', 'half_function',
            'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again',
-           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'drill', 'state_html',
-           'Drills', 'parts', 'held']
+           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live', 'drill',
+           'state_html', 'Drills', 'parts', 'held']
 
 # %% ../nbs/79_drill.ipynb #drill-imports
 import os
@@ -612,14 +612,23 @@ def hold(drill: Drill, folder: str | Path, say: Callable[[str, str, str], None] 
     return told
 
 
+def hold_if_live(drill: Drill, folder: Path, say: Callable[[str, str, str], None], stop: threading.Event | None) -> Drilled:
+    "Hold a drill of a series; refused if the run cannot be drilled any more."
+    try:
+        return hold(drill, folder, say, stop)
+    except ValueError as error:
+        say(drill.name, "refused", str(error))
+        return Drilled(drill.name, "refused", why=str(error))
+
+
 def drill(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> list[Drilled]:
-    "Hold drills on a live run, one after the other: those named, or all, of which the ones that do not suit it are refused. ValueError for an unknown name, a run that cannot be drilled, or if none suits; KeyboardInterrupt once `stop` is set."
+    "Hold drills on a live run, one after the other: those named, or all, of which the ones that do not suit it are refused. ValueError for an unknown name, a run that cannot be drilled, or if none suits; KeyboardInterrupt once `stop` is set. If the run ends meanwhile, the drills that were to come are refused."
     wanted, folder = chosen(names), Path(folder).resolve()
     refused = [f"{each.name}: {why}" for each, why in listed(folder, names) if why]
     if len(refused) == len(wanted):
         raise ValueError(f"drill: none of them suits {folder.name!r}: {'; '.join(dict.fromkeys(refused))}")
     with alone(folder):
-        return [hold(each, folder, say, stop) for each in wanted]
+        return [hold_if_live(each, folder, say, stop) for each in wanted]
 
 # %% ../nbs/79_drill.ipynb #drill-panel
 SHAPES = {"waiting": "…", "injected": "⚡", "reaction seen": "◐", "passed": "✓", "failed": "✗", "refused": "–", "stopped": "■"}

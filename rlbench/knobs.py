@@ -201,6 +201,8 @@ def _source(function: Callable) -> str:
         node = ast.parse(text).body[0]
     except SyntaxError:  # a lambda inside a longer expression
         node = None
+    if isinstance(node, ast.ClassDef):
+        raise ValueError(f"{node.name}: a class does not travel by itself; put it into a function that makes one: def make(): class {node.name}: ...; return {node.name}()")
     if not isinstance(node, ast.FunctionDef):
         raise ValueError(f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def")
     return "\n".join(text.splitlines()[node.lineno - 1 :])  # without decorators
@@ -253,7 +255,7 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
     if _plain(value):
         return f"{name} = {value!r}"
     raise ValueError(
-        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports"
+        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports" + (", and move the class into the function" if isinstance(value, type) else "")
     )
 
 # %% ../nbs/01_knobs.ipynb #knobs-signature
