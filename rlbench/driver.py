@@ -1465,8 +1465,9 @@ def overdue(driver: Driver, worker: str) -> list:
         return []
     kinds = owed(driver, worker)
     handle.moved_at = handle.moved_at if kinds else now
-    limits = {**c.deadlines.model_dump(), "score": c.score_deadline + GRACE}
-    silence = max(limits["silence"], limits["score"] if "score" in kinds else 0.0)  # a reward in C may hold the interpreter until its deadline
+    turns = max([1, *(len(request.rollout.responses) for request in driver.scoring.values())])  # an episode that is rebuilt has a deadline for each
+    limits = {**c.deadlines.model_dump(), "score": c.score_deadline * turns + GRACE}
+    silence = max(limits["silence"], c.score_deadline + GRACE if "score" in kinds else 0.0)  # a reward in C may hold the interpreter until its deadline
     cause = hung({kind: limits[kind] for kind in kinds}, now - handle.moved_at, now - handle.heard_at, silence)
     if not cause:
         return []

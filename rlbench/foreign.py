@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEARD', 'ID', 'ARGS', 'Listener', 'package', 'own_signals', 'load', 'tools_of', 'shown_name', 'task_of', 'row_of',
            'tasks', 'canonical', 'new_messages', 'Full', 'in_process', 'judged', 'Foreign', 'ended', 'begin', 'rollout',
-           'said', 'go', 'ask', 'over', 'verifiers', 'settled', 'judgement', 'to_verifiers']
+           'said', 'go', 'ask', 'output', 'over', 'verifiers', 'settled', 'judgement', 'to_verifiers']
 
 # %% ../nbs/28_foreign.ipynb #foreign-imports
 import asyncio
@@ -286,7 +286,7 @@ async def begin(e: Foreign) -> None:
     e.asks, e.running = asyncio.get_running_loop().create_future(), asyncio.create_task(rollout(e, client))
     first = await said(e)
     if first is None:
-        raise ValueError(e.wrong or f"its rollout was over before it asked for a response: {e.running.result().get('error') or e.running.result().get('stop_condition')}")
+        raise ValueError(e.wrong or f"its rollout was over before it asked for a response: {output(e).get('error') or output(e).get('stop_condition')}")
     wanted, asked = ([canonical(message) for message in messages] for messages in (read_chat(e.prompt).messages, first))
     if wanted != asked:
         raise ValueError(f"it asks first with {write_chat(Chat(first))[:200]!r}, and its row says {e.prompt[:200]!r}; an environment whose prompt is made when a rollout begins cannot be continued from the row's tokens. Make it in the dataset")
@@ -326,11 +326,18 @@ async def ask(e: Foreign, messages: Sequence[Mapping]) -> dict:
     return await e.answer
 
 
+def output(e: Foreign) -> Mapping:
+    "What the package says of a rollout that is over. Raises what the environment raised, and RuntimeError for one that was cancelled by its own code."
+    if e.running.cancelled():
+        raise RuntimeError("its rollout was cancelled from within; nothing here had asked for that")
+    return e.running.result()
+
+
 def over(e: Foreign) -> Done:
     "The end of the rollout, judged. Raises what the environment raised, and ValueError for one that could not be continued."
     if e.wrong:
         raise ValueError(e.wrong)
-    return Done(e.text, judged(e.running.result(), e.name, getattr(e.env, "pass_threshold", 0.5), e.heard))
+    return Done(e.text, judged(output(e), e.name, getattr(e.env, "pass_threshold", 0.5), e.heard))
 
 # %% ../nbs/28_foreign.ipynb #foreign-environment
 def verifiers(*, id: ID = "", args: ARGS = {}) -> Foreign:

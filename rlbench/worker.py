@@ -12,8 +12,8 @@ __all__ = ['PUBLISH_TRIES', 'PUBLISH_PAUSE', 'HANDLE', 'WriteJob', 'GenerateJobs
            'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit',
            'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read',
            'to_log', 'insist', 'rehearsed', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'in_force', 'new_actor',
-           'asks_for_pool', 'pool_of', 'open_pool', 'pool_folder', 'new_pooled', 'scorer_models', 'reward_scores',
-           'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
+           'asks_for_pool', 'pool_of', 'open_pool', 'pool_folder', 'new_pooled', 'try_canaries', 'scorer_models',
+           'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
            'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
@@ -842,17 +842,20 @@ class Scorer:
 
 # %% ../nbs/54_worker.ipynb #worker-env-in-force
 def in_force(scorer: Scorer, config: RunConfig) -> tuple:
-    "Verifier, reward and environment of a configuration, the sandboxes that they ask for, and how many episodes may wait at once."
+    "Verifier, reward and environment of a configuration, the sandboxes that the verifier asks for, and how many episodes may wait at once."
     functions = scorer.functions
     environment = SingleTurn if key_of(config.environment) == "single" else warm(functions.bound(config, "environment"))
     verifier, reward = (warm(functions.bound(config, field)) for field in ("verifier", "reward"))
     at_once = 1 if config.clock == "virtual" else config.episodes_at_once
-    if not asks_for_pool(verifier):
+    judges, plays = asks_for_pool(verifier), environment is not SingleTurn and asks_for_pool(environment, 0)
+    if not judges and not plays:
         return verifier, reward, environment, None, at_once
-    kept = scorer.kept = scorer.kept or new_pooled(config, verifier, functions)
-    if environment is not SingleTurn and "pool" in ingredients_of(environment, 0):
+    kept = scorer.kept = scorer.kept or new_pooled(config, functions)
+    if judges and not kept.references:
+        try_canaries(kept, config, verifier, functions)
+    if plays:
         environment = partial(environment, pool=Owned(kept.pool, f"{kept.run}/episode"))
-    return verifier, reward, environment, kept, at_once
+    return verifier, reward, environment, kept if judges else None, at_once
 
 
 def new_actor(scorer: Scorer, config: RunConfig) -> EnvironmentActor:
@@ -863,9 +866,9 @@ def new_actor(scorer: Scorer, config: RunConfig) -> EnvironmentActor:
     return EnvironmentActor(verifier, reward, environment, kept, at_once)
 
 # %% ../nbs/54_worker.ipynb #worker-pool
-def asks_for_pool(verifier: Callable) -> bool:
-    "Whether a verifier runs programs."
-    return "pool" in ingredients_of(verifier, 2)
+def asks_for_pool(function: Callable, given: int = 2) -> bool:
+    "Whether a verifier runs programs; or, with `given=0`, an environment."
+    return "pool" in ingredients_of(function, given)
 
 
 def pool_of(config: RunConfig) -> tuple[Path, object]:
@@ -898,14 +901,17 @@ def pool_folder(asked: str | None = None) -> Path:
     return cache / ("pool" if asked is None else f"pool-{hashlib.sha256(asked.encode()).hexdigest()[:8]}")
 
 
-def new_pooled(config: RunConfig, verifier: Callable, functions: Functions) -> Pooled:
-    "A pool, with which the canaries of some tasks were tried. ValueError for one that fails. On the virtual clock one verdict at a time, so that a run repeats."
-    kept = Pooled(open_pool(config), 1 if config.clock == "virtual" else config.sandbox.at_once, functions.folder.name if functions.folder else config.name)
+def new_pooled(config: RunConfig, functions: Functions) -> Pooled:
+    "A pool. On the virtual clock one verdict at a time, so that a run repeats. ValueError if it cannot be had."
+    return Pooled(open_pool(config), 1 if config.clock == "virtual" else config.sandbox.at_once, functions.folder.name if functions.folder else config.name)
+
+
+def try_canaries(kept: Pooled, config: RunConfig, verifier: Callable, functions: Functions) -> None:
+    "Try the canaries of some tasks in a pool. ValueError for one that fails."
     if config.sandbox.canaries:
         tasks = make_tasks(config.tasks, "train", config.seed, config.sandbox.canaries, {**ALL_SETS, **functions.known.get("tasks", {})})
         told = check_canaries(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), tasks)
         kept.references = {read_code_task(task.answer).digest: each.cpu_s for task, each in zip(tasks, told)}
-    return kept
 
 # %% ../nbs/54_worker.ipynb #worker-scorer-build
 def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:

@@ -3,8 +3,10 @@ import pytest
 
 from rlbench.config import make_config, to_toml
 from rlbench.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
+from rlbench.environment import ScoreRequest
 from rlbench.ledger import create_run_folder
 from rlbench.loop import step
+from rlbench.records import Rollout, Task, response_segment
 from rlbench.state import Publish, Started
 from rlbench.worker import LoadJob, PublishJob, WeightsLoaded, WeightsWritten
 
@@ -69,3 +71,15 @@ def test_a_worker_is_given_up_at_its_deadline_or_after_a_silence(tmp_path, unmov
     found = overdue(driver, "worker")
     assert [e.actor for e in found] == (["trainer", "generator"] if words else []) and all(words in e.cause for e in found)
     assert handle.lost == bool(words) and overdue(driver, "worker") == []
+
+
+@pytest.mark.parametrize(("turns", "hangs"), [(1, True), (4, False)])
+def test_an_environment_has_the_time_to_rebuild_episodes(tmp_path, turns, hangs):
+    "A deadline for each turn that it may have to take again, before it counts as hung."
+    driver = a_driver(tmp_path, "colocated")
+    handle = driver.handles["environment"]
+    segments = tuple(response_segment([0], [0.0], [0], turn=turn) for turn in range(turns))
+    driver.scoring[3, 0] = ScoreRequest(Rollout(3, 0, 0, 0, Task("a", "1+1=", "2", 1), segments))
+    handle.heard_at, handle.moved_at = driver.clock.now(), driver.clock.now() - 2 * driver.state.config.score_deadline
+    assert owed(driver, "environment") == ["score"]
+    assert bool(overdue(driver, "environment")) == hangs

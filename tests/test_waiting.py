@@ -1,5 +1,6 @@
 """Episodes that wait for tools: beside each other, beside verdicts, and in nobody's way; closed once, however they end."""
 import asyncio
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -13,8 +14,9 @@ from inline import check_books, inline_run
 
 import rlbench as rl
 import rlbench.environment
+import rlbench.worker
 from rlbench.config import make_config
-from rlbench.environment import Done, EnvironmentActor, Forget, GivenUp, Observation, Pooled, ScoreRequest, ScoreResult, TurnResult
+from rlbench.environment import Done, EnvironmentActor, Forget, FunctionFailed, GivenUp, Observation, Pooled, ScoreRequest, ScoreResult, State, TurnResult, first_prompts, play
 from rlbench.ledger import read_table
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import REWARDS, VERIFIERS
@@ -117,6 +119,44 @@ def test_a_slow_or_dead_tool_costs_its_own_rollout():
     assert closed_once(log)
 
 
+class Cancels(Asks):
+    "As `Asks`; and: inner (a task of its own is cancelled), itself, all (whatever the loop has)."
+
+    async def advance(self, response):
+        if response == "inner":
+            inner = asyncio.create_task(asyncio.sleep(5))
+            inner.cancel()
+            await inner
+        if response in ("itself", "all"):
+            for task in asyncio.all_tasks() if response == "all" else (asyncio.current_task(),):
+                task.cancel()
+        return await super().advance(response)
+
+
+class Thrown(Asks):
+    "Cancelled before it ever waits."
+
+    def advance(self, response):
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(("kind", "word"), [(Cancels, "inner"), (Cancels, "itself"), (Cancels, "all"), (Thrown, "1")])
+def test_code_that_is_cancelled_from_within_has_failed(kind, word):
+    "The request is answered, and the actor goes on with the next."
+    log = []
+    actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(kind, log))
+    actor.receive([ScoreRequest(rollout(1, word if word != "all" else "wait"), deadline=2.0, last=False)])
+    if word == "all":
+        actor.receive([ScoreRequest(rollout(2, word), deadline=2.0, last=False)])
+    heard = all_of(actor)
+    assert all(each.judged.outcome is Outcome.ENVIRONMENT_ERROR and "ancelled" in each.judged.message for each in heard.values()) and len(heard) == 1 + (word == "all")
+    if kind is Cancels:
+        actor.receive([ScoreRequest(rollout(3, "wait"), last=False)])
+        assert isinstance(all_of(actor)[3], TurnResult)
+    actor.close()
+    assert closed_once(log)
+
+
 def test_what_does_not_await_is_found_out():
     "An episode that works without awaiting holds up its loop. It is late; the others begin again, and those between two turns are rebuilt."
     log = []
@@ -162,6 +202,133 @@ def test_every_ending_closes_once(at_once, monkeypatch):
             break
         time.sleep(0.1)
     assert not left
+
+
+class Notes(Asks):
+    "Keeps what it hears as its state; or answers with something that is no answer."
+    state = State()
+
+    async def advance(self, response, version):
+        self.state = State(response, version)
+        return response if response == "bare" else await super().advance(response)
+
+
+def test_playing_again_is_what_the_actor_does():
+    "An episode with a state is told the version, -1 where nobody acts, and what is no answer is refused."
+    log = []
+    assert play(Notes(log), TASK, ["wait", "2"]) == "2" and log[0][1].state == State("2", -1)
+    with pytest.raises(TypeError, match="advance returned 'bare'"):
+        play(Notes([]), TASK, ["bare"])
+
+
+class Starts(Asks):
+    "Begins as its task's answer says: waits for ever, blocks for good, blocks past its deadline, raises at once or after a moment."
+
+    async def start(self, task):
+        match task.answer:
+            case "hang":
+                await asyncio.Event().wait()
+            case "block":
+                time.sleep(8)
+            case "late":
+                time.sleep(0.6)
+            case "raise":
+                raise ConnectionError("nobody there")
+            case "raise later":
+                await asyncio.sleep(0.05)
+                raise ConnectionError("nobody there")
+        return task.prompt
+
+
+@pytest.mark.parametrize("how", ["hang", "block", "late", "raise", "raise later"])
+def test_an_episode_that_cannot_begin_says_so_before_the_run(how, monkeypatch):
+    "However it fails: in bounded time, with one kind of error; and what was opened is closed, unless its own code stands in the way."
+    monkeypatch.setattr(rlbench.environment, "STUCK", 0.3)
+    log, began = [], time.monotonic()
+    with pytest.raises(FunctionFailed, match="nobody there" if "raise" in how else "passed its deadline of 0.4 s"):
+        first_prompts(partial(Starts, log), [replace(TASK, answer=how)], 0.4)
+    assert time.monotonic() - began < 4
+    time.sleep(0.2)
+    assert closed_once(log) or how in ("block", "late")
+
+
+def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch):
+    "Each is in time; together they hold the loop longer than one may."
+    class Blocks:
+        async def start(self, task):
+            time.sleep(0.6)
+            return task.prompt
+
+    monkeypatch.setattr(rlbench.environment, "STUCK", 0.1)
+    assert first_prompts(Blocks, [TASK] * 4, 0.9) == ["1+1="] * 4
+
+
+def test_what_is_over_after_its_deadline_was_late():
+    "Also on the loop, where nothing interrupts code that does not await."
+    class Slow(Asks):
+        async def advance(self, response):
+            time.sleep(0.6)
+            return Done(response)
+
+    actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Slow, []))
+    actor.receive([ScoreRequest(rollout(1, "2"), deadline=0.3)])
+    assert all_of(actor)[1].judged.outcome is Outcome.TIMEOUT
+    actor.close()
+
+
+def test_who_could_not_go_on_was_not_late():
+    "A verifier in compiled code holds the whole interpreter past all deadlines: it is late, and those whose wait was over meanwhile are not."
+    def holds(response, answer):
+        return not ctypes.PyDLL(None).usleep(3_300_000)
+
+    actor = EnvironmentActor(holds, REWARDS["correct"], partial(Asks, []))
+    actor.receive([*(ScoreRequest(rollout(i, "wait"), deadline=1.0, last=False) for i in range(4)), ScoreRequest(rollout(9, "2"), deadline=1.0)])
+    heard = all_of(actor)
+    assert heard[9].judged.outcome is Outcome.TIMEOUT and all(isinstance(heard[i], TurnResult) for i in range(4))
+    actor.close()
+
+
+def test_a_replay_that_fails_is_closed_as_well():
+    log = []
+    for words, error in ((["raise"], ConnectionError), (["wait"], ValueError)):
+        with pytest.raises(error):
+            play(Asks(log), TASK, words)
+    assert closed_once(log)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rebuilt_episode_has_a_deadline_for_each_turn(waits):
+    "Four turns of 0.2 s, taken again by an actor that has never seen them, under a deadline of 0.5 s; and one that hangs there is late all the same."
+    class Blocks:
+        def start(self, task):
+            return task.prompt
+
+        def advance(self, response):
+            time.sleep(0.2 if response == "wait" else 30)
+            return Observation("look")
+
+    actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Asks, []) if waits else Blocks)
+    actor.receive([ScoreRequest(rollout(1, *["wait"] * 4), deadline=0.5, last=False), ScoreRequest(rollout(2, "wait", "hang"), deadline=0.5, last=False)])
+    heard = all_of(actor)
+    assert (heard[1].turn, heard[1].text) == (4, "look") and heard[2].judged.outcome is Outcome.TIMEOUT and "0.5 s for each of 2 turns" in heard[2].judged.message
+    actor.receive([ScoreRequest(rollout(1, *["wait"] * 4, "hang"), deadline=0.5, last=False)])
+    assert all_of(actor)[1].judged.message.endswith("deadline of 0.5 s"), "the others were taken before"
+    actor.close()
+
+
+def test_a_loop_that_answers_is_not_stuck():
+    "What waits looks late because nobody had looked for it for long; the loop goes on, and so does what waits in it."
+    log = []
+    actor = asking(log)
+    actor.receive(ScoreRequest(rollout(i, "wait"), deadline=5.0, last=False) for i in range(3))
+    assert actor.turn(0.0) == [] and len(actor.running) == 3
+    loop = actor.loop
+    for under in actor.running.values():
+        under.began -= 60.0
+    assert actor.turn(0.0) == [] and actor.loop is loop and len(actor.running) == 3
+    assert all(isinstance(each, TurnResult) for each in all_of(actor).values())
+    actor.close()
+    assert closed_once(log) and len(log) == 6
 
 
 def test_waiting_verdicts_and_rewards_go_side_by_side():
@@ -218,6 +385,19 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
     assert sorted(scorer.actor.lives) == [2, 3]
     scorer.close()
     assert closed_once(log)
+
+
+def test_an_environment_that_asks_for_a_pool_has_one(tmp_path, monkeypatch):
+    "Also where the verifier asks for none: then the pool is the environment's alone, and no canary is tried until a verifier judges with it."
+    opened, tried = [], []
+    monkeypatch.setattr(rlbench.worker, "open_pool", lambda config: opened.append(config) or object())
+    monkeypatch.setattr(rlbench.worker, "check_canaries", lambda verifier, tasks: tried.append(verifier) or [])
+    monkeypatch.setitem(rlbench.config.FUNCTIONS["environment"], "scripted", lambda *, pool=None: pool)
+    scorer = Scorer(config_with(environment="scripted"), Functions())
+    assert len(opened) == 1 and not tried and scorer.actor.kept is None and scorer.actor.environment().pool is scorer.kept.pool
+    scorer.receive(ConfigureJob(config_with(environment="code", tasks="programs", verifier="code", reward="tests")))
+    assert len(opened) == len(tried) == 1 and scorer.actor.kept is scorer.kept
+    scorer.close()
 
 
 def drawn(waits: bool):
