@@ -203,7 +203,7 @@ def test_all_live_knobs_have_a_control():
 
     reference = {"reference": "start"}
     needed = {"gae": {"critic": True}, "distill": {"teacher": "tiny"}, "scored": {"reward_model": "tiny"}, "k1": {**reference, "kl_in": "reward"}, "k2": reference, "k3": reference, "weighted_k3": reference,
-              "tests": {"verifier": "code", "tasks": "expressions"}, "code": {"verifier": "code", "tasks": "expressions"}}
+              "tests": {"verifier": "code", "tasks": "expressions"}, "code": {"verifier": "code", "tasks": "expressions"}, "verifiers": {"environment": {"name": "verifiers", "id": "a_module"}, "tasks": "verifiers"}}
     rows = 0
     for field, functions in FUNCTIONS.items():
         for name in functions:

@@ -36,9 +36,10 @@ class Asked:
         stdin = (input or "").encode() if not isinstance(input, bytes) else input
         limits = self.limits if timeout is None else replace(self.limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, self.limits.cpu_s))
         told = await asyncio.to_thread(self.sandbox.exec, Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {})), limits)
-        if not told.end.of_model:
+        late = (End.CPU_LIMIT, End.WALL_LIMIT, *((End.WALL_TIMEOUT,) if timeout is not None else ()))
+        if not told.end.of_model and told.end not in late:
             raise Fault(told.end, told.message)
-        if told.end in (End.CPU_LIMIT, End.WALL_LIMIT):
+        if told.end in late:
             raise TimeoutError(f"sandbox: {' '.join(cmd)!r}: {told.end}: {told.message or 'it took too long'}")
         if told.end is End.FORBIDDEN:
             raise PermissionError(f"sandbox: {' '.join(cmd)!r}: {told.message or 'it is not allowed'}")
