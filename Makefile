@@ -37,7 +37,7 @@ run: .venv/.run
 VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
 
 test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
-	@$(BIN)/python -m pytest -q $(or $(ARGS),tests)
+	@$(BIN)/python -m pytest -q $(or $(ARGS),-n 2 --dist loadgroup tests)
 
 # the tests drive a Chromium; Debian's, where there is none
 browser:

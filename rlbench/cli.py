@@ -865,9 +865,9 @@ def drill_command(
     as_json: JsonOption = False,
 ) -> None:
     "Inject faults into a live run, and look for the stated reaction; exit status 1 if one failed. Ctrl-C undoes what was injected."
-    from rlbench.drill import drill, listed
+    from rlbench.drill import listed, series
 
-    console, last = Console(stderr=True, soft_wrap=True, highlight=False, markup=False), {}
+    console, last, told, stopped = Console(stderr=True, soft_wrap=True, highlight=False, markup=False), {}, [], False
 
     def say(which: str, state: str, text: str) -> None:
         if last.get(which) != state:
@@ -881,13 +881,14 @@ def drill_command(
             return emit({"run": name, "drills": found}) if as_json else print("\n".join(f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}" for each in found))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            told = drill(folder, names or (), say)
+            for each in series(folder, names or (), say):
+                told.append(each)
         except KeyboardInterrupt:
+            stopped = True
             console.print("stopped; what was injected is undone")
-            raise typer.Exit(130) from None
     failed = [each for each in told if each.state == "failed"]
     emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told}) if as_json else print("\n".join(map(str, told)))
-    raise typer.Exit(int(bool(failed)))
+    raise typer.Exit(130 if stopped else int(bool(failed)))
 
 # %% ../nbs/91_cli.ipynb #cli-card
 def part_of(text: str, option: str = "--loss") -> str | dict:

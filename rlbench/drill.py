@@ -11,8 +11,8 @@ __all__ = ['KEPT', 'POOLED', 'AGAIN', 'HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 
            'stop_worker', 'worker_hung', 'hold_starts', 'starts_were_slow', 'refuse_processes', 'allow_processes',
            'quota_over', 'quota_met', 'switch', 'fill', 'fill_disk', 'empty_disk', 'disk_outlived', 'half_function',
            'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again',
-           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live', 'drill',
-           'state_html', 'Drills', 'parts', 'held']
+           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live',
+           'series', 'drill', 'state_html', 'Drills', 'parts', 'held']
 
 # %% ../nbs/79_drill.ipynb #drill-imports
 import os
@@ -515,7 +515,7 @@ def anywhere(scene: Scene) -> str:
 _ALL = (
     Drill("half-applied-edit", "a command and a function are left half written", "both are refused by name with the reason; nothing of them is in force", 15, anywhere, half_edit, edit_refused, whole_again),
     Drill("failed-publish", "handing over the next weights fails once", "it is tried again; the generators go on with the weights they have, within the bound on staleness", 15, model_behind, break_publish, published_again, mend_publish),
-    Drill("full-disk", f"for {FULL_FOR:g} s nothing can be written in the run's folder, nor in its pool's", "training goes on, rows wait in memory and are written when there is room", 20, anywhere, fill_disk, disk_outlived, empty_disk),
+    Drill("full-disk", f"for {FULL_FOR:g} s nothing can be written in the run's folder, nor in its pool's", "training goes on while the reserve can take the rows that wait in memory, then stands still; with room again they are written", 20, anywhere, fill_disk, disk_outlived, empty_disk),
     Drill("killed-zygote", "the process that starts programs is killed", "another worker takes its place, its programs are tried again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
     Drill("dead-pool", "the pool's controller is killed", "its guardian ends what it left, another one is started, programs under way are asked for again", 45, sandboxed, kill_controller, controller_replaced, nothing),
     Drill("quota", f"for {HELD_SECONDS:g} s the pool is allowed no more processes, and its workers are killed", "starts are refused and tried again after a time that doubles; programs wait; nothing is judged by it", 45, sandboxed, refuse_processes, quota_met, quota_over),
@@ -621,14 +621,20 @@ def hold_if_live(drill: Drill, folder: Path, say: Callable[[str, str, str], None
         return Drilled(drill.name, "refused", why=str(error))
 
 
-def drill(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> list[Drilled]:
-    "Hold drills on a live run, one after the other: those named, or all, of which the ones that do not suit it are refused. ValueError for an unknown name, a run that cannot be drilled, or if none suits; KeyboardInterrupt once `stop` is set. If the run ends meanwhile, the drills that were to come are refused."
+def series(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> Iterator[Drilled]:
+    "Hold drills on a live run, one after the other, and tell of each when it has been held: those named, or all, of which the ones that do not suit it are refused. ValueError for an unknown name, a run that cannot be drilled, or if none suits; KeyboardInterrupt once `stop` is set. If the run ends meanwhile, the drills that were to come are refused."
     wanted, folder = chosen(names), Path(folder).resolve()
     refused = [f"{each.name}: {why}" for each, why in listed(folder, names) if why]
     if len(refused) == len(wanted):
         raise ValueError(f"drill: none of them suits {folder.name!r}: {'; '.join(dict.fromkeys(refused))}")
     with alone(folder):
-        return [hold_if_live(each, folder, say, stop) for each in wanted]
+        for each in wanted:
+            yield hold_if_live(each, folder, say, stop)
+
+
+def drill(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> list[Drilled]:
+    "A whole `series`."
+    return list(series(folder, names, say, stop))
 
 # %% ../nbs/79_drill.ipynb #drill-panel
 SHAPES = {"waiting": "…", "injected": "⚡", "reaction seen": "◐", "passed": "✓", "failed": "✗", "refused": "–", "stopped": "■"}

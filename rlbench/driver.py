@@ -16,11 +16,11 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE',
            'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
            'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step',
            'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond',
-           'take_reference', 'undone_commands', 'pick_up', 'start_worker', 'make_room', 'flushed', 'next_events',
-           'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray',
-           'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed',
-           'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost', 'start_inline', 'start_process',
-           'all_prompts']
+           'take_reference', 'undone_commands', 'pick_up', 'start_worker', 'may_wait', 'make_room', 'flushed',
+           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate',
+           'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted',
+           'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost',
+           'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -1145,6 +1145,11 @@ def start_worker(driver: Driver, name: str) -> None:
 FULL_SECONDS, WAITING_SHARE = 30.0, 0.5  # so long a full disk is waited for; of the reserve, that rows in memory may take
 
 
+def may_wait(driver: Driver) -> bool:
+    "Whether a run whose disk is full has a reserve and time left to wait for room."
+    return driver.ballast.held and driver.state.phase in ("running", "draining") and not driver.asked_to_end and time.monotonic() - driver.full_since < FULL_SECONDS
+
+
 def make_room(driver: Driver, error: DiskFull) -> None:
     "Drop a checkpoint that is being written, which may be room enough; else let rows wait; in the end free the reserve so that the books can be closed, and end the run."
     if driver.saving:
@@ -1152,21 +1157,23 @@ def make_room(driver: Driver, error: DiskFull) -> None:
     if not driver.full_since:
         driver.full_since = time.monotonic()
         to_log(f"machine: the disk is full ({error.filename}); rows wait in memory")
-    room = driver.ledger.waiting < WAITING_SHARE * driver.ballast.bytes and driver.ballast.held
-    if room and driver.state.phase in ("running", "draining") and time.monotonic() - driver.full_since < FULL_SECONDS:
-        return
-    driver.ballast.release()
-    driver.asked_to_end = driver.asked_to_end or f"machine: the disk is full ({error.filename})"
+    if not may_wait(driver):
+        driver.ballast.release()
+        driver.asked_to_end = driver.asked_to_end or f"machine: the disk is full ({error.filename})"
 
 
 def flushed(driver: Driver) -> bool:
-    "Write the rows that wait; whether they are written."
+    "Write the rows that wait; whether they are written. On a full disk it returns only while the reserve can take more rows than these, or when the waiting is over."
     waited = driver.ledger.waiting
-    try:
-        driver.ledger.flush()
-    except DiskFull as error:
-        driver.disk_full(error)
-        return False
+    while True:
+        try:
+            driver.ledger.flush()
+            break
+        except DiskFull as error:
+            driver.disk_full(error)
+            if waited < WAITING_SHARE * driver.ballast.bytes or not may_wait(driver):
+                return False
+            time.sleep(LOOK_EVERY)
     if waited and driver.full_since:
         to_log(f"machine: the disk has room again after {time.monotonic() - driver.full_since:.1f} s; the rows that waited are written")
         driver.full_since, driver.memory.unsaid = 0.0, True

@@ -571,9 +571,10 @@ def failed(environment: Callable, error: BaseException, deadline: float, seconds
     "What an episode that raised comes to: machinery has failed, which is no reward. `deadline`: for each of so many `turns`."
     name = f"environment {function_name(environment)}"
     if isinstance(error, DeadlinePassed):
-        return Judged(outcome=Outcome.TIMEOUT, message=f"{name}: passed its deadline of {deadline:g} s" + f" for each of {turns} turns" * (turns > 1), seconds=seconds)
-    told = f"{name}: {error}" if isinstance(error, Fault) else f"{name}: raised {type(error).__name__}: {error}\n{_trace(error)}"
-    return Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=told, seconds=seconds)
+        told = f"passed its deadline of {deadline:g} s" + f" for each of {turns} turns" * (turns > 1) + "; make it faster or raise score_deadline"
+    else:
+        told = str(error) if isinstance(error, Fault) else f"raised {type(error).__name__}: {error}\n{_trace(error)}"
+    return Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=f"{name}: {told}", seconds=seconds)
 
 # %% ../nbs/26_environment.ipynb #environment-bell
 class Bell:

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .chat import Chat, answer_message, content_text, read_chat, write_chat
-from .environment import Done, Episode, Judged, Observation, SingleTurn, Step, advance, and_rewarded, awaited, closing, cut, first_prompts, rest, until_awaited, verified
+from .environment import Done, Episode, Judged, Observation, SingleTurn, Step, advance, and_rewarded, awaited, closing, cut, first_prompts, function_name, of_itself, rest, until_awaited, verified
 from .knobs import Knob
 from .records import Outcome, Rollout, Task, response_segment
 from .reward import correct, exact
@@ -229,7 +229,7 @@ def judged(output: Mapping, name: str, threshold: float, heard: Sequence[str] = 
     if error and kind != "EmptyModelResponseError":
         return Judged(None, None, parts, Outcome.ENVIRONMENT_ERROR, f"environment {name}: {error.get('error_chain_repr') or kind}")
     if output.get("stop_condition") == "timeout_reached":
-        return Judged(None, None, parts, Outcome.TIMEOUT, f"environment {name}: passed its own timeout; raise its timeout_seconds")
+        return Judged(None, None, parts, Outcome.ENVIRONMENT_ERROR, f"environment {name}: passed its own timeout; raise its timeout_seconds")
     if heard:
         return Judged(None, None, parts, Outcome.FUNCTION_ERROR, f"environment {name}: {heard[0]}")
     if reward is None or not math.isfinite(reward):
@@ -364,7 +364,7 @@ async def judgement(state: Mapping, verifier: Callable, reward: Callable) -> Jud
     done = state.get("ended") or await settled(cut(episode, words[-1] if words else ""))
     segments = tuple(response_segment(np.zeros(n), np.zeros(n), np.zeros(n), turn=turn) for turn, n in enumerate(_lengths(state)))
     rollout = Rollout(0, 0, 0, 0, task, text=done.text, segments=segments)
-    found = done.judged or verified(rollout, verifier, float("inf"))
+    found = verified(rollout, verifier, float("inf")) if done.judged is None else of_itself(done.judged, function_name(type(episode)), len(done.text))
     return and_rewarded(rollout, found, reward, float("inf")) if found.outcome is Outcome.OK and found.reward is None else found
 
 # %% ../nbs/28_foreign.ipynb #foreign-export

@@ -28,10 +28,10 @@ class StopReason(StrEnum):
 class Outcome(StrEnum):
     "Whether a response could be judged. Only `OK` carries a reward; the others say whose fault it was."
     OK = "ok"
-    TIMEOUT = "timeout"  # the reward or the environment passed its deadline
+    TIMEOUT = "timeout"  # the verifier or the reward passed its deadline
     FUNCTION_ERROR = "function_error"  # the reward function raised
     INVALID_REWARD = "invalid_reward"  # not a finite number
-    ENVIRONMENT_ERROR = "environment_error"  # the machinery around it failed
+    ENVIRONMENT_ERROR = "environment_error"  # the machinery around it failed, or an episode was late
 
 # %% ../nbs/00_records.ipynb #records-fates
 class Fate(StrEnum):

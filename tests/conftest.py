@@ -2,12 +2,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from executions import Executions
 
 from rlbench.capacity import cpu_flags
 
@@ -22,14 +20,11 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session", autouse=True)
-def executions(request, tmp_path_factory) -> Iterator[Executions]:
-    "The notebooks whose tests are asked for. One at a time and with low priority they are executed beside the other tests, which leave a core idle as often as not."
-    wanted = [item.callspec.params["path"] for item in request.session.items if getattr(item, "originalname", "") == "test_notebook_runs"]
-    made = Executions(wanted, tmp_path_factory.mktemp("notebooks"))
-    made.work(10, made.calm)
-    yield made
-    made.stop()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    "With several workers: the tests of a file stay together, since they share what they start, and each notebook is run where there is room."
+    for item in items:
+        if getattr(item, "originalname", "") != "test_notebook_runs":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="session")

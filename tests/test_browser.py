@@ -159,14 +159,16 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     "Staleness, one end of the band, and temperature over some versions."
     drag(page, handle(page, "staleness"), 0.5)
     asked = json.loads(wait_applied(page, run, "staleness")["value"])
-    assert 2 <= asked <= 6 and in_force(run.folder).staleness == asked
+    assert 2 <= asked <= 6
+    until(lambda: in_force(run.folder).staleness == asked, page=page)
     since = run.status.changed["staleness"][1]
     until(lambda: f"in force {asked} versions since v{since}" in " ".join(knob(page, "staleness").inner_text().split()), page=page)
     until(lambda: run.steps.filter(pl.col("version") > since)["lag_max"].max() in range(2, asked + 1), page=page)
 
     drag(page, handle(page, "band", 1), 0.95)
     low, high = json.loads(wait_applied(page, run, "band")["value"])
-    assert low == 0.2 and 0.9 <= high <= 1.0 and in_force(run.folder).band == (low, high)
+    assert low == 0.2 and 0.9 <= high <= 1.0
+    until(lambda: in_force(run.folder).band == (low, high), page=page)
 
     box = panel(page).locator(".rl-over input")
     box.fill("4")
@@ -205,7 +207,7 @@ def swap_reward(page, run: rl.Run) -> None:
     "A reward written in a cell comes into force, and its keyword becomes a knob of the panel."
     write_cell(page, REWARD)
     row = wait_applied(page, run, "reward")
-    assert in_force(run.folder).reward["name"] == "brief"
+    until(lambda: in_force(run.folder).reward["name"] == "brief", page=page)
     correct = lambda: run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct"))
     until(lambda: len(correct()), page=page)
     assert correct().select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6

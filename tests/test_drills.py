@@ -148,10 +148,12 @@ def test_all_that_suit(plain):
 
 def test_ctrl_c_on_the_command_line(plain):
     "What was injected is undone before it ends."
-    done = commanded(plain, "full-disk")
+    done = commanded(plain, "half-applied-edit", "full-disk", "--json")
     until((plain.folder / FAULTS / FULL_DISK).exists)
     done.send_signal(signal.SIGINT)
-    _, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=60)
+    told = json.loads(out.splitlines()[-1])
+    assert (told["passed"], [each["name"] for each in told["drills"]]) == (1, ["half-applied-edit"]), "what was held before is told"
     assert done.returncode == 130 and "stopped; what was injected is undone" in err and "Traceback" not in err
     assert not (plain.folder / FAULTS).exists()
     on(plain)

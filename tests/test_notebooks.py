@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from executions import NOTEBOOKS, ROOT, cells, is_exported
+from notebooks import NOTEBOOKS, ROOT, cells, execute, is_exported
 from readme import readme
 
 MODULES = sorted(path for path in ROOT.glob("rlbench/**/*.py") if path.name not in ("__init__.py", "_modidx.py"))
@@ -218,17 +218,10 @@ def test_tests_are_whole():
 VLLM = ("13_generator_vllm",)  # they start an engine of vLLM
 
 
-@pytest.fixture(scope="module")
-def executed(executions):
-    "The executions of the notebooks; from here on two at a time, and those that look at a clock first."
-    executions.work(0, executions.timed, executions.calm)
-    return executions
-
-
 @every_notebook
-def test_notebook_runs(path, executed, request):
+def test_notebook_runs(path, request, tmp_path):
     "Every notebook runs."
     if path.stem in VLLM:
         request.getfixturevalue("avx512f")
-    done = executed.of(path)
+    done = execute(path, tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

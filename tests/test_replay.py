@@ -1,5 +1,6 @@
 """Runs done again from their journals: equal digests; and what cannot be promised is refused."""
 import json
+import os
 import subprocess
 import sys
 import time
@@ -158,6 +159,6 @@ def test_forks_of_a_family(tmp_path):
     assert str(other.family).startswith("fork of tiny-1 at version 4, reward = brief, ") and str(twin.family) == "fork of tiny-1 at version 2"
     verdict = twin.replay().wait(400)
     assert verdict.equal and rl.attach(verdict.replay, runs=tmp_path).steps["version"].to_list() == [3, 4, 5, 6]
-    listed = subprocess.run([sys.executable, "-m", "rlbench.cli", "ls", "--runs", str(tmp_path)], capture_output=True, text=True, env={"COLUMNS": "200", **__import__("os").environ}).stdout
+    listed = subprocess.run([sys.executable, "-m", "rlbench.cli", "ls", "--runs", str(tmp_path)], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}).stdout
     assert [line.strip().split("  ")[0] for line in listed.splitlines()[1:]] == ["tiny-1", "└ twin", "└ twin-replay-1", "└ other"], listed
     assert len(rl.compare(run, other).charts[1].marks) == 1

@@ -20,7 +20,7 @@ from rlbench import foreign
 from rlbench.chat import answer_message, read_chat
 from rlbench.config import ConfigError, make_config
 from rlbench.driver import make_pools
-from rlbench.environment import EnvironmentActor, ScoreRequest, ScoreResult, TurnResult
+from rlbench.environment import Done, EnvironmentActor, Judged, ScoreRequest, ScoreResult, SingleTurn, TurnResult
 from rlbench.foreign import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
 from rlbench.ledger import read_table
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
@@ -174,7 +174,7 @@ def test_machinery_that_fails_is_no_reward():
     stopped = judged(one(vf.ToolEnv, tools=[breaks], stop_errors=[RecursionError]), call("breaks", n=1))
     assert (stopped.reward, stopped.outcome) == (None, Outcome.ENVIRONMENT_ERROR) and "ToolCallError" in stopped.message and "too deep" in stopped.message
     late = judged(one(Slow, timeout_seconds=0.3), ":2")
-    assert (late.reward, late.outcome) == (None, Outcome.TIMEOUT)
+    assert (late.reward, late.outcome) == (None, Outcome.ENVIRONMENT_ERROR) and "its own timeout" in late.message
     assert judged(one(vf.SingleTurnEnv, lambda completion: float("nan")), ":2").outcome is Outcome.INVALID_REWARD
     assert judged(one(vf.SingleTurnEnv, lambda completion: completion["no"]), ":2").outcome is Outcome.FUNCTION_ERROR
     assert judged(one(vf.SingleTurnEnv), "").reward == 1.0  # the policy's own fault, as the rubric pays it
@@ -215,7 +215,7 @@ def test_closed_or_hung(monkeypatch):
     said = []
     while not actor.idle:
         said += actor.turn()
-    assert said[0].judged.outcome is Outcome.TIMEOUT
+    assert "passed its deadline" in said[0].judged.message
     actor.close()
     assert env.cleaned == before + 2
 
@@ -294,6 +294,19 @@ def test_the_other_way():
     broken = to_verifiers(tasks, lambda: store(tries=1), lambda text, answer: 1 / 0, correct)
     failed = broken.generate_sync(broken.get_dataset().to_list()[:1], client=in_process(package(), say), model="m", on_progress=lambda *_: None)["outputs"]
     assert failed[0]["reward"] == 0.0 and "division by zero" in failed[0]["error"]["message"]
+
+    class Unsure(SingleTurn):
+        "Its own judgement is no number."
+
+        def advance(self, response):
+            return Done(response, Judged(True, float("nan")))
+
+    async def anything(messages):
+        return answer_message(":42", 0)
+
+    unsure = to_verifiers(tasks, Unsure)
+    (output,) = unsure.generate_sync(unsure.get_dataset().to_list()[:1], client=in_process(package(), anything), model="m", on_progress=lambda *_: None)["outputs"]
+    assert output["reward"] == 0.0 and "Unsure" in output["error"]["message"]
 
 
 PHONES = """

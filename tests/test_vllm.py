@@ -28,6 +28,11 @@ def test_families_are_served_as_transformers_computes_them(tmp_path):
         assert figures["logprob_max_diff"] <= 2e-3 and figures["after_swap"] <= 2e-3, f"{family}: {figures}"
 
 
+def asked(run) -> int:
+    "How often the generator that will be lost was asked for responses."
+    return sum(json.loads(f)["actor"] == "generator-1" for f in read_table(run.folder, "events").filter(pl.col("kind") == "Generate")["fields"])
+
+
 def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
     "Both engines write what the adapters make of the policy, every version reaches them while sequences run, a killed one comes back, and the books close."
     r = run("tiny-vllm-cpu", runs=tmp_path, name="two", generators=2, steps=6, preflight=0, concurrency=48, eval=[], lora=8, learning_rate=2e-3, warmup_steps=0)
@@ -37,7 +42,9 @@ def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
         status = r.status
         if not struck and status and status.version >= 2:
             os.kill(status.workers["generator-1"], signal.SIGSTOP)  # it finishes nothing any more, and is asked for its share
-            time.sleep(1)
+            stopped = asked(r)
+            while asked(r) == stopped and r.state == "running" and time.monotonic() < until:
+                time.sleep(0.1)
             os.kill(status.workers["generator-1"], signal.SIGKILL)
             struck = True
         time.sleep(0.2)
