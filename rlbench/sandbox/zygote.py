@@ -1161,8 +1161,12 @@ def remove_below(path, keep=False):
                 os.close(inner)
                 os.rmdir(name, dir_fd=top)
     os.close(top)
-    if not keep:
-        os.rmdir(path)
+    try:
+        keep or os.rmdir(path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        remove_below(path)  # a process that was killed a moment ago had still put something in
 
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
