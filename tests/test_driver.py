@@ -1,10 +1,13 @@
-"""What the driver takes as owed, and how long it waits for it."""
+"""What the driver takes as owed, and how long it waits for it; and what it does on a full disk."""
 import pytest
+from inline import Told, check_books, inline_run
 
+import rlbench.driver
 from rlbench.config import make_config, to_toml
+from rlbench.drill import switch
 from rlbench.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
 from rlbench.environment import ScoreRequest
-from rlbench.ledger import create_run_folder
+from rlbench.ledger import FAULTS, FULL_DISK, create_run_folder, read_table
 from rlbench.loop import step
 from rlbench.records import Rollout, Task, response_segment
 from rlbench.state import Publish, Started
@@ -83,3 +86,49 @@ def test_an_environment_has_the_time_to_rebuild_episodes(tmp_path, turns, hangs)
     handle.heard_at, handle.moved_at = driver.clock.now(), driver.clock.now() - 2 * driver.state.config.score_deadline
     assert owed(driver, "environment") == ["score"]
     assert bool(overdue(driver, "environment")) == hangs
+
+
+SHORT = {"group": 4, "batch": 16, "steps": 6, "concurrency": 16, "max_tokens": 80, "preflight": 0, "eval": [], "checkpoint_every": 0, "staleness": 1, "filter": "none"}
+
+
+def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list[tuple[int, str]]:
+    "From version 2 on nothing can be written, for so many seconds or until a version; the reserve counts as so many bytes. Returns what runs say to run.log, each with the number of events before."
+    struck, said, flush = [], [], Told.flush
+
+    def strikes(driver):
+        if driver.state.version == 2 and not struck:
+            struck.append(driver)
+            driver.ballast.bytes = reserve
+            switch(driver.folder, FULL_DISK, seconds)
+        if driver.state.version == until:
+            (driver.folder / FAULTS / FULL_DISK).unlink(missing_ok=True)
+        flush(driver)
+
+    monkeypatch.setattr(Told, "flush", strikes)
+    monkeypatch.setattr(rlbench.driver, "to_log", lambda text: said.append((struck[0].state.seq, text)))
+    return said
+
+
+@pytest.mark.parametrize(("seconds", "reserve", "until", "stands"), [(1.5, 1, 1000, True), (1000.0, 4_000_000, 4, False)])
+def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, seconds, reserve, until, stands):
+    "It trains on while the reserve can take the rows that wait, and stands still when it cannot; the tables are those of a run that always had room."
+    whole = inline_run(tmp_path, "whole", SHORT)
+    said = filled(monkeypatch, seconds, reserve, until)
+    driver = inline_run(tmp_path, "full", SHORT)
+    (before, full), (after, room) = said
+    assert "the disk is full" in full and "has room again" in room and (before == after) == stands
+    assert driver.state.phase == "done" and driver.state.version == 6 and driver.state.digest == whole.state.digest and not driver.full_since
+    check_books(driver)
+    for table in ("steps", "groups", "rollouts", "tokens", "events"):
+        had, has = (read_table(run.folder, table).drop("score_seconds", "fields", strict=False) for run in (whole, driver))  # what is measured
+        assert len(had) and had.equals(has), table
+
+
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
+    "The reserve is freed for the rows that wait, the run ends at once, and its books close."
+    monkeypatch.setattr(rlbench.driver, "FULL_SECONDS", 0.5)
+    said = filled(monkeypatch, 1000.0, 1)
+    driver = inline_run(tmp_path, "full", SHORT)
+    assert "the disk is full" in said[0][1] and driver.state.version == 2 and "the disk is full" in driver.state.reason, (said, driver.state.reason)
+    assert not driver.ballast.held and not (driver.folder / FAULTS / FULL_DISK).exists()
+    check_books(driver)

@@ -1,4 +1,5 @@
 """Jails: what they are made of, what is left when something dies, and workspaces that travel."""
+import errno
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from jailer import USERS, alive, ask, below, prison
 
+from rlbench.sandbox import zygote
 from rlbench.sandbox.jail import CHAIN, PROFILES, Jail, load_filter, make_filter, self_test
 from rlbench.sandbox.spec import End, Fault, Limits, Order, Program
 from rlbench.sandbox.workspace import Store, put_files, put_tree, read_file, view
@@ -374,6 +376,29 @@ def test_what_a_dead_owner_left_is_removed_however_deep(monkeypatch):
     os.close(here)
     remove_scratch(make_scratch((os.geteuid(), os.getegid())))
     assert not old.exists()
+
+
+def test_a_folder_is_removed_although_something_is_still_put_in(tmp_path, monkeypatch):
+    "Whoever is killed may have had one more file under way: then it goes round again, and what cannot be removed for another reason is told."
+    left, rmdir, late = tmp_path / "left", os.rmdir, ["one", "two"]
+
+    def slow(path, **more):
+        if path == str(left) and late:
+            (left / late.pop()).mkdir()
+        rmdir(path, **more)
+
+    monkeypatch.setattr(zygote.os, "rmdir", slow)
+    (left / "in").mkdir(parents=True)
+    zygote.remove_below(str(left))
+    assert not left.exists() and not late
+
+    def refused(path, **more):
+        raise PermissionError(errno.EPERM, "not yours", path)
+
+    left.mkdir()
+    monkeypatch.setattr(zygote.os, "rmdir", refused)
+    with pytest.raises(PermissionError, match="not yours"):
+        zygote.remove_below(str(left))
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -215,7 +215,8 @@ def test_closed_or_hung(monkeypatch):
     said = []
     while not actor.idle:
         said += actor.turn()
-    assert "passed its deadline" in said[0].judged.message
+    judged = said[0].judged
+    assert (judged.outcome, judged.reward) == (Outcome.ENVIRONMENT_ERROR, None) and "passed its deadline of 0.3 s" in judged.message
     actor.close()
     assert env.cleaned == before + 2
 

@@ -94,6 +94,11 @@ def all_of(actor: EnvironmentActor, patience: float = 20.0) -> dict:
     return {each.key[0]: each for each in heard if isinstance(each, (ScoreResult, TurnResult))}
 
 
+def late(judged) -> bool:
+    "Whether a verdict is that of an episode past its deadline: a failure of the environment, and no reward."
+    return judged.outcome is Outcome.ENVIRONMENT_ERROR and judged.reward is None and "passed its deadline" in judged.message
+
+
 def asking(log: list, **more) -> EnvironmentActor:
     return EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Asks, log), **more)
 
@@ -109,9 +114,10 @@ def test_a_slow_or_dead_tool_costs_its_own_rollout():
     assert all(isinstance(heard[i][0], TurnResult) and heard[i][0].calls == 1 and 0.15 < heard[i][0].seconds < 1.4 for i in range(5, 40))
     assert max(heard[i][1] for i in range(5, 40)) < 1.4, "before anything was late"
     heard |= {key: (each, 0) for key, each in all_of(actor).items()}
-    outcomes = [heard[i][0].judged.outcome for i in range(5)]
-    assert outcomes == [Outcome.ENVIRONMENT_ERROR] * 5 and all("passed its deadline of 1.5 s" in heard[i][0].judged.message for i in (0, 1, 4))
-    assert "SystemExit: enough" in heard[2][0].judged.message and "nobody there" in heard[3][0].judged.message and "in advance" in heard[3][0].judged.message
+    judged = [heard[i][0].judged for i in range(5)]
+    assert [late(each) for each in judged] == [True, True, False, False, True] and all("deadline of 1.5 s" in judged[i].message for i in (0, 1, 4))
+    assert all(each.outcome is Outcome.ENVIRONMENT_ERROR and each.reward is None for each in judged)
+    assert "SystemExit: enough" in judged[2].message and "nobody there" in judged[3].message and "in advance" in judged[3].message
     assert time.monotonic() - began < 6
     actor.receive([ScoreRequest(rollout(i, "wait", "2"), last=False) for i in range(5, 40)])
     assert {each.judged.reward for each in all_of(actor).values()} == {1.0}
@@ -165,7 +171,7 @@ def test_what_does_not_await_is_found_out():
     assert isinstance(all_of(actor)[9], TurnResult)
     actor.receive(ScoreRequest(rollout(i, "hog" if i == 1 else "wait"), deadline=1.0, last=False) for i in range(6))
     heard = all_of(actor)
-    assert "passed its deadline" in heard[1].judged.message and all(isinstance(heard[i], TurnResult) for i in (0, 2, 3, 4, 5))
+    assert late(heard[1].judged) and all(isinstance(heard[i], TurnResult) for i in (0, 2, 3, 4, 5))
     actor.receive([ScoreRequest(rollout(9, "wait", "2"))])
     assert all_of(actor)[9].judged.reward == 1.0
     actor.close()
@@ -272,7 +278,7 @@ def test_what_is_over_after_its_deadline_was_late():
 
     actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Slow, []))
     actor.receive([ScoreRequest(rollout(1, "2"), deadline=0.3)])
-    assert "passed its deadline" in all_of(actor)[1].judged.message
+    assert late(all_of(actor)[1].judged)
     actor.close()
 
 
@@ -284,7 +290,8 @@ def test_who_could_not_go_on_was_not_late():
     actor = EnvironmentActor(holds, REWARDS["correct"], partial(Asks, []))
     actor.receive([*(ScoreRequest(rollout(i, "wait"), deadline=1.0, last=False) for i in range(4)), ScoreRequest(rollout(9, "2"), deadline=1.0)])
     heard = all_of(actor)
-    assert "passed its deadline" in heard[9].judged.message and all(isinstance(heard[i], TurnResult) for i in range(4))
+    assert (heard[9].judged.outcome, heard[9].judged.reward) == (Outcome.TIMEOUT, None) and "verifier" in heard[9].judged.message and "passed its deadline of 1 s" in heard[9].judged.message
+    assert all(isinstance(heard[i], TurnResult) for i in range(4))
     actor.close()
 
 
@@ -310,9 +317,10 @@ def test_a_rebuilt_episode_has_a_deadline_for_each_turn(waits):
     actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Asks, []) if waits else Blocks)
     actor.receive([ScoreRequest(rollout(1, *["wait"] * 4), deadline=0.5, last=False), ScoreRequest(rollout(2, "wait", "hang"), deadline=0.5, last=False)])
     heard = all_of(actor)
-    assert (heard[1].turn, heard[1].text) == (4, "look") and heard[2].judged.outcome is Outcome.ENVIRONMENT_ERROR and "0.5 s for each of 2 turns" in heard[2].judged.message
+    assert (heard[1].turn, heard[1].text) == (4, "look") and late(heard[2].judged) and "0.5 s for each of 2 turns" in heard[2].judged.message
     actor.receive([ScoreRequest(rollout(1, *["wait"] * 4, "hang"), deadline=0.5, last=False)])
-    assert "deadline of 0.5 s;" in all_of(actor)[1].judged.message, "the others were taken before"
+    judged = all_of(actor)[1].judged
+    assert late(judged) and "deadline of 0.5 s;" in judged.message, "the others were taken before"
     actor.close()
 
 
@@ -494,8 +502,9 @@ def test_a_run_whose_tools_wait_and_sometimes_hang(tmp_path, monkeypatch):
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-2000:]
     rollouts = read_table(run.folder, "rollouts")
-    late = rollouts.filter(pl.col("outcome") == "environment_error")
-    assert 0 < len(late) < len(rollouts) / 4 and late["reward"].null_count() == len(late)
+    failed = rollouts.filter(pl.col("outcome") == "environment_error")
+    overdue = failed.filter(pl.col("message").str.contains("passed its deadline", literal=True))
+    assert 0 < len(overdue) == len(failed) < len(rollouts) / 4 and overdue["reward"].null_count() == len(overdue)
     trained = rollouts.filter(pl.col("fate") == "trained")
     assert len(trained) and (trained["turns"] == 2).all() and trained["reward"].null_count() == 0
     told = Counter(line.partition(" ")[0] for line in (tmp_path / "log").read_text().splitlines())
