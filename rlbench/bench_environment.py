@@ -93,46 +93,52 @@ TARGET = 0.05
 
 @dataclass(frozen=True)
 class EnvironmentBench:
-    "With latency, and without it. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without."
+    "With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without. None: not measured."
     late: ToolRun
     prompt: ToolRun
+    narrow: ToolRun | None
     machine: dict[str, str]
     stall_share: float
     throughput_kept: float
+    stall_share_at_2: float | None
+    throughput_kept_at_2: float | None
 
     def __str__(self) -> str:
-        late, prompt = self.late, self.prompt
+        late, prompt, narrow = self.late, self.prompt, self.narrow
         lines = (f"{SETTING['concurrency']} slots, rollouts of {late.turns:.1f} turns and {late.tool_calls:.1f} calls of a tool (lognormal, median {MEDIAN:g} s, sigma {SIGMA:g}); each waited {late.tool_seconds:.2f} s",
                  f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {'yes' if self.stall_share <= TARGET else 'NO'}; without latency {prompt.stall_share:.2%}",
                  f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency {prompt.idle / prompt.seconds:.2%}",
                  f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
                  f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept",
+                 f"bound 2   {f'{self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept' if narrow else 'not measured'}",
                  f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {late.efficiency:.2f} useful tokens per slot and second")
         return "\n".join(lines)
 
 
-def compared(late: ToolRun, prompt: ToolRun, where: dict[str, str]) -> EnvironmentBench:
-    "The figures of two runs."
-    return EnvironmentBench(late, prompt, where, late.stall_share, late.tokens_per_second / prompt.tokens_per_second)
+def compared(late: ToolRun, prompt: ToolRun, narrow: ToolRun | None, where: dict[str, str]) -> EnvironmentBench:
+    "The figures of the runs."
+    at_2 = (narrow.stall_share, narrow.tokens_per_second / prompt.tokens_per_second) if narrow else (None, None)
+    return EnvironmentBench(late, prompt, narrow, where, late.stall_share, late.tokens_per_second / prompt.tokens_per_second, *at_2)
 
 
 def bench_environment(folder: str | Path = "bench-environment", steps: int = 40, say: Callable[[str], None] = lambda line: None) -> EnvironmentBench:
-    "Both runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError for a run that fails."
+    "The runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError for a run that fails."
     ending = SETTING["staleness"] + 1
     if steps < ending + 2:
         raise ValueError(f"steps: {steps} is too few, the first batch and the last {ending} are left out; give {ending + 2} or more")
-    return compared(*(_side(Path(folder), name, median, steps, say) for name, median in (("late", MEDIAN), ("prompt", 0.0))), machine("torch"))
+    sides = (("late", MEDIAN, SETTING["staleness"]), ("prompt", 0.0, SETTING["staleness"]), ("narrow", MEDIAN, 2))
+    return compared(*(_side(Path(folder), *side, steps, say) for side in sides), machine("torch"))
 
 
-def _side(folder: Path, name: str, median: float, steps: int, say: Callable[[str], None]) -> ToolRun:
+def _side(folder: Path, name: str, median: float, staleness: int, steps: int, say: Callable[[str], None]) -> ToolRun:
     path = folder / f"{name}-{steps}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         tool = {"environment": late_tool, "environment.median": median, "environment.sigma": SIGMA, "environment.turns": TURNS}
-        with ending(run("tiny", name=free_name(folder / "runs", name), runs=folder / "runs", steps=steps, **SETTING, **tool)) as ended:
+        with ending(run("tiny", name=free_name(folder / "runs", name), runs=folder / "runs", steps=steps, **SETTING | {"staleness": staleness}, **tool)) as ended:
             if wait(ended) != "finished":
                 raise RuntimeError(f"{ended.folder} ended as {ended.state}: {ended.status.reason}; its run.log says more")
-        write_json(path, asdict(tool_run(read_table(ended.folder, "steps"), SETTING["staleness"] + 1)))
+        write_json(path, asdict(tool_run(read_table(ended.folder, "steps"), staleness + 1)))
     found = ToolRun(**read_json(path))
     say(f"{name}: {found.stall_share:.2%} stalled, {found.tokens_per_second:.0f} tokens/s")
     return found

@@ -146,14 +146,18 @@ def test_all_that_suit(plain):
     assert [each["drill"] for each in found if not each["refused"]] == list(OF_ALL) and len(found) == 8
 
 
-def test_ctrl_c_on_the_command_line(plain):
-    "What was injected is undone before it ends."
-    done = commanded(plain, "half-applied-edit", "full-disk", "--json")
+@pytest.mark.parametrize("held", [("half-applied-edit",), ()])
+def test_ctrl_c_on_the_command_line(plain, held):
+    "What was injected is undone before it ends, and what was held before is told; if that is nothing, nothing is printed."
+    done = commanded(plain, *held, "full-disk", *["--json"] * bool(held))
     until((plain.folder / FAULTS / FULL_DISK).exists)
     done.send_signal(signal.SIGINT)
     out, err = done.communicate(timeout=60)
-    told = json.loads(out.splitlines()[-1])
-    assert (told["passed"], [each["name"] for each in told["drills"]]) == (1, ["half-applied-edit"]), "what was held before is told"
+    if held:
+        told = json.loads(out.splitlines()[-1])
+        assert (told["passed"], [each["name"] for each in told["drills"]]) == (1, list(held))
+    else:
+        assert out == ""
     assert done.returncode == 130 and "stopped; what was injected is undone" in err and "Traceback" not in err
     assert not (plain.folder / FAULTS).exists()
     on(plain)
