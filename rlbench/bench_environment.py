@@ -76,11 +76,11 @@ class ToolRun:
         return self.tokens / self.seconds
 
 
-def tool_run(steps, ending: int) -> ToolRun:
-    "From the rows of a run's batches (polars), without the first and the last `ending` ones."
-    rows = steps.sort("version").slice(1, max(0, len(steps) - 1 - ending))
+def tool_run(steps, last: int) -> ToolRun:
+    "From the rows of a run's batches (polars), without the first and the last `last` ones."
+    rows = steps.sort("version").slice(1, max(0, len(steps) - 1 - last))
     if not len(rows):
-        raise ValueError(f"steps: {len(steps)} batches are not enough; the first and the last {ending} are left out")
+        raise ValueError(f"steps: {len(steps)} batches are not enough; the first and the last {last} are left out")
     return ToolRun(rows["seconds"].sum(), rows["generator_wait"].sum(), rows["stalled"].sum(), len(rows), rows["generated_tokens"].sum(), rows["turns"].mean(), rows["tool_calls"].mean(),
                    rows["tool_seconds"].mean(), rows["prefill_tokens"].sum() / max(1, rows["decode_tokens"].sum()), rows["efficiency"].mean(), (rows["running"] * rows["seconds"]).sum() / rows["seconds"].sum())
 
@@ -93,15 +93,15 @@ TARGET = 0.05
 
 @dataclass(frozen=True)
 class EnvironmentBench:
-    "With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without. None: not measured."
+    "With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without."
     late: ToolRun
     prompt: ToolRun
-    narrow: ToolRun | None
+    narrow: ToolRun
     machine: dict[str, str]
     stall_share: float
     throughput_kept: float
-    stall_share_at_2: float | None
-    throughput_kept_at_2: float | None
+    stall_share_at_2: float
+    throughput_kept_at_2: float
 
     def __str__(self) -> str:
         late, prompt, narrow = self.late, self.prompt, self.narrow
@@ -110,22 +110,21 @@ class EnvironmentBench:
                  f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency {prompt.idle / prompt.seconds:.2%}",
                  f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
                  f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept",
-                 f"bound 2   {f'{self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept' if narrow else 'not measured'}",
+                 f"bound 2   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept",
                  f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {late.efficiency:.2f} useful tokens per slot and second")
         return "\n".join(lines)
 
 
-def compared(late: ToolRun, prompt: ToolRun, narrow: ToolRun | None, where: dict[str, str]) -> EnvironmentBench:
+def compared(late: ToolRun, prompt: ToolRun, narrow: ToolRun, where: dict[str, str]) -> EnvironmentBench:
     "The figures of the runs."
-    at_2 = (narrow.stall_share, narrow.tokens_per_second / prompt.tokens_per_second) if narrow else (None, None)
-    return EnvironmentBench(late, prompt, narrow, where, late.stall_share, late.tokens_per_second / prompt.tokens_per_second, *at_2)
+    return EnvironmentBench(late, prompt, narrow, where, late.stall_share, late.tokens_per_second / prompt.tokens_per_second, narrow.stall_share, narrow.tokens_per_second / prompt.tokens_per_second)
 
 
 def bench_environment(folder: str | Path = "bench-environment", steps: int = 40, say: Callable[[str], None] = lambda line: None) -> EnvironmentBench:
     "The runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError for a run that fails."
-    ending = SETTING["staleness"] + 1
-    if steps < ending + 2:
-        raise ValueError(f"steps: {steps} is too few, the first batch and the last {ending} are left out; give {ending + 2} or more")
+    last = SETTING["staleness"] + 1
+    if steps < last + 2:
+        raise ValueError(f"steps: {steps} is too few, the first batch and the last {last} are left out; give {last + 2} or more")
     sides = (("late", MEDIAN, SETTING["staleness"]), ("prompt", 0.0, SETTING["staleness"]), ("narrow", MEDIAN, 2))
     return compared(*(_side(Path(folder), *side, steps, say) for side in sides), machine("torch"))
 

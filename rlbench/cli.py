@@ -887,7 +887,10 @@ def drill_command(
             stopped = True
             console.print("stopped; what was injected is undone")
     failed = [each for each in told if each.state == "failed"]
-    emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told}) if as_json else print("\n".join(map(str, told)), end="\n" * bool(told))
+    if as_json:
+        emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told})
+    elif told:
+        print("\n".join(map(str, told)))
     raise typer.Exit(130 if stopped else int(bool(failed)))
 
 # %% ../nbs/91_cli.ipynb #cli-card

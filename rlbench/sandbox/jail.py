@@ -317,8 +317,9 @@ def start_zygote(tier: str, python: Python, user: tuple[int, int], bpf: bytes, l
 def make_scratch(user: tuple[int, int]) -> str:
     "A folder of a user's own, for a tier without disks of its own; those of owners that are gone are removed."
     for old in Path("/var/tmp").glob("rlbench-sandbox-*-*"):  # of owners that were killed
-        if not old.is_symlink() and not os.path.exists(f"/proc/{old.name.split('-')[2]}") and (os.geteuid() == 0 or old.lstat().st_uid == user[0]):
-            remove_scratch(str(old))
+        with suppress(FileNotFoundError):  # another sweeps, too
+            if not old.is_symlink() and not os.path.exists(f"/proc/{old.name.split('-')[2]}") and (os.geteuid() == 0 or old.lstat().st_uid == user[0]):
+                remove_scratch(str(old))
     folder = tempfile.mkdtemp(prefix=f"rlbench-sandbox-{os.getpid()}-", dir="/var/tmp")
     os.mkdir(f"{folder}/empty", 0o555)
     if user[0] != os.geteuid():

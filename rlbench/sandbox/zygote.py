@@ -1161,8 +1161,10 @@ def remove_below(path, keep=False):
                 os.close(inner)
                 os.rmdir(name, dir_fd=top)
     os.close(top)
+    if keep:
+        return
     try:
-        keep or os.rmdir(path)
+        os.rmdir(path)
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
