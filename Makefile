@@ -37,7 +37,8 @@ run: .venv/.run
 VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
 
 test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
-	@$(BIN)/python -m pytest -q $(or $(ARGS),-n 2 --dist loadgroup tests)
+	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
+	@$(BIN)/python -m pytest -q $(or $(ARGS),-n 2 --no-loadscope-reorder tests)
 
 # the tests drive a Chromium; Debian's, where there is none
 browser:

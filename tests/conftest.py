@@ -11,6 +11,7 @@ from rlbench.capacity import cpu_flags
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
+NOTEBOOK = "::test_notebook_runs["
 AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
 
 
@@ -21,10 +22,19 @@ def root() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    "The notebooks come last: they are many and fill what is left of either worker."
+    items.sort(key=lambda item: NOTEBOOK in item.nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
     "With several workers: the tests of a file stay together, since they share what they start, and each notebook is run where there is room."
-    for item in items:
-        if getattr(item, "originalname", "") != "test_notebook_runs":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if NOTEBOOK in nodeid else nodeid.partition("::")[0]
+
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ def test_the_bench_from_the_command_line(tmp_path):
     late, prompt, narrow = (told[side] for side in ("late", "prompt", "narrow"))
     assert [each["batches"] for each in (late, prompt, narrow)] == [1, 1, 3], "the first batch is left out, and as many of the last as the bound and one"
     for share, side in (("stall_share", late), ("stall_share_at_2", narrow)):
-        assert told[share] == side["stalled"] / side["seconds"] and 0 <= side["stalled"] <= side["idle"] + 1e-6
+        assert told[share] == side["stalled"] / side["seconds"] and 0 <= side["stalled"] <= side["seconds"]  # not the idle time: a stretch that crosses the end of a batch is told when it ends, and here is one batch
     assert all(each["turns"] == TURNS and each["tool_calls"] == TURNS - 1 and each["tokens"] > 0 for each in (late, prompt, narrow))
     assert late["tool_seconds"] > 0.5 < narrow["tool_seconds"] and prompt["tool_seconds"] < late["tool_seconds"]
     assert told["throughput_kept"] > 0 < told["throughput_kept_at_2"]
