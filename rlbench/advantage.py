@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['ADVANTAGES', 'MIN_GROUP', 'dr_grpo', 'grpo', 'rloo', 'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo',
            'token_rewards', 'discounted', 'whiten', 'by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values',
-           'gae', 'steps', 'distill', 'informative', 'informative_share', 'zero_advantage_share',
-           'expected_zero_advantage']
+           'gae', 'steps', 'distill', 'informative', 'informative_share', 'expected_zero_advantage']
 
 # %% ../nbs/30_advantage.ipynb #advantage-imports
 import inspect
@@ -250,11 +249,6 @@ def informative_share(solve_rate, group: int):
     p = np.asarray(solve_rate, float)
     share = 1 - p**group - (1 - p) ** group
     return float(share) if share.ndim == 0 else share
-
-
-def zero_advantage_share(solve_rates: Sequence[float], group: int) -> float:
-    "Expected share of groups without any advantage when the tasks have these solve rates; NaN for no tasks."
-    return float(1 - np.mean(informative_share(solve_rates, group))) if len(solve_rates) else float("nan")
 
 # %% ../nbs/30_advantage.ipynb #advantage-expected
 def expected_zero_advantage(right: Sequence[int], tries: Sequence[int], group: int) -> float:

@@ -7,12 +7,12 @@ __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 
            'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED', 'Facts',
            'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'remedies', 'shown', 'helps',
            'Light', 'light', 'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines',
-           'solve_charts', 'length_charts', 'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts',
-           'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by', 'sandbox_charts',
-           'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame',
-           'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html',
-           'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html',
-           'moved', 'shown_first', 'still_html']
+           'solve_charts', 'length_charts', 'foretold', 'time_charts', 'queue_charts', 'staleness_charts',
+           'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by',
+           'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts',
+           'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html',
+           'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html',
+           'card_html', 'moved', 'shown_first', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -377,6 +377,16 @@ def length_charts(s: Snapshot) -> tuple[Chart, ...]:
     return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle=note), truncated_share(s.steps, marks)
 
 
+def foretold(s: Snapshot, figure: float) -> tuple[Line, ...]:
+    "The newest prediction of a figure, dashed, from the version at which it was made; none if there is none or nothing is drawn there."
+    at = s.steps["version"]
+    if s.prediction is None or not len(at) or at[-1] < s.prediction.version:
+        return ()
+    asked = ", ".join(f"{knob} {shown(value)}" for knob, value in s.prediction.knobs.items())
+    begin = max(float(at[0]), float(s.prediction.version))
+    return (Line(f"predicted{f' ({asked})' if asked else ''}", [begin, max(float(at[-1]), begin + 1)], [figure, figure], "purple", "8 3 2 3"),)
+
+
 def time_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Where the time of each actor goes; beside its name the shares of the newest batches."
     colocated = value(s, "placement") == "colocated"
@@ -388,7 +398,9 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
         shares = {part: 100 * spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
         said = f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other {shares['publish'] + shares['overhead']:.0f} %" if len(rows) else ""
         aria = f"Time of the {actor}, newest {len(rows)} batches: " + ", ".join(f"{part} {share:.0f} %" for part, share in shares.items()) if len(rows) else chart.aria
-        found.append(replace(chart, title=actor.capitalize(), subtitle=said, aria=aria))
+        above = (shares["publish"] + shares["overhead"]) / 100  # what is drawn above the wait
+        line = foretold(s, max(0.0, 1 - above - s.prediction.simulated.wait)) if actor == "trainer" and s.prediction and chart.series else ()
+        found.append(replace(chart, series=(*chart.series, *line), title=actor.capitalize(), subtitle=said, aria=aria))
     return tuple(found)
 
 
@@ -398,7 +410,7 @@ def queue_charts(s: Snapshot) -> tuple[Chart, ...]:
     depth, lag = queue_depth(s.steps, marks), staleness(s.steps, None, marks)
     bound = over_versions(s, "staleness", "bound", "vermilion", "6 3")
     return (replace(depth, references=(Reference(most, f"full: {most:g} groups", False),)),
-            replace(lag, series=(*lag.series, *bound) if lag.series else (), title="Staleness of batches"))
+            replace(lag, series=(*lag.series, *bound, *(foretold(s, s.prediction.simulated.staleness) if s.prediction else ())) if lag.series else (), title="Staleness of batches"))
 
 # %% ../nbs/62_cards.ipynb #cards-batch
 def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -535,6 +547,8 @@ def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Tokens a second, tokens by fate, and what tokens bought."
     rate = lambda name: s.steps[name] / np.where(s.steps["seconds"] > 0, s.steps["seconds"], math.nan)
     lines = (Line("generated", s.steps["version"], rate("generated_tokens"), "blue"), Line("trained", s.steps["version"], rate("trained_tokens"), "green", "6 3"))
+    if s.prediction and len(window(s)):
+        lines = (*lines, *foretold(s, s.prediction.simulated.rate / 60 * float(np.nanmean(s.recent["trained_tokens"][window(s)])) / value(s, "batch")))
     speed = Chart("Tokens a second", lines if len(s.steps["version"]) else (), "", y_label="tokens/s", y_range=(0, None), marks=marks_of(s), empty="no batch trained yet", **VERSIONS)
     fates = tokens_by_fate(s.status.books if s.status else {})
     tokens = lambda version: np.log10(np.maximum(1, np.interp(version, s.steps["version"], s.steps["tokens_so_far"]))) if len(s.steps["version"]) else np.zeros(len(version))
@@ -763,7 +777,8 @@ def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
     tables = {name for name, rows in now.seen.items() if rows != before.seen.get(name)}
     if (before.status and before.status.changed) != (now.status and now.status.changed):
         tables.add("commands")
-    return tuple(key for key, spec in CARDS.items() if tables & set(spec.needs))
+    again = ("time", "queue", "throughput") if before.prediction != now.prediction else ()
+    return tuple(key for key, spec in CARDS.items() if tables & set(spec.needs) or key in again)
 
 
 def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning',
            'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'family_order', 'ls',
            'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
            'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'sandbox_doctor', 'doctor', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command',
-           'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command',
-           'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine', 'trl',
-           'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'sandbox', 'environment', 'delay', 'study',
-           'balance', 'crashes', 'staleness', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench', 'panel',
-           'main']
+           'sandbox_doctor', 'doctor', 'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command',
+           'drill_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
+           'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
+           'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'sandbox',
+           'environment', 'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers',
+           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -817,6 +817,77 @@ def doctor(
     emit({"checks": found, "ok": healthy(found)}) if as_json else print(*found, sep="\n")
     raise typer.Exit(int(not healthy(found)))
 
+# %% ../nbs/91_cli.ipynb #cli-plan
+def sheet_table(sheet) -> Table:
+    "A sheet of a plan for a terminal."
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, column in enumerate(sheet.columns):
+        table.add_column(column, justify="right" if i else "left", overflow="fold")
+    for cells in sheet.rows:
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def print_plan(found, console: Console) -> None:
+    "A plan, sheet by sheet."
+    from rlbench.planner import sheets
+
+    for sheet in sheets(found):
+        console.print(Text(sheet.title, style="bold"))
+        for words in sheet.words:
+            console.print(Text(words, style="yellow" if words.startswith("!") else ""))
+        if sheet.columns:
+            console.print(sheet_table(sheet))
+        console.print()
+
+
+def _check_plans(only: list[str], as_json: bool) -> None:
+    from rlbench.acceptance import ROWS, check
+    from rlbench.knobs import unknown
+
+    with friendly():
+        for name in only:
+            if name not in ROWS:
+                raise unknown("--only", name, ROWS)
+    rows = check(Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print, only)
+    failed = [row.id for row in rows if not row.ok]
+    if as_json:
+        emit({"ok": not failed, "rows": rows})
+    else:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("", "", "expected", "got"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(row.id, Text("ok" if row.ok else "NO", style="" if row.ok else "bold red"), row.expected, row.got)
+        Console().print(table)
+        print(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
+    raise typer.Exit(int(bool(failed)))
+
+# %% ../nbs/91_cli.ipynb #cli-plan-verb
+@app.command("plan")
+def plan_command(
+    source: Annotated[str, typer.Argument(metavar="PLAN", help="a plan that comes along, or a .toml file; without it those that come along are listed")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.FIELD=VALUE", help="override a field, such as run.concurrency=512 or rollouts.sigma=[0.3,0.4,0.5]")] = None,
+    tables: Annotated[str, typer.Option("--tables", metavar="FILE", help="GPUs, models, prices, transports and sandboxes of your own, as TOML")] = "",
+    form_only: Annotated[bool, typer.Option("--no-simulation", help="closed forms alone: at once")] = False,
+    seed: Annotated[int, typer.Option(help="of the simulation")] = 0,
+    checked: Annotated[bool, typer.Option("--check", help="compute what others have printed, row by row; some minutes")] = False,
+    only: Annotated[list[str], typer.Option("--only", metavar="ROW", help="with --check: this row; may be given several times")] = [],
+    as_json: JsonOption = False,
+) -> None:
+    "Say what a run will do before its machines are booked: what binds, rate, wait, staleness, dollars, and what would be better."
+    from rlbench.planfile import plans
+    from rlbench.planner import plan, plan_facts
+
+    if checked:
+        return _check_plans(only, as_json)
+    if not source:
+        known = plans()
+        return emit({"plans": known}) if as_json else print("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own"]))
+    with friendly():
+        found = plan(source, dict(map(parse_assignment, set_ or [])), tables or None, not form_only, seed)
+    emit(plan_facts(found)) if as_json else print_plan(found, Console())
+
 # %% ../nbs/91_cli.ipynb #cli-regrade
 @app.command("regrade")
 def regrade_command(
@@ -1315,6 +1386,14 @@ def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from eac
 
     _measure(lambda say: bench_balance(folder, pairs, seconds, say), as_json)
 
+# %% ../nbs/91_cli.ipynb #cli-bench-planner
+@benches.command()
+def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, four times")] = 20.0, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
+    "Five changes of a real run predicted from its first part, then made; and a run that learns, which is not counted."
+    from rlbench.bench_planner import bench_planner
+
+    _measure(lambda say: bench_planner(folder, seconds, say), as_json)
+
 # %% ../nbs/91_cli.ipynb #cli-bench-crashes
 @benches.command()
 def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has several")] = 30, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
@@ -1334,6 +1413,14 @@ def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = Fa
     from rlbench.bench_staleness import bench_staleness
 
     _measure(lambda say: bench_staleness(folder, say), as_json)
+
+# %% ../nbs/91_cli.ipynb #cli-bench-simulator
+@benches.command()
+def simulator(million: Annotated[bool, typer.Option(help="simulate a million rollouts on 10,000 GPUs, too: some minutes")] = True, as_json: JsonOption = False) -> None:
+    "How many events a second the simulator takes, with few and with many rollouts alive."
+    from rlbench.bench_simulator import bench_simulator
+
+    _measure(lambda say: bench_simulator(million=million, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-stragglers
 @benches.command()

@@ -762,6 +762,8 @@ def decide_beside(state: LoopState, actions: list) -> None:
 # %% ../nbs/52_loop.ipynb #loop-decide-settle
 def decide_score(state: LoopState, actions: list) -> None:
     "Have written responses scored, unless their group is doomed."
+    if not state.written:
+        return
     written, state.written = state.written, []
     for member in (state.members[i] for i in written if i in state.members):
         group = state.groups[member.group]
@@ -781,6 +783,8 @@ def decide_score(state: LoopState, actions: list) -> None:
 
 def decide_settle(state: LoopState, actions: list) -> None:
     "Settle groups whose members are all done; set groups aside whose other members wait in the buffer."
+    if not state.touched:
+        return
     touched, state.touched = dict.fromkeys(state.touched), []
     for group in (state.groups[i] for i in touched if i in state.groups):
         trim(state, group, actions)
@@ -818,13 +822,14 @@ def known_of(members: list[Member]) -> Facts:
 def shaped_rewards(state: LoopState, members: list[Member], actions: list) -> np.ndarray:
     "The members' rewards as the shaping in force leaves them, float64 [R]; where it fails for good, as they came."
     rewards_R = np.array([np.nan if m.reward is None else m.reward for m in members], float)
-    while True:
+    while key_of(state.config.shaping) != "none":
         shaping = in_place(state, "shaping")
         try:
             return reshape(shaping, rewards_R, known_of(members))
         except Exception as error:
             if not try_again(state, "shaping", shaping, error, actions):
-                return rewards_R
+                break
+    return rewards_R
 
 
 def try_again(state: LoopState, name: str, function: Callable, error: Exception, actions: list) -> bool:
@@ -891,7 +896,9 @@ def enqueue(state: LoopState, group: GroupState) -> None:
     "The group may be trained, as far as its own age allows."
     group.status = "queued"
     valid = [m for m in (state.members[i] for i in group.members) if m.reward is not None and m.lost is None and not m.masked]
-    state.queue.append(Waiting(min(m.oldest for m in valid), group.id))
+    waiting = Waiting(min(m.oldest for m in valid), group.id)
+    state.queue.append(waiting)
+    state.eldest = min(state.eldest, waiting.oldest)
 
 
 def _settle_training(state: LoopState, group: GroupState, valid: list[Member], actions: list) -> None:
@@ -959,8 +966,9 @@ def decide_budget(state: LoopState, actions: list) -> None:
 # %% ../nbs/52_loop.ipynb #loop-decide-train
 def decide_publish(state: LoopState, actions: list) -> None:
     "Send new weights to generators that have older ones."
-    behind = {name: a for name, a in generators(state).items() if a.version == a.sent < state.version}
-    state.asked_publish = state.asked_publish and any(a.sent < state.version for a in generators(state).values())
+    unsent = {name: a for name, a in generators(state).items() if a.sent < state.version}
+    behind = {name: a for name, a in unsent.items() if a.version == a.sent}
+    state.asked_publish = state.asked_publish and bool(unsent)
     if not behind or state.phase not in ("running", "draining"):
         return
     pinned = [e.version for e in state.evaluations.values() if e.open]
@@ -982,8 +990,11 @@ def decide_train(state: LoopState, actions: list) -> None:
     if synchronous(state) and not settled(state):
         return
     c = state.config
+    if len(state.queue) < c.batch_groups and fresh(state.eldest, state.version, c.staleness):
+        return
     taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
     state.queue = list(taken.left) + list(taken.batch)
+    state.eldest = min((w.oldest for w in state.queue), default=state.version)
     for waiting in taken.stale:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
     if not taken.batch or drop_barren(state, [w.group for w in taken.batch], actions) or state.phase != "running":
@@ -1141,7 +1152,9 @@ def decide_overflow(state: LoopState, actions: list) -> None:
     c = state.config
     if c.backlog != "drop_oldest" or held(state):  # a pause throws nothing away
         return
-    state.queue, pushed = overflow(state.queue, capacity(c.queue_batches, c.staleness, c.batch_groups))
+    if len(state.queue) <= (places := capacity(c.queue_batches, c.staleness, c.batch_groups)):
+        return
+    state.queue, pushed = overflow(state.queue, places)
     for waiting in pushed:
         close_group(state, state.groups[waiting.group], Fate.STALE, actions)
 
@@ -1171,6 +1184,8 @@ def wanted(state: LoopState, version: int) -> list[EvalConfig]:
 
 def decide_evaluate(state: LoopState, actions: list) -> None:
     "Finish and start evaluations."
+    if not (state.evaluations or state.asked_eval or state.config.eval) and PREFLIGHT in state.evaluated:
+        return
     for name, evaluation in list(state.evaluations.items()):
         if not evaluation.open:
             _finish_evaluation(state, evaluation, actions) if state.phase in ("running", "draining") else None
@@ -1255,13 +1270,15 @@ def decide_admit(state: LoopState, actions: list) -> None:
     for _, task, scored, solved in sorted(state.staged) if synchronous(state) else state.staged:
         observe(state.curriculum, task, scored, solved)
     state.staged = []
-    take_up(state, actions)
+    take_up(state, actions) if state.late.buffer else None
     c = state.config
+    ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
+    if len(state.to_send) >= ahead:
+        return
     left = (c.steps - next_version(state)) * c.batch_groups
     live = live_groups(state)
     inside = ceil(c.oversample * c.group) if c.stragglers == "oversample" and c.straggler_unit == "rollout" else 0
     places = min(places_in_line(state, live, 0 if inside else c.oversample), left - live)
-    ahead = 10**9 if synchronous(state) else sum(_capacity(state, a) for a in up.values())
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
         group = new_group(state, state.pool, task, "", c.group + inside, Sampling(c.temperature, c.top_p, c.top_k, c.max_tokens))
@@ -1288,6 +1305,8 @@ def decide_send(state: LoopState, actions: list) -> None:
     if synchronous(state) and turns_open(state):
         return
     space = {name: (10**9 if synchronous(state) else _capacity(state, a)) for name, a in up.items()}
+    if not any(space.values()):
+        return
     chosen: dict[str, list[Item]] = {}
     waiting = []
     for place, i in enumerate(state.to_send):
@@ -1412,7 +1431,7 @@ HANDLERS = {
     Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed, Moved: on_moved,
 }
 DECISIONS = (
-    decide_move, decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_train, decide_overflow,
+    decide_move, decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_settle, decide_train, decide_overflow,
     decide_evaluate,
     decide_admit, decide_send, decide_finish,
 )

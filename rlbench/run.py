@@ -261,6 +261,34 @@ class _Seeing(_Looking):
 
         panel_of(self.folder.resolve())._ipython_display_()
 
+# %% ../nbs/80_run.ipynb #run-class-predicting
+@dataclass(frozen=True)
+class _Predicting(_Looking):
+    "What a run would do with other knobs."
+
+    def predict(self, table: Mapping[str, object] | None = None, **knobs):
+        "What these knobs would do, from the run so far: trainer's wait, rate, staleness, with a range. Kept in the run folder. ValueError for too few versions, an unknown knob, or a value that the run would refuse."
+        from rlbench.fit import fit, predict
+        from rlbench.forecasts import keep
+
+        found = predict(fit(self.folder), table, folder=self.folder, **knobs)
+        keep(self.folder, found)
+        return found
+
+    @property
+    def predictions(self):
+        "What was predicted of this run, and what came of it once those knobs were set."
+        from rlbench.forecasts import came
+
+        return came(self.folder)
+
+    def what_if(self):
+        "Sliders: what other settings would do, by formula at once and simulated when they rest. ValueError for too few versions."
+        from rlbench.fit import fit
+        from rlbench.what_if import WhatIf
+
+        return WhatIf(fit(self.folder), self.folder)
+
 # %% ../nbs/80_run.ipynb #run-class-guards
 @dataclass(frozen=True)
 class _Guarding(_Looking):
@@ -436,7 +464,7 @@ class _Drilling(_Looking):
 
 # %% ../nbs/80_run.ipynb #run-class-commands
 @dataclass(frozen=True)
-class Run(_Seeing, _Guarding, _Giving, _Saving, _Repeating, _Drilling):
+class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilling):
     "A run, seen and steered through its folder."
 
     def set(self, table: Mapping[str, object] | None = None, *, over: int = 0, author: str = "", **knobs) -> list[str]:

@@ -313,7 +313,7 @@ class Tell:
     firing: Firing
 
 # %% ../nbs/51_state.ipynb #state-state
-@dataclass
+@dataclass(slots=True)
 class ActorState:
     "An actor as the loop knows it."
     kind: str
@@ -336,7 +336,7 @@ class Mark:
     state: State = State()
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     "A rollout that is alive. `turns`: those after which the episode went on; `waited`: it was left lying, and `on_resume` says how it goes on."
     id: int
@@ -363,7 +363,7 @@ class Member:
     unrewarded: bool = False  # in the batch that trains, the shaping leaves it no reward
 
 
-@dataclass
+@dataclass(slots=True)
 class GroupState:
     "A group that is alive. `eval` is empty for training groups; `doom` is the fate it will get however its members end."
     id: int
@@ -492,6 +492,7 @@ class LoopState(Counts, Watching):
     touched: list[int] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     queue: list[Waiting] = field(default_factory=list)
+    eldest: int = -1  # nothing in the queue is of an older version: until one may be too old, nobody has to look
     training: list[int] = field(default_factory=list)
     doomed: int = 0  # training groups that have a doom and are not closed yet
     staged: list[tuple[int, int, int, int]] = field(default_factory=list)  # (group, task, scored, solved)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'read_toml', 'last_sign', 'held_out']
+           'View', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
@@ -22,6 +22,7 @@ import numpy as np
 
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
+from .forecasts import FILE, Prediction, kept
 from .ledger import Follower, Place, Status, count_rows, read_status, state_of
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class Snapshot:
     ribbons: tuple[Ribbon, ...]
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
     verdicts: "pl.DataFrame | None" = None  # the newest on code
+    prediction: Prediction | None = None  # the newest
 
     @property
     def version(self) -> int:
@@ -275,6 +277,7 @@ class View:
         self.frames: dict[str, pl.DataFrame] = {}
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
         self.lost: Mapping[int, tuple[int, float]] = {}
+        self.predicted: tuple[int, Prediction | None] = 0, None  # size of the file, the newest in it
 
     def poll(self) -> Snapshot:
         "Read what is new and say how things are."
@@ -330,6 +333,17 @@ def _forget(view: View) -> None:
     view.frames["tokens"] = view.frames["tokens"].tail(max(rows, 4096 // view.tokens.every))
 
 # %% ../nbs/58_view.ipynb #view-view-parts
+def newest_prediction(view: View) -> Prediction | None:
+    "The last prediction made of the run; the file is read when it has grown."
+    try:
+        size = os.stat(view.folder / FILE).st_size
+    except OSError:
+        return None
+    if size != view.predicted[0]:
+        view.predicted = size, next(reversed(kept(view.folder)), None)
+    return view.predicted[1]
+
+
 def read_toml(path: Path) -> dict[str, object]:
     "A table; empty if there is none, or while it cannot be read."
     try:
@@ -371,5 +385,5 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),
-        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"],
+        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"], prediction=newest_prediction(view),
     )

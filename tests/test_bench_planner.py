@@ -1,0 +1,76 @@
+"What the planner's bench counts, what it leaves out, and that each change is taken back."
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import polars as pl
+import pytest
+
+from rlbench.bench_planner import HEAD, MOVES, PLATEAU, bench_of, bench_planner, moved, row_of, settled
+from rlbench.forecasts import Figures, Prediction
+
+
+class Live:
+    "A run that makes a version of 32 rollouts in half a second, and for half of that its trainer waits; each look finds it 25 versions on."
+    name = "made up"
+
+    def __init__(self, versions):
+        rows = range(1, versions + 1)
+        self.steps = pl.DataFrame({"version": list(rows), "at": [v / 2 for v in rows], "seconds": [0.5] * versions, "trained_rollouts": [32] * versions, "trainer_wait": [0.25] * versions,
+                                   "lag_in_flight": [1.0 + v % 2 for v in rows], "lag_in_queue": [0.5] * versions})
+        self.told, self.version = [], -20
+
+    def set(self, **knobs):
+        self.told.append(knobs)
+
+    @property
+    def status(self):
+        self.version += 25
+        return SimpleNamespace(version=self.version)
+
+
+def said(wait, rate, staleness):
+    return Prediction({}, 0, (1, 2), *[Figures(wait, rate, staleness)] * 4)
+
+
+def test_what_a_run_did_has_an_error_of_its_own():
+    value, wrong, count = settled(Live(40), 8, 38)
+    assert (value.wait, value.rate, value.staleness, count) == (0.5, 3840.0, 2.0, 30)
+    assert wrong.wait == wrong.rate == pytest.approx(0.0, abs=1e-9) and 0 < wrong.staleness < 0.2
+    with pytest.raises(RuntimeError, match="1 versions after 39; give more seconds"):
+        settled(Live(40), 39)
+
+
+@pytest.mark.parametrize("knobs", [{}, *MOVES.values()], ids=str)
+def test_a_change_is_made_looked_at_and_taken_back(knobs):
+    live = Live(40)
+    figures, _, versions = moved(live, knobs, 0.0)
+    assert live.told == ([knobs, {knob: PLATEAU[knob] for knob in knobs}] if knobs else [])
+    assert versions == 30 - (5 + 1 + knobs.get("staleness", PLATEAU["staleness"]) + 2) and figures.rate == 3840.0
+
+
+def test_only_changes_are_counted():
+    came = settled(Live(40), 8)
+    row = lambda name, *figures, kind="move": row_of(name, {}, [(said(*figures), came)], kind)
+    rows = [row("as it is", 0.9, 99.0, 0.0, kind="unchanged")]
+    rows += [row(name, 0.54, 3840.0 * 1.09, 2.29) for name in list(MOVES)[:3]]
+    rows += [row("too much wait", 0.56, 3840.0, 2.0), row("too slow", 0.5, 3840.0 * 0.89, 2.0), row("too old", 0.5, 3840.0, 2.31)]
+    found = bench_of({"rows": [asdict(row) for row in rows], "fitted": {}, "seconds": {"simulated": 1.25, "formula": 0.002}}, asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting")), {})
+    assert (found.inside, found.moves) == (3, 6) and [row.inside for row in found.rows] == [False, True, True, True, False, False, False, True]
+    told = str(found).splitlines()
+    assert "\n".join(told[:2]) == HEAD and told[-1] == "3 of 6 moves inside; an answer took 1.25 s, by formula 2 ms" and told[-2].endswith("inside, not counted")
+
+
+def test_a_move_is_judged_by_the_mean_of_its_turns():
+    "Each turn alone is off by more than is allowed, the mean is not; and both are told."
+    value, wrong, count = settled(Live(40), 8)
+    row = row_of("twice", {}, [(said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)), (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count))])
+    assert row.inside and (row.wait_error, row.rate_error, row.versions) == (0.0, 0.0, 64)
+    assert row.turns == ((pytest.approx(0.08), pytest.approx(0.2), 0.0), (pytest.approx(-0.08), pytest.approx(-0.2), 0.0))
+    assert row.error.staleness == pytest.approx(wrong.staleness / 2**0.5)
+
+
+def test_too_short_a_look_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="seconds: 5; a run needs 10 or more"):
+        bench_planner(tmp_path / "none", seconds=5)
+    assert not (tmp_path / "none").exists()

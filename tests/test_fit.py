@@ -1,0 +1,181 @@
+"A fit recovers the stated times of a run on the virtual clock, and predicts another one."
+
+import time
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from rlbench.config import make_config, to_toml
+from rlbench.driver import Driver, drive, make_pools
+from rlbench.fit import cut_mean, fit, predict
+from rlbench.forecasts import FILE, errors, filling, happened, kept
+from rlbench.ledger import create_run_folder, read_table
+from rlbench.run import attach, ending, run
+
+TIMES = {"decode": 0.01, "sequence": 0.0002, "prefill": 0.0, "train": 0.0004, "publish": 0.02, "score": 0.001, "scripted_length": 60.0, "scripted_tail": 0.4}
+TABLE = {"clock": "virtual", "generator": "scripted", "placement": "split", "steps": 50, "group": 4, "batch": 32, "concurrency": 16, "staleness": 4, "decode_steps": 2, "max_tokens": 1000, "filter": "none",
+         "sampler": "uniform", "preflight": 48, "preflight_k": 4, "eval": [], "alerts": False, "checkpoint_every": 0, "virtual": TIMES}
+
+
+def played(room, name, **knobs):
+    folder, config = create_run_folder(room, name), make_config({**TABLE, **knobs})
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    drive(Driver(folder, config, make_pools(config)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return played(tmp_path_factory.mktemp("fit"), "base")
+
+
+@pytest.fixture(scope="module")
+def fitted(base):
+    return fit(base)
+
+
+def test_the_stated_times_are_found(fitted):
+    found, world = fitted.estimates, fitted.world
+    assert found["base"].value == pytest.approx(0.01, rel=0.12) and found["each"].value == pytest.approx(0.0002, rel=0.3)
+    assert world.decode.seconds(12) == pytest.approx(0.01 + 12 * 0.0002, rel=0.05)  # the pace itself is known better than its parts
+    assert found["train_token"].value == pytest.approx(0.0004, rel=1e-3) and found["sync"].value == pytest.approx(0.01, rel=0.01) and found["score"].value == pytest.approx(0.001)
+    assert cut_mean(world.tokens) == pytest.approx(60, rel=0.05) and world.tokens.sigma == pytest.approx(0.4, abs=0.05)
+    assert found["tool"].source == "assumed" and found["shared"].value == pytest.approx(1.0, abs=0.02) and found["base"].count > 1000
+    assert found["fails"].value == 0 and found["passed"].value == 1
+
+
+@pytest.mark.parametrize("knobs", [{}, {"concurrency": 8}, {"staleness": 1}, {"batch": 64}], ids=str)
+def test_another_run_does_what_was_predicted(fitted, tmp_path, knobs):
+    predicted = predict(fitted, **knobs)
+    steps = read_table(played(tmp_path, "moved", **knobs), "steps")
+    measured = happened(steps.filter(pl.col("version") > filling(knobs.get("staleness", 4))))
+    found = errors(predicted.simulated, measured)
+    assert found.inside, (predicted, measured)
+    assert predicted.low.rate <= predicted.simulated.rate <= predicted.high.rate and not predicted.words
+    assert predicted.formula.rate == pytest.approx(predicted.simulated.rate, rel=0.3)
+
+
+OTHERS = {
+    "two generators": ({"generators": 2}, {"concurrency": 8}),
+    "filtered": ({"filter": "zero_advantage"}, {"group": 8}),
+    "several turns": ({"environment": {"name": "scripted", "low": 2, "high": 4}, "tasks": {"name": "chains", "low": 2}, "max_turns": 4, "observation_tokens": 32}, {"concurrency": 8}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_runs_of_other_kinds_are_predicted(kind, tmp_path):
+    "With several generators, with groups that teach nothing filtered out, and with episodes of several turns."
+    base, knobs = OTHERS[kind]
+    found = fit(played(tmp_path, "base", **base, steps=36))
+    steps = read_table(played(tmp_path, "moved", **{**base, **knobs}, steps=36), "steps")
+    off = errors(predict(found, **knobs).simulated, happened(steps.filter(pl.col("version") > filling(4))))
+    assert off.inside, (found, off)
+    assert (found.estimates["passed"].value < 0.95) == (kind == "filtered") and (found.estimates["turns"].value > 2) == (kind == "several turns")
+
+
+def test_a_prediction_repeats(fitted):
+    assert replace(predict(fitted, group=8), at=0.0) == replace(predict(fitted, group=8), at=0.0)
+
+
+def test_a_price_makes_dollars(fitted):
+    found = predict(fitted, dollars_per_hour=4.0, simulated=False)
+    assert found.formula.dollars == pytest.approx(4.0 * 1000 / (60 * found.formula.rate)) and predict(fitted, simulated=False).formula.dollars is None
+
+
+def test_what_comes_with_every_batch_goes_with_its_rollouts(fitted):
+    "A run with batches of one size cannot tell the two apart, so twice the batch takes twice as long."
+    slow = replace(fitted, world=replace(fitted.world, train=1.0, train_token=0.0), estimates={**fitted.estimates, "train": replace(fitted.estimates["train"], value=1.0, low=0.9, high=1.1)})
+    one, two = predict(slow, simulated=False), predict(slow, batch=64, simulated=False)
+    assert two.formula.wait == pytest.approx(one.formula.wait, abs=0.02) and two.formula.rate == pytest.approx(one.formula.rate, rel=0.02)
+    assert one.high.rate - one.low.rate == pytest.approx(two.high.rate - two.low.rate, rel=0.3) and one.high.rate > one.low.rate
+
+
+def test_what_the_ledger_cannot_know_is_said(fitted):
+    assert "not in the ledger" in predict(fitted, learning_rate=0.01, simulated=False).words[0]
+    assert "loss" in predict(fitted, {"loss.high": 0.3}, simulated=False).words[0]
+    assert "left out" in predict(fitted, checkpoint_every=5, simulated=False).words[0]
+
+
+@pytest.mark.parametrize("knobs, told", [({"concurency": 8}, "concurency.*did you mean.*concurrency"), ({"concurrency": 0}, "concurrency"), ({"placement": "colocated"}, "placement"), ({"batch": 30}, "batch")], ids=str)
+def test_a_knob_that_a_run_would_refuse_is_refused(fitted, knobs, told):
+    with pytest.raises(ValueError, match=told):
+        predict(fitted, **knobs)
+
+
+def test_a_run_with_too_few_versions_is_refused(base):
+    with pytest.raises(ValueError, match="has 4 versions after version 6 .*12 are needed; let it make 8 more"):
+        fit(base, until=10)
+
+
+def test_a_run_whose_actors_take_turns_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="placement"):
+        fit(played(tmp_path, "turns", placement="colocated", steps=3))
+
+
+def test_predictions_are_kept_and_held_against_what_happened(base):
+    run = attach(base)
+    run.predict()
+    made = run.predict(concurrency=8)
+    assert kept(base)[-1] == made and made.version == 50
+    with open(base / FILE, "a", encoding="utf-8") as torn:
+        torn.write('{"knobs": {"conc')
+    assert kept(base)[-1] == made
+    assert all(each.measured is None for each in run.predictions)  # no version was made since
+
+
+def test_what_came_of_a_prediction_is_looked_up_from_where_its_knobs_were_set(base):
+    (base / FILE).unlink(missing_ok=True)
+    from rlbench.forecasts import keep
+
+    made = predict(fit(base, until=30))
+    keep(base, replace(made, version=30))
+    (came,) = attach(base).predictions
+    assert came.versions == (31, 50) and came.errors.inside, came
+
+
+def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
+    "In real processes: what is said of a knob stands beside what came, once it was set and the run has filled up."
+    with ending(run("tiny", runs=tmp_path, name="live", placement="split", steps=1_000_000, learning_rate=0.0, staleness=2, filter="none", preflight=0, eval=[], checkpoint_every=0)) as live:
+        until(lambda: live.status and live.status.version >= filling(2) + 16, 120)
+        made = live.predict(concurrency=8)
+        assert live.predictions[-1].measured is None
+        live.set(concurrency=8)
+        until(lambda: live.predictions[-1].measured, 120)
+        (came,) = live.predictions
+    assert came.prediction == made and made.version >= 20 and came.versions[0] >= made.version + filling(2)
+    assert came.measured.rate > 0 < came.measured.staleness <= 2 and 0 <= came.measured.wait < 1
+    assert came.errors.rate == pytest.approx(made.simulated.rate / came.measured.rate - 1, abs=1e-3) and "off by" in str(came)
+
+
+def until(found, seconds):
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_the_panel_draws_the_newest_prediction(base):
+    from rlbench.cards import queue_charts, time_charts
+    from rlbench.view import View
+
+    (base / FILE).unlink(missing_ok=True)
+    view = View(base)
+    assert view.poll().prediction is None
+    attach(base).predict(concurrency=8)
+    snapshot = view.poll()
+    names = [series.name for chart in (*queue_charts(snapshot), *time_charts(snapshot)) for series in chart.series if hasattr(series, "name")]
+    assert names.count("predicted (concurrency 8)") == 2  # staleness, and the trainer's time
+
+
+def test_sliders_answer_by_formula_and_say_what_does_not_go_together(fitted):
+    from rlbench.what_if import WhatIf
+
+    sliders = WhatIf(fitted)
+    before = sliders.said.value
+    sliders.sliders["concurrency"].value = 8
+    assert sliders.said.value != before and "simulated" not in sliders.said.value
+    sliders.timer.cancel()
+    sliders.sliders["group"].value = 5
+    sliders.timer.cancel()
+    assert "batch" in sliders.said.value
