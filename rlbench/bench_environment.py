@@ -21,9 +21,11 @@ def late_tool(
     *, median: Knob(0, 60, unit="s", help="of the answer's latency", live=False) = 0.2,
     sigma: Knob(0, 3, help="of its logarithm", live=False) = 1.0,
     turns: Knob(1, 64, unit="turns", help="of an episode", live=False) = 4,
+    alike: Knob(help="the same response waits the same time, in every run; else each call draws its own", live=False) = True,
 ):
-    "Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the response."
+    "Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the response, or at random."
     import asyncio
+    import random
     from hashlib import blake2b
     from math import exp
     from statistics import NormalDist
@@ -43,7 +45,7 @@ def late_tool(
             if self.turn >= turns:
                 return Done(response)
             self.calls += 1
-            drawn = int.from_bytes(blake2b(f"{self.prompt}{self.turn}{response}".encode(), digest_size=6).digest(), "big")
+            drawn = int.from_bytes(blake2b(f"{self.prompt}{self.turn}{response}".encode(), digest_size=6).digest(), "big") if alike else random.getrandbits(48)
             await asyncio.sleep(median * exp(sigma * NormalDist().inv_cdf((drawn + 0.5) / 2**48)))
             return Observation(self.prompt)
 

@@ -835,7 +835,7 @@ def print_plan(found, console: Console) -> None:
     for sheet in sheets(found):
         console.print(Text(sheet.title, style="bold"))
         for words in sheet.words:
-            console.print(Text(words, style="yellow" if words.startswith("!") else ""))
+            console.print(Text(words.replace(" %", "\u00a0%"), style="yellow" if words.startswith("!") else ""))
         if sheet.columns:
             console.print(sheet_table(sheet))
         console.print()
@@ -871,20 +871,23 @@ def plan_command(
     tables: Annotated[str, typer.Option("--tables", metavar="FILE", help="GPUs, models, prices, transports and sandboxes of your own, as TOML")] = "",
     form_only: Annotated[bool, typer.Option("--no-simulation", help="closed forms alone: at once")] = False,
     seed: Annotated[int, typer.Option(help="of the simulation")] = 0,
+    list_fields: Annotated[bool, typer.Option("--fields", help="list the fields of a plan file")] = False,
     checked: Annotated[bool, typer.Option("--check", help="compute what others have printed, row by row; some minutes")] = False,
     only: Annotated[list[str], typer.Option("--only", metavar="ROW", help="with --check: this row; may be given several times")] = [],
     as_json: JsonOption = False,
 ) -> None:
     "Say what a run will do before its machines are booked: what binds, rate, wait, staleness, dollars, and what would be better."
-    from rlbench.planfile import plans
+    from rlbench.planfile import plan_fields, plans
     from rlbench.planner import plan, plan_facts
 
     if checked:
         return _check_plans(only, as_json)
+    if list_fields:
+        return emit({"fields": plan_fields()}) if as_json else print(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
     if not source:
         known = plans()
-        return emit({"plans": known}) if as_json else print("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own"]))
-    with friendly():
+        return emit({"plans": known}) if as_json else print("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists"]))
+    with friendly(), Console(stderr=True).status("" if form_only else "simulating"):
         found = plan(source, dict(map(parse_assignment, set_ or [])), tables or None, not form_only, seed)
     emit(plan_facts(found)) if as_json else print_plan(found, Console())
 
@@ -1388,8 +1391,8 @@ def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from eac
 
 # %% ../nbs/91_cli.ipynb #cli-bench-planner
 @benches.command()
-def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, four times")] = 20.0, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
-    "Five changes of a real run predicted from its first part, then made; and a run that learns, which is not counted."
+def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, three times")] = 30.0, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
+    "Changes of two real runs predicted, then made; and a run that learns, which is not counted."
     from rlbench.bench_planner import bench_planner
 
     _measure(lambda say: bench_planner(folder, seconds, say), as_json)

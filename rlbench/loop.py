@@ -788,10 +788,12 @@ def decide_settle(state: LoopState, actions: list) -> None:
     touched, state.touched = dict.fromkeys(state.touched), []
     for group in (state.groups[i] for i in touched if i in state.groups):
         trim(state, group, actions)
+        if group.status != "open":
+            continue
         left = [i for i in group.members if state.members[i].status != "done"]
-        if group.status == "open" and not left:
+        if not left:
             settle(state, group, actions)
-        elif group.status == "open" and all(i in state.late.buffer for i in left):
+        elif state.late.buffer and all(i in state.late.buffer for i in left):
             group.status = "parted"
 
 
@@ -941,6 +943,8 @@ def spent(state: LoopState) -> str:
 
 def hopeless(state: LoopState) -> str:
     "Why the run cannot learn anything, in words; empty if it can."
+    if not (state.failures or state.refused or state.fruitless):
+        return ""
     c = state.config
     if state.failures >= max(FAILED_LEAST, FAILED_BATCHES * c.batch):
         return f"scoring failed {state.failures} times in a row: {state.failure}"
@@ -1124,8 +1128,10 @@ def leave(state: LoopState, member: Member, group: GroupState, fate: Fate, actio
 
 def trim(state: LoopState, group: GroupState, actions: list) -> None:
     "A group that has as many rewards as it needs lets go of the rest."
+    if not group.need or group.doom:
+        return
     members = [state.members[i] for i in group.members]
-    if not group.need or group.doom or sum(m.status == "done" and m.reward is not None for m in members) < group.need:
+    if sum(m.status == "done" and m.reward is not None for m in members) < group.need:
         return
     stop_members(state, [m for m in members if m.status == "generating"], "surplus", actions)
     for member in members:
@@ -1299,8 +1305,10 @@ def _capacity(state: LoopState, actor: ActorState) -> int:
 # %% ../nbs/52_loop.ipynb #loop-decide-send
 def decide_send(state: LoopState, actions: list) -> None:
     "Give rollouts to generators that may start them."
+    if not state.to_send:
+        return
     up = generators(state)
-    if not state.to_send or not up or (held(state) and not state.evaluations):
+    if not up or held(state) and not state.evaluations:
         return
     if synchronous(state) and turns_open(state):
         return

@@ -7,15 +7,15 @@ __all__ = ['QUANTILES', 'CARRY', 'OWN', 'Spread', 'Decode', 'World', 'Engine', '
            'Life', 'Tally', 'Step', 'Simulation', 'Due', 'Ready', 'Arrived', 'Said', 'Loading', 'begin', 'quantiles_of',
            'solve_of', 'born', 'carry_generate', 'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox',
            'leave_sandbox', 'give_back', 'on_ready', 'leave_engine', 'tell', 'on_due', 'on_said', 'carry_abort',
-           'carry_score', 'carry_train', 'pace', 'carry_publish', 'on_loading', 'carry_write', 'carry_save', 'hear',
-           'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate', 'simulate_together', 'Summary',
-           'ended', 'summary']
+           'carry_score', 'carry_train', 'floors', 'writing_share', 'pace', 'carry_publish', 'on_loading',
+           'carry_write', 'carry_save', 'hear', 'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate',
+           'simulate_together', 'Summary', 'ended', 'summary']
 
 # %% ../nbs/70_simulator.ipynb #simulator-imports
 import gc
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -82,13 +82,14 @@ class World:
     looks: float = 0.0  # decode steps between two looks of a generator at what has arrived, which is when it speaks, too; 0: it looks always
     travel: float = 0.0  # from a batch to its weights at an idle generator, while everybody goes on: three ways of a message
     shared: float = 1.0  # how many times as long a token takes while the trainer computes: both on one machine
+    slowed: float = 1.0  # and how many times as long a batch takes while something is written
 
 # %% ../nbs/70_simulator.ipynb #simulator-engine
 class Engine:
     "Sequences that are written together. With a curve the unit of work is a token, without one a second."
 
     def __init__(self, decode: Decode | None = None):
-        self.decode, self.progress, self.at, self.still, self.resident, self.pace, self.slowed, self.phase = decode, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0
+        self.decode, self.progress, self.at, self.still, self.resident, self.pace, self.slowed, self.phase, self.worked = decode, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0
         self.running: dict[tuple, tuple[int, float, float]] = {}  # key -> number of its own, progress at which it began, tokens it keeps
         self.heap: list[tuple[float, int, tuple]] = []  # progress at which it is done, its number, its key
         self.stamp = 0  # changes whenever the next completion may have moved
@@ -97,12 +98,14 @@ class Engine:
         "What was done since the last time somebody looked."
         since = max(self.at, min(self.still, now))
         self.progress += (now - since) / self.pace
+        if self.running:
+            self.worked += now - since  # seconds
         self.at = now
 
     def changed(self) -> None:
-        "Another set of sequences: another speed."
+        "Another set of sequences: another speed. Without any it does not matter, and may be no time at all."
         self.stamp += 1
-        if self.decode:
+        if self.decode and self.running:
             self.pace = self.slowed * self.decode.seconds(len(self.running), self.resident)
 
     def begin(self, key: tuple, work: float, now: float, keeps: float = 0.0) -> None:
@@ -253,6 +256,7 @@ class Simulation:
         self.solves: dict[tuple[float, float], list[float]] = {}  # rates of a Beta distribution, in order
         self.used, self.wants = 0, deque()  # sandboxes in use; rollouts that wait for one
         self.tally, self.batch = Tally(), (0, 0.0, 0.0, 0.0, 0)  # of the batch in training: rollouts, tokens, latency, staleness, largest
+        self.looked = 0.0, 0.0  # when the last batch was taken, and what the engines had worked until then, in seconds
         self.steps: list[Step] = []
         self.rows: dict[str, list] | None = None  # every row of the ledger, by table, for who wants them
 
@@ -548,7 +552,7 @@ def carry_train(s: Simulation, action: Train) -> None:
     ages = [state.version - member.oldest for member in members if member.reward is not None and not member.masked]
     tokens, count = sum(life.written + s.world.prompt for life in lives), len(lives)
     s.batch = count, tokens, sum(life.over - life.began for life in lives) / count, sum(ages) / len(ages), max(ages)
-    seconds = s.world.train + s.world.train_token * tokens
+    seconds = (s.world.train + s.world.train_token * tokens) * (1 + (s.world.slowed - 1) * writing_share(s) if s.world.slowed != 1.0 else 1.0)
     t.wait += max(0.0, now - t.free)
     t.compute += seconds
     t.free = max(now, t.free) + seconds
@@ -556,9 +560,23 @@ def carry_train(s: Simulation, action: Train) -> None:
     pace(s, s.world.shared)
 
 
+def floors(s: Simulation) -> Collection[Floor]:
+    "Those of the run's generators, each once."
+    return {id(writer.floor): writer.floor for writer in s.writers.values()}.values()
+
+
+def writing_share(s: Simulation) -> float:
+    "Of the time since the last batch was taken, the share in which an engine had something to write."
+    now, (at, before), engines = s.clock.now, s.looked, [engine for floor in floors(s) for engine in floor.engines]
+    for engine in engines:
+        engine.advance(now)
+    s.looked = now, sum(engine.worked for engine in engines)
+    return (s.looked[1] - before) / (now - at) / len(engines) if now > at else 1.0
+
+
 def pace(s: Simulation, times: float) -> None:
     "The trainer begins to compute beside the engines, or ends."
-    for floor in {id(writer.floor): writer.floor for writer in s.writers.values()}.values() if s.world.shared != 1.0 else ():
+    for floor in floors(s) if s.world.shared != 1.0 else ():
         for i, engine in enumerate(floor.engines):
             slow(engine, times, s.clock.now)
             expect(s, floor, i)

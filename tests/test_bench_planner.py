@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from rlbench.bench_planner import HEAD, MOVES, PLATEAU, bench_of, bench_planner, moved, row_of, settled
+from rlbench.bench_planner import HEAD, REGIMES, bench_of, bench_planner, moved, row_of, settled
 from rlbench.forecasts import Figures, Prediction
 
 
@@ -41,30 +41,37 @@ def test_what_a_run_did_has_an_error_of_its_own():
         settled(Live(40), 39)
 
 
-@pytest.mark.parametrize("knobs", [{}, *MOVES.values()], ids=str)
-def test_a_change_is_made_looked_at_and_taken_back(knobs):
-    live = Live(40)
-    figures, _, versions = moved(live, knobs, 0.0)
-    assert live.told == ([knobs, {knob: PLATEAU[knob] for knob in knobs}] if knobs else [])
-    assert versions == 30 - (5 + 1 + knobs.get("staleness", PLATEAU["staleness"]) + 2) and figures.rate == 3840.0
+@pytest.mark.parametrize("regime, knobs", [(regime, knobs) for regime in REGIMES for knobs in ({}, *regime.moves.values())], ids=str)
+def test_a_change_is_made_looked_at_and_taken_back(regime, knobs):
+    live, base = Live(40), regime.knobs
+    figures, _, versions = moved(live, base, knobs, 0.0)
+    assert live.told == ([knobs, {knob: base[knob] for knob in knobs}] if knobs else [])
+    assert versions == 30 - (5 + 1 + knobs.get("staleness", base["staleness"]) + 2) and figures.rate == 3840.0
+
+
+def test_five_changes_of_each_run_change_something():
+    for regime in REGIMES:
+        assert len(regime.moves) == 5 and all(regime.knobs[knob] != value for knobs in regime.moves.values() for knob, value in knobs.items())
 
 
 def test_only_changes_are_counted():
     came = settled(Live(40), 8)
-    row = lambda name, *figures, kind="move": row_of(name, {}, [(said(*figures), came)], kind)
+    row = lambda name, *figures, kind="move", regime="tools": row_of(regime, name, {}, [(said(*figures), came)], kind)
     rows = [row("as it is", 0.9, 99.0, 0.0, kind="unchanged")]
-    rows += [row(name, 0.54, 3840.0 * 1.09, 2.29) for name in list(MOVES)[:3]]
+    rows += [row(name, 0.54, 3840.0 * 1.09, 2.29) for name in ("one", "two", "three")]
     rows += [row("too much wait", 0.56, 3840.0, 2.0), row("too slow", 0.5, 3840.0 * 0.89, 2.0), row("too old", 0.5, 3840.0, 2.31)]
-    found = bench_of({"rows": [asdict(row) for row in rows], "fitted": {}, "seconds": {"simulated": 1.25, "formula": 0.002}}, asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting")), {})
-    assert (found.inside, found.moves) == (3, 6) and [row.inside for row in found.rows] == [False, True, True, True, False, False, False, True]
+    part = lambda rows: {"rows": [asdict(row) for row in rows], "fitted": {}, "seconds": {"simulated": 1.25, "formula": 0.002}}
+    other = [row("one", 0.5, 3840.0, 2.0, regime="processor"), row("as it is", 0.5, 3840.0, 2.0, kind="unchanged", regime="processor")]
+    found = bench_of([part(rows), part(other)], asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting", regime="processor")), {})
+    assert found.inside == {"tools": 3, "processor": 1} and found.moves == {"tools": 6, "processor": 1} and [row.inside for row in found.rows[:7]] == [False, True, True, True, False, False, False]
     told = str(found).splitlines()
-    assert "\n".join(told[:2]) == HEAD and told[-1] == "3 of 6 moves inside; an answer took 1.25 s, by formula 2 ms" and told[-2].endswith("inside, not counted")
+    assert "\n".join(told[:2]) == HEAD and told[3] == "tools: 3 of 6 inside; an answer took 1.25 s, by formula 2 ms" and told[12].startswith("processor: 1 of 1 inside") and told[-1].endswith("inside, not counted")
 
 
 def test_a_move_is_judged_by_the_mean_of_its_turns():
     "Each turn alone is off by more than is allowed, the mean is not; and both are told."
     value, wrong, count = settled(Live(40), 8)
-    row = row_of("twice", {}, [(said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)), (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count))])
+    row = row_of("tools", "twice", {}, [(said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)), (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count))])
     assert row.inside and (row.wait_error, row.rate_error, row.versions) == (0.0, 0.0, 64)
     assert row.turns == ((pytest.approx(0.08), pytest.approx(0.2), 0.0), (pytest.approx(-0.08), pytest.approx(-0.2), 0.0))
     assert row.error.staleness == pytest.approx(wrong.staleness / 2**0.5)

@@ -3,15 +3,17 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 import pytest
 
 from rlbench.config import make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
-from rlbench.fit import cut_mean, fit, predict
+from rlbench.fit import Turns, curve_of, cut_mean, fit, predict, writing_share
 from rlbench.forecasts import FILE, errors, filling, happened, kept
 from rlbench.ledger import create_run_folder, read_table
 from rlbench.run import attach, ending, run
+from rlbench.simulator import Decode, Spread
 
 TIMES = {"decode": 0.01, "sequence": 0.0002, "prefill": 0.0, "train": 0.0004, "publish": 0.02, "score": 0.001, "scripted_length": 60.0, "scripted_tail": 0.4}
 TABLE = {"clock": "virtual", "generator": "scripted", "placement": "split", "steps": 50, "group": 4, "batch": 32, "concurrency": 16, "staleness": 4, "decode_steps": 2, "max_tokens": 1000, "filter": "none",
@@ -134,6 +136,22 @@ def test_what_came_of_a_prediction_is_looked_up_from_where_its_knobs_were_set(ba
     assert came.versions == (31, 50) and came.errors.inside, came
 
 
+def test_a_machine_that_trains_all_the_time_still_has_a_pace():
+    "Training covers nearly all of every turn and cannot have cost more than half of it: the rest is the pace of a token."
+    chance = np.random.default_rng(0)
+    tokens = chance.integers(5, 30, 300).astype(float)
+    seconds = tokens * 0.01 * chance.lognormal(0, 0.3, 300)
+    found = curve_of(Turns(np.zeros(300), seconds, tokens, np.full(300, 32.0), seconds * np.clip(chance.normal(0.97, 0.1, 300), 0, 1)))
+    assert found.shared.value == 2 and found.base.value == pytest.approx(0.005, rel=0.15)
+
+
+def test_a_token_that_costs_nothing_alone_can_be_simulated(fitted):
+    "A noisy run can leave nothing for the base of its decode curve."
+    world = replace(fitted.world, decode=Decode(0.0, 0.0008))
+    found = predict(replace(fitted, world=world), concurrency=8)
+    assert 0 < found.simulated.rate and found.formula.rate == pytest.approx(found.simulated.rate, rel=0.3)
+
+
 def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
     "In real processes: what is said of a knob stands beside what came, once it was set and the run has filled up."
     with ending(run("tiny", runs=tmp_path, name="live", placement="split", steps=1_000_000, learning_rate=0.0, staleness=2, filter="none", preflight=0, eval=[], checkpoint_every=0)) as live:
@@ -179,3 +197,18 @@ def test_sliders_answer_by_formula_and_say_what_does_not_go_together(fitted):
     sliders.sliders["group"].value = 5
     sliders.timer.cancel()
     assert "batch" in sliders.said.value
+
+
+def test_what_is_written_beside_a_batch_makes_it_longer(fitted):
+    "On a machine that both use, more rollouts alive mean longer batches; on two machines they do not."
+    idle = replace(fitted.world, decode=Decode(0.001), train_token=0.0002, tool=Spread(2.0), turns=Spread(2.0))
+    ends = [predict(replace(fitted, world=replace(idle, shared=times, slowed=times)), staleness=bound).simulated for times in (1.0, 2.0) for bound in (1, 8)]
+    batch = [(1 - each.wait) * 60 * 32 / each.rate for each in ends]  # seconds of the trainer
+    assert batch[1] == pytest.approx(batch[0], rel=0.05) and batch[3] > 1.1 * batch[2]
+
+
+def test_how_much_was_written_is_read_from_the_log():
+    loads = [[(0.0, 2), (1.0, 1), (3.0, 0), (4.0, 5)], [(0.0, 0), (4.0, 1)]]
+    turns = Turns(*[np.zeros(1)] * 5, loads)
+    assert writing_share(turns, 0.0, 4.0) == pytest.approx(0.375) and writing_share(turns, 2.0, 4.0) == pytest.approx(0.25)
+    assert writing_share(replace(turns, loads=()), 0.0, 4.0) == 1.0

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from rlbench.acceptance import ROWS, SIMULATED, check
 from rlbench.cli import app
 from rlbench.planfile import drifted, load_plan, plans, with_value
-from rlbench.planner import alternatives, best, calibrated, changing, flags, forecast_form, forecast_simulated, limits, memory_of, plan, plan_facts, sensitivity, settled, splits, target_of, tenants
+from rlbench.planner import alternatives, best, best_words, calibrated, changing, flags, forecast_form, forecast_simulated, limits, memory_of, overridden, plan, plan_facts, sensitivity, settled, splits, target_of, tenants
 
 PRIME = "prime-qwen3-235b"
 SMALL = {"model": {"name": "Qwen3-8B"}, "generators": {"gpu": "H100", "gpus": 4}, "trainer": {"gpus": 4}, "rollouts": {"prompt": 500, "response": 1500, "sigma": 0.5, "solve": [1, 1]},
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused_by_name_with_a_remedy(changes, words):
 
 def test_a_table_that_is_none_and_a_missing_field():
     for table, words in (({**SMALL, "gpus": {}}, "unknown name 'gpus'"), ({**SMALL, "generators": 3}, "generators: 3 is no table"), ({**SMALL, "run": 3}, "run: 3 is no table"),
-                         ({**SMALL, "trainer": {}}, "trainer.gpus: is missing"), ({**SMALL, "rollouts": {}}, "rollouts.response: is missing")):
+                         ({**SMALL, "trainer": {}}, "trainer.gpus: missing, and a plan needs it"), ({**SMALL, "rollouts": {}}, "rollouts.response: missing, and a plan needs it")):
         assert words in refusal(table, {})
 
 
@@ -73,7 +73,7 @@ def test_files_ranges_tables_and_a_config_json(tmp_path):
     assert found.shape.layers == 2 and found.rollouts.response == 60 and found.rollouts.sigma == 0.2 and found.rollouts.solve == (1.0, 2.0) and found.hourly == 1.5 and found.run.concurrency == 16
     assert set(found.ranges) == {"rollouts.response", "run.concurrency"}
     (tmp_path / "bad.toml").write_text("[model\n")
-    for source, words in ((tmp_path / "bad.toml", "not valid TOML"), (tmp_path / "none.toml", "unknown name")):
+    for source, words in ((tmp_path / "bad.toml", "not valid TOML"), (tmp_path / "none.toml", "there is no file")):
         with pytest.raises(ValueError, match=words):
             load_plan(source)
 
@@ -212,3 +212,37 @@ def test_the_verb(tmp_path):
     checked = json.loads(call("plan", "--check", "--only", "A1", "--only", "A11", "--json").stdout.splitlines()[-1])
     assert checked["ok"] and [(row["id"], row["ok"]) for row in checked["rows"]] == [("A1", True), ("A11", True)] and {"expected", "got"} <= set(checked["rows"][0])
     assert "known: A1" in call("plan", "--check", "--only", "A0", code=2).output
+
+
+@pytest.mark.parametrize("overrides, rate, wall", [({"generators.gpus": 96}, (1.0, 1.5), None), ({"trainer.gpus": 16}, (0.6, 0.8), None), ({"run.concurrency": 1767}, (2.2, 2.4), None), ({"trainer.mfu": 0.05}, (1.0, 1.6), None),
+                                                   ({"run.staleness": 8}, (1.94, 1.96), (3.15, 3.19)), ({"generators.gpu": "B200"}, (2.5, 20), None)], ids=str)
+def test_what_was_measured_does_not_outlive_what_it_was_measured_with(overrides, rate, wall):
+    "Other machines or another load change the time of a rollout or of a batch; another bound does not."
+    found = plan("prime-qwen3-235b", overrides, simulate=False)
+    assert rate[0] < found.formed.rate < rate[1] and (wall is None or wall[0] < found.formed.wall < wall[1])
+    if set(overrides) == {"run.concurrency"}:  # the table of other settings says the same
+        plain = plan("prime-qwen3-235b", simulate=False)
+        (same,) = [each for each in plain.alternatives if each.place == "run.concurrency" and each.value == 1767]
+        assert found.formed.rate == pytest.approx(same.forecast.rate, rel=0.01) and found.formed.wall == pytest.approx(same.forecast.wall, rel=0.01)
+    assert found.file.prices.gpu_hour == (0.0 if "generators.gpu" in overrides else 1.59)
+
+
+def test_what_is_set_with_a_change_is_kept():
+    found = overridden("prime-qwen3-235b", {"generators.gpus": 96, "rollouts.latency": 900.0, "trainer.gpus": 32, "trainer.seconds": 400.0})
+    assert (found.rollouts.latency, found.trainer.seconds) == (900.0, 400.0)
+    assert overridden("prime-qwen3-235b", {"trainer.mfu": 0.05}).trainer.mfu == 0.05 and overridden("prime-qwen3-235b", {"generators.gpus": 96, "generators.efficiency": 0.3}).generators.efficiency == 0.3
+
+
+def test_a_split_that_is_dearer_when_simulated_is_not_advised():
+    found = plan("prime-qwen3-235b", simulate=False)
+    dear = replace(found, simulated=found.formed, confirmed=replace(found.formed, wall=1.1 * found.formed.wall))
+    good = replace(found, simulated=found.formed, confirmed=replace(found.formed, wall=0.7 * found.formed.wall))
+    assert "simulated it is not" in best_words(dear)[0] and best_words(dear)[0].startswith("As planned")
+    assert best_words(good)[0].startswith("Best") and "instead of $3.17" in best_words(good)[0]
+
+
+def test_gpus_that_all_read_and_a_file_that_is_not_there():
+    with pytest.raises(ValueError, match="generators.prefill_gpus: 64 of 32 GPUs only read prompts, and none is left to write"):
+        plan("prime-glm-5", {"generators.gpus": 32}, simulate=False)
+    with pytest.raises(ValueError, match="plan: there is no file 'mine/none.toml'"):
+        plan("mine/none.toml")
