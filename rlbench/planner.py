@@ -267,12 +267,14 @@ def last_wave(plan: PlanFile, memory: Memory, pace: Pace, count: int, points: in
     sigma = plan.rollouts.sigma
     if count == 1 or not sigma:
         return pace.latency
+    if plan.tenancy.runs > 1:  # the other runs keep the engines as full as they are on average
+        return pace.latency * tail_factor(count, sigma)
     step = lambda running: pace.decode.seconds(running / memory.engines, running / memory.engines * memory.resident)
     reach = latency_quantile(0.999, 1.0, sigma, count)  # in mean lengths
     total = 0.0
     for point in range(points):
         longer = 1 - NORMAL.cdf(log((point + 0.5) / points * reach) / sigma + sigma / 2)
-        total += step(count * longer) / step(count) * (1 - (1 - longer) ** count) * reach / points
+        total += step(count * longer) / pace.token * (1 - (1 - longer) ** count) * reach / points
     return pace.latency + pace.writing * (total - 1)
 
 
