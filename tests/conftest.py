@@ -22,7 +22,9 @@ def root() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    "The notebooks come last: they are many and fill what is left of either worker."
+    "The notebooks come last: they are many and fill what is left of either worker. A name with an address in it would be another one in each worker."
+    if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"tests whose names change from process to process, name their parameters: {adrift[0]}")
     items.sort(key=lambda item: NOTEBOOK in item.nodeid)
 
 
