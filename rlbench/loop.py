@@ -765,6 +765,7 @@ def decide_score(state: LoopState, actions: list) -> None:
     if not state.written:
         return
     written, state.written = state.written, []
+    judged = any(a.kind == "environment" and a.up for a in state.actors.values())
     for member in (state.members[i] for i in written if i in state.members):
         group = state.groups[member.group]
         cut, member.cut = member.cut, ""
@@ -774,7 +775,7 @@ def decide_score(state: LoopState, actions: list) -> None:
             state.refused += not group.doom and not group.eval  # nobody asked for it to be stopped
             member.status = "done"
             doom(state, group, Fate.ABORTED)
-        elif any(a.kind == "environment" and a.up for a in state.actors.values()):
+        elif judged:
             member.status, member.tried = "scoring", member.tried + 1
             actions.append(Score(member.id, member.attempt, member.tried, state.config.score_deadline, last_turn(state, member, group)))
         else:
@@ -989,12 +990,12 @@ def decide_publish(state: LoopState, actions: list) -> None:
 
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
-    if state.training or state.phase != "running" or held(state) or trainer(state) is None or not state.queue:
-        return
-    if synchronous(state) and not settled(state):
-        return
     c = state.config
+    if state.training or state.phase != "running" or not state.queue:
+        return
     if len(state.queue) < c.batch_groups and fresh(state.eldest, state.version, c.staleness):
+        return
+    if held(state) or trainer(state) is None or synchronous(state) and not settled(state):
         return
     taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
     state.queue = list(taken.left) + list(taken.batch)
@@ -1312,18 +1313,18 @@ def decide_send(state: LoopState, actions: list) -> None:
         return
     if synchronous(state) and turns_open(state):
         return
-    space = {name: (10**9 if synchronous(state) else _capacity(state, a)) for name, a in up.items()}
-    if not any(space.values()):
+    space = {name: places for name, a in up.items() if (places := 10**9 if synchronous(state) else _capacity(state, a)) and not emptying(state, a)}
+    if not space:
         return
     chosen: dict[str, list[Item]] = {}
     waiting = []
     for place, i in enumerate(state.to_send):
-        if not any(space.values()):
+        if not space:
             waiting.extend(state.to_send[place:])
             break
-        group = state.groups[state.members[i].group]
         member = state.members[i]
-        able = [n for n, a in up.items() if space[n] > 0 and _may_run(state, group, a, bool(member.turns)) and not emptying(state, a)]
+        group = state.groups[member.group]
+        able = [n for n in space if _may_run(state, group, up[n], bool(member.turns))]
         if not able:
             waiting.append(i)
             continue
@@ -1331,6 +1332,8 @@ def decide_send(state: LoopState, actions: list) -> None:
         member = wake(state, member, actions) if member.waited and member.turns else member
         chosen.setdefault(name, []).append(_send(state, member, group, name))
         space[name] -= 1
+        if not space[name]:
+            del space[name]
     state.to_send = waiting
     actions.extend(Generate(name, tuple(items)) for name, items in chosen.items())
 

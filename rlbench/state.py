@@ -597,8 +597,11 @@ def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, train
     entry[1] += member.tokens
     entry[2] += member.seconds
     if not state.groups[member.group].eval:
-        thrown = fate in DISCARDED
-        state.late.tally = [a + b for a, b in zip(state.late.tally, (1, thrown, member.tokens, thrown * member.tokens))]
+        tally, thrown = state.late.tally, fate in DISCARDED
+        tally[0] += 1
+        tally[1] += thrown
+        tally[2] += member.tokens
+        tally[3] += thrown * member.tokens
     actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens, *kept)))
 
 
