@@ -14,7 +14,7 @@ __all__ = ['QUANTILES', 'CARRY', 'OWN', 'Spread', 'Decode', 'World', 'Engine', '
 # %% ../nbs/70_simulator.ipynb #simulator-imports
 import gc
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -190,7 +190,7 @@ class Writer:
     "A generator: its engines, the sequences it may run, what waits for a place, the engine in which each runs, version of its weights, what it has not looked at yet."
     floor: Floor
     slots: int
-    line: dict[tuple[int, int], None] = field(default_factory=dict)
+    line: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)  # whose first is found at once, however many have left it
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     version: int = 0
     coming: set[tuple[int, int]] = field(default_factory=set)
