@@ -65,11 +65,9 @@ def test_a_live_run_takes_functions_swaps_them_and_puts_them_back(tmp_path, monk
     first = rows(run, knob="reward", status="applied")[0]
     assert json.loads(first["value"]) == {"name": "plus_two", "shift": 2.0, "source": source_of(plus_two)} and first["apply"] == "version"
     assert rows(run, command=asked)[0]["status"] == "applied"
-    version = run.status.version
-    until(lambda: run.status.version >= version + 3)
-    assert run.steps.filter(pl.col("version") <= first["version"])["reward_max"].max() <= 1
-    served = run.steps.drop_nulls("reward_mean")  # a batch may be taken before anything new was scored
-    assert served["reward_min"][-1] >= 3 and served["reward_mean"][-1] > 3
+    served = lambda: run.steps.drop_nulls("reward_mean")  # a batch may be taken before anything new was scored, and what was scored before may wait for some
+    until(lambda: len(served()) and served()["reward_min"][-1] >= 3)
+    assert run.steps.filter(pl.col("version") <= first["version"])["reward_max"].max() <= 1 and served()["reward_mean"][-1] > 3
     assert run.settings.reward["shift"] == 3.0 and run.rollouts["part_names"].to_list()[-1] == ["shift"]
 
     namespace = {"rl": rl, "__name__": "__main__"}
@@ -86,9 +84,8 @@ def test_a_live_run_takes_functions_swaps_them_and_puts_them_back(tmp_path, monk
     assert len(seen) <= 50 and set(seen["new"]) <= {-7.0, -6.0} and {"prompt", "text", "old", "difference", "message"} <= set(seen.columns)
     run.set(reward=other)
     until(lambda: run.settings.reward.get("low") == -7.0)
-    version = run.status.version
-    until(lambda: run.status.version >= version + 3)
-    assert run.steps["reward_max"].drop_nulls()[-1] <= -6 and len(list((run.folder / "functions").glob("plus_two-*.py"))) == 2
+    until(lambda: run.steps["reward_max"].drop_nulls()[-1] <= -6)
+    assert len(list((run.folder / "functions").glob("plus_two-*.py"))) == 2
 
     run.set(reward=crash_later, loss=odd_loss)
     until(lambda: (run.settings.reward["name"], run.settings.loss["name"]) == ("crash_later", "odd_loss"))
