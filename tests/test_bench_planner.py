@@ -41,11 +41,9 @@ def test_what_a_run_did_has_an_error_of_its_own():
         settled(Live(40), 39)
 
 
-@pytest.mark.parametrize(("regime", "move"), [(number, move) for number, regime in enumerate(REGIMES) for move in ("as it is", *regime.moves)])
+@pytest.mark.parametrize(("regime", "move"), [(regime, move) for regime in REGIMES for move in ("as it is", *regime.moves)], ids=lambda part: getattr(part, "name", part))
 def test_a_change_is_made_looked_at_and_taken_back(regime, move):
-    regime = REGIMES[regime]
-    knobs = regime.moves.get(move, {})
-    live, base = Live(40), regime.knobs
+    live, base, knobs = Live(40), regime.knobs, regime.moves.get(move, {})
     figures, _, versions = moved(live, base, knobs, 0.0)
     assert live.told == ([knobs, {knob: base[knob] for knob in knobs}] if knobs else [])
     assert versions == 30 - (5 + 1 + knobs.get("staleness", base["staleness"]) + 2) and figures.rate == 3840.0

@@ -18,6 +18,7 @@ from rlbench.records import Outcome
 from rlbench.steer import in_force
 
 LONG = {**SMALL, "steps": 100_000, "eval": [], "staleness": 1, "correction": "tis"}
+SETTLED = LONG["staleness"] + 3  # versions after which nothing is served any more that was scored before a change
 
 
 def rows(run, **wanted) -> list[dict]:
@@ -64,10 +65,12 @@ def test_a_live_run_takes_functions_swaps_them_and_puts_them_back(tmp_path, monk
     (asked,) = run.set({"reward.shift": 3.0}, author="test")  # perhaps before it is in force
     first = rows(run, knob="reward", status="applied")[0]
     assert json.loads(first["value"]) == {"name": "plus_two", "shift": 2.0, "source": source_of(plus_two)} and first["apply"] == "version"
-    assert rows(run, command=asked)[0]["status"] == "applied"
-    served = lambda: run.steps.drop_nulls("reward_mean")  # a batch may be taken before anything new was scored, and what was scored before may wait for some
-    until(lambda: len(served()) and served()["reward_min"][-1] >= 3)
-    assert run.steps.filter(pl.col("version") <= first["version"])["reward_max"].max() <= 1 and served()["reward_mean"][-1] > 3
+    (applied,) = rows(run, command=asked)
+    assert applied["status"] == "applied"
+    until(lambda: run.status.version >= applied["version"] + SETTLED)
+    assert run.steps.filter(pl.col("version") <= first["version"])["reward_max"].max() <= 1
+    served = run.steps.drop_nulls("reward_mean")  # a batch may be taken before anything new was scored
+    assert served["reward_min"][-1] >= 3 and served["reward_mean"][-1] > 3
     assert run.settings.reward["shift"] == 3.0 and run.rollouts["part_names"].to_list()[-1] == ["shift"]
 
     namespace = {"rl": rl, "__name__": "__main__"}
@@ -82,9 +85,11 @@ def test_a_live_run_takes_functions_swaps_them_and_puts_them_back(tmp_path, monk
     assert sent == 2 and not list((run.folder / "functions").glob("crash*"))
     seen = run.rescore(other, last=50)
     assert len(seen) <= 50 and set(seen["new"]) <= {-7.0, -6.0} and {"prompt", "text", "old", "difference", "message"} <= set(seen.columns)
-    run.set(reward=other)
+    (asked,) = run.set(reward=other, author="test")
+    (applied,) = rows(run, command=asked)
     until(lambda: run.settings.reward.get("low") == -7.0)
-    until(lambda: run.steps["reward_max"].drop_nulls()[-1] <= -6)
+    until(lambda: run.status.version >= applied["version"] + SETTLED)
+    assert run.steps["reward_max"].drop_nulls()[-1] <= -6
     assert len(list((run.folder / "functions").glob("plus_two-*.py"))) == 2
 
     run.set(reward=crash_later, loss=odd_loss)
