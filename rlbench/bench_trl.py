@@ -38,6 +38,7 @@ from .ledger import read_json, write_json
 from .model import locate
 from .reward import exact, final_answer
 from .run import ENDED, Run, attach, run
+from .sandbox.sweep import kill_all
 from .tasks import boxed, make_tasks
 from .trl_arm import TrlJob, TrlSetting
 
@@ -226,10 +227,9 @@ def end(process: subprocess.Popen) -> None:
     except psutil.NoSuchProcess:
         return
     for each in tree:
-        if each.is_running():
+        with suppress(psutil.Error):
             each.terminate()
-    for each in psutil.wait_procs(tree, timeout=3)[1]:
-        each.kill()
+    kill_all(psutil.wait_procs(tree, timeout=3)[1])
     process.wait()
 
 

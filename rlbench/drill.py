@@ -31,7 +31,7 @@ import psutil
 from .config import RunConfig, read_config
 from .environment import Owned
 from .knobs import Captured, unknown
-from .ledger import ENDED, FAILED_PUBLISH, FAULTS, FULL_DISK, Status, alive, read_json, read_status, read_table, send_command, state_of
+from .ledger import ENDED, FAILED_PUBLISH, FAULTS, FULL_DISK, Status, alive, living, read_json, read_status, read_table, send_command, state_of
 from .panel import tell
 from .regrade import judge_again
 from .sandbox.policy import PoolStatus
@@ -305,7 +305,7 @@ def kill_controller(scene: Scene) -> None:
 def controller_replaced(scene: Scene) -> list[Sign]:
     "Another controller, and nothing left of the one before."
     now = controller_of(scene)
-    left = [p for p in scene.struck if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    left = living(scene.struck)
     there = now not in (0, scene.controller)
     return [Sign(f"controller {now} has taken the place of {scene.controller}", there), Sign(f"{len(left) or 'none'} of its {len(scene.struck)} workers is left", not left), answered(scene), unpaid(scene), same_environment(scene)]
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from .ledger import read_json, write_json
+from .ledger import living, read_json, write_json
 from .process import unfinished
 from .run import Run, free_name, run, wait
+from .sandbox.sweep import kill_all
 
 # %% ../nbs/86_faults.ipynb #faults-blow
 TARGETS = ("generator", "trainer", "run process", "environment", "supervisor")
@@ -57,7 +58,7 @@ def leftovers(processes: list[psutil.Process], folder: Path) -> list[str]:
     "Processes and mapped files that are still there once the patience is over."
     limit = time.monotonic() + PATIENCE
     while True:
-        left = [f"process {p.pid} is left" for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = [f"process {p.pid} is left" for p in living(processes)]
         left += [f"{path.name} is left" for path in folder.glob("weights*")]
         if not left or time.monotonic() > limit:
             return left
@@ -141,8 +142,7 @@ def _told(number, target, name, after, version, began, struck: Run, processes, p
     problems += ["what was learned is lost"] if status.version > 1 and not (struck.folder / "policy" / "config.json").exists() else []
     problems += leftovers(processes, struck.folder) + book_problems(struck)
     counts = {fate: int(entry["count"]) for fate, entry in status.books.items()}
-    for process in processes:  # whatever is left must not disturb the next one
-        process.kill() if process.is_running() else None
+    kill_all(living(processes))  # whatever is left must not disturb the next one
     return Blow(number, target, name, round(after, 2), version, status.state, status.reason, round(seconds, 1), counts.get("left_at_stop", 0),
                 counts.get("lost_generator", 0) + counts.get("lost_environment", 0), tuple(problems))
 

@@ -6,7 +6,7 @@
 __all__ = ['FAULTS', 'FULL_DISK', 'FAILED_PUBLISH', 'WEIGHTS_FILE', 'ENDED', 'DiskFull', 'drilled', 'write_json', 'read_json',
            'create_run_folder', 'remove_weights', 'polars_schema', 'Ledger', 'Place', 'Resume', 'read_resumes',
            'note_resume', 'read_table', 'count_rows', 'read_rows', 'Follower', 'Ballast', 'Status', 'write_status',
-           'read_status', 'state_of', 'alive', 'Command', 'send_command', 'read_commands', 'mark_done']
+           'read_status', 'state_of', 'living', 'alive', 'Command', 'send_command', 'read_commands', 'mark_done']
 
 # %% ../nbs/03_ledger.ipynb #ledger-imports
 import errno
@@ -17,7 +17,7 @@ import secrets
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from io import BytesIO
@@ -724,11 +724,20 @@ def state_of(status: Status | None) -> str:
     return status.state if any(alive(pid, status.updated) for pid in (status.pid, status.supervisor)) else "dead"
 
 
+def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    "Those that are there and not zombies waiting for their parents; one may end while it is looked at."
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [process] * (process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return found
+
+
 def alive(pid: int, before: float = 0.0) -> bool:
-    "Whether a process of this machine is there and not a zombie waiting for its parent. With `before` (seconds since 1970) a younger one does not count: numbers are used again."
+    "Whether a process of this machine is there and no zombie. With `before` (seconds since 1970) a younger one does not count: numbers are used again."
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and (not before or process.create_time() < before + 1)
+        return bool(living([process])) and (not before or process.create_time() < before + 1)
     except psutil.NoSuchProcess:
         return False
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rlbench.capacity import cpu_flags
+from rlbench.sandbox.sweep import kill_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
@@ -72,4 +73,4 @@ def no_run_outlives_the_tests(tmp_path_factory):
         told = process.info
         line = told["cmdline"] or []
         if {"rlbench.process", "rlbench.sinks", "rlbench.sandbox.controller"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
-            process.kill()
+            kill_all([process])

@@ -6,8 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-import psutil
-
+from rlbench.ledger import alive
 from rlbench.sandbox.jail import PROFILES, Jail, load_filter, self_test, zygote_source
 from rlbench.sandbox.spec import Execution, Limits, Order, Program, Reply, from_json, to_json
 
@@ -40,14 +39,6 @@ def below(pid: int) -> set[int]:
                 except OSError:
                     continue
     return found
-
-
-def alive(pid: int) -> bool:
-    "Whether a process is there and no zombie."
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Prison:

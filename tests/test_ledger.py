@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +14,13 @@ from tempfile import mkdtemp
 
 import numpy as np
 import polars as pl
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench import ledger as ledger_module
-from rlbench.ledger import (Ballast, DiskFull, Follower, Ledger, Status, count_rows, create_run_folder, mark_done, read_commands, read_status, read_table,
+from rlbench.ledger import (Ballast, DiskFull, Follower, Ledger, Status, alive, count_rows, create_run_folder, living, mark_done, read_commands, read_status, read_table,
                             send_command, write_status)
 
 TABLE = "rollouts"
@@ -168,31 +170,29 @@ def test_readers_agree_with_a_list(steps):
 
 
 def test_readers_in_other_processes_while_sealing(tmp_path, script):
-    "Two processes read all the time, one piece by piece and one from the start, while every few rows are sealed."
+    "Two processes read all the time, piece by piece and from the start, while every few rows are sealed; every 50 rows the writer waits until each has looked again."
     reader = """
 import sys
 sys.path.insert(0, sys.argv[3])
 from test_ledger import check, TABLE
 from rlbench.ledger import Follower, read_table
-follower, seen, looks, last = Follower(sys.argv[1], [TABLE]), 0, 0, int(sys.argv[2])
+follower, seen, last = Follower(sys.argv[1], [TABLE]), 0, int(sys.argv[2])
 while seen < last:
     seen = check(follower.poll()[TABLE], seen)
     whole = check(read_table(sys.argv[1], TABLE))
     assert whole >= seen, (whole, seen)
-    looks += 1
-print(looks)
+    print("looked", flush=True)
 """
     readers = [script(reader, tmp_path, 1500, Path(__file__).parent) for _ in range(2)]
     ledger = Ledger(tmp_path, 0, seal_rows=7)
     for number in range(1500):
         ledger.append(TABLE, **row(number))
         ledger.flush()
-        if number % 10 == 0:
-            time.sleep(0.01)
+        for child in readers if number % 50 == 0 else ():
+            assert child.stdout.readline() == "looked\n", child.stderr.read()
     for child in readers:
-        out, err = child.communicate(timeout=120)
+        _, err = child.communicate(timeout=120)
         assert child.returncode == 0, err
-        assert int(out) > 5
     ledger.close()
     assert len(list((tmp_path / "ledger" / TABLE).glob("*.parquet"))) > 200
 
@@ -429,3 +429,27 @@ def test_reading_starts_no_heavy_import():
     "The writing half needs no polars until a table is sealed."
     text = "import sys, tempfile\nfrom rlbench.ledger import Ledger\nl = Ledger(tempfile.mkdtemp(), 0)\nl.append('steps', at=0.0)\nl.flush()\nprint('polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class Ends(psutil.Process):
+    "A process that ends between two looks at it: it is there when asked whether it is, and killed before the next question."
+
+    def is_running(self):
+        there = super().is_running()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        return there
+
+
+def test_who_ends_while_it_is_looked_at_is_not_alive(script):
+    "One that lives, one that ends during the look, one that has ended and is a zombie, one that is no more."
+    lives, ends, zombie, gone = (psutil.Process(script("import time; time.sleep(300)").pid) for _ in range(4))
+    ends = Ends(ends.pid)
+    for each in (zombie, gone):
+        each.kill()
+    gone.wait()
+    while zombie.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert living([gone, zombie, ends, lives]) == [lives]
+    assert [alive(each.pid) for each in (gone, zombie, ends, lives)] == [False, False, False, True]
+    assert alive(lives.pid, time.time()) and not alive(lives.pid, lives.create_time() - 10)

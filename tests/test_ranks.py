@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from test_run import assert_books, ended, gone, processes_of, until, worker_of
 
 import rlbench as rl
-from rlbench.ledger import read_table
+from rlbench.ledger import alive, read_table
 
 SETTINGS = dict(steps=60, batch=16, group=4, max_tokens=16, preflight=0, staleness=1, eval=[], checkpoint_every=1, placement="split", filter="none")
 
@@ -29,7 +28,7 @@ def test_two_ranks_train_what_one_trains_and_each_goes_on_from_the_other(tmp_pat
     done = subprocess.run([sys.executable, path, tmp_path], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": f"{path.parent}:{path.parent.parent}"})
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     told = torch.load(tmp_path / "told.pt")
-    until(lambda: not psutil.pid_exists(told["rank"]) or gone([psutil.Process(told["rank"])]), 10)
+    until(lambda: not alive(told["rank"]), 10)
     assert off(*told["weights"]) < 1e-5 and off(*told["weights after"]) < 1e-5
     assert told["refused"] == ("aggregation: True", True) and told["held"][1] < 0.55 * told["held"][0]
     for a, b in zip((*told["one"], *told["after"][0]), (*told["two"], *told["after"][1]), strict=True):

@@ -13,7 +13,7 @@ import pytest
 from inline import inline_run
 
 import rlbench as rl
-from rlbench.ledger import read_table
+from rlbench.ledger import living, read_table
 
 SMALL = dict(steps=6, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[{"name": "held_out", "count": 32, "every": 3}])
 
@@ -58,7 +58,7 @@ def worker_of(run: rl.Run, name: str) -> psutil.Process:
 
 def gone(processes: list[psutil.Process]) -> bool:
     "Whether none of them is alive."
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not living(processes)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from jailer import USERS, alive, ask, below, prison
+from jailer import USERS, ask, below, prison
 
+from rlbench.ledger import alive
 from rlbench.sandbox import zygote
 from rlbench.sandbox.jail import CHAIN, PROFILES, Jail, load_filter, make_filter, self_test
 from rlbench.sandbox.spec import End, Fault, Limits, Order, Program

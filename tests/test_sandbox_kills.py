@@ -8,10 +8,10 @@ import psutil
 import pytest
 
 import rlbench as rl
-from rlbench.ledger import read_json, read_table
+from rlbench.ledger import living, read_json, read_table
 from rlbench.sandbox.pool import Pool
 from rlbench.sandbox.spec import End, Program
-from rlbench.sandbox.sweep import PROCESSES, marked
+from rlbench.sandbox.sweep import PROCESSES, kill_all, marked
 
 # A program with two daemons in sessions of their own, of which one spins; without namespaces it may start none and sleeps.
 WRAP = """
@@ -48,11 +48,6 @@ def until(condition, seconds: float = 30.0):
     return found
 
 
-def alive(processes) -> list[psutil.Process]:
-    "Those that are there and no zombies."
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
 def kill(*processes: psutil.Process) -> None:
     "Stop them all, so that none can do anything about the others, then kill them."
     for process in processes:
@@ -85,7 +80,7 @@ class Scene:
     def left(self) -> list:
         "What is still there of the pool: processes, marks, folders, mounts, cgroups."
         groups = [path for path in Path("/sys/fs/cgroup").glob("**/*rlbench*")]
-        return [*alive(self.family), *marked(self.folder), *(p for p in self.places if p.exists()), *groups, *(["socket"] if (self.folder / "socket").exists() else []),
+        return [*living(self.family), *marked(self.folder), *(p for p in self.places if p.exists()), *groups, *(["socket"] if (self.folder / "socket").exists() else []),
                 *(["mounts"] if MOUNTS.read_text().count("\n") > self.mounts else [])]
 
 
@@ -103,15 +98,14 @@ def begin(tmp_path, monkeypatch):
 
     yield at
     for scene in made:
-        for process in alive([*scene.processes, *scene.family]):
-            process.kill()
+        kill_all(living([*scene.processes, *scene.family]))
 
 
 def test_a_run_process_that_is_killed(begin):
     "Its supervisor closes the books, its programs end, and the pool that nobody uses any more ends as well."
     scene = begin()
     kill(psutil.Process(scene.run.status.pid))
-    until(lambda: not alive(scene.processes))
+    until(lambda: not living(scene.processes))
     until(lambda: not scene.left(), 20)
     assert scene.run.state == "failed" and scene.run.status.books_closed
     rows = read_table(scene.folder, "executions", ["fate"])
@@ -132,7 +126,7 @@ def test_a_run_that_is_killed_with_its_pool(begin):
     for worker in scene.controller.children():
         worker.suspend()  # and notices nothing
     kill(scene.controller, psutil.Process(scene.run.status.pid))
-    until(lambda: not scene.left() and not alive(scene.processes), 20)
+    until(lambda: not scene.left() and not living(scene.processes), 20)
 
 
 def test_a_pool_that_is_killed_to_the_last_process_is_swept_at_the_runs_end(begin):
@@ -142,7 +136,7 @@ def test_a_pool_that_is_killed_to_the_last_process_is_swept_at_the_runs_end(begi
         worker.suspend()
     environment = psutil.Process(scene.run.status.workers["environment"])
     kill(environment, psutil.Process(scene.run.status.pid), scene.guardian, scene.controller)
-    until(lambda: not scene.left() and not alive(scene.processes), 20)
+    until(lambda: not scene.left() and not living(scene.processes), 20)
     assert "processes of a pool without a controller have been ended" in (scene.run.folder / "run.log").read_text()
 
 
@@ -178,7 +172,7 @@ def test_a_kernel_that_is_killed(script, tmp_path):
     version = run.status.version
     until(lambda: run.status.version > version)
     run.stop()
-    until(lambda: not alive([controller, *family, *run_processes]) and not marked(tmp_path / "pool"), 20)
+    until(lambda: not living([controller, *family, *run_processes]) and not marked(tmp_path / "pool"), 20)
     assert run.state == "stopped"
 
 
@@ -190,11 +184,11 @@ def test_a_controller_that_is_killed_under_a_run(begin, tmp_path, tier):
         boxes = [mine.open() for _ in range(5)]
         boxes[0].write("a", b"1")
         kill(scene.controller)
-        until(lambda: not alive(scene.family) and not any(place.exists() for place in scene.places), 20)
+        until(lambda: not living(scene.family) and not any(place.exists() for place in scene.places), 20)
         assert mine.status().pid != scene.controller.pid and boxes[0].exec(Program("pass")).end is End.BACKEND_LOST
         until(lambda: mine.status().busy >= 4)  # the run's programs, once more
-    assert scene.run.status.supervisor and len(alive(scene.processes)) == len(scene.processes)
+    assert scene.run.status.supervisor and len(living(scene.processes)) == len(scene.processes)
     again = psutil.Process(read_json(scene.folder / PROCESSES)["controller"]).parent()
     scene.family = [again, *again.children(recursive=True)]
     kill(*scene.processes)
-    until(lambda: not alive(scene.family) and not marked(scene.folder), 20)
+    until(lambda: not living(scene.family) and not marked(scene.folder), 20)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlbench.ledger import count_rows, read_table
+from rlbench.ledger import alive, count_rows, living, read_table
 from rlbench.sandbox.policy import Policy, PoolSpec
 from rlbench.sandbox.pool import Pool, stop_pool
 from rlbench.sandbox.spec import End, Fault, Limits, Program
@@ -53,7 +53,7 @@ def workers_of(pool: Pool) -> list[psutil.Process]:
 
 def gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     "Wait until processes are no more."
-    until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes), seconds)
+    until(lambda: not living(processes), seconds)
 
 
 def killed(pid: int) -> None:
@@ -181,7 +181,7 @@ def test_a_guardian_that_is_killed(pool_at):
     assert pool.run(Program("# fake: say=on")).stdout == b"on" and pool.status().pid == pid
     pool.close()
     stop_pool(pool.folder)
-    gone([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+    until(lambda: not alive(pid))
     gone(workers)
 
 
@@ -211,9 +211,9 @@ def test_a_worker_that_is_killed(pool_at):
 def test_a_pool_that_nobody_needs_ends(pool_at):
     "Without clients for a while the controller goes by itself, and its workers with it."
     pool = pool_at(PoolSpec("fake", workers=2, processes=True, policy=Policy(idle_s=1)), "short")
-    workers, pid = workers_of(pool), pool.status().pid
+    processes = [*workers_of(pool), psutil.Process(pool.status().pid)]
     pool.close()
-    gone([psutil.Process(pid), *workers])
+    gone(processes)
     assert not (pool.folder / "socket").exists() and not marked(pool.folder) and connect(pool.folder) is None
     assert "nobody was connected" in (pool.folder / "controller.log").read_text()
 

@@ -118,7 +118,7 @@ def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
     rewound = rollouts.filter(pl.col("fate") == "rewound")
     assert bool(len(rewound)) == (rule != "continue") and (rewound["trained_at"] == -1).all()
     if rule == "restart":
-        assert set(rollouts.filter(pl.col("rollout").is_in(rewound["rollout"]) & (pl.col("fate") == "trained"))["try"]) >= {1}
+        assert set(rollouts.filter(pl.col("rollout").is_in(rewound["rollout"].implode()) & (pl.col("fate") == "trained"))["try"]) >= {1}
 
 
 def test_random_worlds_rewind():

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from ..capacity import cores
-from ..ledger import Ledger, read_json
+from ..ledger import Ledger, living, read_json
 from . import desk as desks
 from .desk import Desk, Job
 from .fake import FakeWorker, Faults
@@ -266,7 +266,7 @@ def reap(controller: Controller) -> None:
 def strays(controller: Controller) -> list[psutil.Process]:
     "Processes of this pool that belong to no worker."
     known = set(controller.pids)
-    return [child for child in psutil.Process().children() if child.pid not in known and child.status() != psutil.STATUS_ZOMBIE] + marked(controller.folder)
+    return [child for child in living(psutil.Process().children()) if child.pid not in known] + marked(controller.folder)
 
 # %% ../../nbs/24_sandbox.controller.ipynb #controller-live
 def subreaper() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ..ledger import read_json, write_json
+from ..ledger import living, read_json, write_json
 from .spec import MARK
 from .zygote import remove_below
 
@@ -45,10 +45,8 @@ def remember(folder: Path, pids: Iterable[int], generation: int, places: Iterabl
     "Write down the processes that a controller has started, the folders they have outside, and which controller of this folder it is."
     told = []
     for pid in pids:
-        try:
+        with suppress(psutil.Error):  # gone already
             told.append([pid, psutil.Process(pid).create_time()])
-        except psutil.Error:
-            continue  # gone already
     write_json(folder / PROCESSES, {"generation": generation, "controller": os.getpid(), "processes": told, "places": sorted(places)}, sync=False)
 
 
@@ -62,13 +60,10 @@ def remembered(folder: Path) -> tuple[int, list[psutil.Process]]:
         return 0, []
     found = []
     for pid, began in pairs:
-        try:
+        with suppress(psutil.Error):
             process = psutil.Process(pid)
-            if abs(process.create_time() - began) < 0.1 and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return generation, found
+            found += [process] * (abs(process.create_time() - began) < 0.1)
+    return generation, living(found)
 
 # %% ../../nbs/22_sandbox.sweep.ipynb #sweep-places
 PLACE = "rlbench-sandbox-"
