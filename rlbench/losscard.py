@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PLACES', 'NOTHING', 'SWAPPED', 'DRAWN', 'LEVELS', 'CARD_STYLE', 'TERMS', 'HEADS', 'profile', 'profile_chart',
            'chosen', 'label_of', 'Member', 'Logged', 'StoredBatch', 'settings_at', 'read_batch', 'places_of', 'waiting',
-           'queued_batch', 'with_policy', 'lacks_nothing', 'Recipe', 'recipe_of', 'swap', 'Sheet', 'laid_out', 'sheets',
-           'batch_loss', 'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of', 'sentence', 'left_out',
-           'why_zero', 'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short', 'key_html', 'table_html',
-           'card_html', 'why_html', 'Comparison', 'change_in_words', 'comparison_html', 'Cards', 'loss_cards',
-           'card_text', 'comparison_text']
+           'queued_batches', 'queued_batch', 'with_policy', 'lacks_nothing', 'Recipe', 'recipe_of', 'swap', 'Sheet',
+           'laid_out', 'sheets', 'batch_loss', 'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of',
+           'sentence', 'left_out', 'why_zero', 'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short',
+           'key_html', 'table_html', 'card_html', 'why_html', 'Comparison', 'change_in_words', 'comparison_html',
+           'Cards', 'loss_cards', 'card_text', 'comparison_text']
 
 # %% ../nbs/63_losscard.ipynb #losscard-imports
 import json
@@ -232,13 +232,20 @@ def waiting(folder: str | Path) -> tuple[Member, ...]:
     return tuple(Member(r, "queue") for r in sorted(held, key=lambda r: r.id) if (r.id, r.attempt) not in ended)
 
 
+def queued_batches(folder: str | Path) -> list[StoredBatch]:
+    "What waits in the queue, group by group, at one look: a live run may save its next checkpoint at any moment."
+    groups = {}
+    for member in waiting(folder):
+        groups.setdefault(member.rollout.group, []).append(member)
+    return [StoredBatch(Path(folder), "queue", -1, tuple(members), in_force(folder)) for members in groups.values()]
+
+
 def queued_batch(folder: Path, rollout: int) -> StoredBatch:
     "The group of a rollout that waits in the queue. ValueError with the remedy if the newest checkpoint does not hold it."
-    members = waiting(folder)
-    group = next((m.rollout.group for m in members if m.rollout.id == rollout), None)
-    if group is None:
-        raise ValueError(f"rollout: {rollout} has not ended, and the newest checkpoint of {folder.name!r} does not hold it judged and waiting; run.checkpoint() saves what waits now")
-    return StoredBatch(folder, "queue", -1, tuple(m for m in members if m.rollout.group == group), in_force(folder))
+    for batch in queued_batches(folder):
+        if any(m.rollout.id == rollout for m in batch.members):
+            return batch
+    raise ValueError(f"rollout: {rollout} has not ended, and the newest checkpoint of {folder.name!r} does not hold it judged and waiting; run.checkpoint() saves what waits now")
 
 # %% ../nbs/63_losscard.ipynb #losscard-policy
 def with_policy(batch: StoredBatch) -> StoredBatch:
@@ -941,16 +948,21 @@ class Cards:
 def _summary_line(r: Mapping) -> str:
     return (f"{r['rollout']:>8} {r['objective'][:24]:<24} {short(r['advantage']):>9} {short(r['loss']):>9} {short(r['gradient']):>9} {r['raised']:>6} {r['lowered']:>7} {r['clipped']:>7} {r['dropped']:>7}")
 
-
+# %% ../nbs/63_losscard.ipynb #losscard-cards-of
 def loss_cards(folder: str | Path, rollouts: Iterable[int] | str, loss: Sequence | str | Mapping | Callable | None = None, policy: bool = False, **changes) -> Cards:
     "Cards of rollouts (ids, a frame with a column `rollout`, or \"queue\": what waits in the newest checkpoint) under each of `loss`. ValueError as `loss_card`."
-    ids = [m.rollout.id for m in waiting(folder)] if isinstance(rollouts, str) and rollouts == "queue" else rollouts["rollout"].to_list() if hasattr(rollouts, "columns") else list(rollouts)
+    queue = isinstance(rollouts, str)
+    if queue and rollouts != "queue":
+        raise ValueError(f"rollouts: {rollouts!r} names none; give ids, a frame with a column 'rollout', or 'queue'")
+    read = with_policy if policy else lambda batch: batch
+    batches = [read(batch) for batch in queued_batches(folder)] if queue else []
+    ids = [m.rollout.id for batch in batches for m in batch.members] if queue else rollouts["rollout"].to_list() if hasattr(rollouts, "columns") else list(rollouts)
     losses = [None] if loss is None else list(loss) if isinstance(loss, (list, tuple)) else [loss]
-    decode, cards, batches, names = load_decoder(folder), [], {}, ()
+    decode, cards, names = load_decoder(folder), [], ()
     for id in ids:
-        batch = next((b for b in batches.values() if any(m.rollout.id == id for m in b.members)), None)
+        batch = next((b for b in batches if any(m.rollout.id == id for m in b.members)), None)
         if batch is None:
-            batch = batches[id] = with_policy(read_batch(folder, id)) if policy else read_batch(folder, id)
+            batches.append(batch := read(read_batch(folder, id)))
         own = recipe_of(batch)
         cards += [card_of(batch, id, swap(own, batch, **changes, **({} if each is None else {"loss": each})), decode) for each in losses]
         names = tuple("as trained" if each is None and not changes else label_of(each or "ppo", short=True) if each is not None else "swapped" for each in losses)

@@ -698,15 +698,18 @@ def uncollected() -> Iterator[None]:
         gc.enable() if was else None
 
 # %% ../nbs/70_simulator.ipynb #simulator-simulate
-def simulate(config: RunConfig, world: World | Callable[[int], World], seed: int = 0, until: int = 0, most: int = 0, tasks: int = 1000, rows: dict[str, list] | None = None) -> Simulated:
-    """Simulate a run to its end, to a version, or until the loop has heard `most` events. The configuration is a real one; of it counts what the loop reads. `rows`: a dictionary that takes every row of the ledger, by table.
-    RuntimeError for a run that fails or comes to a standstill."""
+def simulate(config: RunConfig, world: World | Callable[[int], World], seed: int = 0, until: int = 0, most: int = 0, tasks: int = 1000, rows: dict[str, list] | None = None, told: Callable[[int], None] | None = None) -> Simulated:
+    """Simulate a run to its end, to a version, or until the loop has heard `most` events. The configuration is a real one; of it counts what the loop reads. `rows`: a dictionary that takes every row of the ledger, by table;
+    `told` hears of each version when it is made. RuntimeError for a run that fails or comes to a standstill."""
     s = Simulation(config, world, seed, tasks)
     s.rows = rows
     begin(s)
+    made = s.state.version
     with uncollected():
         while s.state.phase not in FINISHED and not (until and s.state.version >= until or most and s.heard >= most) and advance(s.clock):
-            pass
+            if told and s.state.version > made:
+                made = s.state.version
+                told(made)
     return outcome(s)
 
 

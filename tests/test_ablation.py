@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from patience import until
 
 import rlbench as rl
 
@@ -22,9 +22,7 @@ def test_an_interrupted_ablation_goes_on(tmp_path):
     "Ctrl-C in the middle of a run: what is stored stays, the run under way is taken up, nothing is made twice."
     line = rlbench("ablate", "tiny", "band=[[0.1, 0.9]]", "--seeds", 2, "--set", "steps=40", *SET, "--folder", "kept")
     first = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    limit = time.monotonic() + 120
-    while not (list((tmp_path / "kept").glob("*.json")) and len(list((tmp_path / "kept/runs").glob("*/status.json"))) == 2) and time.monotonic() < limit:
-        time.sleep(0.05)
+    until(lambda: list((tmp_path / "kept").glob("*.json")) and len(list((tmp_path / "kept/runs").glob("*/status.json"))) == 2, 120)
     os.killpg(first.pid, signal.SIGINT)
     _, told = first.communicate(timeout=60)
     assert first.returncode == 130 and "The same call goes on from here" in told, told

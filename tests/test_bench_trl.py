@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import until
 
 from rlbench import bench_trl as bench
 from rlbench.bench_trl import TrlArm, bench_trl, curve_gap, kept, make_environment, median_ratio, open_folder, samples_per_second, summarise, time_to_solve
@@ -198,9 +199,7 @@ folder = Path({str(folder)!r})
 run_trl(folder, trl_job(folder, ours_config(0, 15), TrlSetting()), "x")
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not Path(f"{python}.started").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    until(Path(f"{python}.started").exists)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) >= 3
     process.send_signal(signal.SIGINT)

@@ -5,10 +5,10 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import Result
+from patience import until
 from typer.testing import CliRunner
 
 import rlbench as rl
@@ -118,9 +118,7 @@ def test_commands_to_an_ended_run_are_refused(folder):
 def test_steering_a_live_run(folder):
     told(folder, "run", "tiny", "--name", "live", "-d", "--set=steps=100000", "--set=eval=[]", "--set=preflight=0", "--set=batch=64", "--set=group=8")
     run = rl.attach("live", runs=folder / "runs")
-    limit = time.monotonic() + 60
-    while not (run.status and run.status.version >= 1) and time.monotonic() < limit:
-        time.sleep(0.1)
+    until(lambda: run.status and run.status.version >= 1)
     (row,) = told(folder, "set", "live", "temperature=0.9", "--over", 4, "--author", "me")["commands"]
     assert (row["status"], row["author"], row["knob"]) == ("applied", "me", "temperature")
     assert "outside" in inside(folder, "set", "live", "temperature=9", code=2).stderr

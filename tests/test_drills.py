@@ -11,7 +11,8 @@ import psutil
 import pytest
 from inline import inline_run
 from test_bad_input import in_namespace
-from test_run import ended, until
+from patience import until
+from test_run import ended
 from typer.testing import CliRunner
 
 import rlbench as rl

@@ -1,11 +1,11 @@
 "A fit recovers the stated times of a run on the virtual clock, and predicts another one."
 
-import time
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
+from patience import until
 
 from rlbench.config import make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
@@ -164,13 +164,6 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
     assert came.prediction == made and made.version >= 20 and came.versions[0] >= made.version + filling(2)
     assert came.measured.rate > 0 < came.measured.staleness <= 2 and 0 <= came.measured.wait < 1
     assert came.errors.rate == pytest.approx(made.simulated.rate / came.measured.rate - 1, abs=1e-3) and "off by" in str(came)
-
-
-def until(found, seconds):
-    end = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def test_the_panel_draws_the_newest_prediction(base):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from patience import until
 from test_turns import by_turn
 
 import rlbench.coding
@@ -127,10 +128,8 @@ def test_nothing_is_held_between_turns(pool, turn):
     episodes = [begun(pool) for _ in range(20)]
     for n, episode in enumerate(episodes):
         turn(episode, f"def f(x): return {n + 100}", 0)
-    until = time.monotonic() + 10
-    while pool.status().sessions and time.monotonic() < until:
-        time.sleep(0.02)
-    assert pool.status().sessions == 0 and len({e.state.id for e in episodes}) == 20
+    until(lambda: pool.status().sessions == 0, 10)
+    assert len({e.state.id for e in episodes}) == 20
     assert all(isinstance(turn(e, "def f(x): return 2 * x", 1), Done) for e in episodes)
 
 

@@ -12,6 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from patience import until
 from typer.testing import CliRunner
 
 import rlbench as rl
@@ -23,17 +24,6 @@ from rlbench.steer import guards
 
 SMALL = dict(steps=100_000, batch=64, group=8, preflight=0, staleness=0, eval=[])
 SCRIPTED = {"generator": "scripted", "clock": "virtual", "steps": 1_000_000, "group": 4, "batch": 32, "staleness": 2, "preflight": 0, "eval": []}
-
-
-def until(condition, seconds: float = 60.0):
-    "Wait for a condition and return its value."
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError("not within its time")
 
 
 def rows_of(run: rl.Run, author: str) -> list[dict]:

@@ -18,7 +18,8 @@ from rlbench.publish import HEADER, SharedWeights, served, weights
 from rlbench.worker import build_halves
 from safetensors.torch import load_file
 from test_checkpoint import SYNC, a_run, check_resumed, taken_up
-from test_run import assert_books, ended, until
+from patience import until
+from test_run import assert_books, ended
 from transformers import AutoModelForCausalLM
 
 SMALL = dict(batch=64, group=8, preflight=0, staleness=1, eval=[{"name": "held_out", "count": 32, "every": 0}], lora={"rank": 4, "alpha": 8.0}, learning_rate=2e-3)

@@ -11,6 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from inline import inline_run
+from patience import until
+
+from rlbench import losscard
 from rlbench.cli import app
 from rlbench.inspector import browse, read_rollout
 from rlbench.ledger import Ledger, create_run_folder, read_table
@@ -301,21 +304,25 @@ def test_the_view_answers_fast_and_says_what_is_wrong(runs):
     assert "has not ended" in view.note.value and view.view.value == ""
 
 
-def test_what_waits_is_read_from_the_checkpoint(tmp_path):
+def test_what_waits_is_read_from_the_checkpoint(tmp_path, monkeypatch):
     "A run that is held and saved: what waits in its queue has cards, under the sampler's log-probabilities."
     r = run("tiny", runs=tmp_path, name="queue", steps=200, group=4, batch=16, staleness=2, preflight=0, eval=(), learning_rate=1e-5)
     try:
+        until(lambda: r.status and r.status.version >= 1)
         for _ in range(6):
-            time.sleep(4)
             r.pause()
+            until(lambda: r.state == "paused")
+            saved = set(r.checkpoints)
             r.checkpoint()
-            began = time.time()
-            while time.time() - began < 12 and not waiting(r.folder):
-                time.sleep(0.3)
+            until(lambda: set(r.checkpoints) - saved)
             if found := waiting(r.folder):
                 break
+            version = r.status.version
             r.go()
+            until(lambda: r.status.version > version)
         assert found, (r.folder / "run.log").read_text()
+        looks = [found]
+        monkeypatch.setattr(losscard, "waiting", lambda folder: looks.pop())  # at the next look it would be another queue
         cards = r.cards("queue", loss=["ppo", "cispo"])
         assert {c.rollout for c in cards.cards} == {m.rollout.id for m in found} and {c.batch.place for c in cards.cards} == {"queue"}
         seen = [c for c in cards.cards if c.row is not None]
@@ -323,6 +330,11 @@ def test_what_waits_is_read_from_the_checkpoint(tmp_path):
     finally:
         r.stop()
         r.wait(60)
+
+
+def test_a_name_that_is_no_queue_is_refused(folder):
+    with pytest.raises(ValueError, match="rollouts: 'queu' names none; give ids, a frame with a column 'rollout', or 'queue'"):
+        loss_cards(folder, "queu")
 
 
 def test_read_rollout_hands_out_its_card(folder):

@@ -3,21 +3,14 @@ import threading
 import time
 
 import pytest
+from patience import stands, until
+
 from rlbench.config import load_config
 from rlbench.ledger import read_commands, send_command
 from rlbench.panel import Panel, panel_of
 from rlbench.run import attach, run
 
 SCRIPTED = {"generator": "scripted", "clock": "virtual", "group": 4, "batch": 32, "staleness": 2, "preflight": 0, "eval": [], "concurrency": 16}
-
-
-def until(question, seconds: float = 30.0):
-    "Wait for something to become true."
-    limit = time.monotonic() + seconds
-    while not (found := question()):
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +133,8 @@ def test_pause_step_go_and_stop(live):
     click = lambda verb: frame(panel).buttons.all[verb].click()
     click("pause")
     until(lambda: live.state == "paused")
-    time.sleep(1.0)  # a batch in training is finished
-    version = live.status.version
-    time.sleep(1.5)
-    assert live.status.version == version and panel.buttons.all["pause"].disabled is False
+    version = stands(lambda: live.status.version)  # a batch in training is finished
+    assert panel.buttons.all["pause"].disabled is False
     assert frame(panel).light.word == "paused" and panel.buttons.all["pause"].disabled
     saved = set(live.checkpoints)
     click("checkpoint")

@@ -172,6 +172,17 @@ def test_more_tenants_share_the_generators_and_need_memory():
     assert 1 < len(own) < 6  # each with weights of its own: an H100 holds a few
 
 
+def test_a_simulation_says_how_far_it_is():
+    "Each of the three in its turn, every version of it once, up to the last one."
+    heard = []
+    plan(load_plan(SMALL, {"drift.response": [1500, 2000], "drift.over": 4, "generators.gpus": 2, "trainer.gpus": 6}), told=lambda *place: heard.append(place))
+    names = list(dict.fromkeys(name for name, _, _ in heard))
+    assert names == ["the plan", "the best split", "the change"]
+    for each in names:
+        (last,) = {last for name, _, last in heard if name == each}
+        assert [version for name, version, _ in heard if name == each] == list(range(1, last + 1))
+
+
 def test_drift_is_named_not_the_mean():
     file = load_plan("prime-glm-5", {"run.batch": 64, "run.concurrency": 192, "trainer.seconds": 21.0, "trainer.sync": 0.0, "run.filter": "none", "run.group": 8})
     found = changing(file, 0, 20)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_run import assert_books, ended, gone, processes_of, until, worker_of
+from patience import until
+from test_run import assert_books, ended, gone, processes_of, worker_of
 
 import rlbench as rl
 from rlbench.ledger import alive, read_table

@@ -11,6 +11,7 @@ import polars as pl
 import psutil
 import pytest
 from inline import inline_run
+from patience import stands, until
 
 import rlbench as rl
 from rlbench.ledger import living, read_table
@@ -23,17 +24,6 @@ def ended(run: rl.Run, state: str = "finished", seconds: float = 120) -> rl.Run:
     found = run.wait(seconds)
     assert found == state, f"{found}: {run.status}\n{(run.folder / 'run.log').read_text()[-3000:]}"
     return run
-
-
-def until(condition, seconds: float = 60.0):
-    "Wait for a condition and return its value."
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.1)
-    raise AssertionError("not within its time")
 
 
 def assert_books(run: rl.Run) -> None:
@@ -156,10 +146,7 @@ def test_steering(tmp_path):
     assert (row["knob"], row["value"], row["status"], row["author"], row["apply"]) == ("temperature", "0.7", "applied", "test", "dispatch")
     again.pause()
     until(lambda: run.state == "paused")
-    time.sleep(1.5)
-    stood = run.status.version
-    time.sleep(1.5)
-    assert run.status.version == stood
+    stood = stands(lambda: run.status.version)
     again.step()
     until(lambda: run.status.version == stood + 1)
     time.sleep(1)

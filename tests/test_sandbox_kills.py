@@ -1,11 +1,11 @@
 """`kill -9` of whatever belongs to a run, while its programs run and sandboxes are open: soon nothing of it is left."""
 import json
 import os
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import until
 
 import rlbench as rl
 from rlbench.ledger import living, read_json, read_table
@@ -37,15 +37,6 @@ def endless(*, split="train", seed=0, count=64):
     from rlbench.records import Task
 
     return [Task(f"endless/{split}/{i}", f"{i}+{i}=", os.environ["ENDLESS"], 1, "endless") for i in range(count)]
-
-
-def until(condition, seconds: float = 30.0):
-    "Wait for something to become true, and return it."
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "not within its time"
-        time.sleep(0.05)
-    return found
 
 
 def kill(*processes: psutil.Process) -> None:

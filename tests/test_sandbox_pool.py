@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import until
 
 from rlbench.ledger import alive, count_rows, living, read_table
 from rlbench.sandbox.policy import Policy, PoolSpec
@@ -19,15 +20,6 @@ from rlbench.sandbox.sweep import LOCK, marked, remembered, sweep
 from rlbench.sandbox.wire import connect
 
 PROCESSES = PoolSpec("fake", workers=2, processes=True)
-
-
-def until(condition, seconds: float = 20.0, every: float = 0.02):
-    "Wait for something to become true, and return it."
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(every)
-    return found
 
 
 @pytest.fixture

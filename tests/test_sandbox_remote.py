@@ -9,6 +9,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from patience import until
 
 from rlbench.sandbox.fake import FakeWorker
 from rlbench.sandbox.policy import Policy, PoolSpec
@@ -192,9 +193,7 @@ def test_sandboxfusion_in_trouble(serve, pool_at):
         return 200, next(said, json.dumps({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}}).encode())
 
     pool = pool_at(serve(answer), api="sandboxfusion", policy=Policy(retries=0, hedge_floor_s=30))
-    until = time.monotonic() + 10
-    while not pool.status().workers:
-        assert time.monotonic() < until
+    until(lambda: pool.status().workers, 10)
     for body, end in ((b'{"status": "SandboxError", "message": "no cgroup"}', End.BACKEND_LOST), (b"[]", End.PROTOCOL_ERROR), (b'{"status": "Success", "run_result": 7}', End.PROTOCOL_ERROR),
                       (b'{"status": "Failed", "run_result": {"status": "Error", "stderr": "no pod"}}', End.BACKEND_LOST)):
         said = iter([body])

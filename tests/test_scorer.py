@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import polars as pl
 import pytest
 from inline import check_books, inline_run
-from test_run import assert_books, ended, until
+from patience import until
+from test_run import assert_books, ended
 
 import rlbench as rl
 from rlbench.ledger import read_table

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from inline import inline_run
+from patience import until
 
 import rlbench as rl
 from rlbench.config import SINK_NAMES, read_config
@@ -22,16 +23,6 @@ ROOT = Path(__file__).parent.parent
 every_sink = pytest.mark.parametrize("sink", SINK_NAMES)
 SMALL = {"steps": 6, "batch": 32, "group": 4, "preflight": 8, "eval": [{"name": "held_out", "count": 16, "every": 3}]}
 TOLD = [(60, "temperature", 1.2, 2), (90, "learning_rate", 5.0, 0)]
-
-
-def until(condition, seconds: float = 30.0):
-    "Wait for a condition and return its value."
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    raise AssertionError("not within its time")
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import json
 import polars as pl
 import pytest
 from inline import check_books, inline_run
-from test_run import SMALL, assert_books, ended, until
+from patience import until
+from test_run import SMALL, assert_books, ended
 
 import rlbench as rl
 from rlbench.config import FUNCTIONS, captured_functions, make_config, to_toml

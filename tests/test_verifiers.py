@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from patience import until
 
 import rlbench as rl
 from rlbench import foreign
@@ -240,9 +241,7 @@ def test_a_run_of_the_embedded_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = rl.run("tiny", name="foreign", environment={"name": "verifiers", "id": f"{OWN}:second_try"}, tasks="verifiers", **SMALL | {"batch": 64, "group": 8}, max_turns=2, eval=[{"name": "held_out", "count": 8, "every": 0}],
                  placement="split")
-    limit = time.monotonic() + 400
-    while run.state not in ("finished", "failed") and time.monotonic() < limit:
-        time.sleep(0.3)
+    until(lambda: run.state in ("finished", "failed"), 400)
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-3000:]
     rollouts = read_table(run.folder, "rollouts").filter(pl.col("fate") == "trained")

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 from inline import check_books, inline_run
+from patience import until
 
 import rlbench as rl
 import rlbench.environment
@@ -496,9 +497,7 @@ def test_a_run_whose_tools_wait_and_sometimes_hang(tmp_path, monkeypatch):
     monkeypatch.setenv("PATIENT_LOG", str(tmp_path / "log"))
     run = rl.run("tiny", name="patient", environment=patient, steps=4, group=4, batch=16, concurrency=32, staleness=2, preflight=0, eval=[], filter="none", score_deadline=2.0, score_retries=0, infra_stop=1.0,
                  placement="split", tasks="addition", checkpoint_every=0)
-    limit = time.monotonic() + 400
-    while run.state not in ("finished", "failed") and time.monotonic() < limit:
-        time.sleep(0.2)
+    until(lambda: run.state in ("finished", "failed"), 400)
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-2000:]
     rollouts = read_table(run.folder, "rollouts")
