@@ -48,6 +48,15 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     until(lambda: not living(processes), seconds)
 
 
+def kill_at_once(pool: Pool, workers: list[psutil.Process]) -> None:
+    "Kill workers while the controller stands still, so that nothing goes from the first to the second in between."
+    controller = psutil.Process(pool.status().pid)
+    controller.suspend()
+    for worker in workers:
+        worker.kill()
+    controller.resume()
+
+
 def killed(pid: int) -> None:
     "Kill a process and wait until it is no more."
     process = psutil.Process(pid)
@@ -187,8 +196,7 @@ def test_a_worker_that_is_killed(pool_at):
     layers = [box.snapshot() for box in boxes[:2]]
     running = [pool.submit(Program("# fake: wall=1")) for _ in range(4)]
     until(lambda: pool.status().busy == 4)
-    for worker in workers:
-        worker.kill()
+    kill_at_once(pool, workers)
     ends = [future.result(30) for future in running]
     assert all(e.end is End.EXITED and e.tries == 2 for e in ends)
     assert [box.read("a") for box in boxes[:2]] == [b"0", b"1"] and len({layer.digest for layer in layers}) == 2
@@ -383,8 +391,7 @@ def test_a_zygote_that_is_killed(pool_at):
     layer = box.snapshot(turn=1, version=4)
     running = pool.submit(Program("import time; time.sleep(1); print('done')"))
     until(lambda: pool.status().busy == 1)
-    for worker in workers:
-        worker.kill()
+    kill_at_once(pool, workers)
     e = running.result(60)
     assert (e.stdout, e.tries) == (b"done\n", 2) and box.read("b") == b"A = 1\n" and box.read("src/a.py") == b"A = 1\n"
     with pytest.raises(Fault, match="backend_lost"):
