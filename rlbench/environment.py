@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Step', 'RAISED', 'LIVES', 'AT_ONCE', 'CLOSING', 'STUCK', 'ON_RESUME', 'Observation', 'Done', 'Episode', 'State',
            'state_of', 'calls_of', 'awaited', 'until_awaited', 'advance', 'cut', 'closing', 'Threads', 'EpisodeLoop',
-           'raised', 'in_time', 'rest', 'SingleTurn', 'play', 'playing', 'Live', 'version_of', 'catch_up', 'wake',
-           'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'function_name', 'verified', 'rewarded',
-           'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'Forget',
-           'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell', 'EnvironmentActor', 'room', 'one_turn', 'under_way',
-           'finish', 'hear', 'judge_over', 'conclude', 'reward_of', 'keys_judged', 'put_away', 'not_closed', 'give_up',
-           'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn', 'Pooled', 'believed',
-           'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed',
-           'guarded', 'first_prompts', 'opened']
+           'not_begun', 'raised', 'in_time', 'rest', 'SingleTurn', 'play', 'playing', 'Live', 'version_of', 'catch_up',
+           'wake', 'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'function_name', 'verified',
+           'rewarded', 'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest', 'ScoreResult', 'TurnResult',
+           'Forget', 'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell', 'EnvironmentActor', 'room', 'one_turn',
+           'under_way', 'finish', 'hear', 'judge_over', 'conclude', 'reward_of', 'keys_judged', 'put_away',
+           'not_closed', 'give_up', 'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn',
+           'Pooled', 'believed', 'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict',
+           'ScriptedEnvironment', 'FunctionFailed', 'guarded', 'first_prompts', 'opened']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import asyncio
@@ -26,6 +26,7 @@ import traceback
 import types
 from collections import OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -153,7 +154,9 @@ class EpisodeLoop:
             self.loop = asyncio.new_event_loop()
             self.loop.set_default_executor(Threads(1))
             threading.Thread(target=_run, args=(self.loop,), name="episodes", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._bounded(step, awaitable, deadline), self.loop)
+        future = asyncio.run_coroutine_threadsafe(self._bounded(step, awaitable, deadline), self.loop)
+        future.add_done_callback(lambda done: not_begun(awaitable))
+        return future
 
     def settle(self, step: Step, deadline: float = float("inf")):
         "Run a step from its beginning to its end, and wait for it."
@@ -194,6 +197,13 @@ class EpisodeLoop:
 
 # %% ../nbs/26_environment.ipynb #environment-cancelled
 RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what other people's code may raise without ending more than itself
+
+
+def not_begun(awaitable: Awaitable) -> None:
+    "Close a coroutine that its loop has not come to: nobody waits for it any more, and Python would complain of that in the log."
+    with suppress(ValueError):  # it is being begun at this moment
+        if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
+            awaitable.close()
 
 
 def raised(future: Future) -> BaseException | None:

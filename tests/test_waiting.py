@@ -1,9 +1,12 @@
 """Episodes that wait for tools: beside each other, beside verdicts, and in nobody's way; closed once, however they end."""
 import asyncio
 import ctypes
+import gc
+import inspect
 import threading
 import time
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +20,7 @@ import rlbench as rl
 import rlbench.environment
 import rlbench.worker
 from rlbench.config import make_config
-from rlbench.environment import Done, EnvironmentActor, Forget, FunctionFailed, GivenUp, Observation, Pooled, ScoreRequest, ScoreResult, State, TurnResult, first_prompts, play
+from rlbench.environment import Done, EnvironmentActor, EpisodeLoop, Forget, FunctionFailed, GivenUp, Observation, Pooled, ScoreRequest, ScoreResult, State, TurnResult, first_prompts, opened, play, until_awaited
 from rlbench.ledger import read_table
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import REWARDS, VERIFIERS
@@ -257,6 +260,27 @@ def test_an_episode_that_cannot_begin_says_so_before_the_run(how, monkeypatch):
     assert time.monotonic() - began < 4
     time.sleep(0.2)
     assert closed_once(log) or how in ("block", "late")
+
+
+class Shuts(Starts):
+    "Closes at once."
+
+    def close(self):
+        self.log.append(("closed", self))
+
+
+def test_what_a_loop_has_not_come_to_ends_without_a_word(recwarn):
+    "A loop that is stopped as soon as something was begun in it: the coroutine is closed, and so is its episode."
+    log = []
+    for _ in range(20):
+        loop, step = EpisodeLoop(), opened(partial(Shuts, log), TASK)
+        awaitable, _ = until_awaited(step)
+        future = loop.begin(step, awaitable, 1.0)
+        loop.stop()
+        assert wait([future], 10).done and until(lambda: inspect.getcoroutinestate(awaitable) == inspect.CORO_CLOSED)
+        del step, awaitable, future
+    gc.collect()
+    assert closed_once(log) and not [each for each in recwarn if "never awaited" in str(each.message)]
 
 
 def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch):
