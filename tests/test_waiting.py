@@ -265,6 +265,9 @@ def test_an_episode_that_cannot_begin_says_so_before_the_run(how, monkeypatch):
 class Shuts(Starts):
     "Closes at once."
 
+    async def start(self, task):
+        return task.prompt
+
     def close(self):
         self.log.append(("closed", self))
 
@@ -280,7 +283,7 @@ def test_what_a_loop_has_not_come_to_ends_without_a_word(recwarn):
         assert wait([future], 10).done and until(lambda: inspect.getcoroutinestate(awaitable) == inspect.CORO_CLOSED)
         del step, awaitable, future
     gc.collect()
-    assert closed_once(log) and not [each for each in recwarn if "never awaited" in str(each.message)]
+    assert closed_once(log) and not [each for each in recwarn if "Shuts.start' was never awaited" in str(each.message)]
 
 
 def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch):
