@@ -217,7 +217,7 @@ def watched(make: Callable[[], TrlArm], every: float = 0.5, busy: Callable[[], f
         watcher.join()
     look()
     others = (busy() - before - (sum(used.values()) - own)) / ((time.monotonic() - began) * psutil.cpu_count())
-    return replace(arm, busy=round(max(0.0, others), 3))
+    return replace(arm, busy=round(min(1.0, max(0.0, others)), 3))  # the system counts in ticks
 
 # %% ../nbs/88_bench_trl.ipynb #bench-trl-run-trl
 def end(process: subprocess.Popen) -> None:
