@@ -888,7 +888,9 @@ def plan_command(
         known = plans()
         return emit({"plans": known}) if as_json else print("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists"]))
     with friendly(), Console(stderr=True).status("" if form_only else "simulating") as status:
-        told = lambda what, version, last: status.update(f"simulating {what}: version {version} of {last}")  # noqa: E731
+        def told(what: str, version: int, last: int) -> None:
+            status.update(f"simulating {what}: version {version} of {last}")
+
         found = plan(source, dict(map(parse_assignment, set_ or [])), tables or None, not form_only, seed, told)
     emit(plan_facts(found)) if as_json else print_plan(found, Console())
 

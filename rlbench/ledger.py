@@ -729,7 +729,8 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            found += [process] * (process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 

@@ -234,10 +234,10 @@ def waiting(folder: str | Path) -> tuple[Member, ...]:
 
 def queued_batches(folder: str | Path) -> list[StoredBatch]:
     "What waits in the queue, group by group, at one look: a live run may save its next checkpoint at any moment."
-    groups = {}
+    groups, config = {}, in_force(folder)
     for member in waiting(folder):
         groups.setdefault(member.rollout.group, []).append(member)
-    return [StoredBatch(Path(folder), "queue", -1, tuple(members), in_force(folder)) for members in groups.values()]
+    return [StoredBatch(Path(folder), "queue", -1, tuple(members), config) for members in groups.values()]
 
 
 def queued_batch(folder: Path, rollout: int) -> StoredBatch:

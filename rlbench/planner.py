@@ -809,9 +809,10 @@ def plan(source, overrides: Mapping[str, object] | None = None, tables=None, sim
     pace, limit = settled(file, memory)
     cycle = cycle_of(file, pace)
     bind, words = binds(file, memory, pace, limit, cycle)
-    drifts, tell = any(getattr(file.drift, name) for name in DRIFTS), lambda what: told and partial(told, what)
-    return Plan(file, memory, limits(file, memory), pace, bind, words, flags(file, memory), forecast_form(file), forecast_simulated(file, seed, told=tell("the plan")) if simulate else None, *improved(file, seed, simulate, tell("the best split")), alternatives(file), sensitivity(file),
-                tenants(file) if file.tenancy.runs > 1 else (), changing(file, seed, told=tell("the change")) if simulate and drifts else None)
+    drifts = any(getattr(file.drift, name) for name in DRIFTS)
+    of_plan, of_split, of_change = (told and partial(told, what) for what in ("the plan", "the best split", "the change"))
+    return Plan(file, memory, limits(file, memory), pace, bind, words, flags(file, memory), forecast_form(file), forecast_simulated(file, seed, told=of_plan) if simulate else None, *improved(file, seed, simulate, of_split), alternatives(file), sensitivity(file),
+                tenants(file) if file.tenancy.runs > 1 else (), changing(file, seed, told=of_change) if simulate and drifts else None)
 
 # %% ../nbs/72_planner.ipynb #planner-sheets
 @dataclass(frozen=True)

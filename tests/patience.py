@@ -11,7 +11,7 @@ def until(condition, seconds: float = 60.0, every: float = 0.05):
     return found
 
 
-def stands(value, seconds: float = 1.5, within: float = 60.0):
+def stands(value, seconds: float = 1.5, within: float = 10.0):
     "Wait until a value has been the same for so many seconds, and return it. AssertionError if it moves for longer than `within`."
     seen, since, end = value(), time.monotonic(), time.monotonic() + within
     while time.monotonic() < since + seconds:

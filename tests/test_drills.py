@@ -100,7 +100,7 @@ def test_an_interrupt_wakes_what_was_stopped(coded):
 
     def say(name, state, text):
         if state == "injected":
-            seen.extend(until(lambda: stopped(coded)))  # it stops when it is next scheduled
+            seen.extend(until(lambda: stopped(coded), 5))  # it stops when it is next scheduled
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

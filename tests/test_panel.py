@@ -51,10 +51,10 @@ def test_a_slider_moves_the_run_from_any_thread(live):
     mover.start()
     mover.join()
     assert "asked <b>0.85</b>" in row.said.value
-    journal = until(lambda: live.commands.filter(live.commands["knob"] == "temperature").to_dicts())
+    journal = until(lambda: live.commands.filter(live.commands["knob"] == "temperature").to_dicts(), 30)
     assert journal[-1]["author"] == "anna" and journal[-1]["value"] == "0.85" and journal[-1]["status"] == "applied"
     assert live.settings.temperature == 0.85
-    until(lambda: "since v" in frame(panel).knobs.rows["temperature"].said.value and "asked" not in row.said.value)
+    until(lambda: "since v" in frame(panel).knobs.rows["temperature"].said.value and "asked" not in row.said.value, 30)
 
 
 def test_two_panels_and_the_command_line_agree(live):
@@ -62,9 +62,9 @@ def test_two_panels_and_the_command_line_agree(live):
     first, second = frame(Panel(live.folder, author="anna")), frame(Panel(live.folder, author="ben"))
     before = len(live.commands)
     first.knobs.rows["staleness"].control.value = 3
-    until(lambda: frame(second).knobs.rows["staleness"].control.value == 3)
+    until(lambda: frame(second).knobs.rows["staleness"].control.value == 3, 30)
     live.set(staleness=2, author="script")
-    until(lambda: frame(first).knobs.rows["staleness"].control.value == 2 and frame(second).knobs.rows["staleness"].control.value == 2)
+    until(lambda: frame(first).knobs.rows["staleness"].control.value == 2 and frame(second).knobs.rows["staleness"].control.value == 2, 30)
     assert [(c["author"], c["knob"]) for c in live.commands.to_dicts()[before:]] == [("anna", "staleness"), ("script", "staleness")]
     assert "anna" in frame(second).parts["log"].value and "script" in second.parts["log"].value
 
@@ -74,12 +74,12 @@ def test_a_ramp_is_shown_on_its_way(live):
     panel = frame(Panel(live.folder))
     panel.over = 500
     panel.knobs.rows["learning_rate"].typed.value = 1e-4
-    until(lambda: live.status.ramps.get("learning_rate"))
+    until(lambda: live.status.ramps.get("learning_rate"), 30)
     frame(panel)
     assert "→ <b>0.0001</b> by v" in panel.knobs.rows["learning_rate"].said.value
     panel.over = 0
     panel.knobs.rows["learning_rate"].typed.value = 3e-4
-    until(lambda: live.settings.learning_rate == 3e-4 and not live.status.ramps)
+    until(lambda: live.settings.learning_rate == 3e-4 and not live.status.ramps, 30)
 
 
 def test_a_refusal_says_why_and_puts_the_control_back(live):
@@ -90,7 +90,7 @@ def test_a_refusal_says_why_and_puts_the_control_back(live):
     batch.typed.value = 63
     assert "not a whole number of groups" in batch.said.value and batch.typed.value == 64
     ghost = send_command(live.folder, "script", "batch", 63)
-    until(lambda: any(c["command"] == ghost and c["status"] == "refused" for c in live.commands.to_dicts()))
+    until(lambda: any(c["command"] == ghost and c["status"] == "refused" for c in live.commands.to_dicts()), 30)
     assert "refused" in frame(panel).parts["log"].value
 
 
@@ -100,9 +100,9 @@ def test_another_function_brings_other_knobs(live):
     panel.knobs.more.value = True
     assert "loss.high" in panel.knobs.rows
     panel.knobs.rows["loss"].control.value = "reinforce"
-    until(lambda: "loss.high" not in frame(panel).knobs.rows)
+    until(lambda: "loss.high" not in frame(panel).knobs.rows, 30)
     panel.knobs.rows["loss"].control.value = "ppo"
-    until(lambda: "loss.high" in frame(panel).knobs.rows)
+    until(lambda: "loss.high" in frame(panel).knobs.rows, 30)
 
 
 def test_guards_and_kept_knobs(live):
@@ -115,15 +115,15 @@ def test_guards_and_kept_knobs(live):
     assert "entropy" in watch.said.value and "rl-refused" in watch.said.value
     watch.when.value, watch.do.value = "entropy < 0.0001", "alert"
     watch.add.click()
-    until(lambda: any(g["when"] == "entropy < 0.0001" for g in live.status.guards))
+    until(lambda: any(g["when"] == "entropy < 0.0001" for g in live.status.guards), 30)
     assert "entropy &lt; 0.0001" in frame(panel).knobs.pages["Guards"].listed.value
     kept.name.value = "before"
     kept.save.click()
     live.set(temperature=1.2)
-    until(lambda: live.settings.temperature == 1.2)
+    until(lambda: live.settings.temperature == 1.2, 30)
     kept.known.value = "before"
     kept.apply.click()
-    until(lambda: live.settings.temperature != 1.2)
+    until(lambda: live.settings.temperature != 1.2, 30)
     assert live.commands.tail(1)["author"].item() == "anna"
 
 
@@ -132,19 +132,21 @@ def test_pause_step_go_and_stop(live):
     panel = frame(Panel(live.folder))
     click = lambda verb: frame(panel).buttons.all[verb].click()
     click("pause")
-    until(lambda: live.state == "paused")
+    until(lambda: live.state == "paused", 30)
+    held = live.status.version
     version = stands(lambda: live.status.version)  # a batch in training is finished
+    assert version <= held + 1
     assert panel.buttons.all["pause"].disabled is False
     assert frame(panel).light.word == "paused" and panel.buttons.all["pause"].disabled
     saved = set(live.checkpoints)
     click("checkpoint")
-    until(lambda: set(live.checkpoints) - saved)
+    until(lambda: set(live.checkpoints) - saved, 30)
     click("step")
-    until(lambda: live.status.version == version + 1)
+    until(lambda: live.status.version == version + 1, 30)
     time.sleep(1.0)
     assert live.status.version == version + 1
     click("go")
-    until(lambda: live.status.version > version + 2)
+    until(lambda: live.status.version > version + 2, 30)
     click("stop")
     assert live.state == "running"
     panel.buttons.all["stop"].click()

@@ -146,7 +146,9 @@ def test_steering(tmp_path):
     assert (row["knob"], row["value"], row["status"], row["author"], row["apply"]) == ("temperature", "0.7", "applied", "test", "dispatch")
     again.pause()
     until(lambda: run.state == "paused")
+    held = run.status.version
     stood = stands(lambda: run.status.version)
+    assert stood <= held + 1, "the batch that had begun, and no other"
     again.step()
     until(lambda: run.status.version == stood + 1)
     time.sleep(1)

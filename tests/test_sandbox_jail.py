@@ -95,7 +95,7 @@ while True:
     jail.poll(); time.sleep(0.05)
 """, tier)
     assert owner.stdout.readline() == "ready\n"
-    family = until(lambda: len(found := below(owner.pid)) >= 8 and found)  # the zygote, four programs and two that wait
+    family = until(lambda: len(found := below(owner.pid)) >= 8 and found, 5)  # the zygote, four programs and two that wait
     os.kill(owner.pid, signal.SIGKILL)
     assert gone(family)
 
@@ -326,7 +326,7 @@ def test_children_that_wait_are_sent_away(start, tier):
     alone = below(jail.pid)
     for _ in range(2):
         jail.arm(3)
-        until(lambda: len(below(jail.pid)) >= len(alone) + 3)
+        until(lambda: len(below(jail.pid)) >= len(alone) + 3, 5)
         assert client("exec", program=Program("print(1)")).warm
         jail.arm(0)
         assert client("exec", program=Program("print(1)")).stdout == b"1\n"

@@ -96,7 +96,7 @@ def test_a_run_process_that_is_killed(begin):
     "Its supervisor closes the books, its programs end, and the pool that nobody uses any more ends as well."
     scene = begin()
     kill(psutil.Process(scene.run.status.pid))
-    until(lambda: not living(scene.processes))
+    until(lambda: not living(scene.processes), 30)
     until(lambda: not scene.left(), 20)
     assert scene.run.state == "failed" and scene.run.status.books_closed
     rows = read_table(scene.folder, "executions", ["fate"])
@@ -156,12 +156,12 @@ def test_a_kernel_that_is_killed(script, tmp_path):
     kernel.kill()
     run = rl.attach("endless", runs=tmp_path)
     with Pool.connect(tmp_path / "pool") as mine:
-        until(lambda: mine.status().sessions == 0)
+        until(lambda: mine.status().sessions == 0, 30)
         controller = psutil.Process(mine.status().pid)
         until(lambda: run.status.version >= 1, 90)
     family, run_processes = controller.parent().children(recursive=True), psutil.Process(run.status.supervisor).children(recursive=True)
     version = run.status.version
-    until(lambda: run.status.version > version)
+    until(lambda: run.status.version > version, 30)
     run.stop()
     until(lambda: not living([controller, *family, *run_processes]) and not marked(tmp_path / "pool"), 20)
     assert run.state == "stopped"
@@ -177,7 +177,7 @@ def test_a_controller_that_is_killed_under_a_run(begin, tmp_path, tier):
         kill(scene.controller)
         until(lambda: not living(scene.family) and not any(place.exists() for place in scene.places), 20)
         assert mine.status().pid != scene.controller.pid and boxes[0].exec(Program("pass")).end is End.BACKEND_LOST
-        until(lambda: mine.status().busy >= 4)  # the run's programs, once more
+        until(lambda: mine.status().busy >= 4, 30)  # the run's programs, once more
     assert scene.run.status.supervisor and len(living(scene.processes)) == len(scene.processes)
     again = psutil.Process(read_json(scene.folder / PROCESSES)["controller"]).parent()
     scene.family = [again, *again.children(recursive=True)]

@@ -40,7 +40,7 @@ def pool_at(tmp_path):
 
 def workers_of(pool: Pool) -> list[psutil.Process]:
     "The processes of a pool's workers, once they are written down."
-    return until(lambda: len(found := remembered(pool.folder)[1]) == 2 and found)
+    return until(lambda: len(found := remembered(pool.folder)[1]) == 2 and found, 20)
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
@@ -81,11 +81,11 @@ def test_a_client_that_is_killed_leaves_nothing(pool_at, script):
     pool = pool_at(PROCESSES)
     client = script(CLIENT, pool.folder)
     pid = int(client.stdout.readline())
-    until(lambda: pool.status().sessions == 20 and pool.status().busy == 3)
+    until(lambda: pool.status().sessions == 20 and pool.status().busy == 3, 20)
     client.kill()
-    now = until(lambda: not (found := pool.status()).sessions and not found.busy and found)
+    now = until(lambda: not (found := pool.status()).sessions and not found.busy and found, 20)
     assert now.pid == pid and now.clients == 1 and pool.run(Program("# fake: say=on")).stdout == b"on"
-    until(lambda: count_rows(pool.folder, "executions") >= 4)
+    until(lambda: count_rows(pool.folder, "executions") >= 4, 20)
     rows = read_table(pool.folder, "executions", ["fate", "owner"])
     assert Counter(rows["fate"].to_list()) == {"cancelled": 3, "answered": 1}
     assert {row[2] for row in read_table(pool.folder, "sandboxes", ["kind", "owner", "state"]).iter_rows() if row[0] == "session" and row[1].startswith("dead")} >= {"closed"}
@@ -116,7 +116,7 @@ def test_a_controller_that_is_killed(pool_at):
     workers, pid = workers_of(pool), pool.status().pid
     box = pool.open()
     running, inside = pool.submit(Program("# fake: wall=0.5 say=kept")), box.submit(Program("# fake: wall=9"))
-    until(lambda: pool.status().busy == 2)
+    until(lambda: pool.status().busy == 2, 20)
     killed(pid)
     gone(workers)
     assert running.result(30).stdout == b"kept" and inside.result(30).end is End.BACKEND_LOST
@@ -182,7 +182,7 @@ def test_a_guardian_that_is_killed(pool_at):
     assert pool.run(Program("# fake: say=on")).stdout == b"on" and pool.status().pid == pid
     pool.close()
     stop_pool(pool.folder)
-    until(lambda: not alive(pid))
+    until(lambda: not alive(pid), 20)
     gone(workers)
 
 
@@ -195,7 +195,7 @@ def test_a_worker_that_is_killed(pool_at):
         box.write("a", str(number).encode())
     layers = [box.snapshot() for box in boxes[:2]]
     running = [pool.submit(Program("# fake: wall=1")) for _ in range(4)]
-    until(lambda: pool.status().busy == 4)
+    until(lambda: pool.status().busy == 4, 20)
     kill_at_once(pool, workers)
     ends = [future.result(30) for future in running]
     assert all(e.end is End.EXITED and e.tries == 2 for e in ends)
@@ -204,7 +204,7 @@ def test_a_worker_that_is_killed(pool_at):
         with pytest.raises(Fault, match="its process is gone"):
             box.read("a")
         assert box.exec(Program("pass")).end is End.BACKEND_LOST
-    now = until(lambda: (found := pool.status()).workers == 2 and found)
+    now = until(lambda: (found := pool.status()).workers == 2 and found, 20)
     assert now.lost == 4 and now.again == 4 and not {p.pid for p in workers} & {p.pid for p in workers_of(pool)}
 
 
@@ -256,14 +256,14 @@ def test_taking_a_program_back(pool_at):
     "A future that is cancelled ends its program."
     pool = pool_at()
     future = pool.submit(Program("# fake: wall=9"))
-    until(lambda: pool.status().busy == 1)
+    until(lambda: pool.status().busy == 1, 20)
     assert future.cancel()
     until(lambda: pool.status().busy == 0, 5)
     with pytest.raises(CancelledError):
         future.result()
     opened = pool.submit_open()
     opened.cancel()
-    until(lambda: pool.status().sessions == 0)
+    until(lambda: pool.status().sessions == 0, 20)
 
 
 def test_a_controller_that_is_stopped_for_a_while(pool_at):
@@ -317,14 +317,14 @@ def test_a_full_disk_stops_nobody(pool_at):
     "Rows wait while there is no room. A limit on the size of files is how the disk of one process is full."
     pool = pool_at()
     controller = psutil.Process(pool.status().pid)
-    until(lambda: count_rows(pool.folder, "sandboxes") == 4)
+    until(lambda: count_rows(pool.folder, "sandboxes") == 4, 20)
     before = controller.rlimit(psutil.RLIMIT_FSIZE)
     controller.rlimit(psutil.RLIMIT_FSIZE, (0, before[1]))
     assert [pool.run(Program("pass")).ok for _ in range(20)] == [True] * 20
     time.sleep(1)
     assert count_rows(pool.folder, "executions") == 0
     controller.rlimit(psutil.RLIMIT_FSIZE, before)
-    until(lambda: count_rows(pool.folder, "executions") == 20)
+    until(lambda: count_rows(pool.folder, "executions") == 20, 20)
     assert pool.status().pid == controller.pid
 
 
@@ -367,17 +367,17 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     box = pool.open()
     box.write("a", b"1")
     running = [pool.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)), box.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64))]
-    until(lambda: pool.status().busy == 2)
+    until(lambda: pool.status().busy == 2, 20)
     time.sleep(1)
     pid, scratch = pool.status().pid, [Path(place) for place in json.loads((pool.folder / "processes.json").read_text())["places"]]
-    family = until(lambda: len(found := below(pid)) >= 4 and found)
+    family = until(lambda: len(found := below(pid)) >= 4 and found, 20)
     assert (tier == "bwrap-zygote") == (not scratch) and all(place.is_dir() for place in scratch)
     pool.close()
     killed(pid)
     ends = [future.result(5) for future in running]
     assert [e.end for e in ends] == [End.BACKEND_LOST] * 2, ends
     gone(family, 60)
-    until(lambda: not (pool.folder / "socket").exists())  # the guardian has come to the end
+    until(lambda: not (pool.folder / "socket").exists(), 20)  # the guardian has come to the end
     assert not marked(pool.folder) and not any(place.exists() for place in scratch) and not (pool.folder / "socket").exists()
 
 
@@ -390,7 +390,7 @@ def test_a_zygote_that_is_killed(pool_at):
     assert box.exec(Program("open('b', 'w').write(open('src/a.py').read())")).ok and lost.exec(Program("open('c', 'w')")).ok
     layer = box.snapshot(turn=1, version=4)
     running = pool.submit(Program("import time; time.sleep(1); print('done')"))
-    until(lambda: pool.status().busy == 1)
+    until(lambda: pool.status().busy == 1, 20)
     kill_at_once(pool, workers)
     e = running.result(60)
     assert (e.stdout, e.tries) == (b"done\n", 2) and box.read("b") == b"A = 1\n" and box.read("src/a.py") == b"A = 1\n"

@@ -186,14 +186,14 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
     write_status(folder, mine)
     ledger.extend("steps", [row(1), row(2)])
     ledger.flush()
-    until(lambda: (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0].get("steps/loss", [])[1:])
+    until(lambda: (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0].get("steps/loss", [])[1:], 30)
     for process in beside:
         process.send_signal(signal.SIGINT)
     ledger.seal("steps")
     ledger.extend("steps", [row(3)])
     ledger.append("commands", at=5.0, command="c", author="ada", knob="pause", value="null", over=0, status="applied", reason="", version=2)
     ledger.flush()
-    until(lambda: len(from_tensorboard(folder, environment)[0]["steps/loss"]) == 3)
+    until(lambda: len(from_tensorboard(folder, environment)[0]["steps/loss"]) == 3, 30)
     assert [process.poll() for process in beside] == [None, None, None]
     ledger.extend("steps", [row(4)])
     ledger.close()
@@ -206,9 +206,9 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
 def test_a_killed_run_ends_its_sinks(tmp_path, environment, beside):
     "A run process that is gone leaves no sink behind, and what it had written is there."
     run = rl.run({"clock": "virtual", "generator": "scripted", **SMALL, "steps": 1_000_000, "eval": []}, runs=tmp_path, name="monday")
-    pid = until(lambda: run.state == "running" and run.status.pid)
+    pid = until(lambda: run.state == "running" and run.status.pid, 30)
     beside += start_sinks(run.folder, ["tensorboard"], pid)
-    until(lambda: (run.folder / "tensorboard").exists() and from_tensorboard(run.folder, environment)[0])
+    until(lambda: (run.folder / "tensorboard").exists() and from_tensorboard(run.folder, environment)[0], 30)
     os.kill(pid, signal.SIGKILL)
     assert [process.wait(15) for process in beside] == [0]
     assert run.wait(30) == "failed" and "run process lost" in run.status.reason
@@ -220,7 +220,7 @@ def test_an_older_status_ends_nothing(tmp_path, environment, beside, script):
     folder = inline_run(tmp_path, "monday", SMALL).folder
     lives = script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["tensorboard"], lives.pid)
-    until(lambda: (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0])
+    until(lambda: (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0], 30)
     time.sleep(1.5)
     assert beside[0].poll() is None
     lives.communicate("\n")
@@ -232,7 +232,7 @@ def test_a_sink_that_is_told_to_end_keeps_what_it_has(tmp_path, environment, bes
     folder, lives = inline_run(tmp_path, "monday", SMALL, TOLD).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["wandb"], lives.pid)
     written = lambda: [path.stat().st_size for path in folder.glob("wandb/offline-run-*/*.wandb")]
-    until(lambda: written() and (before := written()) and not time.sleep(2.0) and before == written())  # it has come to the end of the tables
+    until(lambda: written() and (before := written()) and not time.sleep(2.0) and before == written(), 30)  # it has come to the end of the tables
     beside[0].terminate()
     assert beside[0].wait(15) == 0
     assert_holds("wandb", folder, environment)
@@ -264,8 +264,8 @@ def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
     "Nothing is left to follow, so nothing follows; the folder does not come back."
     folder, lives = inline_run(tmp_path, "monday", SMALL).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["tensorboard"], lives.pid)
-    until(lambda: list(folder.glob("tensorboard/*")))
-    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())  # once more if a file came meanwhile
+    until(lambda: list(folder.glob("tensorboard/*")), 30)
+    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), 30)  # once more if a file came meanwhile
     beside[0].wait(15)  # whether a read was cut short is its own affair
     assert not folder.exists()
 

@@ -62,7 +62,8 @@ def remembered(folder: Path) -> tuple[int, list[psutil.Process]]:
     for pid, began in pairs:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            found += [process] * (abs(process.create_time() - began) < 0.1)
+            if abs(process.create_time() - began) < 0.1:
+                found.append(process)
     return generation, living(found)
 
 # %% ../../nbs/22_sandbox.sweep.ipynb #sweep-places
