@@ -19,7 +19,7 @@ from .knobs import Knob
 from .programs import programs
 from .records import Task
 from .sandbox.task import read_code_task
-from .tasks import MANY, TASK_SETS, addition, check_request, held_out, in_template
+from .tasks import MANY, TASK_SETS, addition, canonical, check_request, held_out, in_template
 
 # %% ../nbs/29_codesets.ipynb #codesets-shapes
 def _called(tests: list[str], code: str) -> str:
@@ -107,7 +107,7 @@ def code(
     "Tasks that are answered with code, judged by the verifier `code`."
     check_request(split, count)
     found = read_code(path)
-    chosen = [task for task in found if held_out(task.prompt, one_in) == (split == "held_out")]
+    chosen = [task for task in found if held_out(canonical(task.prompt), one_in) == (split == "held_out")]
     if not chosen:
         raise ValueError(f"tasks.code: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in")
     Random(seed).shuffle(chosen)

@@ -16,7 +16,7 @@ from .knobs import Knob
 from .records import Task
 from .reward import program_in
 from .sandbox.grade import Check, Verdict, grade
-from .sandbox.spec import End, Execution, Fault, Layer, Limits, Program
+from .sandbox.spec import KNOWN_GOOD, End, Execution, Fault, Layer, Limits, Program
 from .sandbox.task import CodeTask, Test, accepted, read_code_task
 from .sandbox.words import asked_and_wanted
 from .sandbox.workspace import content_of, note, noted
@@ -50,7 +50,7 @@ class Inside:
 
     def run(self, program: Program, limits: Limits) -> Execution:
         "Run a program there."
-        return self.sandbox.exec(replace(program, files=self.files), limits)
+        return self.sandbox.exec(program if program is KNOWN_GOOD else replace(program, files=self.files), limits)
 
 
 def files_of(task: CodeTask, program: str | Mapping[str, str]) -> dict[str, bytes]:
@@ -117,6 +117,10 @@ class Coding:
             if verdict.passed:
                 return Done(response)
             self.layer = sandbox.snapshot(self.turn, version)
+        except Fault as fault:
+            if not fault.end.of_model:
+                raise
+            return Observation(told(self.task, verdict.checks, self.most) + f"\nThe workspace cannot be kept and is as it was before: {fault.message.rpartition(': ')[2]}"[: self.most])
         finally:
             sandbox.submit_close()
         name = kept(self.pool, self.layer)

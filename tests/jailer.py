@@ -3,12 +3,14 @@ import json
 import os
 import select
 import socket
+import tempfile
 import time
 from pathlib import Path
 
 from rlbench.ledger import alive
 from rlbench.sandbox.jail import PROFILES, Jail, load_filter, self_test, zygote_source
-from rlbench.sandbox.spec import Execution, Limits, Order, Program, Reply, from_json, to_json
+from rlbench.sandbox.spec import MARK, Execution, Layer, Limits, Order, Program, Reply, from_json, to_json
+from rlbench.sandbox.workspace import put_files
 
 USERS = ("root", "ordinary") if os.geteuid() == 0 else ("ordinary",)
 NOBODY = 65534
@@ -46,7 +48,9 @@ class Prison:
 
     def __init__(self, tier: str):
         os.environ["RLBENCH_JUDGE_KEY"] = "sesame"  # which no program may see
-        self.jail, self.ticket = Jail("prison", None, tier, found=self_test()), 0
+        os.environ[MARK] = "mark-of-a-pool"  # nor this
+        self.jail, self.ticket = Jail("prison", tempfile.mkdtemp(prefix="layers-"), tier, found=self_test()), 0
+        self.base = put_files(self.jail.store, {"base.txt": b"base", "folder/inner.txt": b"inner"})
         assert self.run(Program("print(1)"), Limits()).ok
         self.all = below(self.jail.pid)
 
@@ -63,6 +67,32 @@ class Prison:
             time.sleep(0.05)
             self.jail.poll()
         return reply.value or Execution(reply.fault.end, message=reply.fault.message)
+
+    def turns(self, program: Program, limits: Limits) -> dict[str, str]:
+        "A program in a workspace, what is kept of it, another program in its place, and one where the workspace begins again with what was kept: how each of it ended."
+        good, told = Program("import sys; print(open('solution.py').read()); sys.exit(not open('solution.py').read() == 'good')", files={"solution.py": b"good"}), {}
+        told["open"], _ = self._turn("open", "a", limits=limits, base=self.base)
+        told["program"], _ = self._turn("exec", "a", program=program, limits=limits)
+        told["keep"], layer = self._turn("snapshot", "a")
+        told["read"], _ = self._turn("read", "a", path="base.txt")
+        told["write"], _ = self._turn("write", "a", path="notes/new.txt", data=b"new")
+        told["next"], _ = self._turn("exec", "a", program=good, limits=limits)
+        told["keep again"], _ = self._turn("snapshot", "a")
+        told["back"], _ = self._turn("restore", "a", base=self.base)
+        told["after back"], _ = self._turn("exec", "a", program=good, limits=limits)
+        told["close"], _ = self._turn("close", "a")
+        if layer:
+            told["open again"], _ = self._turn("open", "b", limits=limits, base=self.base, layers=(*layer.below, layer.digest))
+            told["next again"], _ = self._turn("exec", "b", program=good, limits=limits)
+            told["close again"], _ = self._turn("close", "b")
+        return told
+
+    def _turn(self, kind: str, session: str, **fields) -> tuple[str, Layer | None]:
+        self.ticket += 2
+        reply = ask(self.jail, Order(self.ticket, kind, session, **fields))[0]
+        if isinstance(reply.value, Execution):
+            return f"{reply.value.end} {reply.value.status} {reply.value.message}{reply.value.stderr[-200:].decode(errors='replace')}".strip(), None
+        return f"{reply.fault.end} {reply.fault.message}" if reply.fault else "missing" if reply.missing else "done", reply.value if isinstance(reply.value, Layer) else None
 
     def left(self) -> int:
         "Processes that should be gone."
@@ -122,6 +152,9 @@ class Elsewhere:
     def run(self, program: Program, limits: Limits, beside: Program | None = None) -> Execution:
         return from_json(Execution, self._ask({"run": to_json(program), "limits": to_json(limits), "beside": beside and to_json(beside)}))
 
+    def turns(self, program: Program, limits: Limits) -> dict[str, str]:
+        return self._ask({"turns": to_json(program), "limits": to_json(limits)})
+
     def left(self) -> int:
         return self._ask({"left": 1})["left"]
 
@@ -140,6 +173,8 @@ def serve(prison: Prison, line: socket.socket) -> None:
         asked = json.loads(question)
         if "run" in asked:
             told = to_json(prison.run(from_json(Program, asked["run"]), from_json(Limits, asked["limits"]), asked["beside"] and from_json(Program, asked["beside"])))
+        elif "turns" in asked:
+            told = prison.turns(from_json(Program, asked["turns"]), from_json(Limits, asked["limits"]))
         else:
             told = {"left": prison.close() if "close" in asked else prison.left()}
         file.write(json.dumps(told).encode() + b"\n")

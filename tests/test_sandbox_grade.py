@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from local_runner import LocalRunner
 
-from rlbench.sandbox.grade import canary, differs, from_row, grade, to_row
-from rlbench.sandbox.spec import End, Limits
-from rlbench.sandbox.task import changes_in, read_code_task
+from rlbench.sandbox.grade import GRADERS, Check, Masks, Verdict, canary, differs, from_row, grade, punished, to_row
+from rlbench.sandbox.spec import End, Execution, Limits
+from rlbench.sandbox.task import changes_in, read_code_task, stdio_program
 
 LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=512)
 SQUARE = "def solve(n):\n    return n * n\n"
@@ -69,9 +69,11 @@ def test_a_checker_decides_in_a_sandbox_of_its_own():
     assert grade(runner, sorts, "def f(x):\n    return x[::-1]\n", LIMITS).passed and len(runner.programs) == 2
     assert not any("return x[::-1]" in program.code and "def check" in program.code for program in runner.programs)
     assert grade(LocalRunner(), sorts, "def f(x):\n    return 3\n", LIMITS).score == 0
-    broken = task("function", function="f", checker="def check(args, answer):\n    return sorte(answer)\n", tests=[{"args": [[3, 1]]}])
-    lost = grade(LocalRunner(), broken, "def f(x):\n    return x\n", LIMITS)
+    broken = {"function": "f", "checker": "def check(args, answer):\n    return sorte(answer)\n", "tests": [{"args": [[3, 1]]}]}
+    lost = grade(LocalRunner(), task("function", reference="def f(x):\n    return sorted(x)\n", **broken), "def f(x):\n    return x\n", LIMITS)
     assert lost.score is None and lost.ends[-1] == "grader_error" and "sorte" in lost.message
+    untold = grade(LocalRunner(), task("function", **broken), "def f(x):\n    return x\n", LIMITS)
+    assert untold.score == 0 and "NameError" in untold.checks[0].why, "without a solution it cannot be told, and counts"
 
 
 def test_programs_that_print():
@@ -123,12 +125,112 @@ KINDS = {"function": (SQUARES, SQUARE), "stdio": (SUMS, SUMS.reference), "assert
 @pytest.mark.parametrize("end", [end for end in End if not end.of_model])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_machine_that_fails_gives_no_verdict(kind, end):
-    "Whichever execution it was, and however good or bad the code."
+    "Whichever execution it was, and however good or bad the code. Without a witness of its own, a failure is the machine's as long as a known-good program fails, too."
     graded, code = KINDS[kind]
     runs = grade(LocalRunner(), graded, code, LIMITS).runs
     for number in range(min(runs, 2)):
-        verdict = grade(LocalRunner({number: end}), graded, code, LIMITS)
+        verdict = grade(LocalRunner(dict.fromkeys(range(number, number + 1 + end.needs_witness), end)), graded, code, LIMITS)
         assert (verdict.score, verdict.passed, verdict.ends[-1]) == (None, None, end)
+        if end.needs_witness:
+            assert grade(LocalRunner({number: end}), graded, code, LIMITS).score == 1, "once is no more than a stumble of the machine"
+
+
+class Allergic(LocalRunner):
+    "A machine that cannot stand one program, and everything else."
+
+    def __init__(self, word: str, end: End):
+        super().__init__()
+        self.word, self.end, self.others = word, end, 0
+
+    def run(self, program, limits=LIMITS, owner=""):
+        if self.word in program.code:
+            return Execution(self.end, message="played")
+        self.others += 1
+        return super().run(program, limits)
+
+
+@pytest.mark.parametrize("end", [end for end in End if end.needs_witness])
+def test_who_fails_where_a_known_good_program_gets_on_is_to_blame(end):
+    "Nobody knows how it did it; it did it each time, between two others that did not."
+    for kind in ("function", "stdio"):
+        machine = Allergic("evil", end)
+        verdict = grade(machine, KINDS[kind][0], "evil = 1\n" + KINDS[kind][1], LIMITS)
+        assert (verdict.score, verdict.passed, verdict.ends[-1]) == (0, False, "unusable") and machine.others == 2
+
+
+def test_all_sleep_of_a_program_together_has_one_wall_limit():
+    "Five tests and a sleeper: it is late once. One that sleeps a little in each has no more."
+    five = task("stdio", tests=[{"id": str(n), "stdout": "1"} for n in range(5)])
+    limits = Limits(cpu_s=0.5, wall_s=1.5)
+    for code, runs in (("import time\ntime.sleep(60)", 1), ("import time\ntime.sleep(1.2)", 2)):
+        machine = Sleepy()
+        verdict = grade(machine, five, code, limits, rule="rate")
+        assert verdict.score == 0 and len(machine.programs) <= runs + 1 and machine.slept <= 1.5 + 0.5, verdict
+
+
+class Sleepy(LocalRunner):
+    "Plays sleep: the number in `time.sleep` passes at once."
+
+    slept = 0.0
+
+    def run(self, program, limits=LIMITS, owner=""):
+        self.programs.append(program)
+        wanted = float(program.code.partition("time.sleep(")[2].partition(")")[0])
+        took = min(wanted, limits.wall_s)
+        self.slept += took
+        return Execution(End.WALL_LIMIT if wanted > limits.wall_s else End.EXITED, wall_s=took, slept_s=took)
+
+
+@pytest.mark.parametrize("value", ["None", "3", "b'x'", "'x'", "float('nan')", "[]", "{}", "lambda: 0", "object()", "type", "deep(58)", "deep(60)", "deep(10 ** 5)", "{1: deep(50)}", "'\\ud800'", "'x' * 10 ** 6", "list(range(10 ** 5))", "10 ** 9000", "float('inf')"])
+def test_no_value_makes_the_grader_stumble(value):
+    "Whatever comes back where something else was expected: to a checker that expects a list, to tests that hand it on, to every rule."
+    code = f"def deep(n):\n    value = ()\n    for _ in range(n):\n        value = (value,)\n    return value\ndef f(x):\n    return {value}\n"
+    checked = task("function", function="f", checker="def check(args, answer):\n    answer.sort()\n    return answer[0] == answer.pop() + 1 == undefined\n", tests=[{"args": [[3, 1]]}])
+    handed = task("asserts", function="f", tests=["assert f([f(1), (f(2), {'a': f(3)})]) == 4", "assert f(f(f(0))).x == 1", "assert f({f(1)}) == 0"])
+    compared = [task("function", function="f", compare=rule, loose=loose, tests=[{"args": [1], "expected": [1, [2.5, {"a": 1}]]}]) for rule, loose in (("exact", False), ("close", True), ("multiset", True), ("set", False))]
+    for graded in (checked, handed, *compared):
+        verdict = grade(LocalRunner(), graded, code, LIMITS)
+        assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
+
+
+def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
+    "Only what the task's own solution meets as well is the grader's."
+    def stumbles(bench, task_, code):
+        bench.run(stdio_program("pass", ""))
+        if "evil" in code or task_.function == "broken":
+            raise RecursionError("too deep")
+        return [Check("0", True)]
+
+    monkeypatch.setitem(GRADERS, "function", stumbles)
+    graded = {name: task("function", function=name, tests=[{"args": [1], "expected": 1}], reference="def solve(n): return 1") for name in ("solve", "broken")}
+    blamed = grade(LocalRunner(), graded["solve"], "evil", LIMITS)
+    assert (blamed.score, blamed.ends[-1]) == (0, "unusable") and "stumble" in blamed.tripwires
+    lost = grade(LocalRunner(), graded["broken"], "evil", LIMITS)
+    assert (lost.score, lost.ends[-1]) == (None, "grader_error")
+
+
+def test_masks_are_the_policys_where_others_get_their_verdicts():
+    "A program, or a version's programs for one task, that have no verdict again and again while others have theirs; not where all have none."
+    given, masked = Verdict(0.5, False, code="c", tests="other", worker="a"), Verdict(None, None, code="c", tests="t", worker="a", ends=("host_oom",))
+    masks = Masks()
+    for n in range(3):
+        masks.note(replace(masked, worker=f"w{n % 2}"), 7, float(n))
+    assert not masks.blame(masked, 7, 3.0), "nobody else was seen"
+    for n in range(8):
+        masks.note(given, 7, 3.0)
+    assert "3 times in a row, on 2 workers" in masks.blame(masked, 7, 3.0) and not masks.blame(given, 7, 3.0) and not masks.blame(masked, 7, 99.0)
+    masks.note(replace(masked, score=0.0), 7, 4.0)
+    assert not masks.blame(masked, 7, 4.0), "it has had one since"
+    several = Masks()
+    for n in range(8):
+        several.note(given, 7, 1.0), several.note(replace(masked, code=f"c{n}", score=None if n % 4 else 0.0), 7, 1.0)
+    assert "of 8 programs of this version for this task 6" in several.blame(replace(masked, code="new"), 7, 2.0) and not several.blame(masked, 8, 2.0)
+    everybody = Masks()
+    for n in range(8):
+        everybody.note(replace(given, score=None), 7, 1.0), everybody.note(masked, 7, 1.0)
+    assert not everybody.blame(masked, 7, 2.0)
+    zero = punished(masked, "so")
+    assert (zero.score, zero.passed, zero.ends[-1]) == (0, False, "unusable") and "masked" in zero.tripwires
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,7 +188,7 @@ def test_what_a_session_may_not(start):
     for path in ("../x", "a/../../x", ""):
         with pytest.raises(Fault, match="no path below the workspace"):
             client("write", session="s", path=path, data=b"")
-    with pytest.raises(Fault, match="quota"):
+    with pytest.raises(Fault, match="unusable"):
         client("write", session="s", path="large", data=bytes(4 << 20))
     assert client("exec", session="s", program=Program("n = 0\ntry:\n    while True: open(f'f{n}', 'w'); n += 1\nexcept OSError: print(n)")).stdout.strip() < b"50"
     with pytest.raises(Fault, match="no session 'nobody'"):

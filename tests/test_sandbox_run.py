@@ -110,11 +110,12 @@ def test_a_failure_now_and_then_is_tried_again(tmp_path, monkeypatch, end):
     driver = run_with(tmp_path, monkeypatch, Quick(lambda n: end if n % 14 == 9 else None))
     rollouts, verdicts = (read_table(driver.folder, table) for table in ("rollouts", "verdicts"))
     lost = verdicts.filter(pl.col("score").is_null())
-    assert driver.state.phase == "done" and driver.state.version == 3 and len(lost)
-    assert lost["passed"].is_null().all() and set(lost["ends"].list.last()) == {End.BACKEND_LOST if end == "raise" else end}
+    assert driver.state.phase == "done" and driver.state.version == 3
+    alone = not End(end if end != "raise" else End.BACKEND_LOST).needs_witness  # else a known-good program has shown that the machine is well, and the second attempt was the verdict
+    assert lost["passed"].is_null().all() and set(lost["ends"].list.last()) == ({end} if alone else set())
     good = rollouts.filter(pl.col("reward").is_not_null())
     assert (good["text"].str.split(" ").list.len() % 2 == 0).to_list() == (good["reward"] == 1.0).to_list()
-    assert read_table(driver.folder, "steps")["infra_failed"].max() > 0
+    assert (read_table(driver.folder, "steps")["infra_failed"].max() > 0) == alone
 
 
 @pytest.mark.parametrize("end", ["raise", *MACHINE], ids=str)

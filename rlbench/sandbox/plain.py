@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LONGEST', 'NODES', 'Tree', 'COLLIDE', 'RULES', 'tagged', 'Bad', 'parsed', 'tree', 'tree_of', 'odd', 'value_of',
-           'read_value', 'written', 'same']
+           'read_value', 'written', 'near', 'same']
 
 # %% ../../nbs/22_sandbox.plain.ipynb #plain-imports
 import json
@@ -12,6 +12,7 @@ import math
 from ast import literal_eval
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
 # %% ../../nbs/22_sandbox.plain.ipynb #plain-tagged
 def tagged(value, depth: int = 0) -> list:
@@ -224,20 +225,31 @@ def _as_lists(found: Tree) -> Tree:
     return tag, tuple(sorted(items) if tag in ("S", "d") else items)
 
 
-def _float(found: Tree) -> float | None:
-    "The number of an int or a float as a float; None for anything else and for one that is too large."
-    try:
-        return float(int(found[1], 16)) if found[0] == "i" else float.fromhex(found[1]) if found[0] == "f" else None
-    except OverflowError:
-        return None
+def _number_of(found: Tree) -> int | float | None:
+    "The number that an int or a float stands for, an int as an int whatever its length; None for anything else."
+    if found[0] == "i":
+        return int(found[1], 16)
+    return float.fromhex(found[1]) if found[0] == "f" else None
+
+
+def near(x: int | float, y: int | float, tolerance: float) -> bool:
+    "Whether two numbers are within a relative and an absolute tolerance, by exact arithmetic; one that is not finite is near nothing."
+    if not all(math.isfinite(each) for each in (x, y) if isinstance(each, float)):
+        return False
+    if all(isinstance(each, float) or abs(each) < 1 << 53 for each in (x, y)):
+        return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+    exact_x, exact_y, share = Fraction(x), Fraction(y), Fraction(tolerance)
+    return abs(exact_x - exact_y) <= share * max(abs(exact_x), abs(exact_y), 1)
 
 
 def _close(a: Tree, b: Tree, tolerance: float) -> bool:
     if a == b:
         return True
-    x, y = _float(a), _float(b)
+    x, y = _number_of(a), _number_of(b)
     if x is not None and y is not None:
-        return math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+        return near(x, y, tolerance)
+    if a[0] == b[0] == "c":
+        return all(_close(("f", mine), ("f", wanted), tolerance) for mine, wanted in zip(a[1:], b[1:]))
     if a[0] != b[0] or a[0] not in ("l", "t", "d") or len(a[1]) != len(b[1]):
         return False
     if a[0] == "d":

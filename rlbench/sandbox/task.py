@@ -18,7 +18,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from .plain import RULES, Bad, Tree, read_value, tagged, tree_of
-from .spec import Program
+from .spec import Program, to_bytes
 
 # %% ../../nbs/23_sandbox.task.ipynb #code-task
 KINDS = ("function", "stdio", "asserts", "repository")
@@ -156,7 +156,7 @@ def _check(task: CodeTask) -> None:
         raise ValueError(f"task: wrap {task.wrap!r:.60} has neither {{code}} nor {{answer}}; write where the policy's words go")
 
 # %% ../../nbs/23_sandbox.task.ipynb #code-response
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
+_FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[ \t]*+([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
 
 
 def blocks(response: str) -> list[tuple[str, str]]:
@@ -353,4 +353,4 @@ def accepted(task: CodeTask, changes: Mapping[str, str]) -> tuple[dict[str, str]
 def project_program(task: CodeTask, changes: Mapping[str, str], calls: Sequence[str]) -> Program:
     "The project with the policy's changes, asked for its tests by name."
     files = {**task.files, **accepted(task, changes)[0]}
-    return calls_program(_inside(run_project_test), "run_project_test", calls, files={path: text.encode() for path, text in files.items()})
+    return calls_program(_inside(run_project_test), "run_project_test", calls, files={path: to_bytes(text) for path, text in files.items()})

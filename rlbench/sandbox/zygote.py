@@ -7,22 +7,24 @@ __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 
            'OPEN_TREE', 'MOVE_MOUNT', 'LANDLOCK', 'TREE_CLONE', 'TREE_CLOEXEC', 'MOVE_EMPTY', 'HERE', 'PDEATHSIG',
            'DUMPABLE', 'SECCOMP', 'SECUREBITS', 'NO_NEW_PRIVS', 'SIGKILL', 'SIGCHLD', 'SIGXCPU', 'SIGSYS',
            'ROOT_IS_NOBODY', 'PACKET', 'DEFAULT_DISK', 'DEFAULT_INODES', 'WORK', 'SPARE', 'SEATS', 'LISTEN_AFTER',
-           'MOST_READS', 'ARM_AFTER', 'FIRST_CENSUS', 'CENSUS', 'TICK', 'INLINE', 'OPAQUE', 'HIDES', 'FOLDER',
-           'HELPER_SECONDS', 'MISSING', 'FULL', 'HELP', 'AFTER', 'OPENAT2', 'IN_ROOT', 'LINKS', 'FILES', 'READS',
-           'WRITES_ALL', 'WARM', 'ORDERS', 'Kernel', 'Stance', 'encode', 'decode', 'send', 'receive', 'Zygote',
-           'disk_options', 'new_pids', 'make_room', 'tidy', 'give_away', 'go_home', 'fork', 'live', 'wait_for_order',
-           'enter', 'keep_seats', 'take_limits', 'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all',
-           'read_parts', 'texts', 'write_files', 'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory',
-           'lines_of', 'feed', 'push', 'hang_up', 'hear', 'read_some', 'take_answers', 'open_channel', 'spawn',
-           'open_pipe', 'pipe_from', 'listen_to', 'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm',
-           'disarm', 'look', 'exact_kb', 'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill',
-           'end_all', 'quiet', 'reap', 'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget',
-           'fault', 'say', 'deliver', 'tar_head', 'pack', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder',
-           'make', 'remove_below', 'unlinked', 'Job', 'begin', 'help_out', 'helped', 'layer_path', 'mount_session',
-           'upper_of', 'start_session', 'after_open', 'end_session_runs', 'close_session', 'help_open', 'help_snapshot',
-           'open_inside', 'help_read', 'help_write', 'help_forget', 'after_file', 'after_nothing', 'set_up_rooms',
-           'attempt_step', 'try_tmpfs', 'try_overlay', 'try_user', 'try_proc', 'landlock_version', 'make_rules', 'shut',
-           'warm_up', 'obey', 'order_kill', 'order_arm', 'main', 'say_hello', 'heed', 'serve']
+           'MOST_READS', 'ARM_AFTER', 'FIRST_CENSUS', 'CENSUS', 'TICK', 'SOCKET_KB', 'PIPE_KB', 'MEASURE', 'PRESSURE',
+           'INLINE', 'OPAQUE', 'HIDES', 'DEEPEST', 'LATEST', 'FOLDER', 'HELPER_SECONDS', 'MISSING', 'FULL', 'HELP',
+           'AFTER', 'OPENAT2', 'IN_ROOT', 'LINKS', 'FILES', 'READS', 'WRITES_ALL', 'WARM', 'ORDERS', 'Kernel', 'Stance',
+           'encode', 'decode', 'send', 'receive', 'find_marks', 'Zygote', 'disk_options', 'new_pids', 'make_room',
+           'tidy', 'give_away', 'go_home', 'fork', 'live', 'wait_for_order', 'enter', 'keep_seats', 'take_limits',
+           'lay', 'clear', 'lock', 'limits_of', 'common', 'read_all', 'read_parts', 'texts', 'write_files', 'new_file',
+           'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory', 'lines_of', 'feed', 'push', 'hang_up',
+           'hear', 'read_some', 'take_answers', 'open_channel', 'spawn', 'open_pipe', 'pipe_from', 'listen_to',
+           'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm', 'disarm', 'look', 'exact_kb', 'held_files',
+           'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'waited_of', 'measure',
+           'lateness', 'begun', 'slept', 'open_vmstat', 'count_ooms', 'lacks_memory', 'lacks_disk', 'quiet', 'reap',
+           'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget', 'fault', 'say', 'deliver',
+           'tar_head', 'pack', 'listed', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder', 'make', 'remove_below',
+           'remove_tree', 'allow', 'unlinked', 'Job', 'begin', 'help_out', 'blame', 'helped', 'layer_path',
+           'mount_session', 'upper_of', 'start_session', 'after_open', 'end_session_runs', 'close_session', 'help_open',
+           'help_snapshot', 'open_inside', 'help_read', 'help_write', 'help_forget', 'after_file', 'after_nothing',
+           'set_up_rooms', 'attempt_step', 'try_tmpfs', 'try_overlay', 'try_user', 'try_proc', 'landlock_version',
+           'make_rules', 'shut', 'warm_up', 'obey', 'order_kill', 'order_arm', 'main', 'say_hello', 'heed', 'serve']
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-imports
 import _signal
@@ -149,6 +151,18 @@ def receive(channel):
     return (*decode(packet), fds) if packet else (None, b"", fds)
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-state
+def find_marks(kernel):
+    "(address, bytes) of the pool's mark in the block of the environment, which os.environ forgets here. It stays in the zygote's, to be found by; a child wipes its own."
+    held, found = ctypes.POINTER(ctypes.c_void_p).in_dll(kernel.libc, "environ"), []
+    for number in range(len(os.environ)):
+        text = ctypes.string_at(held[number])
+        if text.startswith(b"RLBENCH_"):
+            found.append((held[number], len(text)))
+    for name in [name for name in os.environ if name.startswith("RLBENCH_")]:
+        del os.environ[name]
+    return found
+
+
 class Zygote:
     "The state of the process. `tier`: bwrap-zygote, landlock or rlimits."
 
@@ -173,7 +187,9 @@ class Zygote:
         self.laid, self.litter = (), []  # seats and files of the last child; see clear
         self.census_due = float("inf")
         self.rules = -1
+        self.marks = find_marks(self.kernel)
         self.steps = {}
+        self.vmstat, self.ooms, self.ooms_at = open_vmstat(), 0, 0.0
 
     def listen(self, fd, function, thing, events=select.EPOLLIN):
         "Call a function with `thing` when a file has something to say."
@@ -260,17 +276,21 @@ def fork(z, fresh):
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-child
 def live(z, channel, told):
     "All that a child does; never returns. `told`: the order, if it is there already."
-    status, said = 70, ""
+    status, said, whose = 70, "", "start_failed"
     try:
         os.setpgid(0, 0)  # the zygote's process group reaches into every namespace below it; a session of its own would cost a quarter of a millisecond
         if not z.rooms:
             z.kernel.call("prctl", PDEATHSIG, SIGKILL, 0, 0, 0)
+            z.kernel.call("prctl", DUMPABLE, 1, 0, 0, 0)  # so that the census may look into it
+            for at, size in z.marks:
+                ctypes.memset(at, 0, size)
         elif z.steps["proc"] == "ok":
             z.kernel.mount(b"proc", b"/proc", NOSUID | NODEV | NOEXEC, b"subset=pid", b"proc")
         if told:
             head = enter(z, *told)
         else:
             head = wait_for_order(z, channel)
+        whose = "unusable"  # from here on only the order's own bytes can be the reason
         if "plain" in head:
             source = os.read(6, int(head["plain"]))
             os.close(6)
@@ -291,7 +311,7 @@ def live(z, channel, told):
         os.close(5)
         run_code(parts[b"code"].pop(b"-"), head["place"])
     except BaseException as error:
-        said = f"no {getattr(error, 'errno', 0)} {type(error).__name__}: {error}"
+        said = f"{whose} {getattr(error, 'errno', 0)} {type(error).__name__}: {error}"
     try:
         os.write(5, said.encode()[:2000])
     finally:
@@ -422,16 +442,30 @@ def texts(parts, kind):
 
 
 def write_files(files):
-    "The program's files, in the workspace."
+    "The program's files, in the workspace. What an earlier program left in their place gives way."
     for name, data in files.items():
-        path = os.fsdecode(bytes.fromhex(name.decode()))
-        if "/" in path:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        path = bytes.fromhex(name.decode())
+        try:
+            fd = new_file(path)
+        except OSError:
+            folder, last = os.path.split(path)
+            remove_below(os.path.join(real_folder(b".", folder), last))
+            fd = new_file(path)
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view):]
         os.close(fd)
+
+
+def new_file(path):
+    "An open file in folders that are made where they are missing. OSError for what stands in its place and is no file."
+    if b"/" in path:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if os.fstat(fd).st_mode & 0o170000 == 0o100000:
+        return fd
+    os.close(fd)
+    raise OSError(errno.EEXIST, "no file")
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-code
 def run_code(source, place):
@@ -507,6 +541,7 @@ class Run:
         self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
         self.reason, self.said, self.hit = "", "", set()
         self.peak_kb, self.place, self.own = 0, "", ""
+        self.waits, self.measured = {}, now  # process -> seconds that it waited for a processor, and when that was last looked at
         self.warm = False
 
 
@@ -663,6 +698,8 @@ def execute(z, head, rest, fds):
     "Start a program."
     now = time.monotonic()
     run, place = Run(head, now), dict(zip(head["fds"].split(","), fds))
+    if now > z.ooms_at + 1:
+        z.ooms, z.ooms_at = count_ooms(z), now
     run.arena = quiet_memory(z, 3 * (run.room + 1))
     calls = place.pop("calls", -1)
     try:
@@ -694,6 +731,7 @@ def open_tree(z, session, place):
     "A session's workspace, to be moved into a child's world."
     if z.rooms:
         go_home(z)
+        allow(z.sessions[session])
         place["tree"] = z.kernel.call("syscall", OPEN_TREE, HERE, z.sessions[session].encode(), TREE_CLONE | TREE_CLOEXEC)
 
 
@@ -703,6 +741,7 @@ def place_for(z, run, head):
         return WORK
     if head["tree"]:
         run.place = z.sessions[head["tree"]]
+        allow(run.place)
     elif head["writable"] == "1":
         run.place = run.own = f"{z.scratch}/r{head['ticket']}"
         os.mkdir(run.own)
@@ -766,16 +805,41 @@ def look(pid):
         return None
 
 
-def exact_kb(pids):
-    "Memory of processes together, each shared page divided among those who share it."
+def exact_kb(family):
+    "Memory of processes together, each shared page divided among those who share it; of one that may not be looked into, all of its own."
     found = 0
-    for pid in pids:
+    for pid, _, kb, _ in family:
         try:
             with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
                 found += sum(int(line.split()[1]) for line in file if line.startswith((b"Pss_Anon:", b"Pss_Shmem:")))
+        except PermissionError:
+            found += kb
         except OSError:
             pass
     return found
+
+
+SOCKET_KB, PIPE_KB = 208, 64  # what the kernel may hold for one; a program cannot ask for more
+
+
+def held_files(family, place=""):
+    "(KiB that sockets and pipes of processes may hold, bytes of files below `place` that have no name any more)."
+    pipes, nameless = {}, {}
+    for pid, *_ in family:
+        try:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{fd}"
+                name = os.readlink(path)
+                if name.startswith(("socket:", "pipe:")):
+                    pipes[name] = SOCKET_KB if name[0] == "s" else PIPE_KB
+                elif place and name.startswith(place) and not (found := os.stat(path)).st_nlink:
+                    nameless[str(found.st_ino)] = found.st_size
+            if place:
+                with open(f"/proc/{pid}/maps") as file:
+                    nameless |= {line.split()[4]: 1 << 62 for line in file if place in line and line.endswith("(deleted)\n") and line.split()[4] not in nameless}
+        except OSError:
+            pass  # it is gone
+    return sum(pipes.values()), sum(nameless.values())
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-families
 def families(z):
@@ -802,14 +866,18 @@ def census(z, now):
     go_home(z)
     for ticket, family in families(z).items():
         run = z.runs[ticket]
+        if now > run.measured + MEASURE:
+            measure(run, family, now)
         used = sum(kb for _, _, kb, _ in family)
         limit = int(run.head["memory_mb"]) << 10
         if used > limit:
-            used = exact_kb(pid for pid, *_ in family)
+            used = exact_kb(family)
+        held_kb, nameless = held_files(family, run.place)
+        used += held_kb
         run.peak_kb = max(run.peak_kb, used)
         if used > limit:
             kill(z, run, "memory_limit")
-        elif run.place and not small(run.place, int(run.head["disk_mb"]) << 20, int(run.head["inodes"])):
+        elif run.place and not small(run.place, (int(run.head["disk_mb"]) << 20) - nameless, int(run.head["inodes"])):
             run.hit.add("disk_mb")
             kill(z, run, "output_limit")
         elif not z.rooms and sum(threads for *_, threads in family) > int(run.head["processes"]):  # the kernel counts them by user, that is of all programs together
@@ -834,8 +902,8 @@ def small(folder, most_bytes, most_files):
                     if entry.is_dir(follow_symlinks=False):
                         todo.append(entry.path)
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return False  # deeper than one can look
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return False  # deeper than one can look, or closed to a look
     return True
 
 
@@ -849,10 +917,14 @@ def own_clock(run):
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-watching-b
 def overdue(z, now):
     "What the clock on the wall ends: programs, calls, helpers."
-    for run in list(z.runs.values()):
-        if run.due <= now:
-            kill(z, run, "wall_timeout")
-        elif run.call_due <= now:
+    late = [run for run in z.runs.values() if run.due <= now]
+    if late:
+        go_home(z)
+        seen = families(z)
+    for run in late:
+        kill(z, run, lateness(run, seen[run.ticket], now))
+    for run in [run for run in z.runs.values() if run not in late]:
+        if run.call_due <= now:
             run.hit.add("call_s")
             feed(z, run, now)
     for job in z.jobs.values():
@@ -874,6 +946,97 @@ def end_all(z, run):
             (os.kill if z.rooms else os.killpg)(run.pid, SIGKILL)
         except ProcessLookupError:
             pass
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-sleepers
+MEASURE = 0.25  # s between two looks at how long a program's processes have waited for a processor
+
+
+def waited_of(pid):
+    "(seconds that the threads of a process have waited for a processor, whether it waits for a disk); (None, False) where the kernel does not say."
+    found = None
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            disk = file.read().rpartition(b") ")[2][:1] == b"D"
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                found = (found or 0.0) + int(file.read().split()[1]) / 1e9
+        return found, disk
+    except (OSError, IndexError, ValueError):
+        return found, False
+
+
+def measure(run, family, now):
+    "Keep how long a run's processes have waited for a processor; True if the kernel says so, and not all wait for a disk."
+    seen = {pid: waited_of(pid) for pid, *_ in family}
+    run.waits.update((pid, waited) for pid, (waited, _) in seen.items() if waited is not None)
+    run.measured = now
+    return bool(run.waits) and not all(disk for _, disk in seen.values())
+
+
+def lateness(run, family, now):
+    "wall_limit for a program that has slept for more than half of its time; wall_timeout where the machine may have been slow: it began late, waited for a processor or a disk, or we were late ourselves."
+    began = begun(run)
+    if not began or now > run.due + 1 or not measure(run, family, now):
+        return "wall_timeout"
+    cpu = max(sum(cpu for _, cpu, *_ in family), own_clock(run))
+    return "wall_limit" if slept(run, began, now, cpu) > 0.5 * (now - began) else "wall_timeout"
+
+
+def begun(run):
+    "When a program went, 0 if it has not yet."
+    try:
+        word, _, rest = run.channel.recv(64, _socket.MSG_PEEK).partition(b" ")
+        return int(rest) / 1e9 if word == b"go" else 0.0
+    except OSError:
+        return 0.0
+
+
+def slept(run, began, now, cpu):
+    "Seconds in which a run neither ran nor waited for a processor."
+    return max(0.0, now - began - cpu - sum(run.waits.values())) if began else 0.0
+
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-evidence
+PRESSURE = 10.0  # percent of the last ten seconds in which nobody got on for want of memory
+
+
+def open_vmstat():
+    "The kernel's counters, -1 where they cannot be read."
+    try:
+        return os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def count_ooms(z):
+    "How many processes the kernel has killed for want of memory, in any control group; 0 where it does not say."
+    told = os.pread(z.vmstat, 1 << 15, 0) if z.vmstat >= 0 else b""
+    at = told.find(b"\noom_kill ")
+    return int(told[at + 10:].split(None, 1)[0]) if at >= 0 else 0
+
+
+def lacks_memory(z):
+    "Whether the kernel says that this machine had no memory left a moment ago. A SIGKILL without such a word is the program's own doing."
+    before, z.ooms, z.ooms_at = z.ooms, count_ooms(z), time.monotonic()
+    if z.ooms > before:
+        return True
+    try:
+        with open("/proc/pressure/memory", "rb") as file:
+            return float(file.read().rpartition(b"full avg10=")[2].split()[0]) >= PRESSURE
+    except (OSError, IndexError, ValueError):
+        return False
+
+
+def lacks_disk(z):
+    "Whether a known-good file does not fit where programs write, either. In a room, each has a disk of its own."
+    if z.rooms:
+        return False
+    try:
+        with open(f"{z.scratch}/good", "wb") as file:
+            file.write(bytes(1 << 16))
+        os.unlink(file.name)
+        return False
+    except OSError:
+        return True
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-finish
 def quiet(ended):
@@ -916,7 +1079,10 @@ def finish(z, run):
         say(z, fault(run.ticket, "backend_lost", "ended by an order"))
         return forget(z, run)
     status = status if ended is None else ended
-    end = run.reason or how(run, went, status, cpu)
+    if now - run.began > MEASURE + cpu and (waited := waited_of(run.pid)[0]) is not None:
+        run.waits[run.pid] = waited
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL
+    end = run.reason or how(run, went, status, cpu, went and killed and lacks_memory(z), not went and lacks_disk(z))
     if run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10):
         run.hit.add("memory_mb")
     counts = answers_index(run)
@@ -924,7 +1090,7 @@ def finish(z, run):
     err = min(run.used[1], run.room - out)
     head = {"ticket": run.ticket, "kind": "execution", "end": end, "status": os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), "cpu": f"{cpu:.6f}", "wall": f"{now - run.began:.6f}",
             "kb": run.peak_kb, "faults": usage.ru_minflt, "hit": ",".join(sorted(run.hit)), "started": f"{max(went - run.began, 0) if went else 0:.6f}", "warm": int(run.warm), "out": out, "err": err, "counts": len(counts),
-            "message": run.said.replace("\n", " ")[:500]}
+            "slept": f"{slept(run, went, now, cpu):.6f}", "message": run.said.replace("\n", " ")[:500]}
     whole, at = memoryview(run.arena), run.room + 1
     say(z, head, [whole[:out], whole[at:at + err], counts, *(whole[a:b] for a, b in filter(None, run.answers))])
     forget(z, run)
@@ -941,21 +1107,24 @@ def listen_to_the_end(run):
             elif word == b"x":
                 ended = int(rest)
             else:
-                run.said = rest.decode(errors="replace")
+                run.said = packet.decode(errors="replace")
     except OSError:
         pass
     return went, ended
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-finish-b
-def how(run, went, status, cpu):
-    "The end of a program that was not ended from here."
+def how(run, went, status, cpu, memory=False, disk=False):
+    "The end of a program that was not ended from here. `memory`, `disk`: the machine is known to have had none left; without that knowledge, what happens to a program that went is its own doing."
+    whose, _, run.said = run.said.partition(" ")
     if not went:
-        return "host_disk_full" if run.said.startswith(f"{errno.ENOSPC} ") else "start_failed"
+        return "host_disk_full" if disk else whose or "start_failed"
     sign = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if cpu > float(run.head["cpu_s"]) or sign == SIGXCPU:
         return "cpu_limit"
-    if sign == SIGKILL:
-        return "memory_limit" if run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10) else "host_oom"
+    if sign == SIGKILL and run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10):
+        return "memory_limit"
+    if sign == SIGKILL and memory:
+        return "host_oom"
     return "forbidden" if sign == SIGSYS else "crashed" if sign else "exited"
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-forget
@@ -1029,18 +1198,26 @@ def tar_head(name, mode, size, mtime, kind, link=b""):
     return long + head[:148] + b"%06o\0 " % sum(head) + head[156:]
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-pack
-def pack(root, out, most):
-    "Write what is under a folder (the upper one of an overlay) as a layer. OSError(EFBIG) beyond `most` bytes."
+DEEPEST = 64  # folders in each other that a layer holds
+LATEST = 0o77777777777  # s since 1970 that its heads can say
+
+
+def pack(root, out, most, most_files=1 << 20):
+    "Write what is under a folder (the upper one of an overlay) as a layer. OSError(EFBIG) beyond `most` bytes, so many entries or `DEEPEST`. A name that would mean that something is gone is left out."
     todo, spent = [b""], 0
     while todo:
         below = todo.pop()
-        with os.scandir(os.path.join(root, below)) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        entries = listed(os.path.join(root, below))
+        most_files -= len(entries)
+        if most_files < 0 or below.count(b"/") >= DEEPEST:
+            raise OSError(errno.EFBIG, "too many files, or folders in each other")
         if hides(os.path.join(root, below)):
             os.write(out, tar_head(os.path.join(below, HIDES), 0o644, 0, 0, b"0"))
         for entry in entries:
             name, stat = os.path.join(below, entry.name), entry.stat(follow_symlinks=False)
-            kind, mode, mtime = stat.st_mode & 0o170000, stat.st_mode & 0o777, int(max(stat.st_mtime, 0))
+            kind, mode, mtime = stat.st_mode & 0o170000, stat.st_mode & 0o777, min(int(max(stat.st_mtime, 0)), LATEST)
+            if entry.name.startswith(b".wh."):
+                continue
             if kind == 0o040000:
                 os.write(out, tar_head(name + b"/", mode, 0, mtime, b"5"))
                 todo.append(name)
@@ -1056,6 +1233,17 @@ def pack(root, out, most):
                 copy_in(entry.path, out, stat.st_size)
     os.write(out, bytes(1024))
 
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-pack-b
+def listed(folder):
+    "What is in a folder, by name, also if it was closed."
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except PermissionError:
+        allow(folder)
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
+
 
 def hides(folder):
     "Whether a folder of an upper tree hides what is below it."
@@ -1067,7 +1255,11 @@ def hides(folder):
 
 def copy_in(path, out, size):
     "Append a file of a stated size, and fill up its last block."
-    source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:  # closed by its owner, whom we are
+        allow(path)
+        source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     left = size
     while left and (sent := os.sendfile(out, source, None, left)):
         left -= sent
@@ -1105,6 +1297,8 @@ def unpack(fd, root, flat):
         if last == HIDES:
             remove_below(place, keep=True) if flat else os.setxattr(place, OPAQUE, b"y")
         elif last.startswith(b".wh."):
+            if last[4:] in (b"", b".", b".."):
+                raise OSError(errno.EINVAL, f"a layer with the path {name!r}")
             gone = os.path.join(place, last[4:])
             remove_below(gone) if flat else os.mknod(gone, 0o020000, 0)
         elif kind == b"5":
@@ -1148,7 +1342,7 @@ def remove_below(path, keep=False):
         if os.path.lexists(path):
             os.unlink(path)
         return
-    os.chmod(path, 0o700)
+    allow(path)
     top, lifted, number = os.open(path, FOLDER), os.urandom(8).hex(), 0
     while names := os.listdir(top):
         for name in names:
@@ -1157,7 +1351,10 @@ def remove_below(path, keep=False):
                     if below := unlinked(each, inner):
                         os.close(below)
                         number += 1
-                        os.rename(each, f"{lifted}{number}", src_dir_fd=inner, dst_dir_fd=top)
+                        try:
+                            os.rename(each, f"{lifted}{number}", src_dir_fd=inner, dst_dir_fd=top)
+                        except OSError:  # of a lower layer, which is at most DEEPEST
+                            remove_tree(each, inner)
                 os.close(inner)
                 os.rmdir(name, dir_fd=top)
     os.close(top)
@@ -1170,6 +1367,23 @@ def remove_below(path, keep=False):
             raise
         remove_below(path)  # a process that was killed a moment ago had still put something in
 
+# %% ../../nbs/21_sandbox.zygote.ipynb #zygote-remove-b
+def remove_tree(name, folder):
+    "Remove a file, link or tree that is not deep from an open folder."
+    if inner := unlinked(name, folder):
+        for each in os.listdir(inner):
+            remove_tree(each, inner)
+        os.close(inner)
+        os.rmdir(name, dir_fd=folder)
+
+
+def allow(path, **where):
+    "Open a folder or file to its owner, where a program may say so."
+    try:
+        os.chmod(path, 0o700, **where)
+    except OSError:
+        pass
+
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -1180,7 +1394,7 @@ def unlinked(name, folder):
         os.unlink(name, dir_fd=folder)
         return 0
     except OSError:
-        os.chmod(name, 0o700, dir_fd=folder)
+        allow(name, dir_fd=folder)
         return os.open(name, FOLDER, dir_fd=folder)
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-jobs
@@ -1214,7 +1428,7 @@ MISSING, FULL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E
 
 
 def help_out(z, head, out, fds):
-    "All that a helper does; never returns. Exit status 0, 2 for a file that is not there, or the reason in `out`: 3 for no room, 1 for anything else."
+    "All that a helper does; never returns. Exit status 0, 2 for a file that is not there, or the reason in `out`: 3 for no room, 4 for what is in the way in the workspace, 1 for anything else."
     status = 0
     try:
         z.kernel.call("prctl", PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -1222,11 +1436,23 @@ def help_out(z, head, out, fds):
         HELP[head["kind"]](z, head, out, fds)
     except BaseException as error:
         code = getattr(error, "errno", 0)
-        status = 2 if code in MISSING else 3 if code in FULL else 1
+        gone = head["kind"] == "snapshot" and not os.path.isdir(z.sessions[head["session"]])  # closed by its owner meanwhile
+        status = 2 if gone else blame(z, head["kind"], code)
         os.ftruncate(out, 0)
         os.pwrite(out, f"{type(error).__name__}: {error}".encode()[:400], 0)
     finally:
         os._exit(status)
+
+
+def blame(z, kind, code):
+    "Exit status of a helper that met an error. What is in the way in a workspace is the doing of the programs in it; that there is no room for what is kept of it, or for anybody's files, is not."
+    if kind not in ("read", "write", "snapshot"):
+        return 3 if code in FULL else 1
+    if code in MISSING and kind == "read":
+        return 2
+    if code == errno.ENOSPC:
+        return 3 if kind == "snapshot" or lacks_disk(z) else 4
+    return 1 if code in (0, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE) else 4
 
 
 def helped(z, job):
@@ -1235,9 +1461,9 @@ def helped(z, job):
     del z.jobs[job.pid]
     if status == 0:
         return AFTER[head["kind"]](z, head, job.out)
-    said = os.pread(job.out, 400, 0).decode(errors="replace") if status in (1, 3) else f"its helper was ended with {status}"
+    said = os.pread(job.out, 400, 0).decode(errors="replace") if status in (1, 3, 4) else f"its helper was ended with {status}"
     os.close(job.out)
-    say(z, {"ticket": head["ticket"], "kind": "missing"} if status == 2 else fault(head["ticket"], "quota" if status == 3 else "start_failed", f"{head['kind']}: {said}"))
+    say(z, {"ticket": head["ticket"], "kind": "missing"} if status == 2 else fault(head["ticket"], {3: "quota", 4: "unusable"}.get(status, "start_failed"), f"{head['kind']}: {said}"))
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-sessions
 def layer_path(number):
@@ -1325,12 +1551,12 @@ def help_open(z, head, out, fds):
 def help_snapshot(z, head, out, fds):
     "Pack what a session changed, and keep it unpacked for a quick return."
     if z.rooms:
-        pack(upper_of(z, head["session"]).encode(), out, int(head["most"]))
+        pack(upper_of(z, head["session"]).encode(), out, int(head["most"]), int(head["files"]))
         os.mkdir(layer_path(head["layer"]))
         unpack(out, layer_path(head["layer"]).encode(), False)
     else:
         os.write(out, tar_head(HIDES, 0o644, 0, 0, b"0"))  # all of it, so nothing below counts
-        pack(z.sessions[head["session"]].encode(), out, int(head["most"]))
+        pack(z.sessions[head["session"]].encode(), out, int(head["most"]), int(head["files"]))
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-help-files
 def open_inside(z, root, path, flags):
@@ -1491,7 +1717,7 @@ def make_rules(z, readable, writable=()):
     known = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
     told = struct.pack("QQQ", known, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[:8 if version < 4 else 16 if version < 6 else 24]
     rules = z.kernel.call("syscall", LANDLOCK, told, len(told), 0)
-    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]
     for allowed, paths in ((READS, readable), (1 << 1 | 1 << 2, devices), (known & ~(1 << 6 | 1 << 9 | 1 << 11), writable)):
         for path in paths:
             if os.path.exists(path):

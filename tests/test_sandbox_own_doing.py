@@ -1,0 +1,207 @@
+"""Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
+import json
+import threading
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+from attacks import LIMITS
+from jailer import USERS, prison
+from test_sandbox_run import ANSWER, Quick
+
+import rlbench as rl
+from rlbench.environment import EnvironmentActor, Pooled, ScoreRequest
+from rlbench.ledger import read_status, read_table
+from rlbench.records import Outcome, Rollout, Task
+from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.sandbox.grade import grade
+from rlbench.sandbox.hacks import PRETENDED, hacked_task
+from rlbench.sandbox.pool import stop_pool
+from rlbench.sandbox.spec import End, Execution, Limits, Program
+from rlbench.sandbox.task import read_code_task
+
+PLACES = [(tier, user) for tier in ("bwrap-zygote", "landlock") for user in USERS]
+SMALL = Limits(**LIMITS | {"wall_s": 4, "cpu_s": 1})
+
+# what a program may leave in a workspace
+LEAVINGS = {
+    "names that mean deleted": "for name in ('.wh.', '.wh...', '.wh..', '.wh.base.txt', '.wh..wh..opq', 'folder/.wh.inner.txt'): open(name, 'w').write('x')",
+    "folders that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder', '.wh..wh..opq'): os.makedirs(name + '/x')",
+    "links that mean deleted": "for name in ('.wh.', '.wh...', '.wh.folder'): os.symlink('..', name)",
+    "files with holes": "for i in range(30): open(f'h{i}', 'wb').truncate(15 << 20)",
+    "a file with one large hole": "open('h', 'wb').truncate(1 << 40)",
+    "three thousand folders in each other": "for i in range(3000): os.mkdir('d'); os.chdir('d')",
+    "a hundred folders with long names": "for i in range(100): os.mkdir('d' * 250); os.chdir('d' * 250)",
+    "its program is a folder": "os.unlink('solution.py'); os.makedirs('solution.py/x/y'); open('solution.py/x/y/z', 'w')",
+    "its program is a closed folder": "os.unlink('solution.py'); os.mkdir('solution.py', 0)",
+    "its program is a link to the system": "os.unlink('solution.py'); os.symlink('/etc/passwd', 'solution.py')",
+    "its program is a link to itself": "os.unlink('solution.py'); os.symlink('solution.py', 'solution.py')",
+    "its program is a pipe": "os.unlink('solution.py'); os.mkfifo('solution.py')",
+    "its program is gone": "os.unlink('solution.py')",
+    "its folder is closed": "os.chmod('.', 0)",
+    "its folder cannot be listed": "os.chmod('.', 0o300)",
+    "its folder cannot be written": "os.chmod('.', 0o500)",
+    "folders nobody may enter": "os.makedirs('a/b', 0); os.mkdir('c', 0)\nos.chmod('folder', 0)",
+    "files nobody may read": "os.close(os.open('secret', os.O_CREAT | os.O_WRONLY, 0)); os.chmod('base.txt', 0)",
+    "names that are no text": "for name in (b'\\xff\\xfe', b'a\\nb', b'=\\n\\n=', b'x' * 255, ' ', '\\ud800'.encode('utf-8', 'surrogatepass')): open(name, 'w').write('x')",
+    "times far away": "os.utime('solution.py', (1 << 40, 1 << 40)); os.utime('base.txt', (-(1 << 40), -(1 << 40)))",
+    "too many files": "for i in range(5000): open(f'f{i}', 'w')",
+    "a full disk": "open('x', 'wb').write(bytes(14 << 20)); open('y', 'wb').write(bytes(14 << 20))",
+    "a base of links": "import shutil\nshutil.rmtree('folder'); os.symlink('..', 'folder'); os.unlink('base.txt'); os.symlink('/proc/self/environ', 'base.txt')",
+    "links in a ring, and to each other": "os.symlink('b', 'a'); os.symlink('a', 'b'); os.link('solution.py', 'c'); os.link('c', 'd')",
+    "renames its folder": "os.rename('folder', 'solution'); os.rename('.', 'x')",
+    "a file where files are to be": "open('notes', 'w').write('x')",
+    "sleep": "import time; time.sleep(60)",
+    "its own end": "os.kill(os.getpid(), 9); os.abort()",
+    "a lower limit": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); open('x', 'w').write('x' * 9999)",
+}
+
+
+@pytest.fixture(scope="module")
+def cell(request):
+    "A prison of a tier and a user, for all probes; nothing outlives it."
+    made = prison(*request.param)
+    made.tier = request.param[0]
+    yield made
+    assert made.close() == 0
+
+
+def of_model(said: str) -> bool:
+    return said.split()[0] in ("done", "missing") or End(said.split()[0]).of_model
+
+
+@pytest.mark.parametrize("cell, name", [(place, name) for place in PLACES for name in LEAVINGS], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
+def test_what_a_program_leaves_is_its_own_doing(cell, name):
+    "Whatever it left, nothing that follows is the machine's failure; the workspace can be put back, what was kept can be had again, and the next program is well."
+    told = cell.turns(Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL)
+    assert all(map(of_model, told.values())), told
+    assert told["back"] == told["close"] == "done" and told["after back"].startswith("exited 0"), told
+    assert "next again" not in told or told["open again"] == "done" and told["next again"].startswith("exited 0"), told
+    assert cell.left() == 0
+    after = cell.run(Program("print(6 * 7)"), Limits())
+    assert (after.end, after.stdout) == (End.EXITED, b"42\n")
+
+
+PROJECT = read_code_task(json.dumps({"kind": "repository", "files": {"src/shapes.py": "def area(a, b):\n    return a + b\n", "tests/test_shapes.py": "from shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n"},
+                                     "editable": ["*"], "tests": ["tests/test_shapes.py::test_area"], "reference": "```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n"}))
+PATHS = {
+    "a path too long": {"x" * 300: ""}, "a path longer than any": {"/".join(["x" * 200] * 30): ""}, "too deep": {"d/" * 1500 + "x": ""}, "a file that is a folder": {"src/shapes.py/x": "", "src": ""}, "a folder that is a file": {"a": "", "a/b": "", "a/b/c": ""},
+    "too many": {f"f{i}": "" for i in range(3000)}, "too large": {"x": "1" * (20 << 20)}, "half a surrogate in a name": {"a\ud800": "", "\udcff": ""}, "half a surrogate in a file": {"src/shapes.py": "x = '\ud800'"},
+    "names of the system": {"src/\n": "", "src/a=b": "", "a\n\nb": "", "-": ""}, "its modules": {"src/os.py": "raise SystemExit", "os.py": "import sys; sys.exit(0)", "json.py": "", "shapes/__init__.py": "x"}}
+
+
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_what_an_answer_consists_of_is_its_own_doing(cell):
+    "Paths and files of a project, text that is none, and the right solution right after."
+    limits = Limits(**LIMITS | {"cpu_s": 1, "wall_s": 5})
+    for name, changes in PATHS.items():
+        verdict = grade(cell, PROJECT, changes, limits)
+        assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (name, verdict.ends, verdict.message)
+        assert grade(cell, PROJECT, {"src/shapes.py": "def area(a, b):\n    return a * b\n"}, limits).score == 1, name
+    prints = read_code_task(json.dumps({"kind": "stdio", "tests": [{"stdin": "3", "stdout": "9"}]}))
+    for code in ("print('\ud800')", "\udcff", "\0", "print(9)\0", "#" * (9 << 20), "(" * 9999, "print(" * 99 + ")" * 99):
+        verdict = grade(cell, prints, code, limits)
+        assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (code[:20], verdict.ends, verdict.message)
+
+
+@pytest.mark.parametrize("cell, name", [(place, hack.name) for place in PLACES for hack in PRETENDED], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
+def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
+    "Neither masked nor paid, and the next program is paid what it is worth."
+    code = next(hack.code for hack in PRETENDED if hack.name == name)
+    verdict = grade(cell, hacked_task(), code, Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128))
+    assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
+    assert grade(cell, hacked_task(), hacked_task().reference, Limits()).score == 1
+
+
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_a_sleeper_is_late_once_for_all_its_tests(cell):
+    "Several tests, each with a wall limit; the program has one for all of its sleep."
+    prints = read_code_task(json.dumps({"kind": "stdio", "tests": [{"id": str(n), "stdin": str(n), "stdout": str(n)} for n in range(6)]}))
+    for code in ("import time\ntime.sleep(60)", "import time\nn = input()\nif n == '1': time.sleep(60)\nprint(n)", "import time\ntime.sleep(0.6)"):
+        verdict = grade(cell, prints, code, Limits(**LIMITS | {"cpu_s": 0.3, "wall_s": 1.0}))
+        assert verdict.score == 0 and verdict.ends[-1] == "wall_limit" and verdict.ends.count("wall_limit") == 1 and verdict.runs <= 3, verdict
+
+
+def test_waiting_for_a_canary_is_no_standstill():
+    "The pool is taken by sleepers, and so the canary waits: the actor goes on, and what was doubted is told when the canary is back."
+    opened = threading.Event()
+
+    class Taken(Quick):
+        def run(self, program, limits, owner=""):
+            if owner.endswith("canary"):
+                assert opened.wait(60)
+                return super().run(program, limits, owner)
+            return Execution(End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake")
+
+    actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Taken(), 4, "monday"))
+    actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2")) for i in range(4)])
+    turns, until = 0, time.monotonic() + 20
+    while not actor.doubted and time.monotonic() < until:
+        assert actor.turn() == []
+    for _ in range(20):
+        assert actor.turn(0.01) == [] and not actor.idle
+        turns += 1
+    assert turns == 20 and len(actor.waiting()) == 4 and not opened.is_set()
+    actor.forget([(3, 0)])
+    opened.set()
+    done = {}
+    while not actor.idle:
+        done |= {said.key[0]: (said.judged.reward, said.judged.outcome) for said in actor.turn() if hasattr(said, "judged")}
+    assert done == dict.fromkeys(range(3), (0.0, Outcome.OK))
+
+
+def test_who_is_masked_again_and_again_is_punished():
+    "On every worker, while others and the canary get on: the third time it is zero, and a tripwire."
+    class Fooled(Quick):
+        def run(self, program, limits, owner=""):
+            return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.runs % 2}", message="played") if "evil" in program.code else super().run(program, limits, owner)
+
+    actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
+    told = []
+    for id, text in enumerate(["1 2"] * 6 + ["evil"] * 4):
+        actor.receive([ScoreRequest(Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text))])
+        while not actor.idle:
+            told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
+    assert [each.reward for each in told] == [1.0] * 6 + [None, None, 0.0, 0.0]
+    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "times in a row" in told[-1].verdict.message
+
+
+NAUGHTY = """import os, resource, time
+def solve():
+    n = sum(map(ord, "{answer}")) % 8
+    if n == 0: time.sleep(60)
+    if n == 3: os.kill(os.getpid(), 9); os.abort()
+    if n == 6:
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+        while True: pass
+    return len("{answer}") % 2
+"""
+
+
+def naughty(*, split="train", seed=0, count=64):
+    from rlbench.records import Task
+
+    return [Task(f"naughty/{split}/{i}", f"{i}=", NAUGHTY_ANSWER, 1, "naughty") for i in range(count)]
+
+
+NAUGHTY_ANSWER = json.dumps({"kind": "function", "function": "solve", "wrap": NAUGHTY, "tests": [{"id": str(n), "expected": 1} for n in range(3)], "reference": "1", "bad": "11"})
+
+
+@pytest.mark.parametrize("tier", ["landlock", "bwrap-zygote"])
+def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monkeypatch, tier):
+    "Twenty steps of a model, processes and sandboxes: books closed, and nothing masked."
+    monkeypatch.chdir(tmp_path)
+    pool = {"sandbox.folder": str(tmp_path / "pool"), "sandbox.tier": tier, "verifier.cpu_s": 0.3, "verifier.wall_s": 0.6}
+    try:
+        run = rl.run("tiny", name="naughty", steps=20, batch=8, group=4, preflight=0, eval=[], tasks=naughty, verifier="code", reward="tests", alerts=False, max_tokens=8, **pool)
+        while run.state not in ("finished", "failed"):
+            time.sleep(0.2)
+        status, verdicts, rollouts = read_status(Path(run.folder)), *(read_table(run.folder, table) for table in ("verdicts", "rollouts"))
+        assert run.state == "finished" and status.books_closed, (Path(run.folder) / "run.log").read_text()[-2000:]
+        assert len(read_table(run.folder, "steps")) == 20 and verdicts["score"].null_count() == 0 and not (rollouts["outcome"] == "environment_error").any()
+        ended = verdicts.select(pl.col("ends").list.last()).to_series().value_counts()
+        print(dict(ended.iter_rows()))
+        assert {"wall_limit"} <= set(ended["ends"]) and set(ended["ends"]) & {"cpu_limit", "crashed"} and sum(end != "exited" for end in verdicts["ends"].list.last()) >= 0.15 * len(verdicts)
+    finally:
+        stop_pool(tmp_path / "pool")
