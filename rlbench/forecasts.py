@@ -35,7 +35,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run is to do with some knobs changed, by formula and simulated, with the simulated figures' range (95 %). `version`: that of the run when it was made; `fitted`: the first and last version
+    """What a run is to do with some knobs changed, by formula and simulated, with the simulated figures' range (90 %, for as many versions as it rests on). `version`: that of the run when it was made; `fitted`: the first and last version
     that it rests on; `words`: what it leaves out."""
     knobs: Mapping[str, object]
     version: int

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['QUANTILES', 'CARRY', 'OWN', 'Spread', 'Decode', 'World', 'Engine', 'rest_of', 'slow', 'Clock', 'Floor', 'Writer',
-           'Life', 'Tally', 'Step', 'Simulation', 'Due', 'Ready', 'Arrived', 'Said', 'Loading', 'begin', 'quantiles_of',
-           'solve_of', 'born', 'carry_generate', 'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox',
-           'leave_sandbox', 'give_back', 'on_ready', 'leave_engine', 'tell', 'on_due', 'on_said', 'carry_abort',
-           'carry_score', 'carry_train', 'floors', 'writing_share', 'pace', 'carry_publish', 'on_loading',
-           'carry_write', 'carry_save', 'hear', 'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate',
-           'simulate_together', 'Summary', 'ended', 'summary']
+           'Desk', 'by_looks', 'Life', 'Tally', 'Step', 'Simulation', 'Due', 'Ready', 'Arrived', 'Said', 'Sent',
+           'Looked', 'There', 'Loading', 'begin', 'quantiles_of', 'solve_of', 'born', 'luck_of', 'carry_generate',
+           'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox', 'leave_sandbox', 'give_back', 'on_ready',
+           'leave_engine', 'tell', 'on_due', 'on_said', 'send', 'on_sent', 'look', 'put_down', 'write', 'start',
+           'beside', 'on_looked', 'carry_abort', 'carry_score', 'carry_train', 'floors', 'writing_share', 'pace',
+           'carry_prepare', 'on_there', 'carry_publish', 'on_loading', 'carry_write', 'carry_save', 'hear', 'advance',
+           'Simulated', 'check', 'outcome', 'uncollected', 'simulate', 'simulate_together', 'Summary', 'ended',
+           'summary']
 
 # %% ../nbs/70_simulator.ipynb #simulator-imports
 import gc
@@ -19,30 +21,38 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from math import exp
+from math import erf, exp, sqrt
 
 import numpy as np
 
 from .config import RunConfig
 from .loop import FINISHED, step
 from .records import Fate, Outcome, StopReason
-from .state import Abort, Generate, Generated, LoopState, Observed, Publish, Published, Save, Saved, Score, Scored, Started, Train, Trained, Write, books_closed, start_state
+from .state import Abort, Generate, Generated, Item, LoopState, Observed, Prepare, Publish, Published, Save, Saved, Score, Scored, Started, Train, Trained, Write, books_closed, start_state
 
 # %% ../nbs/70_simulator.ipynb #simulator-spread
 @dataclass(frozen=True)
 class Spread:
-    "A lognormal quantity: mean, standard deviation of the logarithm (0: always the mean), a value that none exceeds (0: none), and a share `rare` that takes `slow` instead."
+    "A lognormal quantity: mean, standard deviation of the logarithm (0: always the mean), a value that none exceeds (0: none), and a share `rare` that takes `slow` instead. `seen`: values as shares of the mean, in order, from which it is drawn in place of the lognormal."
     mean: float
     sigma: float = 0.0
     ceiling: float = 0.0
     rare: float = 0.0
     slow: float = 0.0
+    seen: tuple[float, ...] = ()
 
     def draw(self, chance: random.Random) -> float:
         "One value."
         if self.rare and chance.random() < self.rare:
             return self.slow
-        value = self.mean * exp(self.sigma * chance.gauss(0.0, 1.0) - self.sigma * self.sigma / 2) if self.sigma else self.mean
+        return self.at(chance.gauss(0.0, 1.0) if self.seen or self.sigma else 0.0)
+
+    def at(self, luck: float) -> float:
+        "The value of so much luck, a standard normal number."
+        if self.seen:
+            value = self.mean * self.seen[min(len(self.seen) - 1, int(len(self.seen) * (1 + erf(luck / sqrt(2))) / 2))]
+        else:
+            value = self.mean * exp(self.sigma * luck - self.sigma * self.sigma / 2) if self.sigma else self.mean
         return min(value, self.ceiling) if self.ceiling else value
 
 # %% ../nbs/70_simulator.ipynb #simulator-world
@@ -80,6 +90,9 @@ class World:
     sandboxes: int = 0  # at once; 0: as many as are asked for
     start: Spread = Spread(0.0)  # until a sandbox is there
     looks: float = 0.0  # decode steps between two looks of a generator at what has arrived, which is when it speaks, too; 0: it looks always
+    whole: bool = False  # a generator that has begun its steps until the next look does them all, even if nothing is left to write
+    alike: float = 0.0  # correlation of the lengths of a group's rollouts
+    one_verdict: bool = False  # the environment gives one verdict after the other
     travel: float = 0.0  # from a batch to its weights at an idle generator, while everybody goes on: three ways of a message
     shared: float = 1.0  # how many times as long a token takes while the trainer computes: both on one machine
     slowed: float = 1.0  # and how many times as long a batch takes while something is written
@@ -194,6 +207,23 @@ class Writer:
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     version: int = 0
     coming: set[tuple[int, int]] = field(default_factory=set)
+    desk: "Desk | None" = None  # of a generator that works from look to look
+
+# %% ../nbs/70_simulator.ipynb #simulator-desk
+@dataclass(slots=True)
+class Desk:
+    "What a generator that works from look to look has before it: messages, sequences at work (the step at which each began, its tokens then, and its number), their ends, decode steps done, whether it is at work, and how much longer it takes."
+    inbox: list = field(default_factory=list)
+    running: dict[tuple[int, int], tuple[int, float, int]] = field(default_factory=dict)
+    ends: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
+    step: int = 0
+    count: int = 0
+    busy: bool = False
+
+
+def by_looks(world: World) -> bool:
+    "Whether generators of this world go from look to look: one engine each, with a decode curve and no limit of its cache."
+    return bool(world.looks and world.decode and not world.decode.token and world.engines == 1 and not world.room)
 
 # %% ../nbs/70_simulator.ipynb #simulator-life
 @dataclass(slots=True)
@@ -259,6 +289,13 @@ class Simulation:
         self.looked = 0.0, 0.0  # when the last batch was taken, and what the engines had worked until then, in seconds
         self.steps: list[Step] = []
         self.rows: dict[str, list] | None = None  # every row of the ledger, by table, for who wants them
+        self.lengths: dict[int, float] = {}  # tokens of each rollout alive, whichever attempt it is at
+        self.luck = -1, 0.0  # of the newest group
+        self.log: list[tuple[float, str, dict]] = []  # what was sent to generators and what came back, as in the ledger's log of events
+        self.judged = 0.0  # until when the environment has verdicts to give
+        self.slowed_until = 0.0  # by the trainer
+        self.asked = self.weights = 0  # version of the weights that the trainer was asked for, and of those that are there
+        self.to_load: list[str] = []  # generators that wait for them
 
     def later(self, when: float, what: object) -> None:
         "Something will happen."
@@ -294,6 +331,27 @@ class Said:
     key: tuple[int, int]
 
 
+# %% ../nbs/70_simulator.ipynb #simulator-own-looks
+@dataclass(frozen=True)
+class Sent:
+    "A message reaches a generator."
+    writer: str
+    message: object
+
+
+@dataclass(frozen=True)
+class Looked:
+    "A generator has done its decode steps, and says what has come of them."
+    writer: str
+    said: tuple
+
+
+@dataclass(frozen=True)
+class There:
+    "The trainer has handed over the weights of a version."
+    version: int
+
+
 @dataclass(frozen=True)
 class Loading:
     "A generator loads weights."
@@ -302,12 +360,13 @@ class Loading:
     until: float
 
 
+# %% ../nbs/70_simulator.ipynb #simulator-begin
 def begin(s: Simulation) -> None:
     "The actors are there."
     c, world = s.config, s.world
     for i in range(c.generators):
         name = "generator" if c.generators == 1 else f"generator-{i + 1}"
-        s.writers[name] = Writer(s.floor or Floor(world.engines, world.decode, world.room), c.concurrency)
+        s.writers[name] = Writer(s.floor or Floor(world.engines, world.decode, world.room), c.concurrency, desk=Desk() if s.floor is None and by_looks(world) else None)
         s.later(0.0, Started(name, "generator", c.concurrency, 0))
     s.later(0.0, Started("environment", "environment"))
     s.later(0.0, Started("trainer", "trainer"))
@@ -334,31 +393,44 @@ def solve_of(s: Simulation, task: int) -> float:
     return s.solves[solve][int((task * 0.6180339887498949 + 0.5) % 1.0 * QUANTILES)]
 
 # %% ../nbs/70_simulator.ipynb #simulator-write
-def born(s: Simulation, task: int, taken: int) -> Life:
-    "A new rollout, some of whose turns may have been taken over."
-    w = s.world
-    turns, tokens = max(1, round(w.turns.draw(s.chance))), w.tokens.draw(s.chance)
+def born(s: Simulation, item: Item) -> Life:
+    "A new rollout, some of whose turns may have been taken over. One that begins again will be as long as before."
+    w, task, taken = s.world, item.task, item.turn
+    if item.rollout not in s.lengths:
+        s.lengths[item.rollout] = w.tokens.at(luck_of(s, item.group)) if w.alike else w.tokens.draw(s.chance)
+    turns, tokens = max(1, round(w.turns.draw(s.chance))), s.lengths[item.rollout]
     return Life(solve_of(s, task), turns, tokens, w.latency.draw(s.chance) if w.decode is None else 0.0, s.clock.now, taken, tokens * min(taken, turns) / turns)
+
+
+# %% ../nbs/70_simulator.ipynb #simulator-luck
+def luck_of(s: Simulation, group: int) -> float:
+    "What makes a rollout long or short, a standard normal number: in part that of its group."
+    if group != s.luck[0]:
+        s.luck = group, s.chance.gauss(0.0, 1.0)
+    return sqrt(s.world.alike) * s.luck[1] + sqrt(1 - s.world.alike) * s.chance.gauss(0.0, 1.0)
 
 
 def carry_generate(s: Simulation, action: Generate) -> None:
     "Rollouts for a generator."
     writer = s.writers[action.actor]
+    s.log.append((s.clock.now, "Generate", {"actor": action.actor, "rollouts": [(item.rollout, item.attempt, item.group) for item in action.items]}))
     for item in action.items:
         key = item.rollout, item.attempt
         life = s.lives.get(key)
         if life is None:
-            life = s.lives[key] = born(s, item.task, item.turn)
+            life = s.lives[key] = born(s, item)
         if item.partial and item.old_tokens == "mask":
             life.oldest = -1
         if s.world.sandboxes and life.turns == 1 and not life.sandbox:
             want(s, key, action.actor)
+        elif writer.desk:
+            send(s, action.actor, key)
         elif s.world.looks and (rest := max(rest_of(engine, s.world.looks, s.clock.now) for engine in writer.floor.engines)):
             writer.coming.add(key)
             s.later(s.clock.now + rest, Arrived(action.actor, key))
         else:
             writer.line[key] = None
-    fill(s, writer, action.actor)
+    fill(s, writer, action.actor) if not writer.desk else None
 
 # %% ../nbs/70_simulator.ipynb #simulator-fill
 def on_arrived(s: Simulation, arrived: Arrived) -> None:
@@ -459,6 +531,8 @@ def on_ready(s: Simulation, ready: Ready) -> None:
     life.sandbox, wanted, life.wanted = True, life.wanted, ""
     if isinstance(wanted, Score):
         carry_score(s, wanted)
+    elif wanted and s.writers[wanted].desk:
+        send(s, wanted, ready.key)
     elif wanted:
         s.writers[wanted].line[ready.key] = None
         fill(s, s.writers[wanted], wanted)
@@ -507,10 +581,122 @@ def on_said(s: Simulation, said: Said) -> None:
     s.lives[said.key].unsaid = False
     hear(s, tell(s, said.writer, said.key, StopReason.STOP))
 
+# %% ../nbs/70_simulator.ipynb #simulator-send
+def send(s: Simulation, name: str, message: object) -> None:
+    "A message to a generator that goes from look to look: a rollout to write (its key), those to stop (an `Abort`), or a version to load."
+    if s.world.travel:
+        s.later(s.clock.now + s.world.travel / 3, Sent(name, message))
+    else:
+        on_sent(s, Sent(name, message))
+
+
+def on_sent(s: Simulation, sent: Sent) -> None:
+    "It is read at the next look, at once by a generator that rests."
+    desk = s.writers[sent.writer].desk
+    desk.inbox.append(sent.message)
+    if not desk.busy:
+        look(s, sent.writer)
+
+
+def look(s: Simulation, name: str) -> None:
+    "A generator reads its messages, and does its decode steps; what comes of it is said when the time is over."
+    writer, said, seconds = s.writers[name], [], 0.0
+    desk = writer.desk
+    messages, desk.inbox = desk.inbox, []
+    for message in messages:
+        if isinstance(message, tuple):
+            writer.line[message] = None
+        elif isinstance(message, Abort):
+            said += put_down(s, writer, message)
+        else:
+            pause = s.world.sync if s.world.pause is None else s.world.pause
+            writer.version, seconds = max(writer.version, message), seconds + pause
+            said.append(Published(name, message, pause))
+    if writer.line or desk.running:
+        work = beside(s, write(s, writer, name, said))
+        writer.floor.engines[0].worked += work
+        seconds += work
+    desk.busy = bool(said or seconds)
+    if desk.busy:
+        s.later(s.clock.now + seconds, Looked(name, tuple(said)))
+
+# %% ../nbs/70_simulator.ipynb #simulator-look
+def put_down(s: Simulation, writer: Writer, stop: Abort) -> list[Generated]:
+    "Stop sequences; those that are finished already are left out."
+    desk, said = writer.desk, []
+    for key in stop.keys:
+        if key in desk.running:
+            began, had, _ = desk.running.pop(key)
+            s.lives[key].written = had + desk.step - began
+        elif key in writer.line:
+            del writer.line[key]
+        else:
+            continue
+        said.append(tell(s, stop.actor, key, StopReason.ABORTED))
+    return said
+
+
+def write(s: Simulation, writer: Writer, name: str, said: list) -> float:
+    "The decode steps until the next look; the seconds they take. A place that becomes free is taken in the step after, by what waits in line."
+    desk, world, steps, decoded, begun = writer.desk, s.world, max(1, round(s.world.looks)), 0, 0
+    first, end = desk.step, desk.step + steps
+    while desk.step < end:
+        while writer.line and len(desk.running) < writer.slots:
+            begun += start(s, writer, writer.line.popitem(last=False)[0])
+        while desk.ends and desk.running.get(desk.ends[0][2], (0, 0, 0))[2] != desk.ends[0][1]:
+            heappop(desk.ends)
+        if not desk.ends:
+            break
+        upto = min(end, desk.ends[0][0])
+        decoded += (upto - desk.step) * len(desk.running)
+        desk.step = upto
+        while desk.ends and desk.ends[0][0] == upto:
+            _, number, key = heappop(desk.ends)
+            if desk.running.get(key, (0, 0, 0))[2] == number:
+                began, had, _ = desk.running.pop(key)
+                life = s.lives[key]
+                life.written, life.taken = had + upto - began, life.taken + 1
+                said.append(tell(s, name, key, StopReason.STOP))
+    return world.decode.base * (steps if world.whole else desk.step - first) + world.decode.each * decoded + world.prefill * begun
+
+# %% ../nbs/70_simulator.ipynb #simulator-look-parts
+def start(s: Simulation, writer: Writer, key: tuple[int, int]) -> int:
+    "Give a sequence a place."
+    desk, life = writer.desk, s.lives[key]
+    left = max(1, round(life.tokens / life.turns * (life.taken + 1) - life.written))
+    if life.oldest < 0:
+        life.oldest = writer.version
+        life.began = life.began if life.sandbox else s.clock.now
+    desk.count += 1
+    desk.running[key] = desk.step, life.written, desk.count
+    heappush(desk.ends, (desk.step + left, desk.count, key))
+    return 1
+
+
+def beside(s: Simulation, work: float) -> float:
+    "Seconds of so much work, slower as long as the trainer computes on the same machine."
+    left = max(0.0, s.slowed_until - s.clock.now)
+    return work + min(work * (s.world.shared - 1), left * (1 - 1 / s.world.shared)) if left else work
+
+
+def on_looked(s: Simulation, looked: Looked) -> None:
+    "A generator goes on, and the loop hears of what is finished: a little later where messages take time."
+    look(s, looked.writer)
+    for event in looked.said:
+        event = replace(event, at=s.clock.now)
+        s.later(s.clock.now + s.world.travel / 3, event) if s.world.travel else hear(s, event)
+
 # %% ../nbs/70_simulator.ipynb #simulator-abort
 def carry_abort(s: Simulation, action: Abort) -> None:
     "Stop sequences. What the environment has in hand ends by itself."
     writer = s.writers.get(action.actor)
+    s.log.append((s.clock.now, "Abort", {"actor": action.actor, "keys": action.keys}))
+    if writer and writer.desk:
+        for key in action.keys:
+            if s.lives[key].wanted:  # it waits for a sandbox, and no generator knows of it
+                s.lives[key].wanted = ""
+                s.later(s.clock.now, tell(s, action.actor, key, StopReason.ABORTED))
+        return send(s, action.actor, action)
     for key in action.keys if writer else ():
         if s.lives[key].unsaid:  # finished, and about to be said
             continue
@@ -537,7 +723,7 @@ def carry_score(s: Simulation, action: Score) -> None:
         when = s.clock.now + world.tool.draw(chance)
         return s.later(when, Observed(*key, life.taken, at=when))
     seconds = world.score.draw(chance)
-    life.over = when = s.clock.now + seconds
+    life.over = when = s.judged = (max(s.clock.now, s.judged) if world.one_verdict else s.clock.now) + seconds
     if world.fails and chance.random() < world.fails:
         return s.later(when, Scored(*key, None, None, Outcome.ENVIRONMENT_ERROR, seconds, "modelled failure", when))
     right = chance.random() < life.right
@@ -555,7 +741,7 @@ def carry_train(s: Simulation, action: Train) -> None:
     seconds = (s.world.train + s.world.train_token * tokens) * (1 + (s.world.slowed - 1) * writing_share(s) if s.world.slowed != 1.0 else 1.0)
     t.wait += max(0.0, now - t.free)
     t.compute += seconds
-    t.free = max(now, t.free) + seconds
+    t.free = s.slowed_until = max(now, t.free) + seconds
     s.later(t.free, Trained(action.actor, action.version, 1, at=t.free))
     pace(s, s.world.shared)
 
@@ -582,8 +768,31 @@ def pace(s: Simulation, times: float) -> None:
             expect(s, floor, i)
 
 # %% ../nbs/70_simulator.ipynb #simulator-publish
+def carry_prepare(s: Simulation, action: Prepare) -> None:
+    "Generators that go from look to look will want these weights: the trainer hands them over before its next batch, and after the one it is at."
+    t, now = s.tally, s.clock.now
+    if s.asked < action.version and all(writer.desk for writer in s.writers.values()):
+        s.asked = action.version
+        t.wait += max(0.0, now - t.free)
+        t.free = max(now, t.free) + s.world.sync
+        t.sync += s.world.sync
+        s.later(t.free + s.world.travel / 3, There(action.version))
+
+
+def on_there(s: Simulation, there: There) -> None:
+    "Whoever waits for the weights loads them."
+    s.weights, waiting, s.to_load = there.version, s.to_load, []
+    for name in waiting:
+        send(s, name, there.version)
+
+
 def carry_publish(s: Simulation, action: Publish) -> None:
     "Weights travel: the trainer sends, and in the end the generator stands still."
+    if s.writers[action.actor].desk:
+        if s.weights >= action.version:
+            return send(s, action.actor, s.weights)
+        s.to_load.append(action.actor)
+        return carry_prepare(s, Prepare(action.version))
     t, seconds, now = s.tally, s.world.sync, s.clock.now
     pause = seconds if s.world.pause is None else min(seconds, s.world.pause)
     if now >= t.free:  # the first generator of this version; the others listen to the same
@@ -598,6 +807,7 @@ def carry_publish(s: Simulation, action: Publish) -> None:
     s.later(told, Published(action.actor, action.version, seconds, at=told))
 
 
+# %% ../nbs/70_simulator.ipynb #simulator-loading
 def on_loading(s: Simulation, loading: Loading) -> None:
     "What is begun from now on is written by the new weights, when the generator goes on."
     writer = s.writers[loading.writer]
@@ -615,6 +825,8 @@ def carry_write(s: Simulation, action: Write) -> None:
         row = action.row
         if life := s.lives.pop((row.rollout, row.attempt), None):
             leave_sandbox(s, life)
+        if row.rollout in s.lengths and row.rollout not in s.state.members:
+            del s.lengths[row.rollout]
     elif action.table == "steps" and hasattr(action.row, "unfinished_at_fill"):
         t, row = s.tally, action.row
         s.steps.append(Step(row.version, s.clock.now, t.compute, t.sync, t.wait, *s.batch, row.unfinished_at_fill, {fate: tuple(entry) for fate, entry in s.state.books.items()}))
@@ -626,13 +838,15 @@ def carry_save(s: Simulation, action: Save) -> None:
     s.later(s.clock.now, Saved(action.version, "", at=s.clock.now))
 
 # %% ../nbs/70_simulator.ipynb #simulator-drive
-CARRY = {Generate: carry_generate, Abort: carry_abort, Score: carry_score, Train: carry_train, Publish: carry_publish, Write: carry_write, Save: carry_save}
-OWN = {Due: on_due, Ready: on_ready, Arrived: on_arrived, Said: on_said, Loading: on_loading}
+CARRY = {Generate: carry_generate, Abort: carry_abort, Score: carry_score, Train: carry_train, Publish: carry_publish, Prepare: carry_prepare, Write: carry_write, Save: carry_save}
+OWN = {Due: on_due, Ready: on_ready, Arrived: on_arrived, Said: on_said, Loading: on_loading, Sent: on_sent, Looked: on_looked, There: on_there}
 
 
 def hear(s: Simulation, event: object) -> None:
     "Give an event to the loop, and do what it asks for."
     s.heard += 1
+    if isinstance(event, Generated):
+        s.log.append((s.clock.now, "Generated", {"rollout": event.rollout, "attempt": event.attempt, "tokens": event.tokens}))
     for action in step(s.state, event):
         if (carry := CARRY.get(type(action))) is not None:
             carry(s, action)
@@ -657,13 +871,14 @@ def advance(clock: Clock) -> "Simulation | None":
 # %% ../nbs/70_simulator.ipynb #simulator-simulated
 @dataclass(frozen=True)
 class Simulated:
-    "A simulated run: a row a version, (attempts, tokens, seconds) by fate, events that the loop heard, seconds simulated, attempts without a fate at the end, and why it ended."
+    "A simulated run: a row a version, (attempts, tokens, seconds) by fate, events that the loop heard, seconds simulated, attempts without a fate at the end, why it ended, and what was sent to generators and came back (second, kind, fields), as in the ledger's log."
     steps: tuple[Step, ...]
     books: Mapping[str, tuple[float, float, float]]
     heard: int
     seconds: float
     running: int
     reason: str = ""
+    log: tuple[tuple[float, str, dict], ...] = ()
 
 
 def check(s: Simulation) -> None:
@@ -684,7 +899,7 @@ def outcome(s: Simulation) -> Simulated:
     if s.state.phase in ("failed", "failing") or s.state.phase not in FINISHED and not s.clock.heap:
         held = f"; all {s.used} sandboxes are held by rollouts that wait for the others of their wave: give the world more sandboxes, or the run a staleness above 0" if s.used and s.used == s.world.sandboxes else ""
         raise RuntimeError(f"simulation: {s.state.reason or 'nothing happens any more' + held}")
-    return Simulated(tuple(s.steps), {fate: tuple(entry) for fate, entry in s.state.books.items()}, s.heard, s.clock.now, len(s.state.members), s.state.reason)
+    return Simulated(tuple(s.steps), {fate: tuple(entry) for fate, entry in s.state.books.items()}, s.heard, s.clock.now, len(s.state.members), s.state.reason, tuple(s.log))
 
 
 @contextmanager

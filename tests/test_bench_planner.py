@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from rlbench.bench_planner import HEAD, REGIMES, bench_of, bench_planner, moved, row_of, settled
+from rlbench.bench_planner import HEAD, REGIMES, Drawn, bench_of, bench_planner, bench_virtual, drawn, moved, row_of, settled, valid, virtual_of
 from rlbench.forecasts import Figures, Prediction
 
 
@@ -81,3 +81,26 @@ def test_too_short_a_look_is_refused(tmp_path):
     with pytest.raises(ValueError, match="seconds: 5; a run needs 10 or more"):
         bench_planner(tmp_path / "none", seconds=5)
     assert not (tmp_path / "none").exists()
+
+
+def test_drawn_runs_are_valid_and_always_the_same():
+    for index in range(12):
+        table, moves = drawn(index, 4)
+        assert (table, moves) == drawn(index, 4) and valid(table) and len(moves) == 4
+        assert all(valid({**table, **move}) and any(table[knob] != value for knob, value in move.items()) for move in moves)
+
+
+def test_what_came_is_counted_against_the_range():
+    at = lambda wait, rate, staleness: Figures(wait, rate, staleness)
+    row = lambda knobs, came: Drawn(0, knobs, at(0.5, 100.0, 2.0), at(0.45, 95.0, 1.9), at(0.55, 105.0, 2.1), at(0.6, 110.0, 2.5), came)
+    found = virtual_of([row({}, at(0.52, 102.0, 2.1)), row({}, at(0.54, 100.0, 2.0)), row({"batch": 8}, at(0.5, 100.0, 2.0)), row({"batch": 4}, at(0.6, 100.0, 2.0))], {})
+    assert found.as_it_is == 0.5 and found.coverage == pytest.approx(5 / 6, abs=1e-4) and found.width == {"wait": 0.1, "rate": 0.1, "staleness": 0.2}
+    assert found.runs == found.changes == 2 and found.covered == {"wait": 0.5, "rate": 1.0, "staleness": 1.0} and "as it is: 50.0% of 2 runs" in str(found)
+
+
+def test_a_drawn_run_is_predicted_made_and_kept(tmp_path):
+    first = bench_virtual(tmp_path, runs=1, changes=1, processes=1)
+    again = bench_virtual(tmp_path, runs=1, changes=1, processes=1)
+    assert first.rows == again.rows and len(first.rows) == 2 and first.runs == first.changes == 1
+    with pytest.raises(ValueError, match="runs: 0 with 1 changes"):
+        bench_virtual(tmp_path, runs=0, changes=1)

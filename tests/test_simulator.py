@@ -99,6 +99,25 @@ def test_weights_that_travel_and_generators_that_look_now_and_then():
     assert beside.latency == pytest.approx(here.latency * (1 + 0.5 * beside.compute), rel=0.05)
 
 
+@pytest.mark.parametrize("knobs", [{}, {"stragglers": "partial"}, {"generators": 2, "publish_every": 2}, {"decode_steps": 1, "concurrency": 6}], ids=str)
+def test_a_generator_goes_from_look_to_look_as_a_driven_one_does(tmp_path, knobs):
+    "Eight steps between two looks, responses of twelve tokens, weights that take their time: rate, waiting and staleness are those of the driver with the same costs."
+    from rlbench.driver import Driver, drive, make_pools
+    from rlbench.fit import bare
+    from rlbench.forecasts import happened
+    from rlbench.ledger import create_run_folder, read_table
+
+    costs = {"decode": 0.01, "sequence": 0.0003, "prefill": 0.0, "train": 0.0015, "publish": 0.1, "score": 0.002, "scripted_length": 12.0, "scripted_tail": 0.5}
+    config = make_config({**PLAIN, "batch": 32, "concurrency": 24, "decode_steps": 8, "steps": 60, "tasks": {"name": "arithmetic"}, "max_tokens": 1000, **knobs, "virtual": costs})
+    folder = create_run_folder(tmp_path, "driven")
+    drive(Driver(folder, config, make_pools(config)))
+    steps = read_table(folder, "steps")
+    driven = happened(steps.filter((steps["version"] > 6) & (steps["version"] <= 52)))
+    world = World(tokens=Spread(12.0, 0.5), decode=Decode(0.01, 0.0003), looks=float(config.decode_steps), whole=True, one_verdict=True, train=0.0, train_token=0.0015, sync=0.05, pause=0.05, score=Spread(0.002))
+    told = summary(simulate(bare(config), world, until=52).steps, 6)
+    assert 60 * told.rate == pytest.approx(driven.rate, rel=0.06) and told.wait == pytest.approx(driven.wait, abs=0.06) and told.staleness == pytest.approx(driven.staleness, abs=0.2)
+
+
 def test_few_sandboxes_come_in_waves():
     "Quota 4 of 16, 10 seconds each: the last four begin after 30 seconds."
     config = make_config({**PLAIN, "group": 16, "batch": 16, "concurrency": 16, "steps": 1})
