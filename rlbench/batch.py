@@ -17,7 +17,7 @@ from .correction import alpha
 from .environment import FunctionFailed
 from .knobs import ingredients_of, supply
 from .objective import Objective
-from .records import Group, Rollout, Task, prompt_segment, response_segment, stream_key, uniforms
+from .records import Group, Rollout, SamplingMask, Task, prompt_segment, response_segment, stream_key, uniforms
 from .shaping import facts_of, shaped
 
 # %% ../nbs/34_batch.ipynb #batch-row
@@ -34,6 +34,7 @@ class Row:
     traces: Mapping[str, np.ndarray]
     reward: float
     advantage: float | None
+    sampling_mask: SamplingMask | None = None
 
 
 def row_of(rollout: Rollout, reward: float, advantage: float | None) -> Row | None:
@@ -46,10 +47,22 @@ def row_of(rollout: Rollout, reward: float, advantage: float | None) -> Row | No
     logprobs = [np.full(len(s), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in rollout.segments]
     sampler_T = np.where(mask_T, np.concatenate(logprobs), 0).astype(np.float32)
     _check_trainable(rollout, mask_T, sampler_T)
+    tokens_T, sampling_mask = np.concatenate([s.tokens for s in rollout.segments]), rollout.sampling_mask
+    if sampling_mask is not None:
+        _check_kept(rollout, tokens_T, sampling_mask)
+        sampling_mask = sampling_mask[:end]
     partial_T = np.concatenate([s.corrected for s in rollout.segments])
     versions_T = np.concatenate([np.zeros(len(s), np.int32) if s.versions is None else s.versions for s in rollout.segments])
-    tokens_T, traces = np.concatenate([s.tokens for s in rollout.segments]), {name: np.where(mask_T, trace, 0)[:end] for name, trace in rollout.traces}
-    return Row(rollout, tokens_T[:end], mask_T[:end], partial_T[:end], sampler_T[:end], versions_T[:end], traces, reward, advantage)
+    traces = {name: np.where(mask_T, trace, 0)[:end] for name, trace in rollout.traces}
+    return Row(rollout, tokens_T[:end], mask_T[:end], partial_T[:end], sampler_T[:end], versions_T[:end], traces, reward, advantage, sampling_mask)
+
+
+def _check_kept(rollout: Rollout, tokens_T: np.ndarray, mask: SamplingMask) -> None:
+    "Every token that was drawn has to be among those that were kept."
+    place_M = np.repeat(np.arange(len(mask)), mask.counts)
+    found_T = np.bincount(place_M[mask.ids == tokens_T[place_M]], minlength=len(mask))
+    if ((mask.counts > 0) & (found_T == 0)).any():
+        raise ValueError(f"rollout {rollout.id}: a token is not in its sampling mask (fault of the generator)")
 
 
 def _check_trainable(rollout: Rollout, mask_T: np.ndarray, sampler_T: np.ndarray) -> None:
@@ -88,6 +101,7 @@ class Arrays:
     teacher_RT: np.ndarray | None = None  # float32: under the teacher
     returns_RT: np.ndarray | None = None  # float32: what a critic is to predict
     values_RT: np.ndarray | None = None  # float32: what it predicted
+    masks_R: np.ndarray | None = None  # of SamplingMask or None: the tokens that could have been drawn; None if no row has one
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
     version: int = 0  # of the weights that the batch is trained on
@@ -102,6 +116,15 @@ def _stacked(rows: Sequence[Row], width: int, of: Callable[[Row], np.ndarray], f
         values_T = of(row)
         stacked[i, : len(values_T)] = values_T
     return stacked
+
+
+def _masks(masks: Sequence[SamplingMask | None]) -> np.ndarray | None:
+    "object [R]; None if no row has one."
+    if all(mask is None for mask in masks):
+        return None
+    found_R = np.empty(len(masks), object)
+    found_R[:] = masks
+    return found_R
 
 
 def lay_out(rows: Sequence[Row], pad: int = 0, shared: bool = False) -> Arrays:
@@ -125,6 +148,7 @@ def lay_out(rows: Sequence[Row], pad: int = 0, shared: bool = False) -> Arrays:
         rollouts_R=flat(lambda r: r.rollout.id, np.int64), groups_R=flat(lambda r: r.rollout.group, np.int64), sets_R=flat(lambda r: r.rollout.task.set, np.str_),
         replayed_R=np.zeros(len(rows), bool), shown_R=flat(lambda r: r.rollout.group < 0, bool),
         reference_RT=traces.get("reference"), teacher_RT=traces.get("teacher"),
+        masks_R=_masks([row.sampling_mask for row in rows]),
     )
 
 # %% ../nbs/34_batch.ipynb #batch-advantage
@@ -198,6 +222,7 @@ def joined(one: Arrays, other: Arrays, pad: int = 0) -> Arrays:
             wide = [np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=pad if f.name == "tokens_RT" else 0) for x in (a, b)]
             found[f.name] = np.concatenate(wide)[order]
         elif isinstance(a, np.ndarray):
+            b = np.full(len(other), None) if b is None else b
             found[f.name] = np.concatenate([a, b])[order]
     return replace(one, **found)
 

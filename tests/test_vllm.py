@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from rlbench.ledger import read_table
+from rlbench.mismatch import ARMS, bench_mismatch
 from rlbench.run import run
 
 pytestmark = pytest.mark.usefixtures("avx512f")
@@ -60,3 +61,9 @@ def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
     fresh = r.steps.filter(pl.col("lag_max") == 0)
     assert len(fresh) and (fresh["logprob_diff_max"] < 2e-3).all(), "what is served is not what is trained"
     assert (r.steps["update_norm"] > 0).all()
+
+
+def test_the_control_stays_at_rounding_under_top_p(tmp_path):
+    "vLLM hands over the tokens that top_p left, and the trainer divides by the same ones."
+    done = bench_mismatch(tmp_path, 3, ("vllm",), {"control": ARMS["control"] | {"batch": 64}}, top_p=0.8)
+    assert done.arms[0].worst < 1e-3 and done.control_mean_diff["vllm"] < 1e-5
