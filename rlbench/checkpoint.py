@@ -29,6 +29,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from .config import RunConfig, captured_functions, make_config
+from .digest import Digest
 from .ledger import count_rows, read_json, write_json
 from .records import Group
 from .state import LoopState
@@ -131,6 +132,7 @@ class Manifest:
     model: str
     made: float
     schema: int = CHECKPOINT_SCHEMA
+    weights: str = ""  # hash of the policy's weights
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,8 @@ def load_checkpoint(folder: str | Path, extra: Mapping | None = None) -> Checkpo
     try:
         data, arrays = read_json(folder / STATE), load_file(folder / ROLLOUTS)
         state = unpack(LoopState, data["state"], arrays, known)
+        if "digest" in data["state"]:  # an older rlbench: its digest is the first part of today's
+            state.traced = Digest(data["state"]["digest"])
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"checkpoint: {folder.name} cannot be read ({type(error).__name__}: {error}); take the one before") from error
     return Checkpoint(folder, manifest, state, data["kept"], arrays)
@@ -288,11 +292,12 @@ ROOM = 16_000_000  # bytes that stay free beside a checkpoint, for the tables
 CRITIC = "critic.safetensors"
 
 
-def write_trainer(folder: str | Path, trainer) -> None:
-    "Write a `Trainer` with its model into a folder. OSError if there is no room; nothing is written then."
+def write_trainer(folder: str | Path, trainer) -> str:
+    "Write a `Trainer` with its model into a folder; the hash of the weights. OSError if there is no room; nothing is written then."
     import torch
     from safetensors.torch import save_file as save
 
+    from rlbench.publish import hash_weights
     from rlbench.ranks import whole_weights
 
     folder, told = Path(folder), trainer.state_dict()
@@ -312,6 +317,7 @@ def write_trainer(folder: str | Path, trainer) -> None:
     legacy = {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
     _write_groups(folder, trainer.beside.replay.groups)
     write_json(folder / "trainer.json", {"steps": told["steps"], "memory": told["memory"], "groups": told["optimizer"]["param_groups"], "python": python, "numpy": legacy, **critic[1]})
+    return hash_weights(files["weights.safetensors"])
 
 
 def _write_groups(folder: Path, groups: list[Group]) -> None:

@@ -12,12 +12,13 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import CHECKPOINTS, load_checkpoint
 from .config import RunConfig, captured_functions, load_config, presets, read_config, to_toml
+from .digest import PartCheck, compare_traces, is_same_run, known_parts, read_trace
 from .ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
 from .lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, standing, write_family, write_script
 from .loop import VERBS
@@ -80,13 +81,13 @@ def prepare_replay(folder: Path, name: str, runs: Path | None = None, anyway: bo
     if begins:
         shutil.copytree(folder / CHECKPOINTS / begins, made / CHECKPOINTS / begins)
     write_script(made, journal_of(folder, by, status.version))
-    write_family(made, folder, Family("", "replay", family.at if begins else 0, {}, status.digest, begins))
+    write_family(made, folder, Family("", "replay", family.at if begins else 0, {}, status.digest, begins, known_parts(status.digest, status.parts)))
     return made
 
 # %% ../nbs/75_replay.ipynb #replay-verdict
 @dataclass(frozen=True)
 class Verdict:
-    "Two digests beside each other. `equal` is None while the replay runs; `others`: what about machine and packages differs."
+    "Two digests beside each other, and each part of them. `equal` is None while the replay runs; `others`: what about machine and packages differs."
     original: str
     replay: str
     expected: str
@@ -94,9 +95,11 @@ class Verdict:
     version: int
     equal: bool | None
     others: tuple[str, ...] = ()
+    checks: tuple[PartCheck, ...] = ()
 
     def __str__(self) -> str:
         said = {True: "equal", False: "NOT equal", None: f"running, version {self.version}"}[self.equal]
+        said += "".join(f"\n{check}" for check in self.checks if self.equal is not None)
         more = f"\nnot the same here: {'; '.join(self.others)}" if self.others and self.equal is False else ""
         return f"{self.original:<24} {self.expected}\n{self.replay:<24} {self.digest}\n{said}{more}"
 
@@ -114,9 +117,13 @@ def verdict(folder: Path, original: Path) -> Verdict:
     if family is None or family.how != "replay":
         raise ValueError(f"replay: {folder.name!r} is no replay; make one with rlbench replay {folder.name}")
     over = state_of(status) in (*ENDED, "dead")
-    digest = status.digest if status else ""
-    equal = digest == family.digest if over else None
-    return Verdict(original.name, folder.name, family.digest, digest, status.version if status else 0, equal, other_makings(original, folder))
+    digest, version = (status.digest, status.version) if status else ("", 0)
+    checks, equal = (), None
+    if over:
+        expected = replace(read_trace(original), parts=family.parts or known_parts(family.digest, {}))
+        checks = compare_traces(expected, read_trace(folder))
+        equal = is_same_run(checks)
+    return Verdict(original.name, folder.name, family.digest, digest, version, equal, other_makings(original, folder), checks)
 
 # %% ../nbs/75_replay.ipynb #replay-base
 def differing_fields(config: RunConfig, base: RunConfig) -> dict[str, object]:
