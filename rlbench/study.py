@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .ablation import Difference, number
+from .ablation import Difference, dark_in_words, number
 from .advantage import informative
 from .capacity import machine
 from .delay import by_trainer, respond, snapshot, solve_rate
@@ -302,19 +302,19 @@ def bench_study(study: str, folder: str | Path = "bench-study", seeds: int = STU
 
 # %% ../nbs/84_study.ipynb #study-show
 def differences(title: str, found: Sequence[Difference], label: str, nulls: Sequence[str] = (), unit: str = "") -> Chart:
-    "The differences of arms to what they were compared with, a faint dot per seed. `nulls`: arms that must not differ."
-    role = lambda d: "grey" if d.arm in nulls or d.none else "blue" if d.clear else "sky"
+    "The differences of arms to what they were compared with, a faint dot per seed; `adjust_differences` first where there are several. `nulls`: arms that must not differ."
+    role = lambda d: "grey" if d.arm in nulls or d.none else "blue" if d.significant else "sky"
     series = Intervals(tuple(d.arm for d in found), tuple(d.mean for d in found), tuple(d.low for d in found), tuple(d.high for d in found), tuple(map(role, found)), tuple(d.points for d in found),
                        tuple("exactly 0" if d.none else number(d.mean, True) for d in found))
-    return Chart(title, (series,), "95 % bootstrap interval over pairs, a faint dot per seed; dark: it leaves out 0; grey: must hold it", x_label=label, x_unit=unit, marks=(Mark(0.0, "no difference"),))
+    return Chart(title, (series,), f"95 % interval over pairs, a faint dot per seed; {dark_in_words(found)}; grey: must hold 0", x_label=label, x_unit=unit, marks=(Mark(0.0, "no difference"),))
 
 
 def differences_table(found: Sequence[Difference], digits: int = 4) -> "pl.DataFrame":
-    "A row per difference: the arm, what it is compared with, both means, the mean difference with its interval, pairs."
+    "A row per difference: the arm, what it is compared with, both means, the mean difference with its interval, Holm's p, pairs."
     import polars as pl
 
     return pl.DataFrame([{"arm": d.arm, "mean": round(d.value, digits), "against": d.against, "its mean": round(d.base, digits), "difference": round(d.mean, digits),
-                          "95 % from": round(d.low, digits), "to": round(d.high, digits), "pairs": len(d.points)} for d in found])
+                          "95 % from": round(d.low, digits), "to": round(d.high, digits), "Holm's p": float(f"{d.adjusted:.2g}"), "pairs": len(d.points)} for d in found])
 
 
 def averaged(name: str, x: Sequence[float], rows: Sequence[Sequence[float]], role: str = "blue", dash: str = "", whiskers: bool = False) -> Line:
