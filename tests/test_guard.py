@@ -61,7 +61,7 @@ def test_a_guard_pauses_turns_and_stops_a_live_run(tmp_path, room, monkeypatch):
     assert (pause["knob"], pause["status"], pause["reason"]) == ("pause", "applied", "version 3 at version 3")
     held = until(lambda: run.status.version if run.status.version in (3, 4) else 0)
     (watched,) = [g for g in run.guards if g.id == asked]
-    assert (watched.fired, watched.armed) == (3, False) and len(run.guards) == 6
+    assert (watched.fired, watched.armed) == (3, False) and len(run.guards) == 11
     time.sleep(1.0)
     assert run.status.version <= held + 1 and run.state == "paused"  # a batch that had begun is finished, and no other
 
@@ -235,7 +235,7 @@ def test_a_notebook_becomes_a_reward(tmp_path):
     listed = cli(tmp_path, "guard", "mine")
     assert "version > 1" in listed and "loss is nan" in listed and "still true" in listed
     assert told(tmp_path, "guard", "mine", "--remove", "loss is nan")["commands"][0]["status"] == "applied"
-    assert "did you mean" in cli(tmp_path, "guard", "mine", "entrpy < 1", "pause", code=2) and len(told(tmp_path, "guard", "mine")["guards"]) == 5
+    assert "did you mean" in cli(tmp_path, "guard", "mine", "entrpy < 1", "pause", code=2) and len(told(tmp_path, "guard", "mine")["guards"]) == 10
     watching = subprocess.Popen([sys.executable, "-m", "rlbench.cli", "attach", "mine", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     run.stop()
     out, _ = watching.communicate(timeout=60)
