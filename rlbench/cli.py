@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'WaitOption', 'Tuning', 'Seen', 'Until', 'Skip', 'Device', 'benches',
-           'FolderOption', 'friendly', 'plain', 'emit', 'clock', 'left', 'held_out', 'share', 'progress_rows',
-           'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'family_order', 'ls',
-           'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
-           'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'report', 'digest', 'rm',
-           'sandbox_doctor', 'doctor', 'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command',
-           'drill_command', 'part_of', 'card_command', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
-           'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
-           'reward_model_command', 'engine', 'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'sandbox',
-           'environment', 'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers',
-           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
+           'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'clock', 'left', 'held_out', 'share',
+           'progress_rows', 'progress_block', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts',
+           'family_order', 'unreadable', 'ls', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command',
+           'resume', 'guard_command', 'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample',
+           'export', 'copy_policy', 'report', 'digest', 'check_removable', 'rm', 'sandbox_doctor', 'doctor',
+           'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
+           'card_command', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
+           'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
+           'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'sandbox', 'environment', 'delay', 'study',
+           'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench',
+           'process_bench', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import json
@@ -22,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -31,15 +33,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from .accounts import turns_text
 from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
+from .digest import compare_traces, read_trace
 from .ledger import ENDED, Status
 from .report import preflight_in_words, summary, write_report
 from .run import Run, attach, list_runs, run
 from .sinks import SINKS, export_run, writes_itself
+from .untrusted import make_json_visible, make_visible
 from .user_module import export_notebook
 
 # %% ../nbs/91_cli.ipynb #cli-errors
@@ -55,7 +60,7 @@ def friendly():
         yield
     except (ValueError, OSError, KeyError) as error:
         message = error.args[1] + f" ({error.filename})" if isinstance(error, OSError) and len(error.args) > 1 else str(error)
-        Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
+        Screen(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
         raise typer.Exit(2) from None
 
 
@@ -74,7 +79,24 @@ def plain(value):
 
 def emit(value) -> None:
     "One JSON object, last on standard output."
-    print(json.dumps(plain(value), ensure_ascii=False))
+    print(make_json_visible(json.dumps(plain(value), ensure_ascii=False)))
+
+
+def put(*values, sep: str = " ", **where) -> None:
+    "Print; what a terminal would obey is made visible, since much of it was written by a model or a colleague."
+    print(make_visible(sep.join(map(str, values))), **where)
+
+
+class Screen(Console):
+    "A console for texts of others: control characters in them are made visible, and brackets are no markup."
+
+    def __init__(self, **options):
+        super().__init__(**{"markup": False, **options})
+
+    def render(self, renderable, options=None):
+        "The segments of something to print."
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(make_visible(segment.text), segment.style)
 
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="a name under the runs folder, or a path")]
@@ -83,9 +105,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object, last 
 app = _app()
 
 # %% ../nbs/91_cli.ipynb #cli-facts
-def clock(seconds: float) -> str:
-    "Minutes and seconds."
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+def clock(seconds: float | None) -> str:
+    "Minutes and seconds; a dash where there are none."
+    return "-" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def left(r: Run, steps, status: Status) -> float | None:
@@ -270,7 +292,7 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training and closes the books."
-    console = Console(stderr=as_json)
+    console = Screen(stderr=as_json)
     if dry_run or on:
         return _dry_run(source, set_, dry_run, on or [], as_json)
     with friendly():
@@ -300,7 +322,7 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
 
         config = load_config(source, dict(map(parse_assignment, set_ or [])))
         plan, told = memory_plan(config, on=on), [note.text for note in notes_on(config)]
-    emit({**plan_facts(plan), "notes": told}) if as_json else print("\n".join([str(plan), *(f"note: {words}" for words in told)]))
+    emit({**plan_facts(plan), "notes": told}) if as_json else put("\n".join([str(plan), *(f"note: {words}" for words in told)]))
     raise typer.Exit(int(not plan.fits))
 
 
@@ -335,19 +357,30 @@ def family_order(found: list[Run]) -> list[tuple[Run, int]]:
 
     return below("", 0)
 
+# %% ../nbs/91_cli.ipynb #cli-ls
+def unreadable(r: Run) -> str:
+    "Why the files of a run cannot be read, in a line; empty if they can. One such run must not hide the others."
+    try:
+        r.family, r.status, held_out(r)
+    except (ValueError, TypeError, OSError) as error:
+        return (str(error) or type(error).__name__).partition("\n")[0]
+    return ""
+
 
 @app.command()
 def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
     "List runs: state, version, held-out solve rate, tokens."
-    found = [(r, r.status, held_out(r)) for r, _ in family_order(list_runs(runs))]
-    depth = {r.name: level for r, level in family_order([r for r, _, _ in found])}
+    there = list_runs(runs)
+    broken = {r.name: reason for r in there if (reason := unreadable(r))}
+    ordered = family_order([r for r in there if r.name not in broken])
+    found, depth = [(r, r.status, held_out(r)) for r, _ in ordered], {r.name: level for r, level in ordered}
     if as_json:
         return emit(
             {
                 "runs": [
                     {"run": r.name, "state": r.state, "version": s.version if s else 0, "solve_rate": e["avg"][-1] if len(e) else None, "family": r.family}
                     for r, s, e in found
-                ]
+                ] + [{"run": name, "state": "unreadable", "reason": reason} for name, reason in broken.items()]
             }
         )
     table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -357,7 +390,9 @@ def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
         rate = f"{e['avg'][0]:.2f} → {e['avg'][-1]:.2f}" if len(e) else "-"
         name = "  " * (depth[r.name] - 1) + "└ " * bool(depth[r.name]) + r.name
         table.add_row(name, r.state, str(s.version if s else 0), rate, f"{s.tokens:,}" if s else "-", clock(s.seconds) if s else "-", *[str(r.family)] * bool(r.family))
-    Console().print(table if found else f"no runs in {runs}/ yet; start one with: rlbench run tiny")
+    for name in broken:
+        table.add_row(name, "unreadable")
+    Screen().print(table if there else f"no runs in {runs}/ yet; start one with: rlbench run tiny")
 
 # %% ../nbs/91_cli.ipynb #cli-show-verb
 @app.command()
@@ -367,7 +402,7 @@ def show(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) 
         r = attach(name, runs=runs)
     if as_json:
         return emit(facts(r))
-    console = Console()
+    console = Screen()
     if r.state in (*ENDED, "dead"):
         outcome(r, console)
     elif r.status is not None:
@@ -394,11 +429,16 @@ def log(
         return emit({"commands": commands.to_dicts(), "log": text})
     for c in commands.iter_rows(named=True):
         what = (f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]) + (f" over {c['over']}" if c["over"] else "")
-        print(
+        put(_on_one_line(
             f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}"
             + (f": {c['reason']}" if c["reason"] else "")
-        )
-    print("\n".join(text) or "(nothing else in run.log)")
+        ))
+    put("\n".join(text) or "(nothing else in run.log)")
+
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\n", "\u240a")
 
 # %% ../nbs/91_cli.ipynb #cli-steer
 def outcome_of(r: Run, ids: list[str], seconds: float) -> list[dict]:
@@ -418,13 +458,13 @@ def tell(name: str, runs: str, as_json: bool, ask: Callable[[Run], list[str]], s
         ids = [each for each in ask(r) if each]
     rows = outcome_of(r, ids, seconds)
     if not ids and not as_json:
-        print(f"{r.name}: {r.state}: {r.status.reason}")
+        put(f"{r.name}: {r.state}: {r.status.reason}")
     if as_json:
         emit({"commands": rows, "waiting": len(ids) - len(rows)})
     for row in rows if not as_json else []:
-        print(f"{row['knob']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
+        put(f"{row['knob']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
     if len(rows) < len(ids) and not as_json:
-        print(f"asked; not in force yet. rlbench log {r.name} says when it is")
+        put(f"asked; not in force yet. rlbench log {r.name} says when it is")
     if any(row["status"] == "refused" for row in rows):
         raise typer.Exit(2)
 
@@ -489,7 +529,7 @@ def checkpoint_command(
     saved = r.folder / "checkpoints" / new[-1] if new else None
     if as_json:
         return emit({"checkpoint": saved})
-    print(f"saved: {saved}" if saved else f"asked; not written yet. rlbench log {r.name} says if it could not be")
+    put(f"saved: {saved}" if saved else f"asked; not written yet. rlbench log {r.name} says if it could not be")
 
 
 @app.command()
@@ -502,7 +542,7 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
-    console = Console(stderr=as_json)
+    console = Screen(stderr=as_json)
     with friendly():
         r = attach(name, runs=runs)
         r.resume(dict(map(parse_assignment, set_ or [])))
@@ -542,7 +582,7 @@ def guard_command(
         table.add_column(column)
     for g in watched:
         table.add_row(Text(g.when), Text(g.do), f"version {g.fired}" if g.fired >= 0 else "never", "armed" if g.armed else "still true")
-    Console().print(table if watched else "nothing is watched")
+    Screen().print(table if watched else "nothing is watched")
 
 # %% ../nbs/91_cli.ipynb #cli-knobs
 def knob_rows(r: Run) -> list[dict]:
@@ -576,9 +616,9 @@ def knobs_command(
             return _apply_knobs(r, apply, author, seconds, as_json)
         if save:
             path = r.save_knobs(save)
-            return emit({"saved": path}) if as_json else print(path)
+            return emit({"saved": path}) if as_json else put(path)
         rows = knob_rows(r)
-    emit({"knobs": rows}) if as_json else Console().print(_knob_table(rows))
+    emit({"knobs": rows}) if as_json else Screen().print(_knob_table(rows))
 
 # %% ../nbs/91_cli.ipynb #cli-knobs-table
 def _apply_knobs(r: Run, name: str, author: str, seconds: float, as_json: bool) -> None:
@@ -587,9 +627,9 @@ def _apply_knobs(r: Run, name: str, author: str, seconds: float, as_json: bool) 
     if as_json:
         emit({"commands": rows, "waiting": len(done.sent) - len(rows), "refused": done.refused})
     else:
-        print(done)
+        put(done)
         for row in rows:
-            print(f"{row['knob']} = {row['value']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
+            put(f"{row['knob']} = {row['value']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
     if done.refused or any(row["status"] == "refused" for row in rows):
         raise typer.Exit(2)
 
@@ -621,11 +661,12 @@ def attach_command(
     as_json: JsonOption = False,
 ) -> None:
     "Watch a run that is already going, until it ends. Ctrl-C leaves it alone."
-    console = Console(stderr=as_json)
+    console = Screen(stderr=as_json)
     with friendly():
         r = attach(name, runs=runs)
     try:
-        _show(r, console, quiet)
+        with friendly():
+            _show(r, console, quiet)
     except KeyboardInterrupt:
         console.print(f"left alone; look with: rlbench show {r.name}")
     state = r.state
@@ -665,15 +706,15 @@ def eval_command(
     if as_json:
         return emit({"evals": rows})
     for e in rows:
-        print(
+        put(
             f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, mean length {e['length_mean']:.1f}"
         )
         if e["k"] > 1:
-            print(f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})")
+            put(f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})")
         if turns_text(e):
-            print(f"  by turn: {turns_text(e)}")
+            put(f"  by turn: {turns_text(e)}")
     if not rows:
-        print("no answer yet; rlbench show says when it is there")
+        put("no answer yet; rlbench show says when it is there")
 
 # %% ../nbs/91_cli.ipynb #cli-sample
 @app.command()
@@ -691,7 +732,7 @@ def sample(
 
     with friendly():
         texts = respond(_policy(attach(name, runs=runs)), prompt, n, temperature, seed)
-    emit({"prompt": prompt, "responses": texts}) if as_json else print("\n".join(prompt + text for text in texts))
+    emit({"prompt": prompt, "responses": texts}) if as_json else put("\n".join(prompt + text for text in texts))
 
 # %% ../nbs/91_cli.ipynb #cli-export
 @app.command()
@@ -711,22 +752,30 @@ def export(
         r = attach(name, runs=runs)
         if script:
             path = r.export_script(folder)
-            return emit({"script": path}) if as_json else print(path)
+            return emit({"script": path}) if as_json else put(path)
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
             raise ValueError(f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}")
-        shutil.copytree(_policy(r).model, folder)
-    emit({"policy": folder}) if as_json else print(folder)
+        copy_policy(Path(_policy(r).model), folder)
+    emit({"policy": folder}) if as_json else put(folder)
+
+
+def copy_policy(policy: Path, folder: Path) -> None:
+    "Copy a policy's folder. ValueError for a link in it, or anything else that is no file: what it leads to would travel along. FileExistsError if there is something."
+    for path in (policy, *policy.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise ValueError(f"policy: {path} is no plain file, and no run writes such; look what it is, then remove it")
+    shutil.copytree(policy, folder)
 
 
 def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
     module = export_notebook(notebook, folder)
     if as_json:
         return emit(module)
-    print(f"{module.path}  {module.hash}")
+    put(f"{module.path}  {module.hash}")
     for function in module.functions:
-        print(f'  {function}: name it in a configuration as {{name = "{function}", source = "{module.path}"}}')
+        put(f'  {function}: name it in a configuration as {{name = "{function}", source = "{module.path}"}}')
 
 
 def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
@@ -738,7 +787,7 @@ def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: boo
         raise typer.Exit(130) from None
     if as_json:
         return emit({"to": to, "rows": told.rows, "look": told.look})
-    print(f"{r.name}: {', '.join(f'{count} {table}' for table, count in told.rows.items())}; look with: {told.look}")
+    put(f"{r.name}: {', '.join(f'{count} {table}' for table, count in told.rows.items())}; look with: {told.look}")
 
 # %% ../nbs/91_cli.ipynb #cli-rest
 @app.command()
@@ -746,16 +795,38 @@ def report(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False
     "Write the report page of a run."
     with friendly():
         path = write_report(attach(name, runs=runs).folder)
-    emit({"report": path}) if as_json else print(path)
+    emit({"report": path}) if as_json else put(path)
 
 
 @app.command()
-def digest(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
-    "The digest of what was trained and which commands took effect. Equal digests: equal runs."
+def digest(
+    name: RunName,
+    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="another run: exit status 1 if a part differs")] = "",
+    runs: RunsOption = "runs",
+    as_json: JsonOption = False,
+) -> None:
+    """What was trained and evaluated, which commands took effect and the weights at the end, as one hash: equal
+    digests, equal runs. With another run: which parts are equal."""
     with friendly():
-        r = attach(name, runs=runs)
-    value = r.status.digest if r.status else ""
-    emit({"run": r.name, "digest": value, "version": r.status.version if r.status else 0}) if as_json else print(value)
+        found = [attach(each, runs=runs) for each in (name, other) if each]
+        traces = [read_trace(each.folder) for each in found]
+    checks = compare_traces(*traces) if other else ()
+    versions = [each.status.version if each.status else 0 for each in found]
+    told = [{"run": trace.run, "digest": trace.whole, "version": version, "parts": trace.parts, "weights": trace.weights} for trace, version in zip(traces, versions)]
+    if as_json:
+        emit({**told[0], **({"other": told[1], "checks": checks} if other else {})})
+    else:
+        put(*(trace.whole for trace in traces), *checks, sep="\n")
+    raise typer.Exit(int(any(check.equal is False for check in checks)))
+
+# %% ../nbs/91_cli.ipynb #cli-rm
+def check_removable(folder: Path) -> None:
+    "ValueError for what is no run folder, though it has a config.toml, and for a link to one."
+    if folder.is_symlink():
+        raise ValueError(f"run: {folder} is a link to {folder.resolve()}; remove that run by its own name, and the link by hand")
+    missing = [part for part in ("ledger", "commands", "status.json") if not (folder / part).exists()]
+    if missing:
+        raise ValueError(f"run: {folder} has a config.toml and no {missing[0]}, so it is no run's folder; remove it by hand")
 
 
 @app.command()
@@ -770,10 +841,12 @@ def rm(
         r = attach(name, runs=runs)
         if r.state not in (*ENDED, "dead"):
             raise ValueError(f"run: {r.name!r} is {r.state}; stop it first: rlbench stop {r.name}")
+        check_removable(r.folder)
     if not yes and not typer.confirm(f"remove {r.folder} with everything in it?"):
         raise typer.Exit(1)
-    shutil.rmtree(r.folder)
-    emit({"removed": r.folder}) if as_json else print(f"removed {r.folder}")
+    with friendly():
+        shutil.rmtree(r.folder.resolve())
+    emit({"removed": r.folder}) if as_json else put(f"removed {r.folder}")
 
 # %% ../nbs/91_cli.ipynb #cli-doctor
 def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
@@ -786,7 +859,7 @@ def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
             raise ValueError(f"--target: {target}; give the number of sandboxes at a time, 1 or more")
         found = preflight(PoolSpec(**spec), target)
     levels = {name: [{**asdict(level), "per_second": level.per_second} for level in getattr(found, name)] for name in ("programs", "sandboxes")}
-    emit({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}) if as_json else print(found)
+    emit({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}) if as_json else put(found)
     raise typer.Exit(int(not found.ok))
 
 
@@ -812,9 +885,9 @@ def doctor(
         with friendly():
             r = attach(against, runs=runs)
             found = since(r.folder)
-        return emit({"run": r.name, "changes": found}) if as_json else print(changes_text(found, r.name))
+        return emit({"run": r.name, "changes": found}) if as_json else put(changes_text(found, r.name))
     found = checks()
-    emit({"checks": found, "ok": healthy(found)}) if as_json else print(*found, sep="\n")
+    emit({"checks": found, "ok": healthy(found)}) if as_json else put(*found, sep="\n")
     raise typer.Exit(int(not healthy(found)))
 
 # %% ../nbs/91_cli.ipynb #cli-plan
@@ -849,7 +922,7 @@ def _check_plans(only: list[str], as_json: bool) -> None:
         for name in only:
             if name not in ROWS:
                 raise unknown("--only", name, ROWS)
-    rows = check(Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print, only)
+    rows = check(Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print, only)
     failed = [row.id for row in rows if not row.ok]
     if as_json:
         emit({"ok": not failed, "rows": rows})
@@ -859,8 +932,8 @@ def _check_plans(only: list[str], as_json: bool) -> None:
             table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(row.id, Text("ok" if row.ok else "NO", style="" if row.ok else "bold red"), row.expected, row.got)
-        Console().print(table)
-        print(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
+        Screen().print(table)
+        put(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
     raise typer.Exit(int(bool(failed)))
 
 # %% ../nbs/91_cli.ipynb #cli-plan-verb
@@ -883,16 +956,16 @@ def plan_command(
     if checked:
         return _check_plans(only, as_json)
     if list_fields:
-        return emit({"fields": plan_fields()}) if as_json else print(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
+        return emit({"fields": plan_fields()}) if as_json else put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
     if not source:
         known = plans()
-        return emit({"plans": known}) if as_json else print("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists"]))
-    with friendly(), Console(stderr=True).status("" if form_only else "simulating") as status:
+        return emit({"plans": known}) if as_json else put("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists"]))
+    with friendly(), Screen(stderr=True).status("" if form_only else "simulating") as status:
         def told(what: str, version: int, last: int) -> None:
             status.update(f"simulating {what}: version {version} of {last}")
 
         found = plan(source, dict(map(parse_assignment, set_ or [])), tables or None, not form_only, seed, told)
-    emit(plan_facts(found)) if as_json else print_plan(found, Console())
+    emit(plan_facts(found)) if as_json else print_plan(found, Screen())
 
 # %% ../nbs/91_cli.ipynb #cli-regrade
 @app.command("regrade")
@@ -921,7 +994,7 @@ def regrade_command(
         finally:
             pool.close()
     rows = [{"rollout": a.rollout, "try": a.try_, "task": a.task, "score": a.first.score, "now": a.second.score, "change": a.change, "lost": a.lost} for a in found.rows]
-    emit({"run": found.run, "verdicts": found.verdicts, "same": found.same, "other": found.other, "lost": found.lost, "tiers": found.tiers, "rows": rows}) if as_json else print(found)
+    emit({"run": found.run, "verdicts": found.verdicts, "same": found.same, "other": found.other, "lost": found.lost, "tiers": found.tiers, "rows": rows}) if as_json else put(found)
     raise typer.Exit(int(bool(found.other or found.lost)))
 
 # %% ../nbs/91_cli.ipynb #cli-why
@@ -930,7 +1003,7 @@ def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = 
     "What limits a run now, with evidence and remedy."
     with friendly():
         found = attach(name, runs=runs).why()
-    emit(found.plain()) if as_json else Console().print(Text(str(found)))
+    emit(found.plain()) if as_json else Screen().print(Text(str(found)))
 
 # %% ../nbs/91_cli.ipynb #cli-drill
 @app.command("drill")
@@ -944,7 +1017,7 @@ def drill_command(
     "Inject faults into a live run, and look for the stated reaction; exit status 1 if one failed. Ctrl-C undoes what was injected."
     from rlbench.drill import listed, series
 
-    console, last, told, stopped = Console(stderr=True, soft_wrap=True, highlight=False, markup=False), {}, [], False
+    console, last, told, stopped = Screen(stderr=True, soft_wrap=True, highlight=False, markup=False), {}, [], False
 
     def say(which: str, state: str, text: str) -> None:
         if last.get(which) != state:
@@ -955,7 +1028,7 @@ def drill_command(
         folder = attach(name, runs=runs).folder
         if list_:
             found = [{"drill": each.name, "does": each.does, "reaction": each.reaction, "within_s": each.within, "refused": why} for each, why in listed(folder, names or ())]
-            return emit({"run": name, "drills": found}) if as_json else print("\n".join(f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}" for each in found))
+            return emit({"run": name, "drills": found}) if as_json else put("\n".join(f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}" for each in found))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for each in series(folder, names or (), say):
@@ -967,7 +1040,7 @@ def drill_command(
     if as_json:
         emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told})
     elif told:
-        print("\n".join(map(str, told)))
+        put("\n".join(map(str, told)))
     raise typer.Exit(130 if stopped else int(bool(failed)))
 
 # %% ../nbs/91_cli.ipynb #cli-card
@@ -1013,7 +1086,7 @@ def card_command(
         shown = card.compare(loss=part_of(against, "--against")) if against else card
         judged = tests_of(r.folder, rollout, attempt)
     told = "" if judged is None else "\n" + tests_text(judged)
-    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts(), "tests": judged}) if as_json else print(shown.text(most=tokens) + told)
+    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts(), "tests": judged}) if as_json else put(shown.text(most=tokens) + told)
 
 # %% ../nbs/91_cli.ipynb #cli-fork
 @app.command("fork")
@@ -1028,7 +1101,7 @@ def fork_command(
     as_json: JsonOption = False,
 ) -> None:
     "Go on from a checkpoint of a run as a run of its own, with something changed."
-    console = Console(stderr=as_json)
+    console = Screen(stderr=as_json)
     with friendly():
         child = attach(name, runs=runs).fork(at, new, **dict(map(parse_assignment, set_ or [])))
     console.print(f"{child.folder}: {child.family}", highlight=False, soft_wrap=True)
@@ -1051,13 +1124,13 @@ def replay_command(
     as_json: JsonOption = False,
 ) -> None:
     "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
-    console = Console(stderr=as_json)
+    console = Screen(stderr=as_json)
     with friendly():
         again = attach(name, runs=runs).replay(new, anyway)
     follow(again.run, console, quiet)
     with friendly():
         told = again.verdict
-    emit({**plain(told), "folder": again.run.folder}) if as_json else print(told)
+    emit({**plain(told), "folder": again.run.folder}) if as_json else put(told)
     raise typer.Exit(int(not told.equal))
 
 # %% ../nbs/91_cli.ipynb #cli-compare
@@ -1075,7 +1148,7 @@ def compare_command(
     if as_json:
         differ = [{"field": d.field, "values": {each.name: value for each, value in zip(found.compared, d.values, strict=True)}} for d in found.differences]
         return emit({"runs": found.endings, "differences": differ, "cautions": found.cautions})
-    console = Console()
+    console = Screen()
     for caution in found.cautions:
         console.print(Text(caution, style="yellow"), soft_wrap=True)
     for title, rows in (("end figures", end_rows(found.endings)), ("what was different", [(d.field, d.values) for d in found.differences])):
@@ -1122,7 +1195,7 @@ def ablate_command(
             raise ValueError(f"{min(twice)}: is an axis and is set for all arms; give it once")
         try:
             found = ablate(source, seeds=seeds, measure=asked, knobs={**fixed, **grid}, folder=folder, null=not no_null,
-                           say=Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+                           say=Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         where = ablation_page(found, page) if page else None
@@ -1130,7 +1203,7 @@ def ablate_command(
         emit({"measure": asked, "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds}, "base": found.arms[0].label, "differences": found.differences, "cautions": found.cautions,
               "table": found.table().to_dicts(), "page": where})
     else:
-        print(found, *([where] if where else []), sep="\n")
+        put(found, *([where] if where else []), sep="\n")
     raise typer.Exit(int(bool(found.null) and not found.null.holds))
 
 # %% ../nbs/91_cli.ipynb #cli-serve
@@ -1148,7 +1221,7 @@ def serve_command(
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with friendly():
-        serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: print(line, flush=True))
+        serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: put(line, flush=True))
 
 # %% ../nbs/91_cli.ipynb #cli-chain
 Tuning = Annotated[float, typer.Option("--learning-rate", help="peak of it; 1e-5 suits a model of a billion weights")]
@@ -1160,7 +1233,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 
 def _said() -> Callable[[str], None]:
     "Progress, beside the result."
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+    return Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print
 
 
 def _task_set(text: str) -> str | dict:
@@ -1183,7 +1256,7 @@ def demonstrations_command(
 
     with friendly():
         made = make_demonstrations(_task_set(tasks), out, count, written, slips, seed)
-    emit({"file": out, "demonstrations": len(made)}) if as_json else print(f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER")
+    emit({"file": out, "demonstrations": len(made)}) if as_json else put(f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER")
 
 # %% ../nbs/91_cli.ipynb #cli-sft
 @app.command("sft")
@@ -1214,7 +1287,7 @@ def sft_command(
     with friendly():
         settings = FitSettings(learning_rate, epochs, batch, held_out=held_out, seed=seed)
         told = sft(source, out, model, settings, rejection, per_task, pick, last, until, _task_set(exam), "skip" if skip_unusable else "refuse", device, runs, _said())
-    emit(told) if as_json else print(tuned_text(told))
+    emit(told) if as_json else put(tuned_text(told))
 
 # %% ../nbs/91_cli.ipynb #cli-pairs
 @app.command("pairs")
@@ -1241,7 +1314,7 @@ def pairs_command(
             raise ValueError("judge: give both --judge-url and --judge-model")
         judge = Endpoint(judge_url, judge_model, judge_key) if judge_url else None
         told = make_pairs(sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said())
-    emit(told) if as_json else print(collected_text(told))
+    emit(told) if as_json else put(collected_text(told))
 
 # %% ../nbs/91_cli.ipynb #cli-reward-model
 @app.command("reward-model")
@@ -1267,15 +1340,15 @@ def reward_model_command(
     with friendly():
         settings = FitSettings(learning_rate, epochs, batch, held_out=held_out, seed=seed)
         told = reward_model(pairs, out, model, settings, center, most, "skip" if skip_unusable else "refuse", device, _said())
-    emit(told) if as_json else print(rewarding_text(told))
+    emit(told) if as_json else put(rewarding_text(told))
 
 # %% ../nbs/91_cli.ipynb #cli-bench
 def _measure(measure: Callable, as_json: bool) -> None:
     "Run a bench with its progress on standard error; what it started ends with it."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with friendly():
-        result = measure(say=Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
-    emit(result) if as_json else print(result)
+        result = measure(say=Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+    emit(result) if as_json else put(result)
 
 
 benches = typer.Typer(no_args_is_help=True, help="Measure rlbench against what one would use without it, and against its promises.")
@@ -1324,11 +1397,14 @@ def objectives(seeds: Annotated[int, typer.Option(help="runs of each objective")
 
 
 @benches.command()
-def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 12, folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
+def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 12,
+             top_p: Annotated[float, typer.Option(help="what the sampler keeps; below 1, and with --top-k, only the control and the on-policy arm are run")] = 1.0,
+             top_k: Annotated[int, typer.Option(help="tokens the sampler keeps, 0 for all")] = 0,
+             only: Annotated[list[str], typer.Option(help="torch or vllm; may be given several times")] = [], folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
     "How far the sampler's log-probabilities are from the trainer's, with a control at learning rate 0."
     from rlbench.mismatch import bench_mismatch
 
-    _measure(lambda say: bench_mismatch(folder, steps, say=say), as_json)
+    _measure(lambda say: bench_mismatch(folder, steps, tuple(only), say=say, top_p=top_p, top_k=top_k), as_json)
 
 
 @benches.command()
@@ -1394,11 +1470,12 @@ def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from eac
 
 # %% ../nbs/91_cli.ipynb #cli-bench-planner
 @benches.command()
-def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, three times")] = 30.0, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
-    "Changes of two real runs predicted, then made; and a run that learns, which is not counted."
-    from rlbench.bench_planner import bench_planner
+def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, three times")] = 30.0, virtual: Annotated[bool, typer.Option("--virtual", help="forty drawn runs on the virtual clock and ten changes of each, instead of real runs")] = False,
+            runs: Annotated[int, typer.Option(help="with --virtual: how many")] = 40, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
+    "Changes of two real runs predicted, then made; and a run that learns, which is not counted. Or, with --virtual, changes of drawn runs on the virtual clock, and how many of them come inside the range that was said."
+    from rlbench.bench_planner import bench_planner, bench_virtual
 
-    _measure(lambda say: bench_planner(folder, seconds, say), as_json)
+    _measure(lambda say: bench_virtual(folder, runs, say=say) if virtual else bench_planner(folder, seconds, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-crashes
 @benches.command()
@@ -1474,7 +1551,10 @@ def panel(windows: Annotated[int, typer.Option(help="windows with the panel open
 # %% ../nbs/91_cli.ipynb #cli-main
 def main() -> None:
     "Entry point of `rlbench`."
-    app()
+    try:
+        app()
+    except Exception:  # a traceback may quote what others wrote
+        sys.exit(put(traceback.format_exc(), end="", file=sys.stderr) or 1)
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs

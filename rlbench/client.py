@@ -169,7 +169,8 @@ def cut(segment: Segment, decode: Callable[[np.ndarray], str], stops: Sequence[s
     size = 1 + bisect_left(range(1, len(segment) + 1), True, key=lambda n: any(stop in decode(segment.tokens[:n]) for stop in stops))
     text = decode(segment.tokens[:size])
     arrays = {name: getattr(segment, name)[:size] for name in ("tokens", "logprobs", "versions")}
-    return replace(segment, **arrays), text[:min(text.find(stop) for stop in stops if stop in text)], True
+    mask = None if segment.sampling_mask is None else segment.sampling_mask[:size]
+    return replace(segment, **arrays, sampling_mask=mask), text[:min(text.find(stop) for stop in stops if stop in text)], True
 
 # %% ../nbs/14_client.ipynb #client-answer
 class Answer(SimpleNamespace):
@@ -203,6 +204,8 @@ def choice_of(index: int, result: Result, client: "Client", wish: Wish, chat: bo
     spelled = [client.spell(segment.tokens[i : i + 1]) for i in range(len(segment))] if wish.logprobs else []
     table = {"index": index, "finish_reason": "stop" if stopped or result.reason is StopReason.STOP else "length", "logprobs": None,
              "token_ids": tokens, "token_logprobs": logprobs, "versions": segment.versions.tolist()}
+    if segment.sampling_mask is not None:
+        table["sampling_mask"] = {"counts": segment.sampling_mask.counts.tolist(), "ids": segment.sampling_mask.ids.tolist()}
     if chat:
         content = [{"token": t, "bytes": list(t.encode()), "logprob": p, "top_logprobs": []} for t, p in zip(spelled, logprobs)]
         return {**table, "message": {"role": "assistant", "content": text}, "logprobs": {"content": content} if wish.logprobs else None}

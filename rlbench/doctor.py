@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from .capacity import cpu_flags
+from .capacity import VLLM_CPU_FLAGS, cpu_flags
 from .config import default_placement, presets
 from .driver import provenance
 from .ledger import read_json
@@ -70,8 +70,8 @@ def vllm(gpus: int, flags: frozenset[str] | None, installed: Callable[[str], str
         except PackageNotFoundError:
             pass
     on_cpu = "vllm-cpu" in here or "+cpu" in here.get("vllm", "")
-    if (on_cpu or not here and not gpus) and flags is not None and "avx512f" not in flags:
-        return Check("vllm", False, 'missing flag avx512f: the build for processors cannot run on this one; take a machine that has it, a GPU, or generator = "torch"', needed=False)
+    if (on_cpu or not here and not gpus) and flags is not None and not VLLM_CPU_FLAGS & flags:
+        return Check("vllm", False, 'missing flags avx512f and avx2: the build for processors cannot run on this one; take a machine that has one of them, a GPU, or generator = "torch"', needed=False)
     if not here:
         extra = "vllm" if gpus else "vllm-cpu"
         return Check("vllm", False, f'not installed; without it generator = "vllm" does not work; pip install "rlbench[{extra}]"', needed=False)

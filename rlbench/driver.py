@@ -32,13 +32,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial, wraps
 from importlib.metadata import distributions
 from pathlib import Path
 
 
-from .accounts import Timeline, Tools, batch_columns, eval_columns, served_columns, tool_columns
+from .accounts import Timeline, Tools, batch_columns, eval_columns, preflight_columns, served_columns, tool_columns
 from .capacity import gpus_here, processor
 from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, check_sources, live_knobs, with_knob
@@ -565,7 +566,7 @@ HEARD = {
     AskAnswer: heard_answer,
     ReferenceWritten: heard_reference_written,
     ReferenceRead: heard_reference_read,
-    PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder)],
+    PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder, weights=said.weights)],
     CheckpointWritten: lambda driver, worker, said: heard_checkpoint(driver, said),
 }
 
@@ -806,9 +807,9 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
     try:
         if not message:
             driver.ledger.flush(sync=True)
-            path, driver.saving = finish_checkpoint(aside, told), None
+            path, driver.saving = finish_checkpoint(aside, replace(told, weights=said.weights)), None
             keep_newest(driver.folder, driver.state.config.checkpoints_kept, needed_checkpoints(driver))
-            return [Stored(told.version, path.name)]
+            return [Stored(told.version, path.name, weights=said.weights)]
     except OSError as error:
         message = error.strerror or str(error)
     dropped_checkpoint(driver, told.version, message)
@@ -911,10 +912,10 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
     for group in row.groups:
         driver.eval_groups.pop(group, None)
     groups = [Group(g, rs[0].task, tuple(rs)) for g, rs in zip(row.groups, rollouts) if rs]
-    columns = eval_columns(groups, row.k, driver.state.config.group)
-    if row.eval != PREFLIGHT:
-        columns.pop("zero_advantage", None)
-    driver.append("evals", eval=row.eval, version=row.version, k=row.k, temperature=row.temperature, **columns)
+    columns = eval_columns(groups, row.k)
+    if row.eval == PREFLIGHT and columns:
+        columns |= preflight_columns(groups, driver.state.config.group)
+    driver.append("evals", eval=row.eval, version=row.version, k=row.k, temperature=row.temperature, digest=row.digest, **columns)
     note_figures(driver, row.version, eval_figures(row.eval, {"k": row.k, "temperature": row.temperature, **columns}))
 
 
@@ -963,6 +964,7 @@ class Driver:
         self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
+        self.stuck: set[str] = set()  # ids of command files that cannot be moved out of the way
 
     def start(self, name: str) -> None:
         "Start a worker by name."
@@ -1084,7 +1086,8 @@ def undone_commands(driver: "Driver", last: int) -> list[str]:
     answered = {*rows["command"], *(command.id for command in driver.state.commands)}
     for path in (driver.folder / "commands" / "done").glob("*.json"):
         if path.stem not in answered:
-            os.replace(path, driver.folder / "commands" / path.name)
+            with suppress(OSError):  # somebody put another thing in its place
+                os.replace(path, driver.folder / "commands" / path.name)
     undone, waits = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")], {c.id for c in driver.state.commands}
     for row in undone:
         told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
@@ -1254,8 +1257,9 @@ def asked(driver: Driver) -> list:
 def commands(driver: Driver, before: int = 0) -> list:
     "Commands from the folder, and the run's own wish to end. `before`: events that come before them."
     events = []
-    for command in read_commands(driver.folder):
-        mark_done(driver.folder, command.id)
+    for command in read_commands(driver.folder, driver.stuck):
+        if not mark_done(driver.folder, command.id):
+            driver.stuck.add(command.id)  # what cannot be moved is heard once
         if command.error:
             refuse(driver, command, command.error)
         else:
@@ -1523,6 +1527,7 @@ def status_of(driver: Driver) -> Status:
         dispatched=s.dispatched,
         tokens=s.generated_tokens,
         digest=s.digest,
+        parts=s.traced.parts(s.version),
         supervisor=driver.supervisor,
         workers={} if driver.inline else {name: handle.process.pid for name, handle in driver.handles.items()},
         changed=driver.memory.changed,
@@ -1541,7 +1546,7 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored() | Move() | Moved():
+        case Train() | Publish() | Save() | Saved() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored() | Move() | Moved():
             told = asdict(happened)
         case Snapshot(version=version, reason=reason):
             told = {"version": version, "reason": reason}

@@ -6,13 +6,14 @@
 __all__ = ['Step', 'RAISED', 'LIVES', 'AT_ONCE', 'CLOSING', 'STUCK', 'ON_RESUME', 'Observation', 'Done', 'Episode', 'State',
            'state_of', 'calls_of', 'awaited', 'until_awaited', 'advance', 'cut', 'closing', 'Threads', 'EpisodeLoop',
            'not_begun', 'raised', 'in_time', 'rest', 'SingleTurn', 'play', 'playing', 'Live', 'version_of', 'catch_up',
-           'wake', 'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'function_name', 'verified',
-           'rewarded', 'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest', 'ScoreResult', 'TurnResult',
-           'Forget', 'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell', 'EnvironmentActor', 'room', 'one_turn',
-           'under_way', 'finish', 'hear', 'judge_over', 'conclude', 'reward_of', 'keys_judged', 'put_away',
-           'not_closed', 'give_up', 'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn',
-           'Pooled', 'believed', 'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict',
-           'ScriptedEnvironment', 'FunctionFailed', 'guarded', 'first_prompts', 'opened']
+           'wake', 'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'innermost', 'function_name',
+           'by_itself', 'verified', 'rewarded', 'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest',
+           'ScoreResult', 'TurnResult', 'Forget', 'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell',
+           'EnvironmentActor', 'room', 'one_turn', 'under_way', 'finish', 'hear', 'judge_over', 'conclude', 'reward_of',
+           'keys_judged', 'weigh', 'hear_canary', 'canary_of', 'put_away', 'not_closed', 'give_up', 'forget', 'unstick',
+           'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn', 'Pooled', 'in_doubt', 'believed', 'disbelieved',
+           'check_canaries', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed', 'guarded',
+           'first_prompts', 'opened']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import asyncio
@@ -36,7 +37,7 @@ import numpy as np
 
 from .records import Outcome, Rollout, Segment, Task, said, stream_key, uniforms
 from .reward import checked_reward, correct, exact
-from .sandbox.grade import Canary, Suspicion, Verdict, canary, priced
+from .sandbox.grade import Canary, Masks, Suspicion, Verdict, canary, priced, punished
 from .sandbox.spec import Execution, Fault, Limits, Program
 from .sandbox.task import read_code_task
 
@@ -406,11 +407,16 @@ class Judged:
         return (("tests", self.verdict.score),) if self.verdict and self.verdict.score is not None else ()
 
 
+def innermost(function: Callable) -> Callable:
+    "A function without its bound parameters and what is around it."
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
+    return function
+
+
 def function_name(function: Callable) -> str:
     "The name to show for a function, bound parameters or not."
-    inner = function
-    while isinstance(inner, partial) or hasattr(inner, "__wrapped__"):
-        inner = inner.func if isinstance(inner, partial) else inner.__wrapped__
+    inner = innermost(function)
     return getattr(inner, "__name__", type(inner).__name__)
 
 
@@ -436,19 +442,31 @@ def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "sc
             raise
         return None, Outcome.TIMEOUT, f"{name}: passed its deadline of {deadline:g} s; make it faster or raise {knob}"
     except Fault as fault:
+        if fault.end.of_model and kind == "verifier":
+            return False, Outcome.OK, str(fault)
         return None, Outcome.ENVIRONMENT_ERROR, f"{name}: {fault}"
     except RAISED as error:
         return None, Outcome.FUNCTION_ERROR, f"{name}: raised {type(error).__name__}: {error}\n{_trace(error)}"
 
 
 def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tuple[bool | Verdict | None, Outcome, str]:
+    began = time.thread_time()
     value, outcome, message = _call("verifier", verifier, deadline, text, answer)
+    if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and _call("verifier", verifier, deadline, answer, answer)[1] is Outcome.OK:
+        return False, Outcome.OK, f"verifier {function_name(verifier)}: this response took {deadline:g} s of the processor and was not judged by then, the task's own answer was: it counts as wrong"
     if isinstance(value, Verdict):
         failed = f"sandbox: {', '.join(value.ends[-1:])}: {value.message}"
         return value, *((Outcome.OK, "") if value.score is not None else (Outcome.ENVIRONMENT_ERROR, failed))
     if outcome is Outcome.OK and not isinstance(value, (bool, np.bool_)):
         return None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r}; a verifier returns True or False"
+    if outcome is Outcome.OK and not value and (explain := getattr(innermost(verifier), "explain", None)):
+        message = explain(text)
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
+
+
+def by_itself(began: float, deadline: float) -> bool:
+    "Whether this thread, since its processor's clock said `began`, has computed for most of a deadline: then no busy machine made it late."
+    return time.thread_time() - began >= 0.5 * deadline
 
 # %% ../nbs/26_environment.ipynb #environment-judge
 def verified(rollout: Rollout, verifier: Callable[[str, str], bool], deadline: float = 10.0) -> Judged:
@@ -463,7 +481,12 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     "The reward of a rollout whose verdict is there."
     began = time.perf_counter()
     unguarded = "" if has_alarm() else "no deadline was enforced: not in the main thread"
+    computing = time.thread_time()
     value, outcome, message = _call("reward", reward, deadline, rollout)
+    if outcome is Outcome.TIMEOUT and by_itself(computing, deadline):
+        worth_nothing, empty, _ = _call("reward", reward, deadline, replace(rollout, text="", correct=False))
+        if empty is Outcome.OK:
+            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged in time, and this one is worth as much"
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
     checked = checked_reward(value, function_name(reward), len(rollout.text))
@@ -480,7 +503,7 @@ def and_rewarded(rollout: Rollout, found: Judged, reward: Callable[[Rollout], ob
     "A verdict, and the reward that builds on it and on the parts that an episode has judged."
     scores = tuple({**dict(with_scores(rollout, found)), **dict(found.parts)}.items())
     then = rewarded(replace(rollout, correct=found.correct, scores=scores), reward, deadline)
-    return replace(then, seconds=found.seconds + then.seconds, verdict=found.verdict, parts=tuple({**dict(found.parts), **dict(then.parts)}.items()))
+    return replace(then, seconds=found.seconds + then.seconds, verdict=found.verdict, message=then.message or found.message, parts=tuple({**dict(found.parts), **dict(then.parts)}.items()))
 
 
 def of_itself(judged: Judged, name: str, length: int) -> Judged:
@@ -556,6 +579,7 @@ class UnderWay:
     live: Live | None = None
     result: ScoreResult | None = None
     rollout: Rollout | None = None
+    found: Judged | None = None  # a verdict that waits for a canary
     dropped: bool = False
 
     @property
@@ -644,16 +668,21 @@ class EnvironmentActor:
     @property
     def idle(self) -> bool:
         "Nothing waits, nothing is under way, and there is nothing to say."
-        return not (self.queue or self.over or self.running or self.answers)
+        return not (self.queue or self.over or self.running or self.answers or self.doubted)
 
     @property
     def waits(self) -> Bell | None:
         "What rings when something under way has ended; None while there is anything else to do."
-        return self.bell if self.running and not self.answers and not room(self) else None
+        return self.bell if (self.running or self.doubted) and not self.answers and not room(self) else None
+
+    @property
+    def doubted(self) -> "list[UnderWay]":
+        "Those whose verdicts wait for a canary."
+        return self.kept.doubted if self.kept else []
 
     def waiting(self) -> list[ScoreRequest]:
         "The requests not yet answered: those under way, then the others, oldest first."
-        return [under.request for under in (*self.running.values(), *self.over) if not under.dropped] + list(self.queue)
+        return [under.request for under in (*self.running.values(), *self.doubted, *self.over) if not under.dropped] + list(self.queue)
 
     def receive(self, requests: Iterable[ScoreRequest]) -> None:
         "Take requests."
@@ -690,10 +719,12 @@ def one_turn(actor: EnvironmentActor, patience: float) -> list:
     told, actor.answers, actor.waited = actor.answers, [], 0.0
     while not told and room(actor):
         told += _begin(actor)
-    if actor.running:
+    canaries = [actor.kept.canary] if actor.doubted else []
+    if actor.running or canaries:
         began = time.perf_counter()
-        ready = wait(actor.running, 0 if told else patience, FIRST_COMPLETED).done
+        ready = wait([*actor.running, *canaries], 0 if told else patience, FIRST_COMPLETED).done
         actor.waited = time.perf_counter() - began
+        told += hear_canary(actor) if ready.intersection(canaries) else []
         for future in [f for f in actor.running if f in ready]:
             told += finish(actor, actor.running.pop(future), future)
         told += unstick(actor)
@@ -740,7 +771,7 @@ def finish(actor: EnvironmentActor, under: UnderWay, future: Future) -> list:
         error = raised(future)
         return give_up(actor, under, error) if error else hear(actor, under, future.result())
     found = future.result()
-    return [conclude(actor, under, believed(actor.kept, found, under.rollout, actor.verifier, keys_judged(actor)) if actor.kept else found)]
+    return weigh(actor, under, found) if actor.kept else [conclude(actor, under, found)]
 
 
 def hear(actor: EnvironmentActor, under: UnderWay, heard: Observation | Done) -> list:
@@ -788,6 +819,41 @@ def keys_judged(actor: EnvironmentActor) -> list[tuple[int, int]]:
     "What is being judged in sandboxes."
     return [under.request.key for under in actor.running.values() if under.result is not None]
 
+# %% ../nbs/26_environment.ipynb #environment-weigh
+def weigh(actor: EnvironmentActor, under: UnderWay, found: Judged) -> list:
+    "Conclude a verdict of a sandbox. One that is in doubt waits for a canary, and those that come meanwhile wait with it; the actor goes on."
+    kept, under.found = actor.kept, found
+    if kept.doubted:
+        kept.doubted.append(under)
+        return []
+    if not in_doubt(kept, found, under.rollout):
+        return [conclude(actor, under, believed(kept, found, under.rollout, None, keys_judged(actor)))]
+    kept.doubted.append(under)
+    kept.canary = kept.submit(canary_of, under.rollout.answer, actor.verifier)
+    if kept.canary.done():
+        return hear_canary(actor)
+    kept.canary.add_done_callback(actor.bell.ring)
+    return []
+
+
+def hear_canary(actor: EnvironmentActor) -> list:
+    "The canary is back: say what became of the verdict that it was for, and look at the others again."
+    kept = actor.kept
+    (under, *others), kept.doubted = kept.doubted, []
+    found = believed(kept, under.found, under.rollout, kept.canary.result(), keys_judged(actor))
+    told = [] if under.dropped else [conclude(actor, under, found)]
+    for each in others:
+        told += [] if each.dropped else weigh(actor, each, each.found)
+    return told
+
+
+def canary_of(answer: str, verifier: Callable) -> Canary:
+    "The canary of a task, whatever the machine does."
+    try:
+        return canary(read_code_task(answer), lambda text: verifier(text, answer))
+    except Exception as error:
+        return Canary(False, f"{type(error).__name__}: {error}"[:300], machine=True)
+
 # %% ../nbs/26_environment.ipynb #environment-ends
 CLOSING = 1.5  # seconds that closing an episode may take
 STUCK = 2.0  # seconds beyond its deadline after which what waits shows that its loop is stuck
@@ -817,6 +883,9 @@ def not_closed(error: BaseException) -> None:
 def give_up(actor: EnvironmentActor, under: UnderWay, error: BaseException) -> list:
     "The episode has failed."
     put_away(actor, under.live)
+    if isinstance(error, Fault) and error.end.of_model:  # by the doing of its programs: the answer's failure, which counts
+        text = said(under.request.rollout)[-1:]
+        return [ScoreResult(under.request.key, Judged(False, 0.0, message=str(error), seconds=time.perf_counter() - under.began), "".join(text))]
     return [ScoreResult(under.request.key, failed(actor.environment, error, under.request.deadline, time.perf_counter() - under.began, under.turns))]
 
 # %% ../nbs/26_environment.ipynb #environment-ends-actor
@@ -829,6 +898,8 @@ def forget(actor: EnvironmentActor, keys: set[tuple[int, int]]) -> None:
         if under.request.key in keys:
             under.dropped = True
             future.cancel()
+    for under in actor.doubted:
+        under.dropped = under.dropped or under.request.key in keys
     for id, attempt in keys:
         if id in actor.lives and actor.lives[id].attempt == attempt:
             put_away(actor, actor.lives.pop(id))
@@ -923,6 +994,9 @@ class Pooled:
     given: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # since a canary last passed
     tainted: dict[tuple[int, int], str] = field(default_factory=dict)  # under way when a canary passed again: why they are not believed
     back: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # to be taken back
+    masks: Masks = field(default_factory=Masks)
+    canary: Future | None = None  # under way, for the first of
+    doubted: list[UnderWay] = field(default_factory=list)
 
     def submit(self, work: Callable, *args) -> Future:
         "Begin some work, in a thread unless there is to be one at a time."
@@ -949,14 +1023,27 @@ class Pooled:
         return [Withdrawn(told)] if told else []
 
 # %% ../nbs/26_environment.ipynb #environment-pooled-doubt
-def believed(kept: Pooled, found: Judged, rollout: Rollout, verifier: Callable, judged: Sequence[tuple[int, int]] = ()) -> Judged:
-    "The verdict, if there is no reason to doubt the place where it was made; else an environment error that says why. Runs a canary on suspicion. `judged`: what else is under way there."
+def in_doubt(kept: Pooled, found: Judged, rollout: Rollout) -> bool:
+    "Whether a canary has to run before a verdict is believed."
+    if found.verdict is None:
+        return False
+    version, now = _version_judged(rollout), time.monotonic()
+    kept.masks.note(found.verdict, version, now)
+    blamed = bool(kept.masks.blame(found.verdict, version, now))
+    return kept.suspicion.look(found.verdict) or bool(kept.doubt) or blamed
+
+
+def _version_judged(rollout: Rollout) -> int:
+    return version_of(rollout.responses[-1]) if rollout.responses else -1
+
+
+def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None, judged: Sequence[tuple[int, int]] = ()) -> Judged:
+    "The verdict, if there is no reason to doubt the place where it was made; else an environment error that says why. `seen`: what the canary said that was run for it; `judged`: what else is under way there. Who fails as the machine would while the canary and others get on is punished."
     if found.verdict is None:
         return found
     key, before = (rollout.id, rollout.attempt), kept.doubt
     tainted = kept.tainted.pop(key, "") or before
-    if kept.suspicion.look(found.verdict) or before:
-        seen = canary(read_code_task(rollout.answer), lambda text: verifier(text, rollout.answer))
+    if seen:
         kept.doubt = "" if seen.ok else f"sandbox: canary of task {rollout.task.id}: {seen.message}; no verdict is believed until it is right again"
         if seen.ok:
             kept.suspicion.calm()
@@ -964,6 +1051,8 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, verifier: Callable, 
             kept.given.clear()
             if before:
                 kept.tainted = dict.fromkeys(judged, before)
+            if why := kept.masks.blame(found.verdict, _version_judged(rollout), time.monotonic()):
+                return replace(found, correct=False, outcome=Outcome.OK, message="", verdict=punished(found.verdict, why))
         elif not seen.machine:  # one that could not be run says nothing of those that could
             kept.back, kept.given = [(key, disbelieved(each, kept.doubt)) for key, each in kept.given], []
     if found.outcome is not Outcome.OK:

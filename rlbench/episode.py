@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .records import Rollout, Segment, StopReason, observation_segment, prompt_segment, response_segment
+from .records import Rollout, SamplingMask, Segment, StopReason, join_masks, observation_segment, pack_masks, prompt_segment, response_segment
 
 # %% ../nbs/28_episode.ipynb #episode-grow
 def shown(rollout: Rollout, text: str, turn: int, state: str = "", writer: int = -1) -> Rollout:
@@ -122,17 +122,22 @@ def _weights(response: Segment) -> np.ndarray:
 def token_columns(rollout: Rollout) -> dict:
     "Columns of the tokens table: the response tokens of all turns one after the other, and where the turns are."
     responses, observations = rollout.responses, [s for s in rollout.segments if s.kind == "observation"]
+    sampling_mask = join_masks([r.sampling_mask for r in responses], [len(r) for r in responses])
+    kept = {} if sampling_mask is None else dict(kept_counts=sampling_mask.counts, kept_ids=sampling_mask.ids)
     if len(responses) == 1 and not observations:
         r = responses[0]
-        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r))
+        return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r), **kept)
     joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
-    return dict(**joined, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
+    return dict(**joined, **kept, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
                 observed=np.concatenate([[], *(s.tokens for s in observations)]).astype(int),
                 observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int))
 
 
-def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None) -> tuple[Segment, ...]:
+def segments_of(
+    prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None, kept_counts: list | None = None, kept_ids: list | None = None,
+) -> tuple[Segment, ...]:
     "The segments of a row of the tokens table, turn by turn."
+    sets = SamplingMask(np.asarray(kept_counts, np.int32), np.asarray(kept_ids, np.int32)).sets if kept_counts is not None and len(kept_counts) else None
     whole, turns = [np.asarray(column) for column in (tokens, logprobs, versions, mask)], np.asarray([0] * len(tokens) if turn is None or not len(turn) else turn)
     found, seen = [prompt_segment(prompt)], np.asarray([] if observed_turn is None else observed_turn, int)
     for t in dict.fromkeys([*turns.tolist(), *seen.tolist()]):
@@ -140,7 +145,8 @@ def segments_of(prompt: list, tokens: list, logprobs: list, versions: list, mask
             found.append(observation_segment("", t, tokens=np.asarray(observed)[seen == t]))
         parts = [column[turns == t] for column in whole]
         if len(parts[0]):
-            found.append(replace(response_segment(*parts[:3], turn=t), mask=parts[3].astype(np.uint8)))
+            sampling_mask = None if sets is None else pack_masks([sets[i] for i in (turns == t).nonzero()[0]])
+            found.append(replace(response_segment(*parts[:3], turn=t, sampling_mask=sampling_mask), mask=parts[3].astype(np.uint8)))
     return tuple(found)
 
 # %% ../nbs/28_episode.ipynb #episode-told

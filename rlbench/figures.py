@@ -17,7 +17,7 @@ __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE'
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from html import escape
 
 import numpy as np
@@ -671,7 +671,7 @@ def to_plotly(chart: Chart):
     "A `plotly.graph_objects.Figure` of a chart, not thinned; hover shows every point."
     import plotly.graph_objects as go
 
-    figure = go.Figure()
+    chart, figure = _as_text(chart), go.Figure()
     for s in chart.series:
         for trace in _traces(s):
             figure.add_trace(trace)
@@ -696,6 +696,17 @@ def to_plotly(chart: Chart):
     if extent(chart) is None:
         figure.add_annotation(text=chart.empty, showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5)
     return figure
+
+# %% ../nbs/60_figures.ipynb #figures-plotly-words
+def _as_text(part):
+    "A chart, or a part of one, with its words as plotly takes them: it would read tags in them, links too."
+    if isinstance(part, str):
+        return escape(part, quote=False)
+    if isinstance(part, (tuple, list)):
+        return type(part)(map(_as_text, part))
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{each.name: _as_text(getattr(part, each.name)) for each in fields(part) if each.init})
+    return part
 
 
 def _between(x, lo, hi, role: str, name: str, opacity: float) -> list:
@@ -1046,7 +1057,7 @@ def memory(steps, marks: tuple[Mark, ...] = (), x: str = "version", colocated: b
 
 # %% ../nbs/60_figures.ipynb #figures-sandbox
 PHASES = ("queued", "started", "opened")  # of a start; `ran` is the program's own
-OF_PROGRAM = ("exited", "crashed", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "forbidden")
+OF_PROGRAM = ("exited", "crashed", "cpu_limit", "wall_limit", "memory_limit", "output_limit", "forbidden", "unusable")
 
 
 def held_by(tiers: Iterable[str]) -> str:

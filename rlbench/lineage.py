@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .ledger import read_json, read_table, write_json
+from .untrusted import hide_secrets
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,13 +26,15 @@ FAMILY_FILE, REPLAY_FILE = "family.json", "replay.json"
 
 @dataclass(frozen=True)
 class Family:
-    "Where a run comes from. `how`: fork or replay; `at`: version it starts from; `knobs`: what was changed there; `digest`: the parent's at that version (of a replay: at its end); `checkpoint`: what it begins with."
+    """Where a run comes from. `how`: fork or replay; `at`: version it starts from; `knobs`: what was changed there;
+    `digest`: the parent's at that version (of a replay: at its end, and its `parts`); `checkpoint`: what it begins with."""
     parent: str
     how: str
     at: int = 0
     knobs: Mapping[str, object] = field(default_factory=dict)
     digest: str = ""
     checkpoint: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         changed = "".join(f", {name} = {_brief(value)}" for name, value in self.knobs.items())
@@ -45,6 +48,7 @@ def _brief(value: object) -> str:
 def write_family(folder: Path, parent: Path, family: Family) -> None:
     "Note in a run folder that it comes from `parent`, by name if that lies beside it. Raises `DiskFull`."
     beside = Path(parent).resolve().parent == Path(folder).resolve().parent
+    family = replace(family, knobs=hide_secrets(family.knobs))  # config.toml has what is in force; this is told to others
     write_json(Path(folder) / FAMILY_FILE, asdict(replace(family, parent=Path(parent).resolve().name if beside else str(Path(parent).resolve()))))
 
 
@@ -54,7 +58,8 @@ def read_family(folder: Path) -> Family | None:
         told = read_json(Path(folder) / FAMILY_FILE)
     except FileNotFoundError:
         return None
-    return Family(**{f.name: told[f.name] for f in fields(Family) if f.name in told})
+    family = Family(**{f.name: told[f.name] for f in fields(Family) if f.name in told})
+    return replace(family, knobs=hide_secrets(family.knobs))
 
 
 def parent_folder(folder: Path) -> Path | None:

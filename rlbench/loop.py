@@ -5,22 +5,21 @@
 # %% auto #0
 __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'BALANCE', 'FRUITLESS_BATCHES',
            'FAILED_BATCHES', 'FAILED_LEAST', 'UNFINISHED', 'HANDLERS', 'DECISIONS', 'FINISHED', 'on_started', 'current',
-           'on_generated', 'on_scored', 'on_trained', 'chain', 'on_recalled', 'note_infra', 'on_observed', 'succeed',
-           'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved', 'on_commanded', 'on_ticked',
-           'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due', 'decide_command', 'check_ramp',
-           'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed',
-           'end_move', 'on_moved', 'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said',
-           'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of', 'filtered_share', 'weigh', 'decide_beside',
-           'decide_score', 'decide_settle', 'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded',
-           'too_few', 'drop_barren', 'teaches', 'off_band', 'enqueue', 'spent', 'hopeless', 'decide_budget',
-           'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole',
-           'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus',
-           'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate', 'new_group',
-           'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
+           'on_generated', 'on_scored', 'on_trained', 'note_fact', 'note_weights', 'on_recalled', 'note_infra',
+           'on_observed', 'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved',
+           'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due',
+           'decide_command', 'check_over', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored',
+           'begin_move', 'decide_move', 'empty_handed', 'end_move', 'on_moved', 'in_place', 'remember', 'excuse',
+           'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of',
+           'filtered_share', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'known_of',
+           'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren', 'teaches', 'off_band', 'enqueue',
+           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
+           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
+           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
+           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
 
 # %% ../nbs/52_loop.ipynb #loop-imports
 import copy
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,11 +33,12 @@ from .advantage import MIN_GROUP, informative
 from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, row_of, touch
 from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from .curriculum import Curriculum, draw, observe
+from .digest import add_fact, fold_fact
 from .environment import State, function_name, resume_turn
 from .guard import ALERT, Firing, Guard, look, parse_action, parse_condition, without
 from .knobs import bind, ingredients_of, key_of, supply
 from .queue import Waiting, backpressure, capacity, overflow, take
-from .records import CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
+from .records import MAX_VERSIONS, CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
 from .shaping import Facts, facts, reshape
 from .staleness import drains, fresh, may_start, room, stops, surplus
 from rlbench.state import (
@@ -107,7 +107,7 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     lines = sorted(
         (g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None and not (m.masked or m.unrewarded)
     )
-    chain(state, ["trained", e.version, lines])
+    note_fact(state, ["trained", e.version, lines])
     state.version = e.version
     state.optimizer_steps += e.optimizer_steps
     batch = [state.members[i] for g in groups for i in g.members]
@@ -122,9 +122,15 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
         actor.restarts = 0
 
 
-def chain(state: LoopState, fact: list) -> None:
-    "Fold a fact into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
-    state.digest = hashlib.sha256((state.digest + json.dumps(fact)).encode()).hexdigest()
+def note_fact(state: LoopState, fact: list) -> None:
+    "Fold a batch or a command into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
+    state.traced = replace(state.traced, events=fold_fact(state.traced.events, fact))
+
+
+def note_weights(state: LoopState, version: int, weights: str) -> None:
+    "Remember the hash of the newest weights that were written."
+    if weights and version >= state.traced.version:
+        state.traced = replace(state.traced, weights=weights, version=version)
 
 # %% ../nbs/52_loop.ipynb #loop-recalled
 def on_recalled(state: LoopState, e: Recalled, actions: list) -> None:
@@ -231,6 +237,7 @@ def on_published(state: LoopState, e: Published, actions: list) -> None:
 
 def on_saved(state: LoopState, e: Saved, actions: list) -> None:
     "The policy is on disk."
+    note_weights(state, e.version, e.weights)
     state.saved, state.saving = e.version, False
 
 
@@ -334,9 +341,8 @@ def place_of(state: LoopState) -> tuple[int, int, bool, int]:
 
 def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str, place: tuple = ()) -> Write:
     "The journal's row: what became of a command, and where in the run; `place` if that was not here."
-    row = CommandRow(
-        command.id, command.author, command.knob, command.value, command.over, status, reason, apply, *(place or place_of(state)), command.heard
-    )
+    over = min(max(command.over, 0), MAX_VERSIONS)  # one outside is refused, and its reason has the number
+    row = CommandRow(command.id, command.author, command.knob, command.value, over, status, reason, apply, *(place or place_of(state)), command.heard)
     return Write("commands", row)
 
 # %% ../nbs/52_loop.ipynb #loop-decide-command
@@ -360,6 +366,7 @@ def decide_command(state: LoopState, actions: list) -> None:
         try:
             if state.phase not in ("running", "draining"):
                 raise ValueError(f"{command.knob}: the run is already {state.phase}")
+            check_over(command.over)
             apply = "now" if command.knob in VERBS else apply_point(command.knob, state.config)
             if not due(state, apply) or command.knob == "stop" and _saved_first(state):
                 waiting.append(command)
@@ -370,12 +377,13 @@ def decide_command(state: LoopState, actions: list) -> None:
             status, reason = "applied", command.reason
             state.balance = touch(state.balance, command.knob, state.version) if command.author != BALANCE else state.balance
             if command.knob not in ("guard", "unguard", "checkpoint", *PLACED):  # they change nothing that is trained
-                chain(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
-        except ValueError as error:
+                note_fact(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
+        except Exception as error:  # whatever is in a command, it is refused and the run goes on
             if apply and _right_later(state, waiting, command):
                 waiting.append(command)
                 continue
-            apply, status, reason = "", "refused", str(error) + (f" ({command.reason})" if command.reason else "")
+            message = str(error) if isinstance(error, ValueError) else f"{command.knob}: {command.value!r:.200} cannot be understood ({type(error).__name__}: {error}); give another value"
+            apply, status, reason = "", "refused", message + (f" ({command.reason})" if command.reason else "")
         actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting
     for ramp in [r for r in state.ramps if state.version > r.since and due(state, apply_point(r.knob, state.config))]:
@@ -389,7 +397,7 @@ def _right_later(state: LoopState, waiting: list[Commanded], command: Commanded)
         for each in (*waiting, command):
             config = with_knob(config, each.knob, each.value, state.functions)
         check_built(config, state.built)
-    except ValueError:
+    except Exception:
         return False
     return bool(waiting)
 
@@ -416,9 +424,16 @@ def _verb(state: LoopState, command: Commanded, actions: list) -> None:
             state.phase, state.reason = "stopping", f"stopped by {command.author}"
             dissolve(state, Fate.LEFT_AT_STOP, True, actions)
 
+# %% ../nbs/52_loop.ipynb #loop-check-ramp
+def check_over(over: int) -> None:
+    "ValueError for a number of versions that no change can take."
+    if not 0 <= over <= MAX_VERSIONS:
+        raise ValueError(f"over: {over} versions; use 0 to {MAX_VERSIONS}")
+
 
 def check_ramp(knob: str, value, over: int) -> None:
-    "ValueError for something else than a number, or numbers, that is to ramp."
+    "ValueError for something else than a number, or numbers, that is to ramp, and for more versions than a ramp can take."
+    check_over(over)
     if over and (not isinstance(value, (int, float, tuple, list)) or isinstance(value, bool)):
         raise ValueError(f"{knob}: only numbers can ramp; leave out over")
 
@@ -496,6 +511,7 @@ def decide_snapshot(state: LoopState, actions: list) -> None:
 
 def on_stored(state: LoopState, e: Stored, actions: list) -> None:
     "The checkpoint is there, or the run goes on without it."
+    note_weights(state, e.version, e.weights)
     state.saves.writing, state.saves.stored = -1, e.path
     if e.message:
         row = CommandRow(f"checkpoint-{e.version}-{state.seq}", "rlbench", "checkpoint", None, 0, "refused", e.message, "", state.version, state.dispatched_groups)
@@ -606,7 +622,7 @@ def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
     except ValueError:
         return False
     state.ramps = [r for r in state.ramps if r.knob.partition(".")[0] != name]
-    chain(state, ["command", name, table, 0, state.version, state.dispatched_groups])
+    note_fact(state, ["command", name, table, 0, state.version, state.dispatched_groups])
     row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", *place_of(state))
     actions.extend((Configure(state.config), Write("commands", row)))
     return True
@@ -661,7 +677,7 @@ def _serve(state: LoopState, command: Commanded, actions: list) -> None:
     "Serve another pool."
     pool = command.pool
     if pool is None or command.over:
-        raise ValueError("tasks: other tasks come at once, not over some versions" if command.over else "tasks: no tasks were made for this command")
+        raise ValueError("tasks: other tasks come at once, not over some versions; leave out over" if command.over else "tasks: no tasks were made for this command; send it to the run once more")
     state.config = with_knob(state.config, "tasks", pool.table, state.functions)
     state.pool, state.staged, state.late.again = pool.name, [], []
     state.pools[pool.name] = len(pool.levels)
@@ -925,6 +941,8 @@ def _close_evaluated(state: LoopState, group: GroupState, members: list[Member])
     scored = [m for m in members if m.reward is not None]
     evaluation.scored += len(scored)
     evaluation.correct += sum(bool(m.correct) for m in scored)
+    verdicts = sorted((m.k, m.correct, m.reward, m.hash) for m in scored)
+    evaluation.digest = add_fact(evaluation.digest, [group.task, verdicts])
     if evaluation.name == PREFLIGHT and scored:
         stage(state, group, len(scored), sum(bool(m.correct) for m in scored))
 
@@ -1231,7 +1249,9 @@ def _start_evaluation(state: LoopState, e: EvalConfig, version: int) -> None:
 
 # %% ../nbs/52_loop.ipynb #loop-finish-evaluation
 def _finish_evaluation(state: LoopState, e: Evaluation, actions: list) -> None:
-    actions.append(Write("evals", EvalRow(e.name, e.version, e.k, e.temperature, tuple(e.groups))))
+    digest = fold_fact(e.digest, [e.name, e.version, e.k, e.temperature])
+    state.traced = replace(state.traced, evaluations=add_fact(state.traced.evaluations, [digest]))
+    actions.append(Write("evals", EvalRow(e.name, e.version, e.k, e.temperature, tuple(e.groups), digest)))
     floor = next((c.floor for c in state.config.eval if c.name == e.name), 0.0)
     if floor and e.scored and e.correct / e.scored < floor and state.phase == "running":
         state.paused, state.allow = True, state.version

@@ -149,7 +149,7 @@ def _value(config: RunConfig, knob: str):
 
 # %% ../nbs/63_losscard.ipynb #losscard-read
 _ROLLOUT = ("seq", "rollout", "try", "group", "k", "task", "set", "level", "fate", "reason", "correct", "reward", "part_names", "part_values", "temperature", "prompt", "text", "answer")
-_TOKENS = ("rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "advantage", "advantages", "start_logprobs", "step_logprobs", "reference")
+_TOKENS = ("rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "advantage", "advantages", "start_logprobs", "step_logprobs", "reference", "kept_counts", "kept_ids")
 
 
 def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> StoredBatch:
@@ -194,7 +194,7 @@ def _members(folder: Path, rows: "pl.DataFrame") -> tuple[Member, ...]:
 
 
 def _member(row: Mapping, t: Mapping) -> Member:
-    segments = segments_of(*(t[name] for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn")))
+    segments = segments_of(*(t[name] for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids")))
     reference = {} if not t["reference"] else {"reference": _spread(segments, _floats(t["reference"]))}
     rollout = Rollout(
         row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"] or "", row["answer"] or "", row["level"] or 0, row["set"] or ""), segments, row["text"] or "",
@@ -252,14 +252,15 @@ def with_policy(batch: StoredBatch) -> StoredBatch:
     "The batch with log-probabilities of the run's saved policy, else of its newest checkpoint, in place of those stored. ValueError if there is neither."
     import torch
 
-    from rlbench.model import token_logprobs
+    from rlbench.model import kept_tokens, token_logprobs
 
     model, which = _saved_policy(batch.folder, batch.config)
     members = []
     for m in batch.members:
         tokens_1T = torch.as_tensor(np.concatenate([s.tokens for s in m.rollout.segments]), dtype=torch.long)[None]
+        kept = kept_tokens([m.rollout.sampling_mask], tokens_1T.shape[1])
         with torch.no_grad():
-            logprobs_1T, _ = token_logprobs(model, tokens_1T, torch.tensor([tokens_1T.shape[1]]), m.rollout.temperature)
+            logprobs_1T, _ = token_logprobs(model, tokens_1T, torch.tensor([tokens_1T.shape[1]]), m.rollout.temperature, kept=kept)
         now_N = logprobs_1T[0].numpy()[places_of(m.rollout.segments)].astype(float)
         members.append(replace(m, start_N=now_N, step_N=now_N))
     return replace(batch, members=tuple(members), policy=which)

@@ -6,7 +6,7 @@
 __all__ = ['TINY', 'EMBEDDED', 'DTYPES', 'locate', 'Policy', 'stop_tokens', 'context_length', 'quiet', 'load_tokenizer',
            'check_causal', 'model_config', 'load_policy', 'own_weights', 'encode_prompt', 'decode_response',
            'encode_response', 'encode_observation', 'head_logits', 'check_head', 'Fp32Linear', 'fp32_head',
-           'token_logprobs', 'flat_logprobs', 'base_weights', 'replaced', 'save_policy']
+           'KeptTokens', 'kept_tokens', 'token_logprobs', 'flat_logprobs', 'base_weights', 'replaced', 'save_policy']
 
 # %% ../nbs/10_model.ipynb #model-imports
 import shutil
@@ -21,6 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .chat import plain_chat, read_chat
+from .records import SamplingMask
 
 # %% ../nbs/10_model.ipynb #model-where
 TINY = "tiny"
@@ -97,7 +98,7 @@ def load_tokenizer(name: str, source: str):
     reason = "none of " + ", ".join(wanted)
     if not Path(source).is_dir() or any((Path(source) / file).is_file() for file in wanted):
         try:
-            return AutoTokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
     raise ValueError(f"model: {name!r} has no tokenizer that loads ({reason}); put one beside the model with tokenizer.save_pretrained")
@@ -123,7 +124,7 @@ def model_config(name: str, source: str):
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError as error:
         raise OSError(
             f"model: {name!r} is no folder here and could not be fetched from the Hub ({str(error).splitlines()[0]}); check the name, the network and the access rights, or use {TINY!r}"
@@ -146,7 +147,7 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
         config = model_config(name, source)
         check_causal(name, config)
         tokenizer = load_tokenizer(name, source)
-        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True)
     if report["missing_keys"]:
         raise ValueError(f"model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -254,13 +255,54 @@ def fp32_head(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 # %% ../nbs/10_model.ipynb #model-chunk
-def _chunk(model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs_NV = torch.log_softmax(head_logits(model, hidden_NH) / temperature_N[:, None], -1)
-    return logprobs_NV.gather(-1, tokens_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    "Sampling masks of R rows on the model's device. `counts_RT` int64 [R, T]: tokens kept at each place, 0: all; `ids` int64: which ones, row by row."
+    counts_RT: torch.Tensor
+    ids: torch.Tensor
+
+    def at(self, rows_N: torch.Tensor, columns_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        "The tokens kept at N places: which of the N (ascending), and the token; both int64 [M]."
+        ends_RT = self.counts_RT.flatten().cumsum(0).view(self.counts_RT.shape)
+        counts_N, ends_N = self.counts_RT[rows_N, columns_N], ends_RT[rows_N, columns_N]
+        place_M = torch.arange(len(rows_N), device=rows_N.device).repeat_interleave(counts_N)
+        within_M = torch.arange(len(place_M), device=rows_N.device) - (counts_N.cumsum(0) - counts_N)[place_M]
+        return place_M, self.ids[(ends_N - counts_N)[place_M] + within_M]
 
 
-def _chunks(model, hidden_NH, tokens_N, temperature_N, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_tokens(masks: Sequence[SamplingMask | None], width: int, device: torch.device | str = "cpu") -> KeptTokens | None:
+    "The masks of R rows, laid out for `width` columns; None if no row has one."
+    if all(mask is None for mask in masks):
+        return None
+    counts_RT = np.zeros((len(masks), width), np.int64)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            counts_RT[row, : len(mask)] = mask.counts
+    ids = np.concatenate([mask.ids for mask in masks if mask is not None]).astype(np.int64)
+    return KeptTokens(torch.as_tensor(counts_RT, device=device), torch.as_tensor(ids, device=device))
+
+
+def _within_mask(logits_NV: torch.Tensor, place_M: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
+    "The logits, minus infinity at the tokens that were not kept; rows without a mask as they are."
+    kept_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+    kept_NV[place_M, ids_M] = True
+    return logits_NV.masked_fill(~kept_NV & kept_NV.any(-1, keepdim=True), -torch.inf)
+
+
+def _chunk(model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor, place_M=None, ids_M=None) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV = head_logits(model, hidden_NH) / temperature_N[:, None]
+    if place_M is not None:
+        logits_NV = _within_mask(logits_NV, place_M, ids_M)
+    logprobs_NV = torch.log_softmax(logits_NV, -1)
+    finite_NV = logprobs_NV if place_M is None else logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0)  # 0 log 0 is 0
+    return logprobs_NV.gather(-1, tokens_N[:, None])[:, 0], -(logprobs_NV.exp() * finite_NV).sum(-1)
+
+
+def _chunks(model, hidden_NH, tokens_N, temperature_N, size: int, masks: Callable | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    "`masks(start, stop)`: the tokens kept at a stretch of the N places, as `KeptTokens.at` gives them."
     parts = list(zip(hidden_NH.split(size), tokens_N.split(size), temperature_N.split(size)))
+    if masks is not None:
+        parts = [(*part, *masks(i * size, i * size + len(part[1]))) for i, part in enumerate(parts)]
     if len(parts) == 1 or not torch.is_grad_enabled():
         results = [_chunk(model, *part) for part in parts]
     else:
@@ -275,10 +317,12 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     mask_RT: torch.Tensor | None = None,
     elements: int = 2**24,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token given those before it, and entropy of the distribution it was drawn from; both float32 [R, T], in nats.
 
     `tokens_RT` int [R, T], padded at the right to `lengths_R`; `temperature` one number or [R], above 0. Zero where there is nothing to say: first token, padding, outside `mask_RT`.
+    `kept`: sampling masks, over which both are taken; the token itself has to be in its mask.
     At most `elements` logits exist at a time. Differentiable."""
     temperature_R = torch.as_tensor(temperature, dtype=torch.float32, device=tokens_RT.device).expand(len(tokens_RT))
     if not bool((temperature_R > 0).all()):
@@ -288,18 +332,20 @@ def token_logprobs(
     wanted_RT = wanted_RT if mask_RT is None else wanted_RT & mask_RT.bool()
     wanted_RT[:, 0] = False
     rows_N, columns_N = wanted_RT.nonzero(as_tuple=True)
-    return flat_logprobs(model, hidden_RTH[rows_N, columns_N - 1], tokens_RT, rows_N, columns_N, temperature_R, elements)
+    return flat_logprobs(model, hidden_RTH[rows_N, columns_N - 1], tokens_RT, rows_N, columns_N, temperature_R, elements, kept)
 
 
 def flat_logprobs(
-    model, hidden_NH: torch.Tensor, tokens_RT: torch.Tensor, rows_N: torch.Tensor, columns_N: torch.Tensor, temperature_R: torch.Tensor, elements: int = 2**24
+    model, hidden_NH: torch.Tensor, tokens_RT: torch.Tensor, rows_N: torch.Tensor, columns_N: torch.Tensor, temperature_R: torch.Tensor, elements: int = 2**24,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "Log-probability and entropy [R, T] of the tokens at (row, column), each predicted from its hidden vector; zero elsewhere. At most `elements` logits exist at a time."
+    "Log-probability and entropy [R, T] of the tokens at (row, column), each predicted from its hidden vector, over the tokens `kept`; zero elsewhere. At most `elements` logits exist at a time."
     zeros_RT = torch.zeros(tokens_RT.shape, dtype=torch.float32, device=tokens_RT.device)
     if len(rows_N) == 0:
         return zeros_RT, zeros_RT.clone()
     size = max(1, elements // model.get_output_embeddings().weight.shape[0])
-    logprobs_N, entropy_N = _chunks(model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size)
+    masks = None if kept is None else lambda start, stop: kept.at(rows_N[start:stop], columns_N[start:stop])
+    logprobs_N, entropy_N = _chunks(model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size, masks)
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../nbs/10_model.ipynb #model-names

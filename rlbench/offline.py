@@ -94,7 +94,7 @@ def evaluate(
 
 def _evaluated(e: EvalConfig, groups: list[Group], verifier, reward, config: RunConfig) -> Evaluated:
     scored = [Group(g.id, g.task, tuple(_judged(r, verifier, reward, config.score_deadline) for r in g.rollouts)) for g in groups]
-    columns = eval_columns(scored, e.k, config.group)
+    columns = eval_columns(scored, e.k)
     names = [f.name for f in fields(Evaluated) if f.name in columns]
     return Evaluated(eval=e.name, k=e.k, temperature=e.temperature, **{name: columns[name] for name in names})
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .accounts import turns_text
+from .accounts import ZERO_ADVANTAGE, turns_text
 from rlbench.figures import (
     actors_of,
     Chart,
@@ -59,6 +59,7 @@ from .drop_bias import KEPT, LEFT_OUT, in_words, lost_by_level
 from .ledger import Status, count_rows, read_json, read_rows, read_status, read_table
 from .lineage import Family, read_family
 from .sandbox.words import Reading, answer_in_words, code_task_of, reading
+from .untrusted import hide_secrets, make_visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -92,7 +93,7 @@ def read_run(folder: str | Path) -> RunData:
     if not folder.is_dir():
         raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
     tables = {table: read_table(folder, table) for table in ("steps", "evals", "commands")}
-    return RunData(folder.resolve().name, read_status(folder), _toml(folder / "config.toml"), _json(folder / "provenance.json"), **tables, lost=lost_levels(folder), family=read_family(folder), verdicts=read_verdicts(folder))
+    return RunData(folder.resolve().name, read_status(folder), hide_secrets(_toml(folder / "config.toml")), _json(folder / "provenance.json"), **tables, lost=lost_levels(folder), family=read_family(folder), verdicts=read_verdicts(folder))
 
 
 def read_verdicts(folder: Path, at_most: int = 20_000) -> "pl.DataFrame":
@@ -256,9 +257,8 @@ def missing(data: RunData, s: RunSummary) -> list[str]:
 
 # %% ../nbs/61_report.ipynb #report-html
 def text(value) -> str:
-    "Escaped text for HTML; control characters are made visible."
-    shown = "".join(c if c >= " " or c in "\n\t" else chr(0x2400 + ord(c)) for c in str(value))
-    return escape(shown)
+    "Escaped text for HTML; control characters and marks of writing direction are made visible."
+    return escape(make_visible(value))
 
 
 def duration(seconds: float | None) -> str:
@@ -490,17 +490,20 @@ def command_table(commands, limit: int = 200) -> str:
 
 # %% ../nbs/61_report.ipynb #report-preflight
 def preflight_in_words(row: Mapping, band: Sequence[float], group: int) -> str:
-    "A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the band, and the share of groups of `group` from which nothing is learned."
+    "A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the band, and the share of groups of `group` from which nothing is learned, with its interval."
     by_level = list(zip(row["levels"] or (), row["level_rates"] or (), strict=True))
     inside = sum(band[0] <= rate <= band[1] for _, rate in by_level)
     levels = f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of {len(by_level)} levels inside the band)" if len(by_level) > 1 else ""
-    return f"solve rate {row['avg']:.2f} on {row['tasks']} training tasks{levels}, expected zero-advantage share {row['zero_advantage']:.0%} at group {group}"
+    low, high = row.get("zero_advantage_low"), row.get("zero_advantage_high")
+    between = "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
+    return f"solve rate {row['avg']:.2f} on {row['tasks']} training tasks{levels}, expected zero-advantage share {row['zero_advantage']:.1%}{between} at group {group}"
 
 
 def preflight_note(data: RunData) -> str:
     "The preflight of a run as a sentence for the page; empty if there was none."
-    rows = [dict(zip(("avg", "tasks", "levels", "level_rates", "zero_advantage"), found, strict=True)) for name, *found in
-            zip(*(items(data.evals, column) for column in ("eval", "avg", "tasks", "levels", "level_rates", "zero_advantage")), strict=True) if name == "preflight"]
+    names = items(data.evals, "eval")
+    columns = {name: items(data.evals, name) or [None] * len(names) for name in ("avg", "tasks", "levels", "level_rates", *ZERO_ADVANTAGE)}
+    rows = [{name: values[n] for name, values in columns.items()} for n, name_of_eval in enumerate(names) if name_of_eval == "preflight"]
     if not rows or rows[0]["avg"] is None:
         return ""
     return f"<p class=note>Preflight: {text(preflight_in_words(rows[0], data.config.get('band', (0.0, 1.0)), data.config.get('group', 0)))}.</p>"

@@ -86,7 +86,7 @@ def stored(folder: Path, last: int, tokens: bool = False) -> list[Rollout]:
 def stored_tokens(folder: Path, wanted: set[tuple[int, int]], last: int) -> dict[tuple[int, int], tuple[Segment, ...]]:
     "Prompt, responses and observations of these attempts, from at most `last` rows of the tokens table."
     since = _since(folder, "tokens", last)
-    rows = read_table(folder, "tokens", ["rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn"], since)
+    rows = read_table(folder, "tokens", ["rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids"], since)
     return {(rollout, attempt): segments_of(*columns) for rollout, attempt, *columns in rows.iter_rows() if (rollout, attempt) in wanted}
 
 

@@ -35,10 +35,10 @@ def whole(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
 
 # %% ../nbs/38_scorer.ipynb #scorer-trace
 def trace(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> list[np.ndarray]:
-    "The log-probability, in nats, that a model gives to every token of the policy's in each rollout: float32 [T] over all its segments, 0 at the others. ValueError for a temperature of 0."
+    "The log-probability, in nats, that a model gives to every token of the policy's in each rollout: float32 [T] over all its segments, 0 at the others, and over the tokens that could be drawn where a rollout says which. ValueError for a temperature of 0."
     import torch
 
-    from rlbench.model import token_logprobs
+    from rlbench.model import kept_tokens, token_logprobs
 
     wholes, device, found = [whole(r) for r in rollouts], next(model.parameters()).device, {}
     for rows in portions([len(tokens) for tokens, _ in wholes], budget):
@@ -47,8 +47,9 @@ def trace(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> list[np.n
         for row, i in enumerate(rows):
             tokens_RT[row, : lengths[row]], mask_RT[row, : lengths[row]] = wholes[i]
         given = [torch.from_numpy(each).to(device) for each in (tokens_RT, np.array(lengths), np.array([rollouts[i].temperature for i in rows], np.float32), mask_RT)]
+        kept = kept_tokens([rollouts[i].sampling_mask for i in rows], max(lengths), device)
         with torch.no_grad():
-            logprobs_RT = token_logprobs(model, *given)[0].cpu().numpy()
+            logprobs_RT = token_logprobs(model, *given, kept=kept)[0].cpu().numpy()
         found |= {i: logprobs_RT[row, : lengths[row]].copy() for row, i in enumerate(rows)}
     return [found[i] for i in range(len(rollouts))]
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from .config import check_sinks
 from .ledger import ENDED, Follower, alive, read_status, state_of
 from .records import TABLES
+from .untrusted import hide_secrets
 
 if TYPE_CHECKING:
     import polars as pl
@@ -94,7 +95,7 @@ def read_source(folder: str | Path) -> Source:
     "What a sink has to know about a run before its first row. Raises FileNotFoundError if there is no run."
     folder = Path(folder).resolve()
     written, text = (folder / "config.toml").stat().st_mtime_ns, (folder / "config.toml").read_text(encoding="utf-8")
-    settings = {name: value for name, value in flat(tomllib.loads(text)).items() if name != "webhook"}  # whoever has the address can write there
+    settings = {name: value for name, value in flat(hide_secrets(tomllib.loads(text))).items() if name != "webhook"}  # whoever has the address can write there
     return Source(folder, f"{folder.name}-{sha256(f'{folder.name} {written}'.encode()).hexdigest()[:8]}", written / 1e9, settings)
 
 # %% ../nbs/63_sinks.ipynb #sinks-protocol

@@ -7,10 +7,10 @@ __all__ = ['PREFLIGHT', 'STAYS', 'DISCARDED', 'Started', 'Generated', 'Scored', 
            'Published', 'Saved', 'Pool', 'Commanded', 'Ticked', 'Lost', 'Measured', 'Moved', 'Observed', 'Replayed',
            'Stored', 'Start', 'Item', 'Generate', 'Score', 'Train', 'Publish', 'Save', 'Abort', 'Configure', 'Write',
            'Move', 'Prepare', 'MarkOld', 'Tell', 'ActorState', 'Mark', 'Member', 'GroupState', 'Evaluation', 'Ramp',
-           'Replaced', 'Saves', 'Moving', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'start_state',
-           'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer', 'next_version',
-           'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve', 'discard',
-           'stop_members']
+           'Replaced', 'Saves', 'Moving', 'Late', 'Counts', 'Watching', 'LoopState', 'Snapshot', 'alerts_of',
+           'start_state', 'books_closed', 'synchronous', 'settled', 'wave_boundary', 'held', 'generators', 'trainer',
+           'next_version', 'live_groups', 'next_try', 'give_fate', 'close_group', 'own_fate', 'doom', 'dissolve',
+           'discard', 'stop_members']
 
 # %% ../nbs/51_state.ipynb #state-imports
 from collections.abc import Callable, Mapping
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from .balance import Balance
 from .config import RunConfig
 from .curriculum import Curriculum
+from .digest import Digest, whole_digest
 from .environment import State
-from .guard import Firing, Guard, first_guards
+from .guard import ALERTS, Firing, Guard, eval_alerts, first_guards
 from .queue import Waiting
 from .records import Fate, GroupRow, Outcome, RolloutRow, Sampling, StopReason
 
@@ -114,6 +115,7 @@ class Saved:
     version: int
     path: str
     at: float = 0.0
+    weights: str = ""  # their hash
 
 # %% ../nbs/51_state.ipynb #state-events-commanded
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class Stored:
     path: str = ""
     message: str = ""
     at: float = 0.0
+    weights: str = ""  # their hash
 
 # %% ../nbs/51_state.ipynb #state-actions
 @dataclass(frozen=True)
@@ -389,6 +392,7 @@ class Evaluation:
     open: int
     correct: int = 0
     scored: int = 0
+    digest: str = ""  # of its groups that are settled
 
 
 @dataclass
@@ -454,7 +458,7 @@ class Counts:
     failure: str = ""
     infra: tuple[int, int, int, int] = (0, 0, 0, 0)  # scorings ended and those the machine failed: since the last batch, and in the window that is watched
     infra_told: bool = False  # the window before was above infra_warn
-    digest: str = ""
+    traced: Digest = Digest()  # what it did, in hashes
 
 # %% ../nbs/51_state.ipynb #state-state-watching
 @dataclass(kw_only=True)
@@ -507,6 +511,11 @@ class LoopState(Counts, Watching):
     moving: Moving | None = None
     saves: Saves = field(default_factory=Saves)
 
+    @property
+    def digest(self) -> str:
+        "What the run did so far, in one hash."
+        return whole_digest(self.traced.parts(self.version))
+
 # %% ../nbs/51_state.ipynb #state-snapshot-action
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -521,12 +530,17 @@ PREFLIGHT = "preflight"
 STAYS = ("environment", "scorer")  # kinds of actors that neither write nor train: they live on when the others change their placement
 
 
+def alerts_of(config: RunConfig) -> tuple[str, ...]:
+    "The alerts of a configuration; beside the built-in ones, one for each evaluation set."
+    return (*config.alerts, *eval_alerts(e.name for e in config.eval)) if config.alerts == ALERTS else config.alerts
+
+
 def start_state(
     config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None
 ) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
     state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config)
-    state.guards = first_guards(config.alerts, [(g.when, g.do) for g in config.guards])
+    state.guards = first_guards(alerts_of(config), [(g.when, g.do) for g in config.guards])
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
     return state

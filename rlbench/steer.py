@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .config import RunConfig, captured_functions, check_built, check_guard, load_config, read_config, with_knob
 from .guard import Guard, without
-from .ledger import ENDED, read_json, read_status, send_command, state_of
+from .ledger import ENDED, read_command, read_status, send_command, state_of
 from .loop import VERBS, check_ramp
 
 # %% ../nbs/57_steer.ipynb #steer-in-force
@@ -40,8 +40,8 @@ def last_asked(folder: Path, knob: str, among: int = 20) -> object:
     files = {path.name: path for part in ("commands", "commands/done") for path in (folder / part).glob("*.json")}
     for name in sorted(files, reverse=True)[:among]:
         try:
-            told = read_json(files[name])
-        except (OSError, ValueError):  # moved out of the way just now, or no command
+            told = read_command(files[name])
+        except (OSError, ValueError):  # no command
             continue
         if isinstance(told, dict) and told.get("knob") == knob:
             return told.get("value")

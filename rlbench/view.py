@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
+           'View', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
@@ -212,7 +212,7 @@ STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
     "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
-    "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
+    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn
 TABLE_COLUMNS = {
@@ -247,7 +247,7 @@ def step_rows(frame: "pl.DataFrame", bins: Bins, so_far: float) -> np.ndarray:
 
 # %% ../nbs/58_view.ipynb #view-batch
 def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, shown: int = 8) -> tuple[int, np.ndarray, tuple[Ribbon, ...]]:
-    "(version it made, its tokens by lag, some of its rollouts evenly chosen) of the newest batch; -1 and nothing if none was trained."
+    "(version it made, its tokens by lag, some of its rollouts evenly chosen) of the newest batch; -1 and nothing if these rows hold none."
     import polars as pl
 
     batch = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
@@ -255,6 +255,8 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
         return -1, np.zeros(0, int), ()
     version = int(batch["trained_at"].max())
     rows = batch.filter(pl.col("trained_at") == version).join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
+    if not len(rows):
+        return -1, np.zeros(0, int), ()
     weighed = rows.select("versions", "mask").explode("versions", "mask").filter(pl.col("mask") > 0)["versions"].drop_nulls().to_numpy()
     lags = np.bincount(np.maximum(0, version - 1 - weighed)) * every if len(weighed) else np.zeros(0, int)
     chosen = rows[sorted({len(rows) * i // shown for i in range(shown)} if len(rows) else set())]
@@ -300,7 +302,17 @@ def _start(view: View) -> None:
     if count_rows(view.folder, "rollouts") > ROLLOUTS:
         view.follower.places |= {table: begin(view.folder, table, KEEP[table]) for table in ("groups", "rollouts")}
     batch = view.config.get("batch", 256)
-    view.tokens.places["tokens"] = begin(view.folder, "tokens", max(4096, 4 * batch if isinstance(batch, int) else 0))
+    back = max(4096, 4 * batch if isinstance(batch, int) else 0, rollouts_since_batch(view.folder))
+    view.tokens.places["tokens"] = begin(view.folder, "tokens", back)
+
+
+def rollouts_since_batch(folder: Path) -> int:
+    "How many of the newest `ROLLOUTS` rollouts ended with the last trained batch or after it; 0 if none of them was trained."
+    newest = Follower(folder, {"rollouts": ("trained_at",)})
+    newest.places["rollouts"] = begin(folder, "rollouts", ROLLOUTS)
+    trained_at = newest.poll()["rollouts"]["trained_at"].fill_null(-1).to_numpy()
+    first = int(np.argmax(trained_at == trained_at.max())) if len(trained_at) else 0
+    return len(trained_at) - first if len(trained_at) and trained_at.max() >= 0 else 0
 
 
 def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:
@@ -318,7 +330,10 @@ def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:
         view.bins.add(rows)
         view.recent = np.concatenate([view.recent, rows[:, : view.recent.shape[1]]])[-RECENT:]
     if len(fresh["rollouts"]) or len(fresh["tokens"]):
-        view.batch = newest_batch(view.frames["rollouts"], view.frames["tokens"], view.tokens.every)
+        found = newest_batch(view.frames["rollouts"], view.frames["tokens"], view.tokens.every)
+        # filtered groups push a batch's tokens out of what is kept: then the picture taken of it while they were there stays
+        if found[0] > view.batch[0] or found[0] == view.batch[0] and found[1].sum() >= view.batch[1].sum():
+            view.batch = found
         _forget(view)
     if len(fresh["rollouts"]):
         ended = view.frames["rollouts"].filter(~pl.col("fate").is_in([*LEFT_OUT]) & (pl.col("length") > 0))

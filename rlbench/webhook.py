@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from .exchange import Unanswered, exchange
+from .exchange import Unanswered, exchange, is_metadata
 
 # %% ../nbs/45_webhook.ipynb #webhook-address
 def check_address(text: str) -> None:
@@ -24,6 +24,8 @@ def check_address(text: str) -> None:
             raise ValueError(f"webhook: {text!r} names no environment variable; write $NAME")
     elif urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
         raise ValueError("webhook: not an address that can be posted to; write http://… or https://…, or $NAME for one in the environment")
+    elif is_metadata(urlsplit(text).hostname):
+        raise ValueError("webhook: a link-local address, under which a cloud's machine tells its keys; name the server that is to be told")
 
 
 def address(text: str) -> str:

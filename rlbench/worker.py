@@ -54,6 +54,7 @@ from .sandbox.task import read_code_task
 from .steps import pieces_of, place_steps
 from .tasks import make_tasks
 from .scorer import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
+from .untrusted import make_visible
 
 # %% ../nbs/54_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
@@ -182,6 +183,7 @@ class PolicySaved:
     "The policy is on disk."
     version: int
     folder: str
+    weights: str = ""  # their hash
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ class CheckpointWritten:
     version: int
     folder: str
     message: str
+    weights: str = ""  # their hash
 
 # %% ../nbs/54_worker.ipynb #worker-reference
 @dataclass(frozen=True)
@@ -257,10 +260,10 @@ class Learner:
 
     train: Callable[[tuple[Group, ...], int], tuple[TrainMetrics, dict[int, float], float, dict[int, object]]]  # metrics, advantages, seconds of compute, what became of tokens
     publish: Callable[[int], None]
-    save: Callable[[str], None]
+    save: Callable[[str], str]  # returns the hash of the weights
     configure: Callable[[RunConfig], None]
     name: str = ""
-    checkpoint: Callable[[str], None] = lambda folder: None  # writes all that training needs to go on
+    checkpoint: Callable[[str], str] = lambda folder: ""  # writes all that training needs to go on; returns the hash of the weights
     reference: Callable[[int, str], None] = lambda version, file: None  # writes the weights alone, for a scorer
 
 # %% ../nbs/54_worker.ipynb #worker-scripted
@@ -272,7 +275,7 @@ def scripted_writer(config: RunConfig) -> Writer:
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
         mean = v.scripted_length * v.scripted_growth ** min(1.0, version / config.steps)
-        generator.script = partial(scripted, mean=mean, tail=v.scripted_tail) if v.scripted_growth != 1 else generator.script
+        generator.script = partial(generator.script, mean=mean)
         return version
 
     return Writer(generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
@@ -281,7 +284,7 @@ def scripted_writer(config: RunConfig) -> Writer:
 
 def scripted_learner() -> Learner:
     "No model: training that only counts."
-    return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0, {}), lambda version: None, lambda folder: None, lambda config: None, "scripted")
+    return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0, {}), lambda version: None, lambda folder: "", lambda config: None, "scripted")
 
 # %% ../nbs/54_worker.ipynb #worker-functions
 class Functions:
@@ -490,12 +493,19 @@ def team_of(config: RunConfig, folder: Path | None, start: Path | None):
 def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None, team) -> Learner:
     "A trainer over a policy, or rank 0 of it, going on from the checkpoint `start` if there is one. `publish(version, weights)` hands them over."
     from rlbench.adapter import save_trained
+    from rlbench.publish import hash_weights, weights
     from rlbench.ranks import whole_state, whole_weights
 
-    def checkpoint(into: str) -> None:
-        write_trainer(into, trainer)
+    def checkpoint(into: str) -> str:
+        hashed = write_trainer(into, trainer)
         if functions.folder and (reference := functions.folder / REFERENCE_FILE).exists():
             shutil.copyfile(reference, Path(into) / REFERENCE_FILE)
+        return hashed
+
+    def save(into: str) -> str:
+        state = whole_state(trainer) if team.size > 1 else None
+        save_trained(policy, Path(into), state)
+        return hash_weights(weights(trainer.model, state))
 
     trainer = make_trainer(config, policy, functions, start, team)
 
@@ -503,7 +513,7 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute, result.told
 
-    return Learner(train, rehearsed(functions.folder, lambda version: publish(version, whole_weights(trainer))), lambda folder: save_trained(policy, Path(folder), whole_state(trainer) if team.size > 1 else None),
+    return Learner(train, rehearsed(functions.folder, lambda version: publish(version, whole_weights(trainer))), save,
                    partial(configure_trainer, trainer, functions), policy.name, checkpoint, lambda version, file: write_reference(file, version, whole_weights(trainer)))
 
 # %% ../nbs/54_worker.ipynb #worker-prompts
@@ -669,13 +679,13 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
 
 # %% ../nbs/54_worker.ipynb #worker-handle-checkpoint
 def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
-    message = ""
+    message = hashed = ""
     with timed(spent, "trainer", "overhead", "save", 1):
         try:
-            worker.learner.checkpoint(job.folder)
+            hashed = worker.learner.checkpoint(job.folder)
         except Exception as error:  # the run goes on without it
             message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    said.append(CheckpointWritten(worker.trained, job.folder, message))
+    said.append(CheckpointWritten(worker.trained, job.folder, message, hashed))
 
 
 def _reference(worker: Worker, job: ReferenceJob, said: list, spent: list) -> None:
@@ -694,7 +704,7 @@ PUBLISH_TRIES, PUBLISH_PAUSE = 3, 0.5  # times that weights are handed over or l
 def to_log(text: str) -> None:
     "A line for run.log; a full disk takes none, and stops nobody."
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(make_visible(text), file=sys.stderr, flush=True)
 
 
 def insist(what: str, work: Callable[[], object]) -> object:
@@ -781,8 +791,8 @@ def _fit(worker: Worker, job: FitJob, said: list, spent: list) -> None:
 
 def _save(worker: Worker, job: SaveJob, said: list, spent: list) -> None:
     with timed(spent, "trainer", "overhead", "save", 1):
-        worker.learner.save(job.folder)
-    said.append(PolicySaved(job.version, job.folder))
+        hashed = worker.learner.save(job.folder)
+    said.append(PolicySaved(job.version, job.folder, hashed))
 
 
 def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> None:

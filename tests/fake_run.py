@@ -91,7 +91,7 @@ def rollout_row(number: int, v: int, learned: float, rng: np.random.Generator, s
 
 def eval_rows(batches: int, every: int, seconds: float) -> list[dict]:
     "A preflight and held-out evaluations at the start, every so many versions and at the end."
-    rows = [{"at": 0.5, "eval": "preflight", "version": 0, "tasks": 48, "k": 8, "temperature": 1.0, "avg": 0.41, "avg_se": 0.05, "avg_low": 0.31, "avg_high": 0.51, "zero_advantage": 0.3}]
+    rows = [{"at": 0.5, "eval": "preflight", "version": 0, "tasks": 48, "k": 8, "temperature": 1.0, "avg": 0.41, "avg_se": 0.05, "avg_low": 0.31, "avg_high": 0.51, "zero_advantage": 0.3, "zero_advantage_low": 0.21, "zero_advantage_high": 0.4}]
     for v in sorted({*range(0, batches + 1, every), batches}):
         rate = 0.32 + 0.65 * (1 - np.exp(-v / 14))
         se = float(np.sqrt(rate * (1 - rate) / 512))

@@ -100,6 +100,24 @@ def test_the_spike_of_one_step_is_still_there(long_run):
     assert snapshot.high["grad_norm"][-1] == 1e6 and snapshot.version == LONG + 1
 
 
+def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
+    "The cards of the newest batch keep it while thousands of filtered rollouts follow: for who watched it, and for who opens the run later."
+    rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)
+    ledger = Ledger(folder, 0)
+    batch = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
+    filtered = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "filtered", "trained_at": -1} for i in range(64, 9000)]
+    watched = View(folder)
+    watched.poll()
+    for rows in (batch, filtered[:4000], filtered[4000:]):
+        ledger.extend("rollouts", rows)
+        ledger.extend("tokens", [{"at": 10.0, "rollout": row["rollout"], "try": 0, "versions": [5, 6], "mask": [1, 1]} for row in rows])
+        ledger.flush()
+        seen = [watched.poll(), View(folder).poll()]
+        assert [(s.batch, s.lags.tolist(), len(s.ribbons)) for s in seen] == [(7, [64, 64], 8)] * 2
+    assert "no batch trained yet" not in card_html("ribbons", seen[1])
+    ledger.close()
+
+
 KINDS = {
     "finished": {}, "live": {"batches": 31, "state": "running", "closed": False}, "one": {"batches": 1, "planned": 1, "rollouts": 1, "every": 1},
     "nothing": {"batches": 0, "state": "starting", "evals": False, "rollouts": 0}, "failed": {"batches": 0, "state": "failed", "reason": "trainer: out of <memory> & 'more'", "evals": False},

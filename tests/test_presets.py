@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rlbench.capacity import MODELS
 from rlbench.cli import app
-from rlbench.config import load_config, presets
+from rlbench.config import load_config, notes_on, presets
 from rlbench.memory import facts_of, machine_named, memory_plan, plan_of
 
 PRESETS = Path(__file__).parent.parent / "data" / "presets"
@@ -64,3 +64,15 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch):
     assert "It fits." in dry("tiny", "--dry-run", code=0)
     assert 'note: critic: advantage "grpo" does not ask' in dry("tiny", "--dry-run", "--set", "critic=true", code=0) and json.loads(dry("tiny", "--dry-run", "--set", "optimizer_steps=2", "--json", code=0))["notes"] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_whose_tokens_are_of_another_policy_is_told():
+    "Older tokens that nothing weighs, and tokens left out by `top_p` or `top_k` where the generator does not say which. No preset does either."
+    told = lambda **table: [note.fields for note in notes_on(load_config("tiny", {"optimizer_steps": 2, **table}))]
+    scripted = {"generator": "scripted", "clock": "virtual"}
+    assert told(staleness=2, correction="none") == [("staleness", "correction")] == told(staleness=8, correction="none", loss="reinforce")[-1:]
+    assert not told(staleness=1, correction="none") and not told(staleness=2) and not told(staleness=2, correction="none", old="sampler") and not told(staleness=2, correction="none", loss="dppo_tv")
+    assert told(**scripted, top_p=0.8) == [("top_p", "correction")] and told(**scripted, top_k=5, top_p=0.8) == [("top_p", "top_k", "correction")]
+    assert not told(top_p=0.8, top_k=5) and not told(**scripted, top_p=0.8, correction="none")
+    about = {field for name in presets() for note in notes_on(load_config(name)) for field in note.fields}
+    assert not about & {"staleness", "top_p", "top_k"}

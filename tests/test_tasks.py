@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
+import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -14,7 +16,9 @@ import pytest
 from inline import inline_run
 
 import rlbench as rl
+from rlbench.codesets import ALL_SETS
 from rlbench.ledger import read_table
+from rlbench.tasks import make_tasks
 
 CARD = """---
 configs:
@@ -230,3 +234,36 @@ def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     run = rl.Run(tmp_path / "runs" / "x")
     assert run.status.books_closed and 0 < run.rollouts["correct"].mean() < 1 and set(read_table(run.folder, "groups")["set"]) == {"file"}
+
+
+def same_problem(name: str, task) -> str:
+    "What a task asks, however it is put: operands in order, single blanks; of a program the function and the shown examples."
+    prompt = " ".join(task.prompt.split())
+    if name == "programs":
+        table = json.loads(task.answer)
+        return f"{table['reference']} {sorted(str(test['args']) for test in table['tests'] if test['id'].startswith('shown'))}"
+    first, *rest = prompt.removesuffix("=").split(";")
+    return ";".join(["+".join(sorted(first.split("+"))) if re.fullmatch(r"[\d+]+", first) else first, *rest])
+
+
+SMALL_SETS = {"addition": [{"high": 2}, {}], "sums": [{}], "counting": [{}], "arithmetic": [{"high_digits": 2}], "chains": [{"high": 1}, {"low": 2, "high": 2}, {}], "expressions": [{}], "programs": [{}], "code": [{}]}
+
+
+@pytest.mark.parametrize("name", sorted(ALL_SETS))
+def test_no_problem_is_on_both_sides(tmp_path, name):
+    "Of every task set: what is examined is not trained on, also with its operands changed, or with other blanks. (`hub` has tests of its own.)"
+    tables = SMALL_SETS.get(name, [])
+    if name == "file":
+        rows = [{"prompt": f"How many  are\n{n} boxes?{' ' * (copy % 3)}{chr(10) * (copy > 3)}", "answer": str(n)} for n in range(40) for copy in range(5)]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        tables = [{"path": str(tmp_path / "tasks.jsonl"), "one_in": 2}]
+    assert tables or name in ("hub", "verifiers")
+    for table in tables:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            pools = [make_tasks({"name": name, **table}, split, count=count, functions=ALL_SETS) for split, count in (("train", 4096), ("held_out", 512))]
+        train, held_out = ({same_problem(name, task) for task in pool} for pool in pools)
+        assert train and held_out and not train & held_out, (table, len(train & held_out))
+        if name == "file":
+            assert len(pools[0]) + len(pools[1]) == 40 == len(train | held_out)
+            assert {str(each.message) for each in told} == {"tasks.path: 160 of 200 rows repeat the prompt of an earlier row and were joined with it"}
