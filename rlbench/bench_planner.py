@@ -6,8 +6,8 @@
 __all__ = ['STILL', 'LATE', 'SUMS', 'REGIMES', 'LEARNING', 'TURNS', 'PATIENCE', 'FIGURES', 'HEAD', 'DRAWN', 'CHANGES', 'SEED',
            'STRATEGIES', 'PLAIN', 'NEAR', 'Regime', 'trained', 'reaches', 'training', 'settled', 'mean_of', 'Row',
            'row_of', 'read_row', 'moved', 'base_run', 'answer_seconds', 'drifting_row', 'PlannerBench', 'bench_of',
-           'bench_planner', 'spaced', 'any_table', 'any_change', 'valid', 'drawn', 'looked_at', 'came_of', 'Drawn',
-           'drawn_rows', 'VirtualBench', 'virtual_of', 'bench_virtual']
+           'bench_planner', 'spaced', 'any_table', 'any_change', 'valid', 'drawn', 'looked_at', 'came_of', 'off_by',
+           'is_near', 'Drawn', 'drawn_rows', 'VirtualBench', 'virtual_of', 'drawn_row', 'bench_virtual']
 
 # %% ../nbs/89_bench_planner.ipynb #bench-planner-imports
 import random
@@ -27,7 +27,7 @@ from .bench_environment import late_tool
 from .capacity import machine
 from .config import make_config, to_toml
 from .driver import Driver, drive, make_pools
-from .fit import LEAST, Fitted, fit, jackknife, predict
+from .fit import LEAST, Fitted, fit, jackknife, predict, replayed
 from .forecasts import Figures, Prediction, errors, filling, happened
 from .ledger import create_run_folder, read_json, read_table, write_json
 from .run import Run, ending, free_name, run, wait
@@ -337,6 +337,16 @@ def came_of(table: Mapping, folder: Path) -> Figures | None:
 NEAR = (0.03, 0.03, 0.2)  # how near a run as it is must be: share of time, share of the rate, versions
 
 
+def off_by(figures: Figures, came: Figures) -> tuple[float, float, float]:
+    "Figures less those that came: share of time, share of the rate, versions."
+    return figures.wait - came.wait, figures.rate / came.rate - 1, figures.staleness - came.staleness
+
+
+def is_near(figures: Figures, came: Figures) -> bool:
+    "Whether all three are as near as `NEAR`."
+    return all(abs(off) <= most for off, most in zip(off_by(figures, came), NEAR))
+
+
 @dataclass(frozen=True)
 class Drawn:
     "A change of a drawn run, none for the run as it is: the figures predicted (with their 90 % range) and by formula, and those that came; by figure, whether they came inside the range, and how wide it is (share of time, share of the rate, versions)."
@@ -347,16 +357,17 @@ class Drawn:
     high: Figures
     formula: Figures
     came: Figures
+    replayed: Figures | None = None  # of the run as it is: when the fitted world makes it once more, with the lengths and verdicts it had
 
     @property
     def off(self) -> tuple[float, float, float]:
         "Predicted less measured: share of time, share of the rate, versions."
-        return self.predicted.wait - self.came.wait, self.predicted.rate / self.came.rate - 1, self.predicted.staleness - self.came.staleness
+        return off_by(self.predicted, self.came)
 
     @property
     def near(self) -> bool:
-        "Whether all three are as near as `NEAR`."
-        return all(abs(off) <= most for off, most in zip(self.off, NEAR))
+        "Whether what was predicted is as near as `NEAR`."
+        return is_near(self.predicted, self.came)
 
     @property
     def inside(self) -> tuple[bool, bool, bool]:
@@ -370,6 +381,9 @@ class Drawn:
 
     def __str__(self) -> str:
         off, marks = self.off, "".join("x" if each else "." for each in self.inside)
+        if self.replayed:
+            again = off_by(self.replayed, self.came)
+            return f"{self.index:3d} as it is, made once more {100 * again[0]:+5.1f} points {again[1]:+6.1%} {again[2]:+5.2f} versions; as predicted {100 * off[0]:+5.1f} points {off[1]:+6.1%} {off[2]:+5.2f} versions"
         return f"{self.index:3d} {', '.join(f'{knob} {value}' for knob, value in self.knobs.items()) or 'as it is':44s} {marks}  {100 * off[0]:+5.1f} points {off[1]:+6.1%} {off[2]:+5.2f} versions"
 
 # %% ../nbs/89_bench_planner.ipynb #bench-planner-drawn-run
@@ -384,17 +398,23 @@ def drawn_rows(task: tuple[Path, int, int]) -> list[dict]:
     came_of(table, base)
     fitted = fit(base, until=looked_at(table)[1])
     for number, move in enumerate([{}, *moves]):
-        measured = came_of({**table, **move}, folder / f"{SEED}-{index}-{number}")
+        luck = {"seed": table["seed"] + number}  # a prediction is of a run to come, which has luck of its own
+        measured = came_of({**table, **move, **luck}, folder / f"{SEED}-{index}-{number}")
         said = predict(fitted, move)
-        rows.append({"index": index, "knobs": move, **{name: asdict(figures) for name, figures in (("predicted", said.simulated), ("low", said.low), ("high", said.high), ("formula", said.formula), ("came", measured))}})
+        figures = {"predicted": said.simulated, "low": said.low, "high": said.high, "formula": said.formula, "came": measured}
+        figures |= {"replayed": replayed(fitted)} if not move else {}
+        rows.append({"index": index, "knobs": move, **{name: asdict(each) for name, each in figures.items()}})
     write_json(kept, rows)
     return rows
 
 
 @dataclass(frozen=True)
 class VirtualBench:
-    "Share of the drawn runs that are met as they are (rate, waiting and staleness, each within `NEAR`), share of the changes' figures inside their range, how wide these are in the mean, how far the formulas are off in the mean, and by figure the coverage (waiting, rate, staleness)."
+    """Share of the drawn runs that their fitted world makes again (rate, waiting and staleness, each within `NEAR`), and that it
+    predicts as near without knowing their lengths and verdicts; share of the changes' figures inside their range, how wide these
+    are in the mean, how far the formulas are off in the mean, and by figure the coverage (waiting, rate, staleness)."""
     as_it_is: float
+    as_predicted: float
     coverage: float
     width: dict[str, float]
     formula: dict[str, float]
@@ -406,7 +426,7 @@ class VirtualBench:
 
     def __str__(self) -> str:
         told = lambda parts: f"{100 * parts['wait']:.1f} points of waiting, {parts['rate']:.1%} of the rate, {parts['staleness']:.2f} versions"
-        return "\n".join([*map(str, self.rows), "", f"as it is: {self.as_it_is:.1%} of {self.runs} runs; {self.coverage:.1%} of the figures of {self.changes} changes are inside their 90 % range", f"ranges are {told(self.width)} wide; the formulas are off by {told(self.formula)}"])
+        return "\n".join([*map(str, self.rows), "", f"as it is: {self.as_it_is:.1%} of {self.runs} runs are made again, {self.as_predicted:.1%} are predicted; {self.coverage:.1%} of the figures of {self.changes} changes are inside their 90 % range", f"ranges are {told(self.width)} wide; the formulas are off by {told(self.formula)}"])
 
 # %% ../nbs/89_bench_planner.ipynb #bench-planner-virtual
 def virtual_of(rows: Sequence[Drawn], where: dict[str, str]) -> VirtualBench:
@@ -415,7 +435,13 @@ def virtual_of(rows: Sequence[Drawn], where: dict[str, str]) -> VirtualBench:
     named = lambda values: dict(zip(("wait", "rate", "staleness"), (round(float(each), 4) for each in values)))
     off = [(abs(row.formula.wait - row.came.wait), abs(row.formula.rate / row.came.rate - 1), abs(row.formula.staleness - row.came.staleness)) for row in moves]
     covered = np.mean([row.inside for row in moves], 0)
-    return VirtualBench(round(float(np.mean([row.near for row in own])), 4), round(float(covered.mean()), 4), named(np.mean([row.width for row in moves], 0)), named(np.mean(off, 0)), named(covered), len(own), len(moves), tuple(rows), where)
+    again = float(np.mean([is_near(row.replayed or row.predicted, row.came) for row in own]))
+    return VirtualBench(round(again, 4), round(float(np.mean([row.near for row in own])), 4), round(float(covered.mean()), 4), named(np.mean([row.width for row in moves], 0)), named(np.mean(off, 0)), named(covered), len(own), len(moves), tuple(rows), where)
+
+
+def drawn_row(row: Mapping) -> Drawn:
+    "A row as it is kept."
+    return Drawn(**{name: Figures(**part) if name not in ("index", "knobs") else part for name, part in row.items()})
 
 
 def bench_virtual(folder: str | Path = "bench-planner", runs: int = DRAWN, changes: int = CHANGES, processes: int = 2, say: Callable[[str], None] = lambda line: None) -> VirtualBench:
@@ -425,7 +451,7 @@ def bench_virtual(folder: str | Path = "bench-planner", runs: int = DRAWN, chang
     rows, tasks = [], [(Path(folder) / "virtual", index, changes) for index in range(runs)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for told in pool.map(drawn_rows, tasks):
-            own = [Drawn(**{**row, **{name: Figures(**row[name]) for name in ("predicted", "low", "high", "formula", "came")}}) for row in told]
+            own = [drawn_row(row) for row in told]
             rows += own
             for row in own:
                 say(str(row))

@@ -892,7 +892,8 @@ def write_step(driver: "Driver", row: StepRow) -> None:
     slots = sum(min(a.slots, s.config.concurrency) for a in s.actors.values() if a.kind == "generator" and a.up)
     metrics = {f.name: getattr(m.metrics[row.version].metrics, f.name) for f in fields(m.metrics[row.version].metrics) if f.name != "optimizer_steps"}
     columns = dict(version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
-                   prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens, queue_depth=queue_depth, running=running,
+                   prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens,
+                   decode_steps=round(spent["generator"].units), verdicts=round(spent["environment"].units), queue_depth=queue_depth, running=running,
                    kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
                    discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
                    prefix_hits=m.cached[0], preempted=m.cached[1], publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **tool_columns([r for g in trained for r in g.rollouts if r.reward is not None], m.tools), tool_kv=m.tool_kv, stalled=m.stalled / count["generator"], infra_masked=row.infra_masked, **verdict_columns(m), **metrics, **times, **waits)

@@ -63,7 +63,9 @@ class Spent:
     decode_tokens: int = 0
 
     def meter(self) -> Meter:
-        return Meter(**{self.kind: self.seconds}, prefill_tokens=self.prefill_tokens, decode_tokens=self.decode_tokens)
+        "The time and the work as they are booked."
+        units = self.units if self.kind == "compute" else 0.0
+        return Meter(**{self.kind: self.seconds}, prefill_tokens=self.prefill_tokens, decode_tokens=self.decode_tokens, units=units)
 
 
 @dataclass(frozen=True)

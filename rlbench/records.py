@@ -324,20 +324,21 @@ class TrainMetrics:
 
 @dataclass(frozen=True)
 class Meter:
-    "How one actor has spent its time so far, in seconds, with the tokens it has handled."
+    "How one actor has spent its time so far, in seconds, with the tokens it has handled; `units`: of its computing, decode steps of a generator and verdicts of an environment."
     compute: float = 0.0
     wait: float = 0.0
     publish: float = 0.0
     overhead: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    units: float = 0.0
 
     def __sub__(self, other: "Meter") -> "Meter":
         return Meter(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
     def __add__(self, other: "Meter") -> "Meter":
         return Meter(self.compute + other.compute, self.wait + other.wait, self.publish + other.publish, self.overhead + other.overhead,
-                     self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens)
+                     self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens, self.units + other.units)
 
 # %% ../nbs/00_records.ipynb #records-rows
 @dataclass(frozen=True)
@@ -453,6 +454,8 @@ prefill_tokens | int | tokens | prompt tokens computed, repeated prefill include
 prefix_hits | int | tokens | prompt tokens that a cache spared
 preempted | int | sequences | sequences that had to give up their place in the KV budget and start again
 decode_tokens | int | tokens | tokens decoded
+decode_steps | int | steps | decode steps done, of all generators together; null in folders of an older rlbench
+verdicts | int | verdicts | verdicts given since the batch before, evaluations included; null in folders of an older rlbench
 turns | float | turns | mean turns of a trained rollout
 queue_depth | float | groups | finished groups waiting, mean over the time since the batch before
 backlog_change | int | groups | finished groups waiting now, less those after the batch before

@@ -6,12 +6,12 @@
 __all__ = ['QUANTILES', 'CARRY', 'OWN', 'Spread', 'Decode', 'World', 'Engine', 'rest_of', 'slow', 'Clock', 'Floor', 'Writer',
            'Desk', 'by_looks', 'Life', 'Tally', 'Step', 'Simulation', 'Due', 'Ready', 'Arrived', 'Said', 'Sent',
            'Looked', 'There', 'Loading', 'begin', 'quantiles_of', 'solve_of', 'born', 'luck_of', 'carry_generate',
-           'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox', 'leave_sandbox', 'give_back', 'on_ready',
-           'leave_engine', 'tell', 'on_due', 'on_said', 'send', 'on_sent', 'look', 'put_down', 'write', 'start',
-           'beside', 'on_looked', 'carry_abort', 'carry_score', 'carry_train', 'floors', 'writing_share', 'pace',
-           'carry_prepare', 'on_there', 'carry_publish', 'on_loading', 'carry_write', 'carry_save', 'hear', 'advance',
-           'Simulated', 'check', 'outcome', 'uncollected', 'simulate', 'simulate_together', 'Summary', 'ended',
-           'summary']
+           'prefill_seconds', 'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox', 'leave_sandbox',
+           'give_back', 'on_ready', 'leave_engine', 'tell', 'on_due', 'on_said', 'send', 'on_sent', 'look', 'put_down',
+           'write', 'start', 'beside', 'on_looked', 'carry_abort', 'carry_score', 'carry_train', 'floors',
+           'writing_share', 'pace', 'carry_prepare', 'on_there', 'carry_publish', 'on_loading', 'carry_write',
+           'carry_save', 'hear', 'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate',
+           'simulate_together', 'Summary', 'ended', 'summary']
 
 # %% ../nbs/70_simulator.ipynb #simulator-imports
 import gc
@@ -76,6 +76,7 @@ class World:
     tokens: Spread = Spread(100.0)
     decode: Decode | None = None
     prefill: float = 0.0  # before the first token of a turn
+    prefill_token: float = 0.0  # of each token that a partial rollout has already, on top
     engines: int = 1  # of each generator
     room: float = 0.0  # tokens that the cache of an engine holds; 0: no limit
     turns: Spread = Spread(1.0)
@@ -96,6 +97,7 @@ class World:
     travel: float = 0.0  # from a batch to its weights at an idle generator, while everybody goes on: three ways of a message
     shared: float = 1.0  # how many times as long a token takes while the trainer computes: both on one machine
     slowed: float = 1.0  # and how many times as long a batch takes while something is written
+    workload: Mapping[tuple[int, int], tuple[float, float | None]] = field(default_factory=dict)  # tokens, and whether it is right (None: drawn), of the rollouts by group and place in it whose course is known
 
 # %% ../nbs/70_simulator.ipynb #simulator-engine
 class Engine:
@@ -395,11 +397,13 @@ def solve_of(s: Simulation, task: int) -> float:
 # %% ../nbs/70_simulator.ipynb #simulator-write
 def born(s: Simulation, item: Item) -> Life:
     "A new rollout, some of whose turns may have been taken over. One that begins again will be as long as before."
-    w, task, taken = s.world, item.task, item.turn
+    w, taken = s.world, item.turn
+    known, right = w.workload.get((item.group, item.k), (0.0, None))
     if item.rollout not in s.lengths:
-        s.lengths[item.rollout] = w.tokens.at(luck_of(s, item.group)) if w.alike else w.tokens.draw(s.chance)
+        drawn = w.tokens.at(luck_of(s, item.group)) if w.alike else w.tokens.draw(s.chance)
+        s.lengths[item.rollout] = known or drawn
     turns, tokens = max(1, round(w.turns.draw(s.chance))), s.lengths[item.rollout]
-    return Life(solve_of(s, task), turns, tokens, w.latency.draw(s.chance) if w.decode is None else 0.0, s.clock.now, taken, tokens * min(taken, turns) / turns)
+    return Life(solve_of(s, item.task) if right is None else right, turns, tokens, w.latency.draw(s.chance) if w.decode is None else 0.0, s.clock.now, taken, tokens * min(taken, turns) / turns)
 
 
 # %% ../nbs/70_simulator.ipynb #simulator-luck
@@ -414,6 +418,7 @@ def carry_generate(s: Simulation, action: Generate) -> None:
     "Rollouts for a generator."
     writer = s.writers[action.actor]
     s.log.append((s.clock.now, "Generate", {"actor": action.actor, "rollouts": [(item.rollout, item.attempt, item.group) for item in action.items]}))
+    together = []  # one message: a generator that rests begins with all of them
     for item in action.items:
         key = item.rollout, item.attempt
         life = s.lives.get(key)
@@ -424,13 +429,21 @@ def carry_generate(s: Simulation, action: Generate) -> None:
         if s.world.sandboxes and life.turns == 1 and not life.sandbox:
             want(s, key, action.actor)
         elif writer.desk:
-            send(s, action.actor, key)
+            together.append(key)
         elif s.world.looks and (rest := max(rest_of(engine, s.world.looks, s.clock.now) for engine in writer.floor.engines)):
             writer.coming.add(key)
             s.later(s.clock.now + rest, Arrived(action.actor, key))
         else:
             writer.line[key] = None
-    fill(s, writer, action.actor) if not writer.desk else None
+    if together:
+        send(s, action.actor, together)
+    if not writer.desk:
+        fill(s, writer, action.actor)
+
+
+def prefill_seconds(world: World, life: Life) -> float:
+    "Seconds before a turn's first token."
+    return world.prefill + world.prefill_token * life.written
 
 # %% ../nbs/70_simulator.ipynb #simulator-fill
 def on_arrived(s: Simulation, arrived: Arrived) -> None:
@@ -464,7 +477,8 @@ def fill(s: Simulation, writer: Writer, name: str) -> None:
         if life.oldest < 0:
             life.oldest = writer.version
             life.began = life.began if life.sandbox else now  # waiting in line is not its time
-        work = life.seconds / life.turns * left / max(turn, 1e-9) + world.prefill if world.decode is None else left + world.prefill / world.decode.seconds(len(engine.running) + 1, engine.resident + keeps)
+        prefill = prefill_seconds(world, life)
+        work = life.seconds / life.turns * left / max(turn, 1e-9) + prefill if world.decode is None else left + prefill / world.decode.seconds(len(engine.running) + 1, engine.resident + keeps)
         engine.begin((s.number, *key), work, now, keeps)
         floor.owner[s.number, *key] = s, name
         heappush(floor.loads, (len(engine.running), i))
@@ -532,7 +546,7 @@ def on_ready(s: Simulation, ready: Ready) -> None:
     if isinstance(wanted, Score):
         carry_score(s, wanted)
     elif wanted and s.writers[wanted].desk:
-        send(s, wanted, ready.key)
+        send(s, wanted, [ready.key])
     elif wanted:
         s.writers[wanted].line[ready.key] = None
         fill(s, s.writers[wanted], wanted)
@@ -583,7 +597,7 @@ def on_said(s: Simulation, said: Said) -> None:
 
 # %% ../nbs/70_simulator.ipynb #simulator-send
 def send(s: Simulation, name: str, message: object) -> None:
-    "A message to a generator that goes from look to look: a rollout to write (its key), those to stop (an `Abort`), or a version to load."
+    "A message to a generator that goes from look to look: rollouts to write (a list of their keys), those to stop (an `Abort`), or a version to load."
     if s.world.travel:
         s.later(s.clock.now + s.world.travel / 3, Sent(name, message))
     else:
@@ -604,8 +618,8 @@ def look(s: Simulation, name: str) -> None:
     desk = writer.desk
     messages, desk.inbox = desk.inbox, []
     for message in messages:
-        if isinstance(message, tuple):
-            writer.line[message] = None
+        if isinstance(message, list):
+            writer.line.update(dict.fromkeys(message))
         elif isinstance(message, Abort):
             said += put_down(s, writer, message)
         else:
@@ -638,7 +652,7 @@ def put_down(s: Simulation, writer: Writer, stop: Abort) -> list[Generated]:
 
 def write(s: Simulation, writer: Writer, name: str, said: list) -> float:
     "The decode steps until the next look; the seconds they take. A place that becomes free is taken in the step after, by what waits in line."
-    desk, world, steps, decoded, begun = writer.desk, s.world, max(1, round(s.world.looks)), 0, 0
+    desk, world, steps, decoded, begun = writer.desk, s.world, max(1, round(s.world.looks)), 0, 0.0
     first, end = desk.step, desk.step + steps
     while desk.step < end:
         while writer.line and len(desk.running) < writer.slots:
@@ -657,11 +671,11 @@ def write(s: Simulation, writer: Writer, name: str, said: list) -> float:
                 life = s.lives[key]
                 life.written, life.taken = had + upto - began, life.taken + 1
                 said.append(tell(s, name, key, StopReason.STOP))
-    return world.decode.base * (steps if world.whole else desk.step - first) + world.decode.each * decoded + world.prefill * begun
+    return world.decode.base * (steps if world.whole else desk.step - first) + world.decode.each * decoded + begun
 
 # %% ../nbs/70_simulator.ipynb #simulator-look-parts
-def start(s: Simulation, writer: Writer, key: tuple[int, int]) -> int:
-    "Give a sequence a place."
+def start(s: Simulation, writer: Writer, key: tuple[int, int]) -> float:
+    "Give a sequence a place; the seconds of its prefill."
     desk, life = writer.desk, s.lives[key]
     left = max(1, round(life.tokens / life.turns * (life.taken + 1) - life.written))
     if life.oldest < 0:
@@ -670,7 +684,7 @@ def start(s: Simulation, writer: Writer, key: tuple[int, int]) -> int:
     desk.count += 1
     desk.running[key] = desk.step, life.written, desk.count
     heappush(desk.ends, (desk.step + left, desk.count, key))
-    return 1
+    return prefill_seconds(s.world, life)
 
 
 def beside(s: Simulation, work: float) -> float:

@@ -11,14 +11,15 @@ from pathlib import Path
 from rlbench.sandbox.spec import End, Execution, Limits, Program
 
 BOOT = """
-import os, resource, sys
+import fcntl, os, resource, sys
 read, write, cpu, memory = map(int, sys.argv[1:5])
-os.dup2(read, 50), os.dup2(write, 51), os.dup2(50, 3), os.dup2(51, 4), os.closerange(5, 64)
+aside = [fcntl.fcntl(end, fcntl.F_DUPFD, 200) for end in (read, write)]  # whatever numbers they have, neither is overwritten
+os.dup2(aside[0], 3), os.dup2(aside[1], 4), os.closerange(5, 1024)
 resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1)), resource.setrlimit(resource.RLIMIT_AS, (memory, memory)), resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 with open(sys.argv[5], encoding="utf-8", errors="surrogatepass") as file:
     code = file.read()
 os.unlink(sys.argv[5])
-del read, write, cpu, memory, file, resource
+del aside, read, write, cpu, memory, fcntl, file, resource
 exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})
 """
 LINE = 1 << 21  # bytes of an answer that are read at most

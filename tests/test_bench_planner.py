@@ -1,6 +1,6 @@
 "What the planner's bench counts, what it leaves out, and that each change is taken back."
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import polars as pl
@@ -95,6 +95,9 @@ def test_what_came_is_counted_against_the_range():
     row = lambda knobs, came: Drawn(0, knobs, at(0.5, 100.0, 2.0), at(0.45, 95.0, 1.9), at(0.55, 105.0, 2.1), at(0.6, 110.0, 2.5), came)
     found = virtual_of([row({}, at(0.52, 102.0, 2.1)), row({}, at(0.54, 100.0, 2.0)), row({"batch": 8}, at(0.5, 100.0, 2.0)), row({"batch": 4}, at(0.6, 100.0, 2.0))], {})
     assert found.as_it_is == 0.5 and found.coverage == pytest.approx(5 / 6, abs=1e-4) and found.width == {"wait": 0.1, "rate": 0.1, "staleness": 0.2}
+    assert found.as_predicted == found.as_it_is  # what was not made again counts as predicted
+    again = virtual_of([replace(row({}, at(0.52, 102.0, 2.1)), replayed=at(0.6, 102.0, 2.1)), row({"batch": 8}, at(0.5, 100.0, 2.0))], {})
+    assert again.as_it_is == 0.0 and again.as_predicted == 1.0
     assert found.runs == found.changes == 2 and found.covered == {"wait": 0.5, "rate": 1.0, "staleness": 1.0} and "as it is: 50.0% of 2 runs" in str(found)
 
 
