@@ -10,10 +10,10 @@ __all__ = ['BLOCKS', 'Z90', 'MOST_TRAINING', 'UNKNOWN', 'VARIES', 'LEAST_UNSURE'
            'solve_stated', 'slowdown', 'spread_of', 'capped', 'cut_mean', 'whole_lengths', 'likeness', 'solve_of',
            'train_of', 'Fitted', 'Read', 'read_run', 'last_fed', 'batch_seconds', 'weights_seconds', 'verdict_seconds',
            'judged', 'Responses', 'written_of', 'slots_over_time', 'config_at', 'fit', 'world_of', 'tokens_of',
-           'workload_of', 'away_seconds', 'Sizes', 'sizes_of', 'form', 'idle_tokens', 'age', 'waves', 'figures',
-           'words_of', 'changed', 'bare', 'played', 'figures_of', 'replayed', 'as_drawn', 'relative_error',
-           'another_sample', 'between', 'shared_out', 'predict', 'replicated', 'corrected', 'capped_to', 'paced',
-           'quicker']
+           'workload_of', 'known_rollout', 'away_seconds', 'Sizes', 'sizes_of', 'form', 'idle_tokens', 'age', 'waves',
+           'figures', 'words_of', 'changed', 'bare', 'played', 'figures_of', 'replayed', 'as_drawn', 'relative_error',
+           'another_sample', 'between', 'shared_out', 'predict', 'replicated', 'cycle_error', 'corrected', 'capped_to',
+           'paced', 'quicker']
 
 # %% ../nbs/71_fit.ipynb #fit-imports
 import json
@@ -33,7 +33,7 @@ from .knobs import key_of
 from .forecasts import Figures, Prediction, dollars, filling, happened
 from .ledger import read_table
 from .queueing import group_shares, mean_below, staleness_of, tail_factor
-from .simulator import Decode, Simulated, Spread, Step, World, simulate
+from .simulator import Decode, KnownRollout, Simulated, Spread, Step, World, simulate
 from .steer import in_force
 from .view import at_version, over_time
 
@@ -384,7 +384,7 @@ class Fitted:
     lengths: tuple[np.ndarray, ...] = ()  # of the rollouts, block by block in order of time: tokens, and whether they were stopped
     judged: tuple[np.ndarray, ...] = ()  # right and judged rollouts of the groups
     unsure: float = 0.0  # standard error of the share of a token's time that goes with the sequences beside it
-    workload: Mapping[tuple[int, int], tuple[float, float | None]] = field(default_factory=dict)  # of a run whose versions were looked at from the beginning, for `replayed`
+    workload: Mapping[tuple[int, int], KnownRollout] = field(default_factory=dict)  # of a run whose versions were looked at from the beginning, for `replayed`
 
     def __str__(self) -> str:
         rows = [f"{self.name}, versions {self.versions[0]} to {self.versions[1]}: {self.seen}"]
@@ -582,15 +582,21 @@ def tokens_of(written: np.ndarray, stopped: np.ndarray, most: int) -> Spread:
     return Spread(mean, sqrt(log(1 + float(values.var()) / mean**2)), float(min(most, values[-1])), seen=tuple(float(each) for each in values / mean))
 
 
-def workload_of(folder: Path) -> dict[tuple[int, int], tuple[float, float | None]]:
-    "Of each rollout, by group and place in it, the response tokens (0: it was stopped before its end) and whether it is right (None: not judged); of its last attempt."
+def workload_of(folder: Path) -> dict[tuple[int, int], KnownRollout]:
+    "What the ledger tells of each rollout, by group and place in it; of several attempts the last. Groups count from the first that was served, since a simulation has no preflight, whose groups come before."
     import polars as pl
 
-    last = read_table(folder, "rollouts", ["group", "k", "try", "reason", "length", "reward", "correct"]).filter(pl.col("group") >= 0)
-    last = last.sort("try").unique(["group", "k"], keep="last")
-    whole = last.with_columns(pl.when(pl.col("reason") == "aborted").then(0).otherwise(pl.col("length")).alias("length"))
-    rows = whole.select("group", "k", "length", "reward", "correct").iter_rows()
-    return {(group, k): (float(length), None if reward is None else float(correct)) for group, k, length, reward, correct in rows}
+    columns = ["group", "k", "try", "reason", "length", "reward", "correct"]
+    last = read_table(folder, "rollouts", columns).filter(pl.col("group") >= 0).sort("try").unique(["group", "k"], keep="last")
+    first = last["group"].min() or 0
+    rows = last.select("group", "k", "length", "reward", "correct", "reason").iter_rows()
+    return {(group - first, k): known_rollout(length, reward, correct, reason) for group, k, length, reward, correct, reason in rows}
+
+
+def known_rollout(length: int, reward: float | None, correct: bool | None, reason: str | None) -> KnownRollout:
+    "A row of the table of rollouts as the simulator takes it. One without tokens was stopped before it began."
+    right = None if reward is None else float(correct)
+    return KnownRollout(float(length), right, reason == "aborted" or not length)
 
 
 def _shares(groups: "pl.DataFrame") -> np.ndarray:
@@ -837,8 +843,15 @@ def replicated(fitted: Fitted, target: RunConfig, world: World) -> tuple[Figures
     long = played(plain, world, fitted.busy, REPLICATES, LONGER * versions)[0]
     mean, spread = np.array([long.wait, long.rate, long.staleness]), T90 * told.std(0, ddof=1) * sqrt(1 + 1 / LONGER)
     spread = np.maximum(spread, (0.002, 0.004 * mean[1], 0.01))  # nothing is known to the last digit
+    spread[2] += cycle_error(target.publish_every, versions)
     make = lambda v: Figures(min(1.0, max(0.0, float(v[0]))), max(0.0, float(v[1])), min(float(target.staleness), max(0.0, float(v[2]))), dollars(max(0.0, float(v[1])), target.dollars_per_hour))
     return make(mean), make(mean - spread), make(mean + spread)
+
+
+def cycle_error(publish_every: int, versions: int) -> float:
+    """By how much the mean staleness of so many versions may be off because nobody knows where in the cycle of publications they
+    begin: it goes up from one publication to the next, and the versions may hold a part of a cycle beside whole ones."""
+    return publish_every**2 // 4 / (2 * versions)
 
 
 def corrected(fitted: Fitted, target: RunConfig, figures: Figures) -> Figures:
