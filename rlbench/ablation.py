@@ -112,11 +112,17 @@ def examined_alike(arm: Arm, base: RunConfig, fixed: Mapping[str, object]) -> Ar
 
 
 def note_exam(arm: Arm, config: RunConfig, base: RunConfig) -> Arm:
-    "The arm with what is different about its exam."
+    "The arm with what is different about its exams, each compared with the base's of the same name."
     if not (config.eval and base.eval):
         return arm
-    exams = [exam_in(each.model_dump(), each.eval[0].model_dump()) for each in (config, base)]
-    return replace(arm, exam=exam_differences(*exams))
+    mine, theirs = ({table.name: exam_in(each.model_dump(), table.model_dump()) for table in each.eval} for each in (config, base))
+    told = {name: exam_differences(mine[name], theirs[name]) for name in theirs if name in mine}
+    told |= {name: "none" for name in theirs if name not in mine}
+    told |= {name: "an exam that the base has not" for name in mine if name not in theirs}
+    differing = {name: words for name, words in told.items() if words}
+    if differing.keys() == told.keys() and len({*differing.values()}) == 1:  # all of them in the same
+        return replace(arm, exam=next(iter(differing.values())))
+    return replace(arm, exam="; ".join(f"{name}: {words}" for name, words in differing.items()))
 
 
 def told_apart(arms: Sequence[Arm]) -> tuple[Arm, ...]:

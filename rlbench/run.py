@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rlbench.drill import Drilled
 
 # %% ../nbs/80_run.ipynb #run-imports-saving
-from .checkpoint import Manifest, checkpoint_folders, load_newest, read_manifest
+from .checkpoint import Manifest, checkpoint_folders, load_newest, notes_on_checkpoint, read_manifest
 from .config import captured_functions, check_built, with_knob
 from .ledger import read_resumes
 from .loop import spent
@@ -395,7 +395,7 @@ class _Saving(_Looking):
     def resume(self, table: Mapping[str, object] | None = None, *, author: str = "", **knobs) -> "Run":
         """Go on from the newest checkpoint of a run that has ended or whose process is gone, with some live knobs changed (`steps=120`). Returns at once.
         Raises ValueError if the run is alive, has no checkpoint, or has no budget left."""
-        check_resumable(self.folder, {**(table or {}), **knobs})
+        show_notes(check_resumable(self.folder, {**(table or {}), **knobs}))
         end_leftovers(self.folder)
         for knob, value in {**(table or {}), **knobs}.items():
             send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
@@ -404,18 +404,20 @@ class _Saving(_Looking):
         return self
 
 
-def check_resumable(folder: Path, knobs: Mapping[str, object]) -> None:
-    "ValueError if a run cannot be resumed with these knobs, with the remedy."
+def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
+    "Notes on the checkpoint that a run is resumed from. ValueError if it cannot be resumed with these knobs, with the remedy."
     state = state_of(read_status(folder))
     if state not in (*ENDED, "dead"):
         raise ValueError(f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed")
     extra = captured_functions(folder)
-    found = load_newest(folder, extra).state
+    start = load_newest(folder, extra)
+    found = start.state
     for knob, value in knobs.items():
         found.config = with_knob(found.config, knob, value, extra)
         check_built(found.config, found.built)
     if state == "finished" and (reason := spent(found)):
         raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
+    return notes_on_checkpoint(start)
 
 # %% ../nbs/80_run.ipynb #run-leftovers
 def end_leftovers(folder: Path) -> None:
