@@ -136,7 +136,7 @@ def start_with_notes(source: str | Mapping | RunConfig, runs: str | Path, knobs:
     start_process(folder)
     return Run(folder), notes + told
 
-
+# %% ../nbs/80_run.ipynb #run-checks
 def check_watch(config: RunConfig, extra: Mapping) -> None:
     "ValueError for guards that ask for what this configuration refuses, and for a webhook that is not there."
     known = {**functions_of_files(config.model_dump()), **extra} if config.guards else {}
