@@ -8,8 +8,8 @@ __all__ = ['LISTS', 'UNHASHED', 'CURVE', 'TIMED', 'MEASURES', 'WIDEN_MOST', 'WID
            'told_apart', 'Trial', 'read_trial', 'trial_of', 'load_trial', 'held_out', 'area', 'versions_to',
            'tokens_to', 'seconds_to', 'seconds', 'mean', 't_share', 't_quantile', 'widening', 'interval', 'p_value',
            'holm', 'Difference', 'paired', 'adjust_differences', 'comparisons_in_words', 'Null', 'number', 'repeats',
-           'Ablation', 'measured', 'dark_in_words', 'ablation_html', 'ablation_page', 'Job', 'take_up', 'run_all',
-           'ablate']
+           'Ablation', 'measured', 'dark_in_words', 'ablation_html', 'ablation_page', 'Job', 'take_up', 'say_new',
+           'run_all', 'ablate']
 
 # %% ../nbs/81_ablation.ipynb #ablation-imports
 import hashlib
@@ -33,7 +33,7 @@ from .knobs import Knob, bind, resolve, unknown
 from .ledger import ENDED, read_json, write_json
 from .replay import WHOLE
 from .report import duration
-from .run import Run, check_watch, keep_files, run, take_functions
+from .run import Run, check_watch, keep_files, start_with_notes, take_functions
 
 if TYPE_CHECKING:
     import polars as pl
@@ -112,11 +112,17 @@ def examined_alike(arm: Arm, base: RunConfig, fixed: Mapping[str, object]) -> Ar
 
 
 def note_exam(arm: Arm, config: RunConfig, base: RunConfig) -> Arm:
-    "The arm with what is different about its exam."
+    "The arm with what is different about its exams, each compared with the base's of the same name."
     if not (config.eval and base.eval):
         return arm
-    exams = [exam_in(each.model_dump(), each.eval[0].model_dump()) for each in (config, base)]
-    return replace(arm, exam=exam_differences(*exams))
+    mine, theirs = ({table.name: exam_in(each.model_dump(), table.model_dump()) for table in each.eval} for each in (config, base))
+    told = {name: exam_differences(mine[name], theirs[name]) for name in theirs if name in mine}
+    told |= {name: "none" for name in theirs if name not in mine}
+    told |= {name: "an exam that the base has not" for name in mine if name not in theirs}
+    differing = {name: words for name, words in told.items() if words}
+    if differing.keys() == told.keys() and len({*differing.values()}) == 1:  # all of them in the same
+        return replace(arm, exam=next(iter(differing.values())))
+    return replace(arm, exam="; ".join(f"{name}: {words}" for name, words in differing.items()))
 
 
 def told_apart(arms: Sequence[Arm]) -> tuple[Arm, ...]:
@@ -601,20 +607,28 @@ class Job:
 FORGOTTEN = 60.0  # seconds after which a run that never said a word was never started
 
 
-def take_up(job: Job, base, folder: Path) -> Run:
-    "The run of a job: the one that is there if it lives or has finished, else a new one; what failed before is put aside under a number."
+def take_up(job: Job, base, folder: Path) -> tuple[Run, list[str]]:
+    "The run of a job and notes on it: the one that is there if it lives or has finished, else a new one; what failed before is put aside under a number."
     place = folder / "runs" / job.key
     if (place / "config.toml").is_file():
         found = Run(place)
         silent = found.status is None and time.time() - (place / "config.toml").stat().st_mtime > FORGOTTEN
         if found.state == "finished" or found.state not in (*ENDED, "dead") and not silent:
-            return found
+            return found, []
     if place.exists():
         place.rename(next(p for n in itertools.count(1) if not (p := place.with_name(f"{job.key}.{n}")).exists()))
-    return run(base, runs=folder / "runs", **{**job.arm.knobs, "seed": job.seed, "name": job.key})
+    return start_with_notes(base, folder / "runs", {**job.arm.knobs, "seed": job.seed, "name": job.key})
 
 # %% ../nbs/81_ablation.ipynb #ablation-run
 SAY_EVERY, LOOK_EVERY = 10.0, 0.25  # seconds
+
+
+def say_new(notes: Sequence[str], noted: set[str], say: Callable[[str], None]) -> None:
+    "Say the notes that are not among those `noted`, and note them."
+    for text in notes:
+        if text not in noted:
+            say(f"note: {text}")
+    noted.update(notes)
 
 
 def run_all(jobs: Sequence[Job], base, folder: Path, at_once: int, say: Callable[[str], None]) -> tuple[Trial, ...]:
@@ -622,12 +636,13 @@ def run_all(jobs: Sequence[Job], base, folder: Path, at_once: int, say: Callable
     done = {job.key: load_trial(path) for job in jobs if (path := folder / f"{job.key}.json").exists()}
     waiting, live, began, first = [job for job in jobs if job.key not in done], [], time.monotonic(), len(done)
     say(f"{len(jobs)} runs, {first} of them stored in {folder}") if first else None
-    spoke = time.monotonic()
+    spoke, noted = time.monotonic(), set()
     try:
         while waiting or live:
             while waiting and len(live) < at_once:
-                live.append((waiting[0], take_up(waiting[0], base, folder)))
-                waiting.pop(0)
+                started, notes = take_up(waiting[0], base, folder)
+                live.append((waiting.pop(0), started))
+                say_new(notes, noted, say)
             for job, each in [(job, each) for job, each in live if each.state in (*ENDED, "dead")]:
                 live.remove((job, each))
                 each.wait()

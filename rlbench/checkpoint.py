@@ -6,8 +6,8 @@
 __all__ = ['PLAIN', 'CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 'TRAINER', 'REPLAY', 'REPLAYED', 'ROOM',
            'CRITIC', 'Arrays', 'pack', 'unpack', 'Manifest', 'Torn', 'read_manifest', 'checkpoint_folders',
            'find_checkpoint', 'begin_checkpoint', 'sync', 'finish_checkpoint', 'drop_aside', 'keep_newest',
-           'Checkpoint', 'load_checkpoint', 'load_newest', 'write_trainer', 'critic_files', 'read_weights',
-           'read_trainer']
+           'Checkpoint', 'load_checkpoint', 'responses_without_masks', 'notes_on_checkpoint', 'load_newest',
+           'write_trainer', 'critic_files', 'read_weights', 'read_trainer']
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-imports
 import errno
@@ -269,6 +269,25 @@ def load_checkpoint(folder: str | Path, extra: Mapping | None = None) -> Checkpo
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"checkpoint: {folder.name} cannot be read ({type(error).__name__}: {error}); take the one before") from error
     return Checkpoint(folder, manifest, state, data["kept"], arrays)
+
+# %% ../nbs/53_checkpoint.ipynb #checkpoint-unmasked
+def responses_without_masks(data) -> int:
+    "How many responses in packed data come from an rlbench that knew no sampling masks: their records lack the field."
+    if isinstance(data, Mapping):
+        return int(data.get("kind") == "response" and "tokens" in data and "sampling_mask" not in data) + sum(map(responses_without_masks, data.values()))
+    return sum(map(responses_without_masks, data)) if isinstance(data, list) else 0
+
+
+def notes_on_checkpoint(start: Checkpoint) -> list[str]:
+    "What whoever goes on from a checkpoint must know: responses of an older rlbench that were drawn from a part of the vocabulary."
+    settings = [start.state.config, *(group.sampling for group in start.state.groups.values())]
+    if all(each.top_p == 1 and not each.top_k for each in settings):
+        return []
+    count = responses_without_masks(start.kept)
+    if not count:
+        return []
+    return [f"top_p: {count} responses in {start.folder.name} are of an older rlbench, which did not keep the tokens that top_p and top_k left to draw from. "
+            "They are trained on as if drawn from all tokens, so the correction weighs a difference that is none, until the last of them is trained"]
 
 # %% ../nbs/53_checkpoint.ipynb #checkpoint-newest
 def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] | None = None) -> Checkpoint:

@@ -38,11 +38,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .accounts import turns_text
-from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
+from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment
 from .digest import compare_traces, read_trace
 from .ledger import ENDED, Status
 from .report import preflight_in_words, summary, write_report
-from .run import Run, attach, list_runs, run
+from .run import Run, attach, list_runs, start_with_notes
 from .sinks import SINKS, export_run, writes_itself
 from .untrusted import make_json_visible, make_visible
 from .user_module import export_notebook
@@ -270,12 +270,6 @@ def outcome(r: Run, console: Console) -> None:
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
-# %% ../nbs/91_cli.ipynb #cli-notes
-def _worth_a_word(source: str, overrides: dict) -> list[str]:
-    "Notes on a configuration; of a preset on what was overridden only."
-    named = {field.partition(".")[0] for field in overrides}
-    return [note.text for note in notes_on(load_config(source, overrides)) if source not in presets() or named & {*note.fields}]
-
 # %% ../nbs/91_cli.ipynb #cli-run
 @app.command("run")
 def run_command(
@@ -299,8 +293,7 @@ def run_command(
         overrides = dict(map(parse_assignment, set_ or []))
         if name:
             overrides["name"] = name
-        told = _worth_a_word(source, overrides)
-        r = run(load_config(source, overrides), runs=runs) if overrides.get("name") else _numbered(source, overrides, runs)
+        r, told = start_with_notes(source, runs, overrides)
     console.print(f"{r.folder}: started; from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
     for words in told:
         console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
@@ -324,13 +317,6 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
         plan, told = memory_plan(config, on=on), [note.text for note in notes_on(config)]
     emit({**plan_facts(plan), "notes": told}) if as_json else put("\n".join([str(plan), *(f"note: {words}" for words in told)]))
     raise typer.Exit(int(not plan.fits))
-
-
-def _numbered(source: str, overrides: dict, runs: str) -> Run:
-    from rlbench.run import free_name
-
-    config = load_config(source, overrides)
-    return run(config.model_copy(update={"name": config.name or free_name(Path(runs), Path(source).stem)}), runs=runs)
 
 # %% ../nbs/91_cli.ipynb #cli-look
 def facts(r: Run) -> dict:

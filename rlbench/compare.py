@@ -6,7 +6,8 @@
 __all__ = ['AXES', 'EXAM_FIELDS', 'STYLE', 'folder_of', 'Compared', 'read_compared', 'with_history', 'spent', 'place',
            'held_out_rows', 'charts', 'parting', 'drawn', 'rate', 'Ending', 'digest_words', 'endings', 'end_rows',
            'Difference', 'differences', 'commands_in_words', 'Exam', 'table_in_words', 'exam_in', 'config_at',
-           'exam_of', 'exam_differences', 'cautions', 'Comparison', 'comparison_frame', 'comparison_html', 'compare']
+           'dotted_value', 'exam_of', 'exam_differences', 'cautions', 'Comparison', 'comparison_frame',
+           'comparison_html', 'compare']
 
 # %% ../nbs/67_compare.ipynb #compare-imports
 import json
@@ -25,6 +26,7 @@ from .figures import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour
 from .knobs import unknown
 from .ledger import ENDED, state_of
 from .lineage import parent_folder, read_family
+from .loop import ramped_value
 from .report import DECIDE, RunData, RunSummary, duration, flat, read_run, summarize, table, text
 
 if TYPE_CHECKING:
@@ -307,14 +309,26 @@ def exam_in(config: Mapping, asked: Mapping) -> Exam:
 
 # %% ../nbs/67_compare.ipynb #compare-exam-of
 def config_at(data: RunData, version: int) -> dict:
-    "The settings that make an exam, as they were in force at a version."
+    "The settings that make an exam, as they were in force at a version. A knob on a ramp is where the ramp was then."
     config = {field: data.config[field] for field in EXAM_FIELDS if field in data.config}
     applied = data.commands.filter((data.commands["status"] == "applied") & (data.commands["version"] <= version))
-    for knob, value in applied.select("knob", "value").iter_rows():
-        if knob.partition(".")[0] in EXAM_FIELDS:
-            with suppress(TypeError, ValueError):  # a value that is not JSON changes no exam
-                set_dotted(config, knob, json.loads(value))
+    rows = [row for row in applied.iter_rows(named=True) if row["knob"].partition(".")[0] in EXAM_FIELDS]
+    for place, row in enumerate(rows):
+        until = min([version, *(later["version"] for later in rows[place + 1:] if later["knob"] == row["knob"])])
+        with suppress(TypeError, ValueError):  # a value that is not JSON changes no exam
+            value = json.loads(row["value"])
+            if row["over"]:
+                share = min(1.0, (until - row["version"]) / row["over"])
+                value = ramped_value(dotted_value(config, row["knob"]), value, share)
+            set_dotted(config, row["knob"], value)
     return config
+
+
+def dotted_value(table: Mapping, field: str) -> object:
+    "What stands in a table under a dotted name; None if nothing does."
+    head, _, rest = field.partition(".")
+    inner = table.get(head) if isinstance(table, Mapping) else None
+    return dotted_value(inner, rest) if rest else inner
 
 
 def exam_of(data: RunData, first: bool = False) -> Exam | None:

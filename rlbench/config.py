@@ -9,7 +9,8 @@ __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'MASKING_GENERA
            'supplies_sampling_masks', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted',
            'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files',
            'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler',
-           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config']
+           'notes_on', 'notes_asked', 'notes_of_change', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions',
+           'check_sources', 'read_config']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -947,6 +948,19 @@ def notes_on(config: RunConfig) -> list[Note]:
     if config.critic and advantage is not None and "values_RT" not in ingredients_of(advantage, 1):
         found.append(Note(("critic", "advantage"), f'critic: advantage "{config.advantage["name"]}" does not ask for its values, so it learns nothing and takes its memory; set advantage = "gae", or critic = false'))
     return found
+
+# %% ../nbs/50_config.ipynb #config-notes-asked
+def notes_asked(source, overrides: Mapping[str, object], config: RunConfig) -> list[str]:
+    "The notes on a configuration made of `source` and overrides; of a preset those about what was overridden only."
+    named = {field.partition(".")[0] for field in overrides}
+    from_preset = isinstance(source, str) and source in presets()
+    return [note.text for note in notes_on(config) if not from_preset or named & {*note.fields}]
+
+
+def notes_of_change(before: RunConfig, after: RunConfig) -> list[str]:
+    "The notes that hold after a change and did not before."
+    known = {note.text for note in notes_on(before)}
+    return [note.text for note in notes_on(after) if note.text not in known]
 
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {

@@ -8,15 +8,16 @@ __all__ = ['MAX_RESTARTS', 'VERBS', 'PLACED', 'ERRORS_IN_A_ROW', 'OBJECTIVE', 'A
            'on_generated', 'on_scored', 'on_trained', 'note_fact', 'note_weights', 'on_recalled', 'note_infra',
            'on_observed', 'succeed', 'wake', 'turns_open', 'between_turns', 'last_turn', 'on_published', 'on_saved',
            'on_commanded', 'on_ticked', 'on_training_failed', 'on_lost', 'on_replayed', 'place_of', 'journal', 'due',
-           'decide_command', 'check_over', 'check_ramp', 'saves_itself', 'due_snapshot', 'decide_snapshot', 'on_stored',
-           'begin_move', 'decide_move', 'empty_handed', 'end_move', 'on_moved', 'in_place', 'remember', 'excuse',
-           'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage', 'on_measured', 'settings_of', 'limits_of',
-           'filtered_share', 'weigh', 'decide_beside', 'decide_score', 'decide_settle', 'settle', 'known_of',
-           'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren', 'teaches', 'off_band', 'enqueue',
-           'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train', 'unfinished', 'decide_stragglers',
-           'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off', 'take_up', 'mark_old', 'leave', 'trim',
-           'drop_surplus', 'unfinished_share', 'decide_overflow', 'places_in_line', 'wanted', 'decide_evaluate',
-           'new_group', 'decide_admit', 'decide_send', 'decide_finish', 'abandon', 'resume_state', 'step']
+           'decide_command', 'check_over', 'check_ramp', 'ramped_value', 'saves_itself', 'due_snapshot',
+           'decide_snapshot', 'on_stored', 'begin_move', 'decide_move', 'empty_handed', 'end_move', 'on_moved',
+           'in_place', 'remember', 'excuse', 'put_back', 'fail', 'note_call', 'said', 'draw_task', 'stage',
+           'on_measured', 'settings_of', 'limits_of', 'filtered_share', 'weigh', 'decide_beside', 'decide_score',
+           'decide_settle', 'settle', 'known_of', 'shaped_rewards', 'try_again', 'unrewarded', 'too_few', 'drop_barren',
+           'teaches', 'off_band', 'enqueue', 'spent', 'hopeless', 'decide_budget', 'decide_publish', 'decide_train',
+           'unfinished', 'decide_stragglers', 'emptying', 'emptied', 'whole', 'old_tokens', 'interrupt', 'put_off',
+           'take_up', 'mark_old', 'leave', 'trim', 'drop_surplus', 'unfinished_share', 'decide_overflow',
+           'places_in_line', 'wanted', 'decide_evaluate', 'new_group', 'decide_admit', 'decide_send', 'decide_finish',
+           'abandon', 'resume_state', 'step']
 
 # %% ../nbs/52_loop.ipynb #loop-imports
 import copy
@@ -454,12 +455,17 @@ def _turn_knob(state: LoopState, command: Commanded, actions: list) -> None:
         actions.append(Configure(state.config))
 
 # %% ../nbs/52_loop.ipynb #loop-ramps
+def ramped_value(start, end, share: float):
+    "Where a number, or a tuple of numbers, is after a share of its ramp; a whole number stays one."
+    if isinstance(end, (tuple, list)):
+        return tuple(ramped_value(a, b, share) for a, b in zip(start, end))
+    return round(start + (end - start) * share) if isinstance(end, int) else start + (end - start) * share
+
+
 def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
     "Move a ramped knob to where it should be now; a value that is refused (a batch between two multiples of the group) is skipped."
     share = min(1.0, (state.version - ramp.since) / ramp.over)
-    def between(a, b):
-        return round(a + (b - a) * share) if isinstance(b, int) else a + (b - a) * share
-    value = tuple(map(between, ramp.start, ramp.end)) if isinstance(ramp.end, tuple) else between(ramp.start, ramp.end)
+    value = ramped_value(ramp.start, ramp.end, share)
     if share >= 1.0:
         state.ramps.remove(ramp)
     if value == value_of(state.config, ramp.knob):

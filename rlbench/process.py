@@ -79,13 +79,15 @@ def tell(connection, driver) -> None:
 # %% ../nbs/65_process.ipynb #process-newest
 def newest(folder: Path, functions):
     "The newest checkpoint of a run that can be used; run.log hears of those that cannot. ValueError if there is none."
-    from rlbench.checkpoint import load_newest
+    from rlbench.checkpoint import load_newest, notes_on_checkpoint
 
     torn: list = []
     start = load_newest(folder, functions, torn)
     for each in torn:
         print(f"checkpoint {each.folder.name} is not used: {each.reason}", file=sys.stderr, flush=True)
     print(f"resumed from {start.folder.name}, version {start.manifest.version}", file=sys.stderr, flush=True)
+    for text in notes_on_checkpoint(start):
+        print(f"note: {text}", file=sys.stderr, flush=True)
     return start
 
 # %% ../nbs/65_process.ipynb #process-open

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint import CHECKPOINTS, load_checkpoint
 from .config import RunConfig, captured_functions, load_config, presets, read_config, to_toml
-from .digest import PartCheck, compare_traces, is_same_run, known_parts, read_trace
+from .digest import PartCheck, compare_traces, equality_in_words, is_same_run, known_parts, read_trace
 from .ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
 from .lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, standing, write_family, write_script
 from .loop import VERBS
@@ -98,7 +98,7 @@ class Verdict:
     checks: tuple[PartCheck, ...] = ()
 
     def __str__(self) -> str:
-        said = {True: "equal", False: "NOT equal", None: f"running, version {self.version}"}[self.equal]
+        said = {True: equality_in_words(self.checks), False: "NOT equal", None: f"running, version {self.version}"}[self.equal]
         said += "".join(f"\n{check}" for check in self.checks if self.equal is not None)
         more = f"\nnot the same here: {'; '.join(self.others)}" if self.others and self.equal is False else ""
         return f"{self.original:<24} {self.expected}\n{self.replay:<24} {self.digest}\n{said}{more}"

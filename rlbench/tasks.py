@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ONE_IN', 'SPLITS', 'Problem', 'EXTRACT', 'MANY', 'TASK_SETS', 'held_out', 'canonical', 'check_request',
            'addition_problem', 'sums_problem', 'counting_problem', 'pool', 'levels', 'addition', 'sums', 'counting',
-           'arithmetic', 'chain_problem', 'chains', 'boxed', 'settled', 'reference', 'say_joined', 'read_tasks',
-           'in_template', 'file', 'open_hub', 'Columns', 'check_columns', 'read_split', 'hub_tasks', 'hub',
-           'check_tasks', 'make_tasks']
+           'arithmetic', 'chain_problem', 'chains', 'boxed', 'settled', 'reference', 'TaskNote', 'say_joined',
+           'read_tasks', 'in_template', 'file', 'open_hub', 'Columns', 'check_columns', 'read_split', 'hub_tasks',
+           'hub', 'check_tasks', 'make_tasks']
 
 # %% ../nbs/20_tasks.ipynb #tasks-imports
 import inspect
@@ -263,10 +263,15 @@ def _task(where: str, row: object, fallback: str, extract: str = "whole", owner:
         raise ValueError(f"{where}: {error}") from None
 
 # %% ../nbs/20_tasks.ipynb #tasks-file-read
+class TaskNote(UserWarning):
+    "What a task set did with its rows; a run says it when it starts."
+
+
 def say_joined(field: str, joined: int, rows: int) -> None:
     "Warn that some rows ask what an earlier one asks."
     if joined:
-        warnings.warn(f"tasks.{field}: {joined} of {rows} rows repeat the prompt of an earlier row and were joined with it", stacklevel=3)
+        text = f"tasks.{field}: {joined} of {rows} rows repeat the prompt of an earlier row and were joined with it"
+        warnings.warn(text, TaskNote, stacklevel=3)
 
 
 def read_tasks(path: str | Path, extract: str = "auto") -> list[Task]:
@@ -489,7 +494,7 @@ def hub_tasks(name: str, rows: Sequence[tuple[str, dict]], columns: Columns, ext
                 raise ValueError(f'{error}; or leave such rows out with unusable = "skip"') from None
             faults.append(str(error))
     if faults:
-        warnings.warn(f"tasks.hub: left out {len(faults)} of {len(rows)} rows; the first: {faults[0]}", stacklevel=2)
+        warnings.warn(f"tasks.hub: left out {len(faults)} of {len(rows)} rows; the first: {faults[0]}", TaskNote, stacklevel=2)
     say_joined("hub", len(rows) - len(faults) - len(found), len(rows))
     return {problem: task for problem, task in found.items() if problem not in disputed}
 

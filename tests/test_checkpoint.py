@@ -1,13 +1,14 @@
 """The whole loop saved, and resumed: from a random moment on the virtual clock, and from killed processes."""
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
-from inline import Told
+from inline import Told, inline_run
 from test_loop import a_command, a_config
 
 from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
@@ -18,6 +19,7 @@ from rlbench.fork import prepare_fork
 from rlbench.ledger import create_run_folder, read_json, read_resumes, read_status, read_table, write_status
 from rlbench.lineage import BY_PLACE, said_of
 from rlbench.loop import FINISHED
+from rlbench.process import newest
 from rlbench.run import check_resumable
 
 
@@ -290,3 +292,28 @@ def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
     (place / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="cannot be read .*curriculum.*; take the one before"):
         load_checkpoint(place, {})
+
+
+def test_responses_of_an_older_rlbench_under_top_p_are_said_at_resume(tmp_path, capsys):
+    "Its checkpoints have no sampling masks, and no field for them; one of today, or one drawn from all tokens, says nothing."
+    table = {"group": 4, "batch": 16, "steps": 4, "concurrency": 32, "preflight": 0, "eval": [], "staleness": 2, "checkpoint_every": 2}
+    said = {}
+    for name, change in {"cut": {"top_p": 0.8}, "whole": {}}.items():
+        place = inline_run(tmp_path, name, table | change).folder / "checkpoints" / "v000002"
+        newest(place.parent.parent, {})
+        assert "note:" not in capsys.readouterr().err
+        for folder in checkpoint_folders(place.parent.parent)[1:]:
+            shutil.rmtree(folder)
+        text = (place / "state.json").read_text()
+        older = re.sub(r',"sampling_mask":(null|\{[^{}]*\})', "", text)
+        count = len(re.findall(r'"kind":"response"', older))
+        assert older != text and count
+        (place / "state.json").write_text(older)
+        told = json.loads((place / "manifest.json").read_text())
+        told["files"]["state.json"] = len(older.encode())
+        (place / "manifest.json").write_text(json.dumps(told))
+        newest(place.parent.parent, {})
+        said[name] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+        assert check_resumable(place.parent.parent, {"steps": 6}) == [line.removeprefix("note: ") for line in said[name]]
+    (line,) = said["cut"]
+    assert line.startswith(f"note: top_p: {count} responses in v000002 are of an older rlbench") and said["whole"] == []

@@ -1,9 +1,12 @@
 """What a comparison of runs must not conclude: other exams, and which parts of the digests differ."""
+from dataclasses import replace
+
+import polars as pl
 import pytest
 from inline import inline_run
 
 from rlbench.ablation import Ablation, Arm, checked, examined_alike, note_exam
-from rlbench.compare import compare, end_rows, exam_differences, exam_of
+from rlbench.compare import compare, config_at, end_rows, exam_differences, exam_of
 from rlbench.report import read_run
 
 PLAIN = {"group": 4, "batch": 16, "steps": 2, "concurrency": 16, "preflight": 0, "eval": [{"count": 8, "every": 1}]}
@@ -38,6 +41,28 @@ def test_an_exam_that_changes_on_the_way_is_said(tmp_path):
     assert (exam_of(data, first=True).max_tokens, exam_of(data).max_tokens) == (64, 40)
     assert exam_differences(exam_of(data), exam_of(data, first=True)) == "max tokens 40 (not 64)"
     assert any("The exam of steered changed while it ran: max tokens 40 (not 64)" in line for line in compare("steered", runs=tmp_path).cautions)
+
+
+def test_an_exam_on_a_ramp_is_where_the_ramp_was(tmp_path):
+    "Over four versions from 64 to 32 tokens: each evaluation has what was in force, and another command ends the ramp."
+    driver = inline_run(tmp_path, "ramped", PLAIN | {"steps": 8, "alerts": False}, [(30, "max_tokens", 32, 4)])
+    data = read_run(driver.folder)
+    (since,) = data.commands["version"].to_list()
+    known = [config_at(data, version)["max_tokens"] for version in range(9)]
+    assert known[: since + 6] == ([64] * since + [64, 56, 48, 40, 32, 32])[:9]
+    later = data.commands.with_columns(version=pl.lit(since + 2), over=pl.lit(0), value=pl.lit("20"))
+    twice = replace(data, commands=pl.concat([data.commands, later], how="vertical_relaxed"))
+    assert [config_at(twice, since + n)["max_tokens"] for n in range(4)] == [64, 56, 20, 20]
+
+
+def test_every_exam_of_an_arm_is_compared():
+    "A second exam that differs, one that is missing, and one that the base has not."
+    held_out, probe = {"name": "held_out", "count": 8}, {"name": "probe", "count": 8}
+    _, base = checked("tiny", Arm("base", {}), {"eval": [held_out, probe]})
+    changes = {"same": [held_out, probe], "other": [held_out, probe | {"temperature": 0.5}], "fewer": [held_out], "more": [held_out, probe, {"name": "third", "count": 8}]}
+    told = {name: note_exam(*checked("tiny", Arm(name, {"eval": tables}), {}), base).exam for name, tables in changes.items()}
+    assert told == {"same": "", "other": "probe: temperature 0.5 (not 1)", "fewer": "probe: none", "more": "third: an exam that the base has not"}
+    assert note_exam(*checked("tiny", Arm("tokens", {"max_tokens": 96}), {"eval": [held_out, probe]}), base).exam == "max tokens 96 (not 64)"
 
 
 def test_a_comparison_says_which_part_of_the_digest_differs(tmp_path):

@@ -5,8 +5,9 @@ import pytest
 from inline import check_books, inline_run
 
 from rlbench.checkpoint import load_checkpoint
-from rlbench.digest import compare_traces, is_same_run, read_trace
+from rlbench.digest import compare_traces, equality_in_words, is_same_run, read_trace
 from rlbench.ledger import read_status, read_table, write_status
+from rlbench.replay import Verdict
 
 SCRIPTED = {"group": 4, "batch": 32, "steps": 8, "concurrency": 16, "preflight": 8, "preflight_k": 4, "eval": [{"count": 20, "every": 5}]}
 TINY = {"generator": "torch", "model": "tiny", "group": 4, "batch": 16, "steps": 4, "concurrency": 8, "max_tokens": 32, "preflight": 8, "preflight_k": 2, "learning_rate": 5e-4,
@@ -105,6 +106,11 @@ def test_an_older_folder_lacks_parts_and_is_read(tmp_path):
     write_status(old.folder, status.__class__(**{**vars(status), "digest": events, "parts": {}}))
     checks = compare_traces(read_trace(new.folder), read_trace(old.folder))
     assert [str(check) for check in checks] == ["events equal", "evaluations not known of old", "weights not known of old"] and is_same_run(checks)
+    assert equality_in_words(checks) == "equal in events; not compared: evaluations and weights"
+    told = Verdict("old", "new", events, events, 2, is_same_run(checks), checks=checks)
+    assert str(told).splitlines()[2] == "equal in events; not compared: evaluations and weights"
+    again = compare_traces(read_trace(new.folder), read_trace(new.folder))
+    assert equality_in_words(again) == "equal in events and evaluations and weights"
     place = old.folder / "checkpoints" / "v000002"
     state = json.loads((place / "state.json").read_text())
     del state["state"]["traced"]

@@ -136,6 +136,26 @@ def test_generation_never_stops_for_training(asynchronous):
     assert shares["split"] > 0.4 > shares["colocated"], shares
 
 
+def test_whoever_starts_or_changes_a_run_in_a_notebook_reads_the_notes(tmp_path, capfd):
+    "A line each on stderr: rows that were joined, what the configuration does not do, and later only what the change brings."
+    rows = [{"prompt": f"{n}+{n}={end}", "answer": str(2 * n)} for n in range(10, 90) for end in ("", " ")]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tasks = {"name": "file", "path": str(tmp_path / "sums.jsonl")}
+    knobs = {"steps": 1_000_000, "eval": [], "preflight": 0, "generator": "scripted", "clock": "virtual", "filter": "none", "top_p": 0.8}
+    run = rl.run("tiny", runs=tmp_path, tasks=tasks, optimizer_steps=2, **SMALL | knobs)
+    told = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert [line.split(":")[:2] for line in told] == [["note", " top_p"], ["note", " tasks.path"]], told
+    assert "80 of 160 rows repeat the prompt of an earlier row" in told[1]
+    until(lambda: run.state == "running" and run.status.version >= 1)
+    run.set(correction="none", staleness=3)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("note: correction: with staleness = 3")
+    run.set(temperature=0.9)
+    assert capfd.readouterr().err == ""
+    run.stop()
+    until(lambda: run.state == "stopped")
+
+
 def test_steering(tmp_path):
     run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 2)

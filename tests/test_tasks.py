@@ -16,6 +16,7 @@ import pytest
 from inline import inline_run
 
 import rlbench as rl
+from rlbench.chat import read_chat
 from rlbench.codesets import ALL_SETS
 from rlbench.ledger import read_table
 from rlbench.tasks import make_tasks
@@ -239,6 +240,8 @@ def test_the_command_line_takes_a_file_in_the_shape_of_gsm8k(tmp_path):
 def same_problem(name: str, task) -> str:
     "What a task asks, however it is put: operands in order, single blanks; of a program the function and the shown examples."
     prompt = " ".join(task.prompt.split())
+    if name == "verifiers":
+        return " ".join(read_chat(task.prompt).messages[-1]["content"].split())
     if name == "programs":
         table = json.loads(task.answer)
         return f"{table['reference']} {sorted(str(test['args']) for test in table['tests'] if test['id'].startswith('shown'))}"
@@ -249,21 +252,42 @@ def same_problem(name: str, task) -> str:
 SMALL_SETS = {"addition": [{"high": 2}, {}], "sums": [{}], "counting": [{}], "arithmetic": [{"high_digits": 2}], "chains": [{"high": 1}, {"low": 2, "high": 2}, {}], "expressions": [{}], "programs": [{}], "code": [{}]}
 
 
+ENVIRONMENT_OF_ROWS = """
+import json
+from pathlib import Path
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment():
+    rows = [json.loads(line) for line in (Path(__file__).parent / "tasks.jsonl").read_text().splitlines()]
+    rows = [{"question": row["prompt"], "answer": row["answer"]} for row in rows]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(), system_prompt="Be  brief.")
+"""
+
+
+def repeating_rows(name: str, folder: Path) -> dict:
+    "The table of a task set of one's own: forty problems, each written in five ways."
+    ends = ["", " ", "  ", "", "\n"]
+    rows = [{"prompt": f"How many  are\n{n} boxes?{end}", "answer": str(n)} for n in range(40) for end in ends]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rows.py").write_text(ENVIRONMENT_OF_ROWS)
+    own = {"file": {"path": str(folder / "tasks.jsonl")}, "hub": {"dataset": str(folder), "prompt": "prompt"}, "verifiers": {"id": str(folder / "rows.py")}}
+    return {**own[name], "one_in": 2}
+
+
 @pytest.mark.parametrize("name", sorted(ALL_SETS))
 def test_no_problem_is_on_both_sides(tmp_path, name):
-    "Of every task set: what is examined is not trained on, also with its operands changed, or with other blanks. (`hub` has tests of its own.)"
-    tables = SMALL_SETS.get(name, [])
-    if name == "file":
-        rows = [{"prompt": f"How many  are\n{n} boxes?{' ' * (copy % 3)}{chr(10) * (copy > 3)}", "answer": str(n)} for n in range(40) for copy in range(5)]
-        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        tables = [{"path": str(tmp_path / "tasks.jsonl"), "one_in": 2}]
-    assert tables or name in ("hub", "verifiers")
+    "Of every task set: what is examined is not trained on, also with its operands changed, or with other blanks."
+    tables = SMALL_SETS.get(name) or [repeating_rows(name, tmp_path)]
     for table in tables:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             pools = [make_tasks({"name": name, **table}, split, count=count, functions=ALL_SETS) for split, count in (("train", 4096), ("held_out", 512))]
         train, held_out = ({same_problem(name, task) for task in pool} for pool in pools)
         assert train and held_out and not train & held_out, (table, len(train & held_out))
-        if name == "file":
+        if name in ("file", "hub", "verifiers"):
+            field = "path" if name == "file" else name
             assert len(pools[0]) + len(pools[1]) == 40 == len(train | held_out)
-            assert {str(each.message) for each in told} == {"tasks.path: 160 of 200 rows repeat the prompt of an earlier row and were joined with it"}
+            assert {str(each.message) for each in told} == {f"tasks.{field}: 160 of 200 rows repeat the prompt of an earlier row and were joined with it"}

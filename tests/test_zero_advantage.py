@@ -34,6 +34,23 @@ def test_what_a_prior_for_each_task_got_wrong():
         assert abs(np.mean(shares) - truth) < 0.3 * abs(prior_said - truth), (shape, np.mean(shares))
 
 
+TINY_RIGHT = [  # of the embedded policy at temperature 1: right of 8 responses to each of the first 48 tasks of the preset `tiny`, seed 0
+    1, 5, 8, 4, 5, 0, 3, 3, 4, 1, 6, 0, 0, 1, 2, 4, 3, 5, 2, 5, 4, 0, 1, 4,
+    4, 3, 4, 3, 3, 2, 3, 3, 1, 2, 2, 2, 4, 0, 7, 0, 2, 4, 1, 6, 4, 4, 5, 1,
+]
+TINY_GROUPS = [4, 18, 36, 39, 37, 34, 24, 21, 11, 16, 11, 4, 1, 0, 0, 0, 0]  # of 256 groups of 16: how many had 0, 1, ... 16 right
+
+
+def test_the_tiny_policy_s_share_is_a_few_percent():
+    "A prior for each task said 13.6 % on such counts. Groups of 16 that were really drawn, and a fit to all of them, lie inside the interval."
+    share, low, high = expected_zero_advantage(TINY_RIGHT, [8] * 48, GROUP)
+    assert share == pytest.approx(0.03, abs=0.015) and high < 0.136, (share, low, high)
+    drawn = (TINY_GROUPS[0] + TINY_GROUPS[-1]) / sum(TINY_GROUPS)
+    right = np.repeat(np.arange(17), TINY_GROUPS)
+    fitted, *_ = expected_zero_advantage(right, [16] * len(right), GROUP)
+    assert low < drawn < high and low < fitted < high and abs(fitted - drawn) < 2.6 * (drawn / sum(TINY_GROUPS)) ** 0.5, (drawn, fitted)
+
+
 @pytest.mark.parametrize("a, b", [(0.2, 0.2), (2.0, 2.0)])
 def test_few_tasks_give_a_wide_interval_that_covers(a, b):
     found = np.array([expected_zero_advantage(right, [4] * 8, GROUP) for right in drawn_counts(a, b, 8, 4, 150)])
