@@ -64,7 +64,7 @@ def plant(commands: Path) -> dict[str, str]:
     "Things in a folder of commands that are none: name of each -> a word of its refusal. Those without a word are refused under another name."
     text = lambda **told: json.dumps({"author": "eve", "knob": "temperature", "value": 0.5, **told})
     files = {
-        "torn": ('{"knob": "temp', "cannot be read"), "empty": ("", "cannot be read"), "number": ("5", "not a table"), "list": ("[]", "not a table"), "bytes": ("\udcff\udcfe", "cannot be read"), "zeros": ("\0" * 4096, "cannot be read"),
+        "torn": ('{"knob": "temp', "cannot be read"), "empty": ("", "cannot be read"), "number": ("5", "not a table"), "null": ("null", "not a table"), "list": ("[]", "not a table"), "bytes": ("\udcff\udcfe", "cannot be read"), "zeros": ("\0" * 4096, "cannot be read"),
         "deep": ("[" * 100_000 + "]" * 100_000, "deep"), "nested": (text(value=json.loads("[" * 60 + "]" * 60)), "deep"), "table-deep": ('{"knob": "loss", "value": ' + '{"a":' * 500 + "1" + "}" * 500 + "}", "deep"),
         "digits": ('{"knob": "group", "value": ' + "9" * 5000 + "}", "cannot be read"), "nan": (text(value=float("nan")), "no number"), "infinite": (text(value=[float("-inf")]), "no number"),
         "half": ('{"knob": "temperature", "author": "\\ud800", "value": 1}', "cannot be read"), "half-value": ('{"knob": "temperature", "value": {"\\udfff": 1}}', "cannot be read"),
