@@ -1,8 +1,12 @@
 """Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -15,8 +19,10 @@ from rlbench.environment import EnvironmentActor, Pooled, ScoreRequest
 from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.sandbox import zygote
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
+from rlbench.sandbox.policy import settle_lateness
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.spec import End, Execution, Limits, Program
 from rlbench.sandbox.task import read_code_task
@@ -112,6 +118,59 @@ def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     verdict = grade(cell, hacked_task(), code, Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128))
     assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
     assert grade(cell, hacked_task(), hacked_task().reference, Limits()).score == 1
+
+
+SPEND = "import os, threading, time, zlib\ndef spend(s, clock):\n    end = clock() + s\n    while clock() < end: zlib.crc32(bytes(1 << 16))\n"
+FORK = "for i in range({number}):\n    if not os.fork():\n        {work}\n        time.sleep(60); os._exit(0)\ntime.sleep(60)\n"
+PINNED = "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+# late, each by its own doing: its processes and threads wait for each other, or for a disk
+WAITERS = {
+    "children that share a core": SPEND + PINNED + FORK.format(number=13, work="spend(0.01, time.process_time)"),
+    "children that share the cores": SPEND + FORK.format(number=13, work="spend(0.01, time.process_time)"),
+    "threads that compute": SPEND + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "threads on a core": SPEND + PINNED + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "a file that is written and synced": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nwhile True: os.pwrite(file, bytes(4096), 0); os.fsync(file)\n",
+    "a little work, a little sleep": SPEND + PINNED + "while True: spend(0.0005, time.process_time); time.sleep(0.05)\n",
+}
+
+
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
+    "Without idle processors beside it, too: a known-good program in the same place is not late."
+    limits = Limits(**LIMITS | {"cpu_s": 0.15, "wall_s": 1.5})
+    for name, code in WAITERS.items():
+        told = settle_lateness(cell.run(Program(code), limits), limits, cell.run)
+        assert told.end.of_model, (name, told)
+
+
+def test_the_wait_for_a_processor_is_that_of_one_thread():
+    "However many wait for each other, none waits longer than the clock runs; one that keeps itself to a processor waits by its own choice."
+    began = time.monotonic()
+    spin = SPEND + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), daemon=True).start()\ntime.sleep(60)\n"
+    for code, pinned in ((spin, False), (SPEND + PINNED + spin, True)):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            time.sleep(1)
+            run, place = SimpleNamespace(runnable=-1.0, pinned=False), SimpleNamespace(everywhere=os.sched_getaffinity(0))
+            assert zygote.measure(place, run, [(process.pid,)], time.monotonic())
+            process.kill()
+        assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.everywhere) > 1)
+    for run, cpu, expected in ((SimpleNamespace(runnable=0.7, pinned=False), 0.7, 3.3), (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0), (SimpleNamespace(runnable=3.0, pinned=True), 0.2, 3.8)):
+        assert zygote.slept(run, 10.0, 14.0, cpu) == pytest.approx(expected)
+
+
+def test_a_late_program_is_compared_with_a_known_good_one():
+    "In a workspace that cannot be had again: both late, and it is the machine; else it is the program."
+    late, asked = Execution(End.WALL_TIMEOUT), []
+
+    def place(end):
+        return lambda program, limits: asked.append(program) or Execution(end)
+
+    limits = Limits(cpu_s=1, wall_s=2)
+    for end in End:
+        told = settle_lateness(late, limits, place(end))
+        assert told.end is (End.WALL_LIMIT if end.of_model and end is not End.WALL_LIMIT else End.WALL_TIMEOUT)
+    assert all("0.8" in program.code for program in asked)
+    assert settle_lateness(Execution(End.EXITED), limits, None).end is End.EXITED
 
 
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
