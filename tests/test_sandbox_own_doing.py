@@ -15,7 +15,7 @@ from jailer import USERS, prison
 from test_sandbox_run import ANSWER, Quick
 
 import rlbench as rl
-from rlbench.environment import EnvironmentActor, Pooled, ScoreRequest
+from rlbench.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS
@@ -210,20 +210,72 @@ def test_waiting_for_a_canary_is_no_standstill():
     assert done == dict.fromkeys(range(3), (0.0, Outcome.OK))
 
 
+def judge_each(actor, rollouts, pause=0.0):
+    "What an actor says of each rollout, one after the other."
+    told = []
+    for rollout in rollouts:
+        actor.receive([ScoreRequest(rollout)])
+        while not actor.idle:
+            told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
+        time.sleep(pause)
+    return told
+
+
 def test_who_is_masked_again_and_again_is_punished():
     "On every worker, while others and the canary get on: the third time it is zero, and a tripwire."
     class Fooled(Quick):
+        fooled = 0
+
         def run(self, program, limits, owner=""):
-            return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.runs % 2}", message="played") if "evil" in program.code else super().run(program, limits, owner)
+            if "evil" not in program.code:
+                return super().run(program, limits, owner)
+            self.fooled += 1
+            return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.fooled % 2}", message="played")
 
     actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
+    told = judge_each(actor, [Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text) for id, text in enumerate(["1 2"] * 12 + ["evil"] * 4)])
+    assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0]
+    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "verdicts of this program are missing" in told[-1].verdict.message
+
+
+class Brittle:
+    "An episode that a word of the policy breaks, and a task that breaks it before."
+
+    def start(self, task):
+        if task.id == "broken":
+            raise OSError("no such file")
+        return task.prompt
+
+    def advance(self, response):
+        if "late" in response:
+            raise TimeoutError("a tool has hung")
+        return Done(response)
+
+
+def slow(response, answer):
+    "A verifier that a word of the policy makes wait."
+    time.sleep(0.15 * ("late" in response))
+    return response == answer
+
+
+@pytest.mark.parametrize("verifier, environment", [(slow, SingleTurn), (VERIFIERS["exact"], Brittle)], ids=["function", "episode"])
+def test_episodes_and_functions_are_guarded_too(verifier, environment):
+    "The third time an answer leaves them without a verdict, while others get theirs, it is zero."
+    actor = EnvironmentActor(verifier, REWARDS["correct"], environment)
+    answers = ["2"] * 12 + ["late"] * 4
+    rollouts = [Rollout(id, 0, 0, 0, Task("a" if text == "2" else "b", "1+1=", "2"), text=text) for id, text in enumerate(answers)]
     told = []
-    for id, text in enumerate(["1 2"] * 6 + ["evil"] * 4):
-        actor.receive([ScoreRequest(Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text))])
+    for rollout in rollouts:
+        actor.receive([ScoreRequest(rollout, deadline=0.05)])
         while not actor.idle:
             told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
-    assert [each.reward for each in told] == [1.0] * 6 + [None, None, 0.0, 0.0]
-    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "times in a row" in told[-1].verdict.message
+        time.sleep(0.5 * (rollout.text == "late"))
+    assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0], told
+    assert told[-1].correct is False and told[-1].message.startswith("masked: 4 of 4 verdicts of this program")
+    if environment is Brittle:
+        broken = judge_each(actor, [Rollout(99 + n, 0, 0, 0, Task("broken", "1+1=", "2"), text="2") for n in range(4)], 0.4)
+        assert {each.reward for each in broken} == {None}, "it fails before the policy has said anything"
+    actor.close()
 
 
 NAUGHTY = """import os, resource, time
