@@ -7,13 +7,13 @@ __all__ = ['Step', 'RAISED', 'LIVES', 'AT_ONCE', 'CLOSING', 'STUCK', 'ON_RESUME'
            'state_of', 'calls_of', 'awaited', 'until_awaited', 'advance', 'cut', 'closing', 'Threads', 'EpisodeLoop',
            'not_begun', 'raised', 'in_time', 'rest', 'SingleTurn', 'play', 'playing', 'Live', 'version_of', 'catch_up',
            'wake', 'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'innermost', 'function_name',
-           'by_itself', 'verified', 'rewarded', 'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest',
-           'ScoreResult', 'TurnResult', 'Forget', 'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell',
-           'EnvironmentActor', 'room', 'one_turn', 'under_way', 'finish', 'hear', 'judge_over', 'conclude', 'reward_of',
-           'keys_judged', 'weigh', 'hear_canary', 'canary_of', 'put_away', 'not_closed', 'give_up', 'guard_masks',
-           'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn', 'Pooled', 'in_doubt',
-           'believed', 'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment',
-           'FunctionFailed', 'guarded', 'first_prompts', 'opened']
+           'judges_own_answer', 'by_itself', 'verified', 'rewarded', 'judge', 'and_rewarded', 'of_itself',
+           'with_scores', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'Forget', 'GivenUp', 'UnderWay', 'turning',
+           'failed', 'Bell', 'EnvironmentActor', 'room', 'one_turn', 'under_way', 'finish', 'hear', 'judge_over',
+           'conclude', 'reward_of', 'keys_judged', 'weigh', 'hear_canary', 'canary_of', 'put_away', 'not_closed',
+           'give_up', 'guard_masks', 'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn',
+           'Pooled', 'in_doubt', 'believed', 'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict',
+           'ScriptedEnvironment', 'FunctionFailed', 'guarded', 'first_prompts', 'opened']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import asyncio
@@ -453,16 +453,25 @@ def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "sc
 def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tuple[bool | Verdict | None, Outcome, str]:
     began = time.thread_time()
     value, outcome, message = _call("verifier", verifier, deadline, text, answer)
-    if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and _call("verifier", verifier, deadline, answer, answer)[1] is Outcome.OK:
+    if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and judges_own_answer(verifier, answer, deadline):
         return False, Outcome.OK, f"verifier {function_name(verifier)}: this response took {deadline:g} s of the processor and was not judged by then, the task's own answer was: it counts as wrong"
     if isinstance(value, Verdict):
         failed = f"sandbox: {', '.join(value.ends[-1:])}: {value.message}"
         return value, *((Outcome.OK, "") if value.score is not None else (Outcome.ENVIRONMENT_ERROR, failed))
     if outcome is Outcome.OK and not isinstance(value, (bool, np.bool_)):
-        return None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r}; a verifier returns True or False"
+        value, outcome, message = None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r:.200}; a verifier returns True or False"
+    if outcome is Outcome.FUNCTION_ERROR and judges_own_answer(verifier, answer, deadline):
+        first, newline, trace = message.partition("\n")
+        return False, Outcome.OK, f"{first}; the task's own answer was judged: this response counts as wrong{newline}{trace}"
     if outcome is Outcome.OK and not value and (explain := getattr(innermost(verifier), "explain", None)):
         message = explain(text)
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
+
+
+def judges_own_answer(verifier: Callable, answer: str, deadline: float) -> bool:
+    "True if a verifier gives its verdict on the task's own answer, bare or in a form that answers are asked for in. What fails on a response only is the response's failure."
+    forms = (answer, f"\\boxed{{{answer}}}", f"#### {answer}")
+    return any(isinstance(_call("verifier", verifier, deadline, form, answer)[0], (bool, np.bool_)) for form in forms)
 
 
 def by_itself(began: float, deadline: float) -> bool:
@@ -484,10 +493,13 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     unguarded = "" if has_alarm() else "no deadline was enforced: not in the main thread"
     computing = time.thread_time()
     value, outcome, message = _call("reward", reward, deadline, rollout)
-    if outcome is Outcome.TIMEOUT and by_itself(computing, deadline):
+    by_response = outcome is Outcome.TIMEOUT and by_itself(computing, deadline)
+    if outcome is Outcome.FUNCTION_ERROR:
+        by_response = _call("reward", reward, deadline, replace(rollout, text=rollout.answer, correct=True))[1] is Outcome.OK
+    if by_response:
         worth_nothing, empty, _ = _call("reward", reward, deadline, replace(rollout, text="", correct=False))
         if empty is Outcome.OK:
-            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged in time, and this one is worth as much"
+            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged, and this one is worth as much"
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
     checked = checked_reward(value, function_name(reward), len(rollout.text))
