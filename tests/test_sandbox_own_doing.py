@@ -1,4 +1,5 @@
 """Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
+import asyncio
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS
 from rlbench.sandbox import zygote
+from rlbench.sandbox.asked import Asked
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
 from rlbench.sandbox.policy import settle_lateness
@@ -109,6 +111,26 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
     for code in ("print('\ud800')", "\udcff", "\0", "print(9)\0", "#" * (9 << 20), "(" * 9999, "print(" * 99 + ")" * 99):
         verdict = grade(cell, prints, code, limits)
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (code[:20], verdict.ends, verdict.message)
+
+
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
+    "Half a surrogate in a command, its input, its environment, in a file's name and content: never an error of the machine, nor of the caller."
+    class Box:
+        def exec(self, program, limits):
+            return cell.run(program, limits)
+
+        def write(self, path, data):
+            return written.append((path, data))
+
+    written, asked = [], Asked(Box(), Limits(**LIMITS | {"processes": 1}))
+    bad = "a\ud800b"
+    for how in ({"cmd": ["cat"], "input": bad}, {"cmd": ["echo", bad]}, {"cmd": [bad]}, {"cmd": ["env"], "env": {"X": bad}}, {"cmd": ["cat", "a\0b"]}):
+        told = asyncio.run(asked.exec(**how))
+        assert isinstance(told.returncode, int), how
+    asyncio.run(asked.write_file("x", bad))
+    assert written == [("x", bad.encode("utf-8", "surrogatepass"))]
+    assert asyncio.run(asked.exec(["echo", "well"])).stdout == "well\n"
 
 
 @pytest.mark.parametrize("cell, name", [(place, hack.name) for place in PLACES for hack in PRETENDED], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
