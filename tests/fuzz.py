@@ -2,6 +2,9 @@
 
 `python tests/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures, and a block for each case that does not hold.
 A case is drawn from the configuration's own schema: every knob with both of its ends, what lies outside, and what is no number at all.
+
+`python tests/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands: 1508 done, 402 refused,
+46 checked, 29 failed, 15 refused by an actor; 0 do not hold. ("failed": the run ended itself with a named reason, its books closed.)
 """
 
 import collections
