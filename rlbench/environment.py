@@ -7,13 +7,13 @@ __all__ = ['Step', 'RAISED', 'LIVES', 'AT_ONCE', 'CLOSING', 'STUCK', 'ON_RESUME'
            'state_of', 'calls_of', 'awaited', 'until_awaited', 'advance', 'cut', 'closing', 'Threads', 'EpisodeLoop',
            'not_begun', 'raised', 'in_time', 'rest', 'SingleTurn', 'play', 'playing', 'Live', 'version_of', 'catch_up',
            'wake', 'taken_up', 'DeadlinePassed', 'has_alarm', 'within', 'Judged', 'innermost', 'function_name',
-           'by_itself', 'verified', 'rewarded', 'judge', 'and_rewarded', 'of_itself', 'with_scores', 'ScoreRequest',
-           'ScoreResult', 'TurnResult', 'Forget', 'GivenUp', 'UnderWay', 'turning', 'failed', 'Bell',
-           'EnvironmentActor', 'room', 'one_turn', 'under_way', 'finish', 'hear', 'judge_over', 'conclude', 'reward_of',
-           'keys_judged', 'weigh', 'hear_canary', 'canary_of', 'put_away', 'not_closed', 'give_up', 'forget', 'unstick',
-           'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn', 'Pooled', 'in_doubt', 'believed', 'disbelieved',
-           'check_canaries', 'resume_turn', 'scripted_verdict', 'ScriptedEnvironment', 'FunctionFailed', 'guarded',
-           'first_prompts', 'opened']
+           'judges_own_answer', 'by_itself', 'verified', 'rewarded', 'judge', 'and_rewarded', 'of_itself',
+           'with_scores', 'ScoreRequest', 'ScoreResult', 'TurnResult', 'Forget', 'GivenUp', 'UnderWay', 'turning',
+           'failed', 'Bell', 'EnvironmentActor', 'room', 'one_turn', 'under_way', 'finish', 'hear', 'judge_over',
+           'conclude', 'reward_of', 'keys_judged', 'weigh', 'hear_canary', 'canary_of', 'put_away', 'not_closed',
+           'give_up', 'guard_masks', 'forget', 'unstick', 'end_actor', 'score_one', 'Gauges', 'Owned', 'Withdrawn',
+           'Pooled', 'in_doubt', 'believed', 'disbelieved', 'check_canaries', 'resume_turn', 'scripted_verdict',
+           'ScriptedEnvironment', 'FunctionFailed', 'guarded', 'first_prompts', 'opened']
 
 # %% ../nbs/26_environment.ipynb #environment-imports
 import asyncio
@@ -37,7 +37,7 @@ import numpy as np
 
 from .records import Outcome, Rollout, Segment, Task, said, stream_key, uniforms
 from .reward import checked_reward, correct, exact
-from .sandbox.grade import Canary, Masks, Suspicion, Verdict, canary, priced, punished
+from .sandbox.grade import Canary, Masks, Sighting, Suspicion, Verdict, canary, digest_of, priced, punished, sighting_of
 from .sandbox.spec import Execution, Fault, Limits, Program
 from .sandbox.task import read_code_task
 
@@ -309,6 +309,7 @@ class Live:
     seconds: float = 0.0
     calls: int = 0
     waits: bool = False  # whether it has awaited something
+    started: bool = False  # whether its first prompt was there
     closed: bool = False
 
 
@@ -452,16 +453,25 @@ def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "sc
 def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tuple[bool | Verdict | None, Outcome, str]:
     began = time.thread_time()
     value, outcome, message = _call("verifier", verifier, deadline, text, answer)
-    if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and _call("verifier", verifier, deadline, answer, answer)[1] is Outcome.OK:
+    if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and judges_own_answer(verifier, answer, deadline):
         return False, Outcome.OK, f"verifier {function_name(verifier)}: this response took {deadline:g} s of the processor and was not judged by then, the task's own answer was: it counts as wrong"
     if isinstance(value, Verdict):
         failed = f"sandbox: {', '.join(value.ends[-1:])}: {value.message}"
         return value, *((Outcome.OK, "") if value.score is not None else (Outcome.ENVIRONMENT_ERROR, failed))
     if outcome is Outcome.OK and not isinstance(value, (bool, np.bool_)):
-        return None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r}; a verifier returns True or False"
+        value, outcome, message = None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r:.200}; a verifier returns True or False"
+    if outcome is Outcome.FUNCTION_ERROR and judges_own_answer(verifier, answer, deadline):
+        first, newline, trace = message.partition("\n")
+        return False, Outcome.OK, f"{first}; the task's own answer was judged: this response counts as wrong{newline}{trace}"
     if outcome is Outcome.OK and not value and (explain := getattr(innermost(verifier), "explain", None)):
         message = explain(text)
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
+
+
+def judges_own_answer(verifier: Callable, answer: str, deadline: float) -> bool:
+    "True if a verifier gives its verdict on the task's own answer, bare or in a form that answers are asked for in. What fails on a response only is the response's failure."
+    forms = (answer, f"\\boxed{{{answer}}}", f"#### {answer}")
+    return any(isinstance(_call("verifier", verifier, deadline, form, answer)[0], (bool, np.bool_)) for form in forms)
 
 
 def by_itself(began: float, deadline: float) -> bool:
@@ -483,10 +493,13 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     unguarded = "" if has_alarm() else "no deadline was enforced: not in the main thread"
     computing = time.thread_time()
     value, outcome, message = _call("reward", reward, deadline, rollout)
-    if outcome is Outcome.TIMEOUT and by_itself(computing, deadline):
+    by_response = outcome is Outcome.TIMEOUT and by_itself(computing, deadline)
+    if outcome is Outcome.FUNCTION_ERROR:
+        by_response = _call("reward", reward, deadline, replace(rollout, text=rollout.answer, correct=True))[1] is Outcome.OK
+    if by_response:
         worth_nothing, empty, _ = _call("reward", reward, deadline, replace(rollout, text="", correct=False))
         if empty is Outcome.OK:
-            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged in time, and this one is worth as much"
+            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged, and this one is worth as much"
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
     checked = checked_reward(value, function_name(reward), len(rollout.text))
@@ -594,6 +607,7 @@ def turning(under: UnderWay, environment: Callable[[], Episode]) -> Step:
     if under.live is None:
         under.live = Live(rollout.attempt, environment())
         yield from awaited(under.live.episode.start(rollout.task))
+        under.live.started = True
         yield from wake(under.live, rollout)
     yield from catch_up(under.live, rollout)
     if isinstance(under.live.heard, Done):
@@ -657,6 +671,7 @@ class EnvironmentActor:
         self.lives: OrderedDict[int, Live] = OrderedDict()
         self.closing: set[Future] = set()
         self.answers: list = []  # of requests that were given up
+        self.masks = Masks()  # of what has no verdict on code
         self.loop, self.bell, self.waited = EpisodeLoop(), Bell(), 0.0  # waited: seconds of the last turn in which there was nothing to do
         self.set(verifier, reward, environment, kept, at_once)
 
@@ -803,6 +818,7 @@ def judge_over(actor: EnvironmentActor, under: UnderWay) -> list:
 
 def conclude(actor: EnvironmentActor, under: UnderWay, found: Judged) -> ScoreResult:
     "The verdict is there: the reward, unless it is there too, or comes later."
+    found = guard_masks(actor.masks, under.rollout, found)
     whole = found.outcome is Outcome.OK and under.request.part == "all" and found.reward is None
     return replace(under.result, judged=and_rewarded(under.rollout, found, actor.reward, under.request.deadline) if whole else found)
 
@@ -886,7 +902,22 @@ def give_up(actor: EnvironmentActor, under: UnderWay, error: BaseException) -> l
     if isinstance(error, Fault) and error.end.of_model:  # by the doing of its programs: the answer's failure, which counts
         text = said(under.request.rollout)[-1:]
         return [ScoreResult(under.request.key, Judged(False, 0.0, message=str(error), seconds=time.perf_counter() - under.began), "".join(text))]
-    return [ScoreResult(under.request.key, failed(actor.environment, error, under.request.deadline, time.perf_counter() - under.began, under.turns))]
+    judged = failed(actor.environment, error, under.request.deadline, time.perf_counter() - under.began, under.turns)
+    if under.live and under.live.started:  # what fails before the policy has said anything is not its doing
+        judged = guard_masks(actor.masks, under.request.rollout, judged)
+    return [ScoreResult(under.request.key, judged)]
+
+
+def guard_masks(masks: Masks, rollout: Rollout, judged: Judged) -> Judged:
+    "The judgement of an episode or of a function; zero where it is missing for this answer, or this task, again and again while others in the same minute get theirs. Verdicts on code are guarded where canaries are; a function's own error is nobody's guess."
+    if judged.verdict is not None or judged.outcome is Outcome.FUNCTION_ERROR:
+        return judged
+    masked = judged.outcome is not Outcome.OK
+    words = digest_of("\0".join(said(rollout) or (rollout.text,)))
+    sighting = Sighting(rollout.task.id, words, _version_judged(rollout), masked, time.monotonic())
+    masks.note(sighting)
+    why = masks.blame(sighting)
+    return replace(judged, correct=False, reward=0.0, outcome=Outcome.OK, message=f"masked: {why}; {judged.message}") if why else judged
 
 # %% ../nbs/26_environment.ipynb #environment-ends-actor
 def forget(actor: EnvironmentActor, keys: set[tuple[int, int]]) -> None:
@@ -1027,10 +1058,9 @@ def in_doubt(kept: Pooled, found: Judged, rollout: Rollout) -> bool:
     "Whether a canary has to run before a verdict is believed."
     if found.verdict is None:
         return False
-    version, now = _version_judged(rollout), time.monotonic()
-    kept.masks.note(found.verdict, version, now)
-    blamed = bool(kept.masks.blame(found.verdict, version, now))
-    return kept.suspicion.look(found.verdict) or bool(kept.doubt) or blamed
+    sighting = sighting_of(found.verdict, _version_judged(rollout), time.monotonic())
+    kept.masks.note(sighting)
+    return kept.suspicion.look(found.verdict) or bool(kept.doubt) or kept.masks.suspects(sighting)
 
 
 def _version_judged(rollout: Rollout) -> int:
@@ -1044,6 +1074,8 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None,
     key, before = (rollout.id, rollout.attempt), kept.doubt
     tainted = kept.tainted.pop(key, "") or before
     if seen:
+        if seen.ok or seen.machine:
+            kept.masks.note_canary(seen.ok, time.monotonic())
         kept.doubt = "" if seen.ok else f"sandbox: canary of task {rollout.task.id}: {seen.message}; no verdict is believed until it is right again"
         if seen.ok:
             kept.suspicion.calm()
@@ -1051,7 +1083,7 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None,
             kept.given.clear()
             if before:
                 kept.tainted = dict.fromkeys(judged, before)
-            if why := kept.masks.blame(found.verdict, _version_judged(rollout), time.monotonic()):
+            if why := kept.masks.blame(sighting_of(found.verdict, _version_judged(rollout), time.monotonic())):
                 return replace(found, correct=False, outcome=Outcome.OK, message="", verdict=punished(found.verdict, why))
         elif not seen.machine:  # one that could not be run says nothing of those that could
             kept.back, kept.given = [(key, disbelieved(each, kept.doubt)) for key, each in kept.given], []

@@ -820,12 +820,10 @@ def _check_data(value: object) -> None:
 
 
 def read_command(path: Path) -> object:
-    "The data in a command's file; None if it is gone. Raises ValueError for what no run would read, OSError; never waits, and never follows a link."
+    "The data in a command's file. Raises ValueError for what no run would read, FileNotFoundError if it is gone, other OSErrors; never waits, and never follows a link."
     try:
         told = json.loads(read_regular_file(path, MOST_BYTES, (os.geteuid(), path.parent.stat().st_uid, 0)))
         _check_data(told)
-    except FileNotFoundError:
-        return None
     except RecursionError:
         raise ValueError(f"tables and lists more than {MAX_DEPTH} deep in one another") from None
     return told
@@ -837,10 +835,10 @@ _COMMAND_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,149}")
 def _as_command(path: Path) -> Command | None:
     try:
         told = read_command(path)
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         return Command(path.stem, error=f"command: {path.name} cannot be read ({make_visible(error)}); write a table in JSON")
-    if told is None:
-        return None
     if problem := _problem(told):
         return Command(path.stem, error=make_visible(problem))
     return Command(path.stem, **{f.name: told[f.name] for f in fields(Command) if f.name in told and f.name not in ("id", "error")})

@@ -2,6 +2,9 @@
 
 `python tests/fuzz.py 2000 [SEED]` runs so many cases and prints one line of figures, and a block for each case that does not hold.
 A case is drawn from the configuration's own schema: every knob with both of its ends, what lies outside, and what is no number at all.
+
+`python tests/fuzz.py 2000` on 24 November 2026, on two busy cores, printed: 2000 cases, 1000 with commands: 1508 done, 402 refused,
+46 checked, 29 failed, 15 refused by an actor; 0 do not hold. ("failed": the run ended itself with a named reason, its books closed.)
 """
 
 import collections
@@ -24,9 +27,9 @@ from rlbench.config import FUNCTIONS, ConfigError, EvalConfig, RunConfig, make_c
 from rlbench.driver import CARRY, Driver, commands, drive, log, make_pools
 from rlbench.knobs import Knob, key_of, knobs_of
 from rlbench.ledger import create_run_folder, read_table
-from rlbench.loop import FINISHED, VERBS, step
+from rlbench.loop import FINISHED, UNFINISHED, VERBS, step
 from rlbench.queue import capacity
-from rlbench.state import live_groups
+from rlbench.state import generators, live_groups
 
 EVENTS = 1500  # after which a run is asked to stop
 PATIENCE = 6000  # events after that in which it has to have ended
@@ -430,6 +433,16 @@ class Fuzzed(Driver):
                 log(self, action)
                 CARRY[type(action)](self, action)
 
+    def is_unwritten(self, group) -> bool:
+        "True for a group of which a rollout waits for a generator, or is with one."
+        return any(self.state.members[i].status in UNFINISHED for i in group.members)
+
+    def most_unwritten(self) -> int:
+        "Groups that may have rollouts still to be written, where the queue drops the oldest: each generator may be given what it runs and an eighth more, as much again may wait for it, and the last group may go beyond."
+        c = self.state.config
+        running = [min(a.slots, c.concurrency) for a in generators(self.state).values()]
+        return 2 * sum(n + max(2, n // 8) for n in running) + 1
+
     def check(self) -> None:
         "Nothing is over its bound."
         s, c, m = self.state, self.state.config, self.most
@@ -437,13 +450,20 @@ class Fuzzed(Driver):
             "live": max(
                 m.get("live", 0),
                 (c.staleness + 1) * c.batch_groups + math.ceil(c.oversample * c.batch_groups),
-                capacity(c.queue_batches, c.staleness, c.batch_groups) + 10**9 * (c.backlog != "hold"),
+                capacity(c.queue_batches, c.staleness, c.batch_groups),
             ),
+            "unwritten": max(m.get("unwritten", 0), self.most_unwritten()),
             "queue": max(m.get("queue", 0), capacity(c.queue_batches, c.staleness, c.batch_groups)),
             "running": max(m.get("running", 0), c.concurrency),
             "staleness": max(m.get("staleness", 0), c.staleness),
         }
-        hold(live_groups(s) <= m["live"], f"{live_groups(s)} groups are alive, and {m['live']} may be")
+        if c.backlog == "hold":
+            hold(live_groups(s) <= m["live"], f"{live_groups(s)} groups are alive, and {m['live']} may be")
+        unwritten = [g for g in s.groups.values() if not g.eval and g.doom is None and self.is_unwritten(g)]
+        hold(
+            len(unwritten) <= max(m["live"], m["unwritten"]),
+            f"{len(unwritten)} groups have rollouts still to be written, and {m['unwritten']} may",
+        )
         hold(
             c.backlog != "drop_oldest" or len(s.queue) <= m["queue"],
             f"{len(s.queue)} groups wait, and {m['queue']} may",

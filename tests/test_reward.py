@@ -1,4 +1,5 @@
 """Reward and environment where a notebook cell is too short: formulas that never end, threads, many alarms."""
+import re
 import signal
 import threading
 import time
@@ -105,3 +106,33 @@ def test_a_crashing_function_stops_nobody_else():
     judged = [r.judged for _ in range(6) for r in actor.turn()]
     assert [j.outcome for j in judged] == [Outcome.FUNCTION_ERROR] * 6 and all(j.correct and j.reward is None for j in judged)
     assert "reward crashes: raised MemoryError: too much" in judged[0].message
+
+
+def test_what_a_response_makes_a_function_raise_is_the_responses_failure():
+    "Tried against the task's own answer: where that is judged, the response is wrong; where that fails, too, the function is, and there is no reward."
+    def parses(response, answer):
+        return int(response) == int(answer)
+
+    def looks(response, answer):
+        return re.fullmatch(r"\d+", response) and response == answer
+
+    def wants_box(response, answer):
+        return response.split("{")[1].rstrip("}") == answer
+
+    def broken(response, answer):
+        return response["text"] == answer
+
+    def wrong_type(response, answer):
+        return None
+
+    def counts(r):
+        return 1.0 / len(re.findall(r"\d", r.text)) if r.text else -1.0
+
+    for verifier in (parses, looks, wants_box):
+        judged = judge(rollout("two"), verifier, correct)
+        assert (judged.correct, judged.reward, judged.outcome) == (False, 0.0, Outcome.OK) and "counts as wrong" in judged.message, judged
+        assert judge(rollout("\\boxed{2}" if verifier is wants_box else "2"), verifier, correct).reward == 1.0
+    for verifier in (broken, wrong_type):
+        assert judge(rollout("two"), verifier, correct).outcome is Outcome.FUNCTION_ERROR
+    judged = judge(rollout("two"), exact, counts)
+    assert (judged.reward, judged.outcome) == (-1.0, Outcome.OK) and "ZeroDivisionError" in judged.message

@@ -1,11 +1,12 @@
 """Grading with real processes: every kind of task, ends of the model and of the machine, and the same verdict the second time."""
 import json
+import random
 from dataclasses import replace
 
 import pytest
 from local_runner import LocalRunner
 
-from rlbench.sandbox.grade import GRADERS, Check, Masks, Verdict, canary, differs, from_row, grade, punished, to_row
+from rlbench.sandbox.grade import GRADERS, Check, Masks, Sighting, Verdict, canary, differs, from_row, grade, punished, to_row
 from rlbench.sandbox.spec import End, Execution, Limits
 from rlbench.sandbox.task import changes_in, read_code_task, stdio_program
 
@@ -209,27 +210,67 @@ def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
     assert (lost.score, lost.ends[-1]) == (None, "grader_error")
 
 
+def play_minute(answers, canary_fails=lambda: False, worker=lambda n: f"w{(n + n // 20) % 4}", seconds=50.0):
+    "Show the guard a minute of (task, program, masked), with a canary for each that it suspects; how many masked ones are blamed on the programs, and all of them."
+    masks, blamed, masked_in_all = Masks(), 0, 0
+    for n, (task_, program, masked) in enumerate(answers):
+        sighting = Sighting(task_, program, 7, masked, seconds * n / len(answers), worker(n))
+        masks.note(sighting)
+        masked_in_all += masked
+        if masks.suspects(sighting):
+            masks.note_canary(not canary_fails(), sighting.at)
+            blamed += bool(masks.blame(sighting))
+    return blamed, masked_in_all
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hack_that_is_learnt_broadly_is_seen_beside_the_canaries(seed):
+    "40 % of all answers, half the tasks wholly, all answers: the others fail as well, the canaries do not."
+    draw = random.Random(seed)
+    some = [(f"t{n % 20}", f"p{n}", draw.random() < 0.4) for n in range(160)]
+    half = [(f"t{n % 20}", f"p{n}", n % 2 == 0) for n in range(160)]
+    for answers in (some, half, [(f"t{n % 20}", f"p{n}", True) for n in range(160)]):
+        blamed, masked = play_minute(answers)
+        assert blamed >= 0.4 * masked, (blamed, masked)
+    one, masked = play_minute([(f"t{n % 20}", f"p{n}", n % 20 == 3) for n in range(160)])
+    assert one >= masked - 4, "one task alone, from its fourth or fifth on"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 1.0])
+def test_a_machine_that_fails_masks_and_nobody_is_blamed(share):
+    "Canaries fail as often as programs do, whoever runs there."
+    draw, blamed, masked = random.Random(5), 0, 0
+    for _ in range(8):
+        found = play_minute([(f"t{n % 20}", f"p{n}", draw.random() < share) for n in range(160)], lambda: draw.random() < share)
+        blamed, masked = blamed + found[0], masked + found[1]
+    assert blamed <= 0.05 * masked, (blamed, masked)
+
+
+def test_only_who_is_masked_in_several_places_is_to_blame():
+    "A worker that is broken masks all that comes to it, and canaries elsewhere are well. Where there is one worker, seconds take the place of workers."
+    answers = [(f"t{n % 5}", f"p{n}", n % 4 == 1) for n in range(160)]
+    assert play_minute(answers, worker=lambda n: f"w{n % 4}")[0] == 0 and play_minute(answers, worker=lambda n: f"w{n % 3}")[0] > 10
+    for only in ("w0", ""):
+        assert play_minute(answers, worker=lambda n: only)[0] > 10 and play_minute(answers, worker=lambda n: only, seconds=0.5)[0] == 0
+
+
 def test_masks_are_the_policys_where_others_get_their_verdicts():
-    "A program, or a version's programs for one task, that have no verdict again and again while others have theirs; not where all have none."
-    given, masked = Verdict(0.5, False, code="c", tests="other", worker="a"), Verdict(None, None, code="c", tests="t", worker="a", ends=("host_oom",))
+    "A program that has no verdict again and again while others have theirs; not where all have none, nor after a minute."
+    evil = [Sighting("t", "evil", 7, True, float(n), f"w{n % 2}") for n in range(3)]
+    good = [Sighting("t", f"p{n}", 7, False, 2.0, "w0") for n in range(12)]
     masks = Masks()
-    for n in range(3):
-        masks.note(replace(masked, worker=f"w{n % 2}"), 7, float(n))
-    assert not masks.blame(masked, 7, 3.0), "nobody else was seen"
-    for n in range(8):
-        masks.note(given, 7, 3.0)
-    assert "3 times in a row, on 2 workers" in masks.blame(masked, 7, 3.0) and not masks.blame(given, 7, 3.0) and not masks.blame(masked, 7, 99.0)
-    masks.note(replace(masked, score=0.0), 7, 4.0)
-    assert not masks.blame(masked, 7, 4.0), "it has had one since"
-    several = Masks()
-    for n in range(8):
-        several.note(given, 7, 1.0), several.note(replace(masked, code=f"c{n}", score=None if n % 4 else 0.0), 7, 1.0)
-    assert "of 8 programs of this version for this task 6" in several.blame(replace(masked, code="new"), 7, 2.0) and not several.blame(masked, 8, 2.0)
+    for each in evil:
+        masks.note(each)
+    assert masks.suspects(evil[2]) and not masks.blame(evil[2]), "nobody else was seen"
+    for each in good:
+        masks.note(each)
+    assert "3 of 3 verdicts of this program" in masks.blame(evil[2]) and not masks.blame(good[0])
+    assert not masks.blame(replace(evil[2], at=99.0)), "too long ago"
     everybody = Masks()
-    for n in range(8):
-        everybody.note(replace(given, score=None), 7, 1.0), everybody.note(masked, 7, 1.0)
-    assert not everybody.blame(masked, 7, 2.0)
-    zero = punished(masked, "so")
+    for each in (*evil, *(replace(each, masked=True) for each in good)):
+        everybody.note(each)
+    assert not everybody.blame(evil[2])
+    zero = punished(Verdict(None, None, code="c", tests="t", ends=("host_oom",)), "so")
     assert (zero.score, zero.passed, zero.ends[-1]) == (0, False, "unusable") and "masked" in zero.tripwires
 
 

@@ -20,6 +20,8 @@ HUGE = {
     "factorial": "1000000!", "factorials of factorials": "9!!!", "binomial": r"\binom{10^7}{5000000}", "sum": r"\sum_{i=1}^{1000000} i^2", "range from below": r"\sum_{i=-1000000}^{1} i",
     "scientific": "1e999999999", "power of a power": "(10^{100})^{100}", "brackets": "(" * 40 + "1" + ")" * 40, "fractions": r"\frac{1}{1+" * 40 + "1" + "}" * 40,
     "curly": "{" * 40 + "1" + "}" * 40, "terms": "1+" * 3000 + "1", "digits": "7" * 5000,
+    "binomial between its numbers": r"{9999999 \choose 4999999}", "binomial without brackets": r"9999999 \choose 4999999", "factorial behind a percent sign": r"9999999\%!", "factorial behind a space": r"9999999\,!",
+    "factorial behind a degree sign": "9999999\N{DEGREE SIGN}!", "factorial of a magnitude": "|9999999|!", "power of a sum": "(a+b+c+d)^{999}", "power of a difference": r"\left(x-y\right)^{999}", "power of a sum in a sum": "1+(a+(b-c)+d)^{30}",
 }
 
 
@@ -30,7 +32,8 @@ def test_a_formula_that_is_too_large_is_wrong_and_says_why(name):
     assert (judged.correct, judged.reward, judged.outcome) == (False, 0.0, Outcome.OK) and judged.message.startswith("the final answer h"), judged
 
 
-@pytest.mark.parametrize("formula", [r"\frac{3}{4}\sqrt{2}", "x^2+3x^5+2x^7-4x^{10}+y^{12}", "2^{1000}", "100!", r"\binom{10}{3}", "e^{-x^2/2}", "2^{2^{3}}", "3.14159265358979", r"\sum_{i=1}^{100} i", "7" * 900])
+@pytest.mark.parametrize("formula", [r"\frac{3}{4}\sqrt{2}", "x^2+3x^5+2x^7-4x^{10}+y^{12}", "2^{1000}", "100!", r"\binom{10}{3}", "e^{-x^2/2}", "2^{2^{3}}", "3.14159265358979", r"\sum_{i=1}^{100} i", "7" * 900,
+                                     r"{10 \choose 3}", "(x+1)^{99}", "(a+b+c+d)^9", "(1+2+3)^{99}", r"50\%", "|-3|", r"5\,!"])
 def test_usual_answers_are_within_the_bound(formula):
     assert formula_excess(formula) == ""
 

@@ -1,8 +1,13 @@
 """Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
+import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -11,12 +16,15 @@ from jailer import USERS, prison
 from test_sandbox_run import ANSWER, Quick
 
 import rlbench as rl
-from rlbench.environment import EnvironmentActor, Pooled, ScoreRequest
+from rlbench.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.sandbox import zygote
+from rlbench.sandbox.asked import Asked
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
+from rlbench.sandbox.policy import settle_lateness
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.spec import End, Execution, Limits, Program
 from rlbench.sandbox.task import read_code_task
@@ -105,6 +113,26 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (code[:20], verdict.ends, verdict.message)
 
 
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
+    "Half a surrogate in a command, its input, its environment, in a file's name and content: never an error of the machine, nor of the caller."
+    class Box:
+        def exec(self, program, limits):
+            return cell.run(program, limits)
+
+        def write(self, path, data):
+            return written.append((path, data))
+
+    written, asked = [], Asked(Box(), Limits(**LIMITS | {"processes": 1}))
+    bad = "a\ud800b"
+    for how in ({"cmd": ["cat"], "input": bad}, {"cmd": ["echo", bad]}, {"cmd": [bad]}, {"cmd": ["env"], "env": {"X": bad}}, {"cmd": ["cat", "a\0b"]}):
+        told = asyncio.run(asked.exec(**how))
+        assert isinstance(told.returncode, int), how
+    asyncio.run(asked.write_file("x", bad))
+    assert written == [("x", bad.encode("utf-8", "surrogatepass"))]
+    assert asyncio.run(asked.exec(["echo", "well"])).stdout == "well\n"
+
+
 @pytest.mark.parametrize("cell, name", [(place, hack.name) for place in PLACES for hack in PRETENDED], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
 def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     "Neither masked nor paid, and the next program is paid what it is worth."
@@ -112,6 +140,59 @@ def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     verdict = grade(cell, hacked_task(), code, Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128))
     assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
     assert grade(cell, hacked_task(), hacked_task().reference, Limits()).score == 1
+
+
+SPEND = "import os, threading, time, zlib\ndef spend(s, clock):\n    end = clock() + s\n    while clock() < end: zlib.crc32(bytes(1 << 16))\n"
+FORK = "for i in range({number}):\n    if not os.fork():\n        {work}\n        time.sleep(60); os._exit(0)\ntime.sleep(60)\n"
+PINNED = "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+# late, each by its own doing: its processes and threads wait for each other, or for a disk
+WAITERS = {
+    "children that share a core": SPEND + PINNED + FORK.format(number=13, work="spend(0.01, time.process_time)"),
+    "children that share the cores": SPEND + FORK.format(number=13, work="spend(0.01, time.process_time)"),
+    "threads that compute": SPEND + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "threads on a core": SPEND + PINNED + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "a file that is written and synced": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nwhile True: os.pwrite(file, bytes(4096), 0); os.fsync(file)\n",
+    "a little work, a little sleep": SPEND + PINNED + "while True: spend(0.0005, time.process_time); time.sleep(0.05)\n",
+}
+
+
+@pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
+def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
+    "Without idle processors beside it, too: a known-good program in the same place is not late."
+    limits = Limits(**LIMITS | {"cpu_s": 0.15, "wall_s": 1.5})
+    for name, code in WAITERS.items():
+        told = settle_lateness(cell.run(Program(code), limits), limits, cell.run)
+        assert told.end.of_model, (name, told)
+
+
+def test_the_wait_for_a_processor_is_that_of_one_thread():
+    "However many wait for each other, none waits longer than the clock runs; one that keeps itself to a processor waits by its own choice."
+    began = time.monotonic()
+    spin = SPEND + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), daemon=True).start()\ntime.sleep(60)\n"
+    for code, pinned in ((spin, False), (SPEND + PINNED + spin, True)):
+        with subprocess.Popen([sys.executable, "-c", code]) as process:
+            time.sleep(1)
+            run, place = SimpleNamespace(runnable=-1.0, pinned=False), SimpleNamespace(everywhere=os.sched_getaffinity(0))
+            assert zygote.measure(place, run, [(process.pid,)], time.monotonic())
+            process.kill()
+        assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.everywhere) > 1)
+    for run, cpu, expected in ((SimpleNamespace(runnable=0.7, pinned=False), 0.7, 3.3), (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0), (SimpleNamespace(runnable=3.0, pinned=True), 0.2, 3.8)):
+        assert zygote.slept(run, 10.0, 14.0, cpu) == pytest.approx(expected)
+
+
+def test_a_late_program_is_compared_with_a_known_good_one():
+    "In a workspace that cannot be had again: both late, and it is the machine; else it is the program."
+    late, asked = Execution(End.WALL_TIMEOUT), []
+
+    def place(end):
+        return lambda program, limits: asked.append(program) or Execution(end)
+
+    limits = Limits(cpu_s=1, wall_s=2)
+    for end in End:
+        told = settle_lateness(late, limits, place(end))
+        assert told.end is (End.WALL_LIMIT if end.of_model and end is not End.WALL_LIMIT else End.WALL_TIMEOUT)
+    assert all("0.8" in program.code for program in asked)
+    assert settle_lateness(Execution(End.EXITED), limits, None).end is End.EXITED
 
 
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
@@ -151,20 +232,72 @@ def test_waiting_for_a_canary_is_no_standstill():
     assert done == dict.fromkeys(range(3), (0.0, Outcome.OK))
 
 
+def judge_each(actor, rollouts, pause=0.0):
+    "What an actor says of each rollout, one after the other."
+    told = []
+    for rollout in rollouts:
+        actor.receive([ScoreRequest(rollout)])
+        while not actor.idle:
+            told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
+        time.sleep(pause)
+    return told
+
+
 def test_who_is_masked_again_and_again_is_punished():
     "On every worker, while others and the canary get on: the third time it is zero, and a tripwire."
     class Fooled(Quick):
+        fooled = 0
+
         def run(self, program, limits, owner=""):
-            return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.runs % 2}", message="played") if "evil" in program.code else super().run(program, limits, owner)
+            if "evil" not in program.code:
+                return super().run(program, limits, owner)
+            self.fooled += 1
+            return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.fooled % 2}", message="played")
 
     actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
+    told = judge_each(actor, [Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text) for id, text in enumerate(["1 2"] * 12 + ["evil"] * 4)])
+    assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0]
+    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "verdicts of this program are missing" in told[-1].verdict.message
+
+
+class Brittle:
+    "An episode that a word of the policy breaks, and a task that breaks it before."
+
+    def start(self, task):
+        if task.id == "broken":
+            raise OSError("no such file")
+        return task.prompt
+
+    def advance(self, response):
+        if "late" in response:
+            raise TimeoutError("a tool has hung")
+        return Done(response)
+
+
+def slow(response, answer):
+    "A verifier that a word of the policy makes wait."
+    time.sleep(0.15 * ("late" in response))
+    return response == answer
+
+
+@pytest.mark.parametrize("verifier, environment", [(slow, SingleTurn), (VERIFIERS["exact"], Brittle)], ids=["function", "episode"])
+def test_episodes_and_functions_are_guarded_too(verifier, environment):
+    "The third time an answer leaves them without a verdict, while others get theirs, it is zero."
+    actor = EnvironmentActor(verifier, REWARDS["correct"], environment)
+    answers = ["2"] * 12 + ["late"] * 4
+    rollouts = [Rollout(id, 0, 0, 0, Task("a" if text == "2" else "b", "1+1=", "2"), text=text) for id, text in enumerate(answers)]
     told = []
-    for id, text in enumerate(["1 2"] * 6 + ["evil"] * 4):
-        actor.receive([ScoreRequest(Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text))])
+    for rollout in rollouts:
+        actor.receive([ScoreRequest(rollout, deadline=0.05)])
         while not actor.idle:
             told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
-    assert [each.reward for each in told] == [1.0] * 6 + [None, None, 0.0, 0.0]
-    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "times in a row" in told[-1].verdict.message
+        time.sleep(0.5 * (rollout.text == "late"))
+    assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0], told
+    assert told[-1].correct is False and told[-1].message.startswith("masked: 4 of 4 verdicts of this program")
+    if environment is Brittle:
+        broken = judge_each(actor, [Rollout(99 + n, 0, 0, 0, Task("broken", "1+1=", "2"), text="2") for n in range(4)], 0.4)
+        assert {each.reward for each in broken} == {None}, "it fails before the policy has said anything"
+    actor.close()
 
 
 NAUGHTY = """import os, resource, time

@@ -64,7 +64,7 @@ def plant(commands: Path) -> dict[str, str]:
     "Things in a folder of commands that are none: name of each -> a word of its refusal. Those without a word are refused under another name."
     text = lambda **told: json.dumps({"author": "eve", "knob": "temperature", "value": 0.5, **told})
     files = {
-        "torn": ('{"knob": "temp', "cannot be read"), "empty": ("", "cannot be read"), "number": ("5", "not a table"), "list": ("[]", "not a table"), "bytes": ("\udcff\udcfe", "cannot be read"), "zeros": ("\0" * 4096, "cannot be read"),
+        "torn": ('{"knob": "temp', "cannot be read"), "empty": ("", "cannot be read"), "number": ("5", "not a table"), "null": ("null", "not a table"), "list": ("[]", "not a table"), "bytes": ("\udcff\udcfe", "cannot be read"), "zeros": ("\0" * 4096, "cannot be read"),
         "deep": ("[" * 100_000 + "]" * 100_000, "deep"), "nested": (text(value=json.loads("[" * 60 + "]" * 60)), "deep"), "table-deep": ('{"knob": "loss", "value": ' + '{"a":' * 500 + "1" + "}" * 500 + "}", "deep"),
         "digits": ('{"knob": "group", "value": ' + "9" * 5000 + "}", "cannot be read"), "nan": (text(value=float("nan")), "no number"), "infinite": (text(value=[float("-inf")]), "no number"),
         "half": ('{"knob": "temperature", "author": "\\ud800", "value": 1}', "cannot be read"), "half-value": ('{"knob": "temperature", "value": {"\\udfff": 1}}', "cannot be read"),
@@ -260,15 +260,63 @@ DOUBTED = {"eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler", "p
            "torch.load", "np.load", "numpy.load", "os.system", "os.popen", "pickle.dump", "tar.extract", "tar.extractall", "archive.extractall"}
 
 
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+
+
+def doubted_in(tree: ast.AST) -> set[str]:
+    "What a module names that turns text or bytes into code, whatever it calls it: by import, by alias, by attribute, as a value, by a name in a string."
+    names = {"np": "numpy", "builtins": "builtins"}
+    found, called = set(), {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}  # parameters, such as `eval` of a run
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {each.asname or each.name.partition(".")[0]: each.name if each.asname else each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            found |= {f"from {node.module}" for each in node.names if node.module.partition(".")[0] in UNPICKLERS}
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            if isinstance(node, ast.Name) and node.id in own and id(node) not in called:
+                continue
+            first, dot, rest = ast.unparse(node).partition(".")
+            name = (names.get(first, first) + dot + rest).removeprefix("builtins.").replace("numpy.", "np.")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("getattr", "import_module", "__import__"):
+            words = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            owner = names.get(ast.unparse(node.args[0]), "") if node.args else ""
+            name = f"{owner}.{words[-1]}".replace("numpy.", "np.") if owner and words else words[0] if words and words[0].partition(".")[0] in UNPICKLERS else ""
+            found |= {name} if name in UNPICKLERS else set()
+        if name in DOUBTED:
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("source", [
+    "import pickle\npickle.loads(b'')", "import pickle as p\np.loads(b'')", "from pickle import loads\nloads(b'')", "from pickle import loads as read\nread(b'')", "from pickle import *\nloads(b'')",
+    "import pickle\nread = pickle.loads\nread(b'')", "import pickle\nmap(pickle.loads, [b''])", "import pickle\ngetattr(pickle, 'loads')(b'')", "import importlib\nimportlib.import_module('pickle').loads(b'')", "__import__('marshal').loads(b'')",
+    "import torch as t\nt.load('x')", "from torch import load\nload('x')", "import numpy\nnumpy.load('x')", "from numpy import load as read\nread('x')", "from os import system\nsystem('x')", "run = eval\nrun('1')", "import builtins\nbuiltins.exec('1')"])
+def test_the_look_for_unpickling_is_not_led_astray(source):
+    "Imports by name, other names, values, attributes by a string."
+    assert doubted_in(ast.parse(source))
+
+
+def test_the_look_for_unpickling_lets_others_be():
+    "Functions of the same name that belong to somebody else."
+    assert not doubted_in(ast.parse("import json\nimport re\nfrom json import loads\nloads('1')\njson.load\nre.compile('x')\nmodel.eval()\nbox.exec(1)\nload = 3\ngetattr(json, 'loads')"))
+
+
 def test_nothing_in_the_package_unpickles_or_evaluates_beyond_what_the_guide_names():
     "No torch.load, np.load, yaml, shell or archive is unpacked; pickle only between a run's own workers, exec only for the user's own functions and inside the sandbox; remote code of models is refused by name."
     found = {}
     for path in sorted((ROOT / "rlbench").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if doubted := doubted_in(tree):
+            found[path.relative_to(ROOT / "rlbench").with_suffix("").as_posix()] = doubted
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
                 shell = any(k.arg == "shell" and not (isinstance(k.value, ast.Constant) and k.value.value is False) for k in node.keywords)
-                if name in DOUBTED or name.endswith((".extractall", ".extract")) or shell:
+                if name.endswith((".extractall", ".extract")) or shell:
                     found.setdefault(path.relative_to(ROOT / "rlbench").with_suffix("").as_posix(), set()).add("shell" if shell else name)
                 if name.endswith(".from_pretrained") and name.startswith("Auto") and path.stem in ("model", "heads"):
                     assert any(k.arg == "trust_remote_code" and k.value.value is False for k in node.keywords), f"{path.name}: {ast.unparse(node)}"

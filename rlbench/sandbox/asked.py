@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .spec import End, Fault, Limits, Program
+from .spec import End, Fault, Limits, Program, to_bytes
 
 # %% ../../nbs/24_sandbox.asked.ipynb #asked-result
 READ_MOST = 1 << 20  # bytes of a file
@@ -33,7 +33,7 @@ class Asked:
 
     async def exec(self, cmd: Sequence[str], input: str | bytes | None = None, env: Mapping[str, str] | None = None, timeout: float | None = None) -> ExecResult:
         "Run a command. TimeoutError past `timeout` seconds or the limits, PermissionError for what it may not, Fault where the machine failed."
-        stdin = (input or "").encode() if not isinstance(input, bytes) else input
+        stdin = input if isinstance(input, bytes) else to_bytes(input or "")
         limits = self.limits if timeout is None else replace(self.limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, self.limits.cpu_s))
         told = await asyncio.to_thread(self.sandbox.exec, Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {})), limits)
         late = (End.CPU_LIMIT, End.WALL_LIMIT, *((End.WALL_TIMEOUT,) if timeout is not None else ()))
@@ -55,4 +55,4 @@ class Asked:
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         "Write a file, and the folders above it."
-        await asyncio.to_thread(self.sandbox.write, file, contents.encode() if isinstance(contents, str) else contents)
+        await asyncio.to_thread(self.sandbox.write, file, to_bytes(contents) if isinstance(contents, str) else contents)

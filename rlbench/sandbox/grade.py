@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'GIVEN', 'CHALLENGES', 'LONGEST_NUMBER', 'ROUNDS', 'CALLS', 'WORDS', 'FAST', 'DEAR', 'SLOW', 'GRADERS',
-           'ZEROS', 'CALM', 'ROUTINE', 'MASKS_SECONDS', 'MASKED_PROGRAM', 'MASKED_TASK', 'OTHERS', 'MASKED_SHARE',
-           'OTHERS_SHARE', 'Check', 'Verdict', 'Runner', 'score_of', 'Bench', 'challenged', 'Answer', 'words_for',
-           'read_answer', 'ask', 'bait', 'grade_function', 'reference_fails', 'digest_of', 'printed', 'grade_stdio',
-           'grade_asserts', 'grade_repository', 'signs_in', 'priced', 'grade', 'Canary', 'known_bad', 'canary',
-           'Suspicion', 'Masks', 'punished', 'differs', 'to_row', 'from_row']
+           'ZEROS', 'CALM', 'ROUTINE', 'MASKS_SECONDS', 'LEAST_MASKED', 'CHANCE', 'Check', 'Verdict', 'Runner',
+           'score_of', 'Bench', 'challenged', 'Answer', 'words_for', 'read_answer', 'ask', 'bait', 'grade_function',
+           'reference_fails', 'digest_of', 'printed', 'grade_stdio', 'grade_asserts', 'grade_repository', 'signs_in',
+           'priced', 'grade', 'Canary', 'known_bad', 'canary', 'Suspicion', 'Sighting', 'sighting_of', 'chance_of',
+           'Masks', 'count_masked', 'in_several_places', 'punished', 'differs', 'to_row', 'from_row']
 
 # %% ../../nbs/24_sandbox.grade.ipynb #grade-imports
 import json
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from math import comb
 from typing import Protocol
 
 from .plain import Bad, Tree, near, odd, parsed, same, tree, tree_of, value_of, written
@@ -547,45 +548,94 @@ class Suspicion:
         self.zeros = self.since = 0
 
 # %% ../../nbs/24_sandbox.grade.ipynb #grade-masks
-MASKS_SECONDS = 60.0  # in which others are looked at
-MASKED_PROGRAM, MASKED_TASK = 3, 4  # masked verdicts in a row of one program, and of one version's programs for one task, that are worth a canary
-OTHERS, MASKED_SHARE, OTHERS_SHARE = 4, 0.5, 0.2  # verdicts of others at least; masked shares of the task at least, of the others at most
+MASKS_SECONDS = 60.0  # verdicts and canaries of the last minute are compared
+LEAST_MASKED = {"program": 3, "task": 4, "policy": 8}  # masked verdicts from which on one of these is suspected
+CHANCE = 0.003  # of a difference by accident, below which masked verdicts are the programs' own
 
 
+@dataclass(frozen=True)
+class Sighting:
+    "A verdict as the guard sees it. `at`: seconds on the monotonic clock; `worker` is empty where there is none."
+    task: str
+    program: str
+    version: int
+    masked: bool
+    at: float
+    worker: str = ""
+
+    def key(self, level: str) -> tuple:
+        "What all verdicts of the same program, of a version's programs for a task, or of a version have in common."
+        return {"program": (self.task, self.program), "task": (self.task, self.version), "policy": (self.version,)}[level]
+
+
+def sighting_of(verdict: Verdict, version: int, now: float) -> Sighting:
+    "A verdict on code, for the guard."
+    return Sighting(verdict.tests, verdict.code, version, verdict.score is None, now, verdict.worker)
+
+
+def chance_of(masked: int, count: int, masked_beside: int, count_beside: int) -> float:
+    "The chance that so many or more masked verdicts fall among these, and not among those beside, if nothing but luck tells them apart (Fisher's exact test)."
+    both = masked + masked_beside
+    ways = sum(comb(count, both - other) * comb(count_beside, other) for other in range(masked_beside + 1))
+    return ways / comb(count + count_beside, both)
+
+# %% ../../nbs/24_sandbox.grade.ipynb #grade-guard
 @dataclass
 class Masks:
-    "Whose verdicts are missing while others get theirs: by program, and by task and policy version. The guard above all ways to look like a broken machine."
-    programs: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # (code, tests) -> the workers of its masked verdicts, since its last one that was there
-    seen: deque = field(default_factory=lambda: deque(maxlen=4096))  # (when, task and version, whether it was masked)
+    "Whose verdicts are missing while canaries, and others, get theirs. The guard above all ways to look like a broken machine."
+    seen: deque = field(default_factory=lambda: deque(maxlen=4096))
+    canaries: deque = field(default_factory=lambda: deque(maxlen=4096))  # (when, whether it was well)
 
-    def note(self, verdict: Verdict, version: int, now: float) -> None:
-        "Take a verdict."
-        masked, program = verdict.score is None, (verdict.code, verdict.tests)
-        self.seen.append((now, (verdict.tests, version), masked))
-        if not masked:
-            self.programs.pop(program, None)
-        else:
-            self.programs.setdefault(program, []).append(verdict.worker)
-        while len(self.programs) > 4096:
-            self.programs.pop(next(iter(self.programs)))
+    def note(self, sighting: Sighting) -> None:
+        "Keep a verdict."
+        self.seen.append(sighting)
 
-    def blame(self, verdict: Verdict, version: int, now: float) -> str:
-        "Why a masked verdict is not the machine's, in words; empty if it may be. Punished is only who also fails where a canary gets on."
-        if verdict.score is not None:
+    def note_canary(self, well: bool, now: float) -> None:
+        "Keep what became of a known-good program."
+        self.canaries.append((now, well))
+
+    def recent(self, sighting: Sighting, level: str) -> tuple[list[Sighting], list[Sighting]]:
+        "(verdicts of the last minute with the same key, all others)"
+        recent = [each for each in self.seen if each.at > sighting.at - MASKS_SECONDS]
+        mine = [each for each in recent if each.key(level) == sighting.key(level)]
+        return mine, [each for each in recent if each.key(level) != sighting.key(level)]
+
+    def suspects(self, sighting: Sighting) -> bool:
+        "True for a masked verdict of which there have been several: a canary should be run beside it."
+        return sighting.masked and any(count_masked(self.recent(sighting, level)[0]) >= least for level, least in LEAST_MASKED.items())
+
+    def blame(self, sighting: Sighting) -> str:
+        "Why a masked verdict is not the machine's, in words; empty if it may be. What canaries and others had in the same minute is the measure; others alone are none once a policy does it everywhere."
+        if not sighting.masked:
             return ""
-        recent = [(key, masked) for when, key, masked in self.seen if when > now - MASKS_SECONDS]
-        others = [masked for key, masked in recent if key != (verdict.tests, version)]
-        mine = [masked for key, masked in recent if key == (verdict.tests, version)]
-        if len(others) < OTHERS or sum(others) > OTHERS_SHARE * len(others):
-            return ""
-        beside = f"of {len(others)} others in the same minute {sum(others)}"
-        if len(workers := self.programs.get((verdict.code, verdict.tests), ())) >= MASKED_PROGRAM:
-            return f"the program has had no verdict {len(workers)} times in a row, on {len(set(workers))} workers, {beside}"
-        if sum(mine) >= MASKED_TASK and sum(mine) >= MASKED_SHARE * len(mine):
-            return f"of {len(mine)} programs of this version for this task {sum(mine)} have had no verdict, {beside}"
+        canaries = [not well for when, well in self.canaries if when > sighting.at - MASKS_SECONDS]
+        for level, least in LEAST_MASKED.items():
+            mine, others = self.recent(sighting, level)
+            masked = count_masked(mine)
+            if masked < least or not in_several_places(mine, others):
+                continue
+            beside = {"canaries": canaries, "canaries and others": [*canaries, *(each.masked for each in others)]}
+            for name, seen in beside.items():
+                if chance_of(masked, len(mine), sum(seen), len(seen)) < CHANCE:
+                    return f"{masked} of {len(mine)} verdicts of this {level} are missing within a minute, but {sum(seen)} of {len(seen)} of {name}"
         return ""
 
 
+def count_masked(seen: Sequence[Sighting]) -> int:
+    "How many of them have no verdict."
+    return sum(each.masked for each in seen)
+
+
+def in_several_places(mine: Sequence[Sighting], others: Sequence[Sighting]) -> bool:
+    "True if the masked ones were on different workers; where there are no two of them, in different seconds."
+    masked = [each for each in mine if each.masked]
+    workers = {each.worker for each in masked}
+    if len(workers) > 1:
+        return True
+    there_are_others = any(each.worker and each.worker not in workers for each in (*mine, *others))
+    return (workers == {""} or not there_are_others) and len({int(each.at) for each in masked}) > 1
+
+# %% ../../nbs/24_sandbox.grade.ipynb #grade-punished
 def punished(verdict: Verdict, why: str) -> Verdict:
     "A masked verdict as what it is: zero, with a tripwire."
     return replace(verdict, score=0.0, passed=False, checks=(Check("masked", False, why[:200]),), ends=(*verdict.ends, End.UNUSABLE.value), tripwires=(*verdict.tripwires, "masked"), message=why)

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from ..ledger import read_json, write_json
-from .policy import PoolSpec, PoolStatus, spec_of, status_of
+from .policy import PoolSpec, PoolStatus, settle_lateness, spec_of, status_of
 from .spec import End, Execution, Fault, Layer, Limits, Order, Program
 from .sweep import sweep
 from .workspace import Store, put_files, put_tree
@@ -367,7 +367,10 @@ class PoolSandbox:
         return self._ask("exec", program=program, limits=limits)
 
     def exec(self, program: Program, limits: Limits = Limits()) -> Execution:
-        "Run a program in the workspace and wait for its end."
+        "Run a program in the workspace and wait for its end. After one that was late, a known-good program says whether the machine was."
+        return settle_lateness(self._run(program, limits), limits, self._run)
+
+    def _run(self, program: Program, limits: Limits) -> Execution:
         return _wait(self.submit(program, limits))
 
     def read(self, path: str, most: int = 1 << 20) -> bytes:

@@ -16,10 +16,10 @@ __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 
            'run_code', 'told_status', 'run_command', 'Run', 'quiet_memory', 'lines_of', 'feed', 'push', 'hang_up',
            'hear', 'read_some', 'take_answers', 'open_channel', 'spawn', 'open_pipe', 'pipe_from', 'listen_to',
            'execute', 'open_tree', 'place_for', 'fits', 'hand_over', 'arm', 'disarm', 'look', 'exact_kb', 'held_files',
-           'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'waited_of', 'measure',
-           'lateness', 'begun', 'slept', 'open_vmstat', 'count_ooms', 'lacks_memory', 'lacks_disk', 'quiet', 'reap',
-           'forget_child', 'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget', 'fault', 'say', 'deliver',
-           'tar_head', 'pack', 'listed', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder', 'make', 'remove_below',
+           'families', 'clock_of', 'census', 'small', 'own_clock', 'overdue', 'kill', 'end_all', 'measure', 'lateness',
+           'begun', 'slept', 'open_vmstat', 'count_ooms', 'lacks_memory', 'lacks_disk', 'quiet', 'reap', 'forget_child',
+           'finish', 'listen_to_the_end', 'how', 'answers_index', 'forget', 'fault', 'say', 'deliver', 'tar_head',
+           'pack', 'listed', 'hides', 'copy_in', 'entries', 'unpack', 'real_folder', 'make', 'remove_below',
            'remove_tree', 'allow', 'unlinked', 'Job', 'begin', 'help_out', 'blame', 'helped', 'layer_path',
            'mount_session', 'upper_of', 'start_session', 'after_open', 'end_session_runs', 'close_session', 'help_open',
            'help_snapshot', 'open_inside', 'help_read', 'help_write', 'help_forget', 'after_file', 'after_nothing',
@@ -170,6 +170,7 @@ class Zygote:
         self.control, self.tier, self.scratch = control, tier, scratch
         self.kernel = Kernel()
         self.stance = Stance(self.kernel)
+        self.everywhere = os.sched_getaffinity(0)  # the processors that programs are given
         self.poll = select.epoll()
         self.watch = {}  # open file -> (function, what it is of)
         self.children = {}  # process -> (function, what it is of), for its end
@@ -541,7 +542,8 @@ class Run:
         self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
         self.reason, self.said, self.hit = "", "", set()
         self.peak_kb, self.place, self.own = 0, "", ""
-        self.waits, self.measured = {}, now  # process -> seconds that it waited for a processor, and when that was last looked at
+        self.runnable = -1.0  # seconds in which one of its threads ran or waited for a processor, the longest; below 0: the kernel has not said
+        self.pinned, self.measured = False, now  # whether one kept itself to some of the processors; when that was last looked at
         self.warm = False
 
 
@@ -867,7 +869,7 @@ def census(z, now):
     for ticket, family in families(z).items():
         run = z.runs[ticket]
         if now > run.measured + MEASURE:
-            measure(run, family, now)
+            measure(z, run, family, now)
         used = sum(kb for _, _, kb, _ in family)
         limit = int(run.head["memory_mb"]) << 10
         if used > limit:
@@ -922,7 +924,7 @@ def overdue(z, now):
         go_home(z)
         seen = families(z)
     for run in late:
-        kill(z, run, lateness(run, seen[run.ticket], now))
+        kill(z, run, lateness(z, run, seen[run.ticket], now))
     for run in [run for run in z.runs.values() if run not in late]:
         if run.call_due <= now:
             run.hit.add("call_s")
@@ -948,35 +950,28 @@ def end_all(z, run):
             pass
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-sleepers
-MEASURE = 0.25  # s between two looks at how long a program's processes have waited for a processor
+MEASURE = 0.25  # s between two looks at how long a program's threads have been able to run
 
 
-def waited_of(pid):
-    "(seconds that the threads of a process have waited for a processor, whether it waits for a disk); (None, False) where the kernel does not say."
-    found = None
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            disk = file.read().rpartition(b") ")[2][:1] == b"D"
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-                found = (found or 0.0) + int(file.read().split()[1]) / 1e9
-        return found, disk
-    except (OSError, IndexError, ValueError):
-        return found, False
-
-
-def measure(run, family, now):
-    "Keep how long a run's processes have waited for a processor; True if the kernel says so, and not all wait for a disk."
-    seen = {pid: waited_of(pid) for pid, *_ in family}
-    run.waits.update((pid, waited) for pid, (waited, _) in seen.items() if waited is not None)
+def measure(z, run, family, now):
+    "Keep for how long one thread of a run has run or waited for a processor, the longest; True if the kernel says so. One that has kept itself to some of the processors waits by its own choice."
     run.measured = now
-    return bool(run.waits) and not all(disk for _, disk in seen.values())
+    for pid, *_ in family:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                run.pinned = run.pinned or os.sched_getaffinity(int(thread)) != z.everywhere
+                with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                    ran, waited, _ = map(int, file.read().split())
+                run.runnable = max(run.runnable, (ran + waited) / 1e9)
+        except (OSError, ValueError):
+            continue  # it is gone, or this kernel does not count
+    return run.runnable >= 0
 
 
-def lateness(run, family, now):
-    "wall_limit for a program that has slept for more than half of its time; wall_timeout where the machine may have been slow: it began late, waited for a processor or a disk, or we were late ourselves."
+def lateness(z, run, family, now):
+    "wall_limit for a program that was off the processor for more than half of its time by its own doing: it slept, or waited for a disk or for its own processes; wall_timeout where the machine was slow: the program began late, one of its threads was kept waiting by others, or we were late ourselves."
     began = begun(run)
-    if not began or now > run.due + 1 or not measure(run, family, now):
+    if not began or now > run.due + 1 or not measure(z, run, family, now):
         return "wall_timeout"
     cpu = max(sum(cpu for _, cpu, *_ in family), own_clock(run))
     return "wall_limit" if slept(run, began, now, cpu) > 0.5 * (now - began) else "wall_timeout"
@@ -992,8 +987,8 @@ def begun(run):
 
 
 def slept(run, began, now, cpu):
-    "Seconds in which a run neither ran nor waited for a processor."
-    return max(0.0, now - began - cpu - sum(run.waits.values())) if began else 0.0
+    "Seconds in which a run did not use a processor, though the machine let it. A thread waits for its own kind no longer than these run (`cpu`): what it could have run beyond that, the machine kept from it."
+    return max(0.0, now - began - (cpu if run.pinned else max(cpu, run.runnable))) if began else 0.0
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-evidence
 PRESSURE = 10.0  # percent of the last ten seconds in which nobody got on for want of memory
@@ -1067,6 +1062,8 @@ def finish(z, run):
     now = time.monotonic()
     if not z.rooms:
         end_all(z, run)
+    if now - run.began > MEASURE:
+        measure(z, run, [(run.pid,)], now)
     _, status, usage = os.wait4(run.pid, 0)
     run.pid = -1
     for fd in list(run.sources):
@@ -1079,8 +1076,6 @@ def finish(z, run):
         say(z, fault(run.ticket, "backend_lost", "ended by an order"))
         return forget(z, run)
     status = status if ended is None else ended
-    if now - run.began > MEASURE + cpu and (waited := waited_of(run.pid)[0]) is not None:
-        run.waits[run.pid] = waited
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL
     end = run.reason or how(run, went, status, cpu, went and killed and lacks_memory(z), not went and lacks_disk(z))
     if run.peak_kb > 0.9 * (int(run.head["memory_mb"]) << 10):
