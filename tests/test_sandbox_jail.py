@@ -1,8 +1,10 @@
 """Jails: what they are made of, what is left when something dies, and workspaces that travel."""
 import errno
+import io
 import os
 import shutil
 import signal
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -422,3 +424,55 @@ def test_a_command_that_could_start_nothing_is_refused(start):
         client("exec", program=Program(argv=("sh", "-c", "ls | wc -l")))
     assert told.value.end is End.GRADER_ERROR
     assert client("exec", program=Program(argv=("echo", "1")), limits=Limits(processes=1)).stdout == b"1\n"
+
+
+def layer_of(entries, path):
+    "A layer as somebody else might write it: (name, kind, link, bytes) of each entry."
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as layer:
+        for name, kind, link, data in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname, entry.size = kind, link, len(data)
+            layer.addfile(entry, io.BytesIO(data))
+    return path
+
+
+HOSTILE_LAYERS = {
+    "a path upwards": [("../out", tarfile.REGTYPE, "", b"x")],
+    "a path up and down": [("a/../../out", tarfile.REGTYPE, "", b"x")],
+    "an absolute path": [("/out", tarfile.REGTYPE, "", b"x")],
+    "a long path upwards": [("d" * 120 + "/../../out", tarfile.REGTYPE, "", b"x")],
+    "a folder upwards": [("../out", tarfile.DIRTYPE, "", b"")],
+    "a hard link": [("out", tarfile.LNKTYPE, "/etc/passwd", b"")],
+    "a device": [("out", tarfile.CHRTYPE, "", b"")],
+    "a pipe": [("out", tarfile.FIFOTYPE, "", b"")],
+    "a mark that hides the folder above": [("a/.wh...", tarfile.REGTYPE, "", b"")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_LAYERS)
+def test_a_layer_that_leads_out_of_its_folder_is_refused(tmp_path, name):
+    root = tmp_path / "room" / "root"
+    root.mkdir(parents=True)
+    with open(layer_of(HOSTILE_LAYERS[name], tmp_path / "layer"), "rb") as layer, pytest.raises(OSError, match="layer"):
+        zygote.unpack(layer.fileno(), os.fsencode(root), True)
+    assert list((tmp_path / "room").iterdir()) == [root] and not any(root.rglob("out"))
+
+
+def test_a_link_in_a_layer_is_no_way_out_of_its_folder(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (outside / "kept").write_bytes(b"as it was")
+    entries = [("door", tarfile.SYMTYPE, str(outside), b""), ("door/kept", tarfile.REGTYPE, "", b"changed"), ("kept", tarfile.SYMTYPE, str(outside / "kept"), b""), ("kept", tarfile.REGTYPE, "", b"mine")]
+    with open(layer_of(entries, tmp_path / "layer"), "rb") as layer:
+        zygote.unpack(layer.fileno(), os.fsencode(root), True)
+    assert (outside / "kept").read_bytes() == b"as it was"
+    assert (root / "door" / "kept").read_bytes() == b"changed" and (root / "kept").read_bytes() == b"mine"
+
+
+def test_a_layer_that_ends_early_is_refused(tmp_path):
+    path = layer_of([("file", tarfile.REGTYPE, "", b"x" * 5000)], tmp_path / "layer")
+    os.truncate(path, 2000)
+    (root := tmp_path / "root").mkdir()
+    with open(path, "rb") as layer, pytest.raises(OSError, match="ends early"):
+        zygote.unpack(layer.fileno(), os.fsencode(root), True)

@@ -19,7 +19,7 @@ import rlbench as rl
 from rlbench.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
-from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.reward import REWARDS, VERIFIERS, final_answer
 from rlbench.sandbox import zygote
 from rlbench.sandbox.asked import Asked
 from rlbench.sandbox.grade import grade
@@ -321,6 +321,20 @@ def naughty(*, split="train", seed=0, count=64):
 NAUGHTY_ANSWER = json.dumps({"kind": "function", "function": "solve", "wrap": NAUGHTY, "tests": [{"id": str(n), "expected": 1} for n in range(3)], "reference": "1", "bad": "11"})
 
 
+def assert_each_kind_failed_by_itself(verdicts, rollouts):
+    "Sleepers, programs that kill themselves and programs that lower their limits: there are some of each, a third in all, and each has a verdict of 0."
+    texts = dict(rollouts.select("rollout", "text").iter_rows())
+    ends = {kind: [] for kind in ("sleeps", "kills itself", "lowers its limit", "plain")}
+    for rollout, score, last in verdicts.select("rollout", "score", pl.col("ends").list.last()).iter_rows():
+        kind = {0: "sleeps", 3: "kills itself", 6: "lowers its limit"}.get(sum(map(ord, final_answer(texts[rollout]))) % 8, "plain")
+        ends[kind].append(last)
+        assert kind == "plain" or score == 0.0, (kind, score, last)
+    naughty = sum(len(ends[kind]) for kind in ends if kind != "plain")
+    assert all(ends.values()) and naughty >= 0.25 * len(verdicts), {kind: len(found) for kind, found in ends.items()}
+    assert set(ends["sleeps"]) == {"wall_limit"} and set(ends["lowers its limit"]) <= {"cpu_limit", "wall_limit"}, ends
+    assert set(ends["kills itself"]) <= {"crashed", "cpu_limit"}, ends
+
+
 @pytest.mark.parametrize("tier", ["landlock", "bwrap-zygote"])
 def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monkeypatch, tier):
     "Twenty steps of a model, processes and sandboxes: books closed, and nothing masked."
@@ -333,8 +347,6 @@ def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monke
         status, verdicts, rollouts = read_status(Path(run.folder)), *(read_table(run.folder, table) for table in ("verdicts", "rollouts"))
         assert run.state == "finished" and status.books_closed, (Path(run.folder) / "run.log").read_text()[-2000:]
         assert len(read_table(run.folder, "steps")) == 20 and verdicts["score"].null_count() == 0 and not (rollouts["outcome"] == "environment_error").any()
-        ended = verdicts.select(pl.col("ends").list.last()).to_series().value_counts()
-        print(dict(ended.iter_rows()))
-        assert {"wall_limit"} <= set(ended["ends"]) and set(ended["ends"]) & {"cpu_limit", "crashed"} and sum(end != "exited" for end in verdicts["ends"].list.last()) >= 0.15 * len(verdicts)
+        assert_each_kind_failed_by_itself(verdicts, rollouts)
     finally:
         stop_pool(tmp_path / "pool")
