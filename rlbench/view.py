@@ -161,7 +161,7 @@ class Snapshot:
     held_out: str  # its name
     eval_times: tuple[float, ...]  # `at` of the newest evaluations of any set
     commands: "pl.DataFrame"
-    groups: "pl.DataFrame"  # the newest: at, fate, size, tokens
+    groups: "pl.DataFrame"  # the newest: at, fate, size, solved, tokens
     rollouts: "pl.DataFrame"  # the newest that were not evaluated: version, reward, part_names, part_values
     batch: int  # the version that the newest batch made, -1 if there is none
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
@@ -219,7 +219,7 @@ TABLE_COLUMNS = {
     "steps": (*STEP_COLUMNS, "solve_levels", "solve_rates"),
     "evals": ("eval", "version", "at", "avg", "avg_low", "avg_high"),
     "commands": ("command", "author", "knob", "value", "over", "status", "reason", "apply", "version", "at"),
-    "groups": ("at", "fate", "size", "tokens"),
+    "groups": ("at", "fate", "size", "solved", "tokens"),
     "rollouts": ("rollout", "try", "level", "fate", "correct", "reward", "part_names", "part_values", "length", "newest", "trained_at"),
     "verdicts": ("rollout", "at", "seconds", "version", "score", "ends", "tripwires", "warm", "runs", "tier", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
 }
