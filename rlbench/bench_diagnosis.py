@@ -84,7 +84,7 @@ HEALTHY: dict[str, dict[str, object]] = {
     "batch of 128": {"batch": 128},
     "RLOO": {"advantage": "rloo", "loss": "reinforce"},
     "CISPO, two steps a batch": {"loss": "cispo", "optimizer_steps": 2},
-    "64 tasks": {"tasks": {"name": "arithmetic", "count": 64}},
+    "additions only": {"tasks": {"name": "addition", "low": 2, "high": 3}},
     "price of length": {"reward": "brief"},
 }
 

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['START_ROWS', 'LARGE_KL', 'FEW_WEIGHTS', 'GROWN_GRADIENT', 'LOST_ENTROPY', 'GROWN_ENTROPY', 'GROWN_LENGTH', 'CUT',
            'WORSE_EXAM', 'WORSE_SERVED', 'PARTED_EXAM', 'PARTED_SERVED', 'PARTED_REWARD', 'SERVED_ERRORS', 'FAR_APART',
-           'APART', 'WRONG_PAID', 'INVERTED', 'INVERTED_ROWS', 'HELD', 'UNANIMOUS', 'ALIKE', 'SOME', 'COLD', 'HOT',
-           'MANY_UNUSED', 'NOTHING', 'RECENT_ROWS', 'EARLY', 'PATIENCE', 'NOT_LEARNING', 'VERDICTS', 'TOO_EARLY',
-           'WIDE', 'FIGURES', 'SETTINGS', 'Exams', 'Change', 'Unused', 'Course', 'start_level', 'first_in_a_row',
-           'recent_mean', 'moving_mean', 'Sign', 'sign_of', 'signs_of', 'Fall', 'exam_fall', 'served_fall',
-           'parted_fall', 'fall_of', 'reward_parts', 'is_recovered', 'Cause', 'engines_disagree', 'is_corrected',
-           'reward_pays_else', 'inverted_reward', 'correlation', 'update_too_large', 'term_outweighs', 'gradient_grew',
-           'lower_rate', 'entropy_left', 'length_grew', 'why_worse', 'unanimous_groups', 'why_stalled',
-           'sampling_is_far', 'sampling_is_narrow', 'tasks_are_too_hard', 'Diagnosis', 'diverges', 'progress_of',
-           'diagnose', 'best_version', 'course_of', 'diagnosis_of', 'unused_of', 'changes_of']
+           'APART', 'UNPAID', 'LENGTH_PAID', 'WEIGH_LENGTH', 'PAY_RIGHT', 'WRONG_PAID', 'INVERTED', 'INVERTED_ROWS',
+           'HELD', 'UNANIMOUS', 'ALIKE', 'SOME', 'COLD', 'HOT', 'MANY_UNUSED', 'NOTHING', 'RECENT_ROWS', 'EARLY',
+           'PATIENCE', 'NOT_LEARNING', 'VERDICTS', 'TOO_EARLY', 'WIDE', 'FIGURES', 'SETTINGS', 'Exams', 'Change',
+           'Unused', 'Course', 'start_level', 'first_in_a_row', 'recent_mean', 'moving_mean', 'Sign', 'sign_of',
+           'signs_of', 'Fall', 'exam_fall', 'served_fall', 'parted_fall', 'fall_of', 'reward_parts', 'is_recovered',
+           'Cause', 'engines_disagree', 'is_corrected', 'reward_for_else', 'reward_pays_else', 'inverted_reward',
+           'correlation', 'update_too_large', 'term_outweighs', 'gradient_grew', 'lower_rate', 'entropy_left',
+           'length_grew', 'why_worse', 'unanimous_groups', 'why_stalled', 'sampling_is_far', 'sampling_is_narrow',
+           'tasks_are_too_hard', 'Diagnosis', 'diverges', 'progress_of', 'diagnose', 'best_version', 'course_of',
+           'pay_figures', 'diagnosis_of', 'unused_of', 'changes_of']
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-imports
 import math
@@ -256,6 +257,23 @@ def is_corrected(course: Course) -> bool:
     return (correction.get("name") if isinstance(correction, Mapping) else correction) not in (None, "none")
 
 
+UNPAID = 0.6  # correlation of reward and right answers, below which the reward is for something else
+LENGTH_PAID = 0.995  # correlation of reward and length, above which the reward is for length
+
+
+def reward_for_else(course: Course) -> Cause | None:
+    "A reward that hardly follows right answers in the newest batches: told while the policy still gets better."
+    right, long = (recent_mean(course.column(f"reward_{name}"), START_ROWS) for name in ("correct", "length"))
+    if not right < UNPAID or len(course.versions) < START_ROWS:
+        return None
+    said = f"over the newest batches the correlation of reward and right answers is {right:.2f}"
+    if right < INVERTED:
+        return Cause("inverted reward", f"{said}: it is highest where answers are wrong", WRONG_PAID, ("reward",))
+    if long > LENGTH_PAID:
+        return Cause("length", f"{said}, and that of reward and length {long:.2f}", WEIGH_LENGTH, ("reward",))
+    return Cause("reward hacking", said, PAY_RIGHT, ("reward",))
+
+
 def reward_pays_else(course: Course, fall: Fall) -> Cause | None:
     "A reward that rises while the policy gets worse."
     reward, solved = moving_mean(course.column("reward_mean")), moving_mean(course.column("solve_rate"))
@@ -268,10 +286,12 @@ def reward_pays_else(course: Course, fall: Fall) -> Cause | None:
     if follows["solve_rate"] < -0.95:
         return Cause("inverted reward", f"{said}: it is highest where answers are wrong", WRONG_PAID, ("reward",))
     if follows["length_mean"] > 0.98:
-        return Cause("length", f"{said}: it follows the length of the responses", "take length out of the reward, or weigh a right answer more", ("reward",))
-    return Cause("reward hacking", said, "pay for the right answer first: the reward earns more by something else", ("reward",))
+        return Cause("length", f"{said}: it follows the length of the responses", WEIGH_LENGTH, ("reward",))
+    return Cause("reward hacking", said, PAY_RIGHT, ("reward",))
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-inverted
+WEIGH_LENGTH = "take length out of the reward, or weigh a right answer more"
+PAY_RIGHT = "pay for the right answer first: the reward earns more by something else"
 WRONG_PAID = "look at the reward and the verifier: wrong answers are paid"
 INVERTED, INVERTED_ROWS = -0.99, 4  # correlation of reward and solve rate over batches, and the fewest of them
 
@@ -368,6 +388,7 @@ def why_worse(course: Course, fall: Fall) -> Cause | None:
     asked = (
         engines_disagree(course, FAR_APART),
         inverted_reward(course),
+        reward_for_else(course),
         reward_pays_else(course, fall),
         term_outweighs(course),
         update_too_large(course),
@@ -501,7 +522,7 @@ def diagnose(course: Course) -> Diagnosis:
     progress = progress_of(course)
     if stalled and (stalled.word == "saturated" or progress != "rises"):
         return _describe_standstill(course, stalled)
-    beside = stalled or engines_disagree(course, FAR_APART if is_corrected(course) else APART)
+    beside = stalled or reward_for_else(course) or engines_disagree(course, FAR_APART if is_corrected(course) else APART)
     if progress == "rises":
         return _describe_course(course, "learning", "This run learns", beside)
     if progress == "unsure":
@@ -571,8 +592,26 @@ def course_of(s: Snapshot) -> Course:
     figures = {name: s.steps[name] for name in FIGURES if name in s.steps}
     exams = Exams(*(s.evals[name].to_numpy() for name in ("version", "avg", "avg_low", "avg_high")))
     settings = {name: value(s, name) for name in SETTINGS}
+    figures |= pay_figures(s)
     versions, over = s.steps["version"].astype(int), s.state in (*ENDED, "dead")
     return Course(versions, figures, exams, settings, tuple(changes_of(s)), unused_of(s), over)
+
+
+def pay_figures(s: Snapshot) -> dict[str, np.ndarray]:
+    """Over the rollouts that each version was trained on, the correlation of the reward with right answers (`reward_correct`) and
+    with the length (`reward_length`); NaN for versions of which no rollout is kept, or whose rollouts are alike. float64 [V]."""
+    import polars as pl
+
+    trained = s.rollouts.filter((pl.col("trained_at") >= 0) & pl.col("correct").is_not_null())
+    right = trained.with_columns(pl.col("correct").cast(pl.Float64))
+    pairs = {"reward_correct": pl.corr("reward", "correct"), "reward_length": pl.corr("reward", "length")}
+    table = right.group_by("trained_at").agg(**pairs)
+    found = {}
+    for name in pairs:
+        by_version = dict(zip(table["trained_at"].to_list(), table[name].to_list(), strict=True))
+        values = [by_version.get(int(version)) for version in s.steps["version"]]
+        found[name] = np.array([math.nan if value is None else value for value in values], float)
+    return found
 
 
 def diagnosis_of(folder: str | Path) -> Diagnosis:
