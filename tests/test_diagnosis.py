@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_run import fake_run, step_row
 
-from rlbench.bench_diagnosis import FAULTY, HEALTHY, judge_arms, plain_arm, read_arm
+from rlbench.bench_diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
 from rlbench.cards import light, turn_text
 from rlbench.cli import disk_text
 from rlbench.diagnosis import Change, Course, Exams, Unused, diagnose
@@ -197,3 +197,12 @@ def test_the_recorded_runs_are_diagnosed_as_measured():
     assert {arm.name for arm in arms} == {*FAULTY, *HEALTHY}
     assert again.named >= 11 and again.late_versions <= 3 and again.false_alarms == 0
     assert read_arm(json.loads(json.dumps(plain_arm(arms[0])))).course.figures.keys() == arms[0].course.figures.keys()
+
+
+def test_a_finished_arm_of_the_bench_is_read_and_an_unknown_one_is_refused(tmp_path):
+    told = read_json(files("rlbench.data") / "measured" / "diagnosis_courses.json")
+    (tmp_path / "preset-1.json").write_text(json.dumps(next(arm for arm in told if arm["name"] == "preset")))
+    assert len(run_arm("preset", 1, tmp_path).course.versions) == 15 and not (tmp_path / "runs").exists()
+    assert bench_diagnosis(tmp_path, 0, ("preset",)).healthy == 1
+    with pytest.raises(ValueError, match="not an arm"):
+        bench_diagnosis(tmp_path, only=("presett",))
