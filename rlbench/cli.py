@@ -142,7 +142,8 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
         rows.append(("disk", disk))
     if len(preflight):
         rows.append(("preflight", preflight_in_words(preflight.row(0, named=True), r.config.band, r.config.group)))
-    if r.state in ("running", "paused") and (found := diagnosis_of(r.folder)).verdict in NOT_LEARNING:
+    found = diagnosis_of(r.folder)
+    if r.state in ("running", "paused") and (found.cause or found.verdict in NOT_LEARNING):
         rows.append(("diagnosis", found.text))
     if len(evals):
         first, last = evals.row(0, named=True), evals.row(-1, named=True)
