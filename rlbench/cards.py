@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'FIRST',
            'QUIET', 'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED',
-           'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'remedies', 'shown',
-           'helps', 'Light', 'light', 'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines',
-           'solve_charts', 'length_charts', 'foretold', 'time_charts', 'queue_charts', 'staleness_charts',
-           'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by',
-           'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts',
-           'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html',
-           'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html',
-           'card_html', 'moved', 'shown_first', 'still_html']
+           'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'next_value',
+           'turn_text', 'remedies', 'shown', 'helps', 'Light', 'light', 'seconds', 'one_a_place', 'marks_of',
+           'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold', 'time_charts',
+           'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts',
+           'memory_charts', 'locked_in_by', 'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit',
+           'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame',
+           'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html',
+           'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'shown_first', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -30,7 +30,7 @@ from rlbench.figures import (
     held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
-from .diagnosis import course_of, diagnose
+from .diagnosis import NOT_LEARNING, course_of, diagnose
 from .ledger import ENDED, count_rows, read_table
 from .loop import VERBS
 from .view import Snapshot, corners_of, value
@@ -164,6 +164,26 @@ def why(word: str, f: Facts) -> str:
         return f"generator waits {percent(f.generator_waits)}, {queue}, trainer busy {percent(f.trainer_works)}{dropped}"
     return f"trainer busy {percent(f.trainer_works)}, generator busy {percent(f.generator_works)}, {queue}"
 
+# %% ../nbs/62_cards.ipynb #cards-turn
+def next_value(direction: str, knob: str, found: float) -> float:
+    "A value worth trying: twice or half of what there is, one step for what counts versions."
+    if direction == "raise":
+        return found + 1 if knob in ("staleness", "publish_every") else 2 * found or 1
+    if isinstance(found, int):
+        return max(1, found // 2)
+    return found / 2
+
+
+def turn_text(direction: str, knob: str, found: object) -> str:
+    "`raise concurrency from 8 to 16`; of the band the end and its value: `lower the band's low end from 0.2 to 0.1`."
+    if knob != "band":
+        return f"{direction} {knob} from {shown(found)} to {shown(next_value(direction, knob, found))}"
+    low, high = found
+    if direction == "lower" and low == 0:
+        return f"lower the band's high end from {high:g} to {high / 2:.2g}"
+    new = low / 2 if direction == "lower" else min(low + 0.1, (low + high) / 2)
+    return f"{direction} the band's low end from {low:g} to {new:.2g}"
+
 # %% ../nbs/62_cards.ipynb #cards-helps
 def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
@@ -198,7 +218,7 @@ def shown(found: object) -> str:
 
 
 def helps(word: str, f: Facts, s: Snapshot) -> str:
-    "`raise concurrency (8), or staleness (1)`."
+    "`raise concurrency from 8 to 16, or staleness from 1 to 2`."
     if word == "generation-bound" and f.scoring > 0.75:
         return "no knob: a faster reward"
     if word == "generation-bound" and sandboxed(f):
@@ -208,7 +228,9 @@ def helps(word: str, f: Facts, s: Snapshot) -> str:
     if word == "generation-bound" and f.solved > LEARNED:
         return "no knob: these tasks are learned; stop, or start a run on harder ones"
     found = remedies(word, f, s)
-    parts = [f"{direction if not i or direction != found[i - 1][0] else ''} {knob} ({shown(value(s, knob))})".strip() for i, (direction, knob) in enumerate(found)]
+    turns = [turn_text(direction, knob, value(s, knob)) for direction, knob in found]
+    same = [i > 0 and direction == found[i - 1][0] for i, (direction, _) in enumerate(found)]
+    parts = [turn.partition(" ")[2] if known else turn for turn, known in zip(turns, same, strict=True)]
     extra = "; only another run with placement = split lets them work at the same time" if f.colocated and word != "balanced" else ""
     return ", or ".join(parts) + extra if parts else "nothing to turn: both work" if word == "balanced" else ""
 
@@ -219,7 +241,7 @@ SHAPES = {
     "collapsing": ("▼", "vermilion"), "stalled": ("◇", "amber"), "saturated": ("◆", "blue"),
 }  # word -> shape and colour role
 JUDGED = ("generation-bound", "balanced", "trainer-bound")
-FIRST = ("collapsing", "stalled", "saturated")  # verdicts on learning that are said before any on the rate
+FIRST = NOT_LEARNING
 
 
 @dataclass(frozen=True)
@@ -272,7 +294,7 @@ def _told(s: Snapshot) -> Light | None:
     reason = s.status.reason if s.status else ""
     if s.state in ENDED:
         if s.state == "failed" and (learning := diagnose(course_of(s))).verdict in FIRST:
-            return Light(s.state, f"{reason}. {learning.text}".removeprefix(". "), learning.remedy, learning.knobs)
+            return Light(s.state, f"{learning.verdict}: {learning.reason}", learning.remedy, learning.knobs)
         return Light(s.state, reason or f"after {s.version} versions", "run.log tells more" if s.state == "failed" else "")
     if s.state == "dead":
         return Light("stale", "its process is gone", f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books")

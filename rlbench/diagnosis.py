@@ -4,21 +4,28 @@
 
 # %% auto #0
 __all__ = ['START_ROWS', 'LARGE_KL', 'FEW_WEIGHTS', 'GROWN_GRADIENT', 'LOST_ENTROPY', 'GROWN_ENTROPY', 'GROWN_LENGTH', 'CUT',
-           'WORSE_EXAM', 'WORSE_SERVED', 'SERVED_ERRORS', 'FAR_APART', 'APART', 'UNANIMOUS', 'HELD', 'COLD', 'HOT',
-           'RECENT_ROWS', 'EARLY', 'PATIENCE', 'VERDICTS', 'FIGURES', 'SETTINGS', 'Exams', 'Change', 'Course',
-           'start_level', 'first_in_a_row', 'recent_mean', 'moving_mean', 'Sign', 'sign_of', 'signs_of', 'Fall',
-           'exam_fall', 'served_fall', 'fall_of', 'is_recovered', 'Cause', 'engines_disagree', 'reward_pays_else',
-           'correlation', 'update_too_large', 'gradient_grew', 'entropy_left', 'length_grew', 'why_worse',
-           'why_stalled', 'Diagnosis', 'diverges', 'progress_of', 'diagnose', 'best_version', 'course_of', 'changes_of']
+           'WORSE_EXAM', 'WORSE_SERVED', 'PARTED_EXAM', 'PARTED_SERVED', 'PARTED_REWARD', 'SERVED_ERRORS', 'FAR_APART',
+           'APART', 'UNPAID', 'LENGTH_PAID', 'WEIGH_LENGTH', 'PAY_RIGHT', 'WRONG_PAID', 'INVERTED', 'INVERTED_ROWS',
+           'HELD', 'UNANIMOUS', 'ALIKE', 'SOME', 'COLD', 'HOT', 'MANY_UNUSED', 'NOTHING', 'RECENT_ROWS', 'EARLY',
+           'PATIENCE', 'NOT_LEARNING', 'VERDICTS', 'TOO_EARLY', 'WIDE', 'FIGURES', 'SETTINGS', 'Exams', 'Change',
+           'Unused', 'Course', 'start_level', 'first_in_a_row', 'recent_mean', 'moving_mean', 'Sign', 'sign_of',
+           'signs_of', 'Fall', 'exam_fall', 'served_fall', 'parted_fall', 'fall_of', 'reward_parts', 'is_recovered',
+           'Cause', 'engines_disagree', 'is_corrected', 'reward_for_else', 'reward_pays_else', 'inverted_reward',
+           'correlation', 'update_too_large', 'term_outweighs', 'gradient_grew', 'lower_rate', 'entropy_left',
+           'length_grew', 'why_worse', 'unanimous_groups', 'why_stalled', 'sampling_is_far', 'sampling_is_narrow',
+           'tasks_are_too_hard', 'Diagnosis', 'diverges', 'progress_of', 'diagnose', 'best_version', 'course_of',
+           'pay_figures', 'diagnosis_of', 'unused_of', 'changes_of']
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-imports
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from .view import Snapshot, value
+from .ledger import ENDED
+from .view import Snapshot, View, value
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-course
 @dataclass(frozen=True)
@@ -42,13 +49,24 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Unused:
+    "Groups that ended since the newest version: how many batches they would have made, and shares that were all right, all wrong."
+    batches: float
+    all_pass: float
+    all_fail: float
+
+
+@dataclass(frozen=True)
 class Course:
-    "A run as a diagnosis sees it. `figures`: columns of the steps table, float64 [V]; `settings`: knobs in force."
+    """A run as a diagnosis sees it. `figures`: columns of the steps table, float64 [V]; `settings`: knobs in force; `unused`: groups
+    that no version has trained on, None where there are none; `ended`: nothing can be paused any more."""
     versions: np.ndarray
     figures: Mapping[str, np.ndarray]
     exams: Exams
     settings: Mapping[str, object]
     changes: Sequence[Change] = ()
+    unused: Unused | None = None
+    ended: bool = False
 
     def column(self, name: str) -> np.ndarray:
         "A column of the steps table; NaN where the run does not have it."
@@ -129,6 +147,8 @@ def signs_of(course: Course) -> list[Sign]:
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-worse
 WORSE_EXAM, WORSE_SERVED = 0.75, 0.5  # share of the best
+PARTED_EXAM, PARTED_SERVED = 0.9, 0.85  # share of the best while the reward rises
+PARTED_REWARD = 0.05  # by which it has risen
 SERVED_ERRORS = 3.0
 
 
@@ -140,11 +160,11 @@ class Fall:
     text: str
 
 
-def exam_fall(exams: Exams) -> Fall | None:
-    "The first examination that is worse than the best before it."
+def exam_fall(exams: Exams, share: float = WORSE_EXAM) -> Fall | None:
+    "The first examination that is worse than the best before it: its interval lies below, and it has less than a share of the best."
     for i in range(1, len(exams.versions)):
         best = int(np.argmax(exams.mean[:i]))
-        if exams.high[i] < exams.low[best] and exams.mean[i] < WORSE_EXAM * exams.mean[best]:
+        if exams.high[i] < exams.low[best] and exams.mean[i] < share * exams.mean[best]:
             said = f"held-out {exams.mean[best]:.2f} at version {exams.versions[best]}, {exams.mean[i]:.2f} at version {exams.versions[i]}"
             return Fall(int(exams.versions[best]), int(exams.versions[i]), said)
     return None
@@ -164,17 +184,41 @@ def served_fall(course: Course) -> Fall | None:
     said = f"served solve rate {rate[top]:.2f} at version {course.versions[top]}, {rate[first]:.2f} at version {course.versions[first]}"
     return Fall(int(course.versions[top]), int(course.versions[first]), said)
 
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-parted
+def parted_fall(course: Course) -> Fall | None:
+    """The first fall of a policy whose reward rises meanwhile: then less of a fall counts. Reward and solve rate are means of
+    three versions."""
+    solved, reward = moving_mean(course.column("solve_rate")), moving_mean(course.column("reward_mean"))
+    if not np.isfinite(solved).any():
+        return None
+    best = int(np.nanargmax(solved))
+    parted = (solved < PARTED_SERVED * solved[best]) & (reward > reward[best] + PARTED_REWARD)
+    first = first_in_a_row(parted & (np.arange(len(solved)) > best), 2)
+    if first is not None:
+        then = f"served solve rate {solved[best]:.2f} at version {course.versions[best]}"
+        said = f"{then}, {solved[first]:.2f} at version {course.versions[first]}"
+        return Fall(int(course.versions[best]), int(course.versions[first]), said)
+    rises = recent_mean(reward, 1) > np.nanmin(reward) + PARTED_REWARD and recent_mean(solved, 1) < solved[best]
+    return exam_fall(course.exams, PARTED_EXAM) if rises else None
+
 
 def fall_of(course: Course) -> Fall | None:
     """The first fall that was not made good since. Where there are two examinations, the served rate alone does not count
     against a newest examination that is as good as any."""
     exams, served = exam_fall(course.exams), served_fall(course)
+    parted = parted_fall(course) if reward_parts(course) else None
     if exams and is_recovered(course.exams, exams):
         exams = None
     if served and len(course.exams.mean) > 1 and course.exams.high[-1] >= course.exams.mean.max() and course.exams.versions[-1] >= served.version:
         served = None
-    found = [fall for fall in (exams, served) if fall]
+    found = [fall for fall in (exams, served, parted) if fall]
     return min(found, key=lambda fall: fall.version) if found else None
+
+
+def reward_parts(course: Course) -> bool:
+    "Whether the reward is something else than the share of right answers."
+    apart = np.abs(course.column("reward_mean") - course.column("solve_rate"))
+    return bool((apart > PARTED_REWARD).any())
 
 
 def is_recovered(exams: Exams, fall: Fall) -> bool:
@@ -192,7 +236,7 @@ class Cause:
     knobs: tuple[str, ...]
 
 
-FAR_APART, APART = 0.05, 0.002  # nats of log-probability on the same weights: 16 bits make 0.01, 32 bits less than 0.00001
+FAR_APART, APART = 0.05, 0.0003  # nats of log-probability on the same weights: 16 bits make 0.001 and more, 32 bits 0.00001
 
 
 def engines_disagree(course: Course, limit: float) -> Cause | None:
@@ -207,6 +251,29 @@ def engines_disagree(course: Course, limit: float) -> Cause | None:
     return Cause("mismatch", said, 'compute both in one type (rollout_dtype, logits = "fp32"), or correct for it', ("correction",))
 
 
+def is_corrected(course: Course) -> bool:
+    "Whether the objective weighs tokens by how far generator and trainer are apart."
+    correction = course.settings.get("correction")
+    return (correction.get("name") if isinstance(correction, Mapping) else correction) not in (None, "none")
+
+
+UNPAID = 0.6  # correlation of reward and right answers, below which the reward is for something else
+LENGTH_PAID = 0.995  # correlation of reward and length, above which the reward is for length
+
+
+def reward_for_else(course: Course) -> Cause | None:
+    "A reward that hardly follows right answers in the newest batches: told while the policy still gets better."
+    right, long = (recent_mean(course.column(f"reward_{name}"), START_ROWS) for name in ("correct", "length"))
+    if not right < UNPAID or len(course.versions) < START_ROWS:
+        return None
+    said = f"over the newest batches the correlation of reward and right answers is {right:.2f}"
+    if right < INVERTED:
+        return Cause("inverted reward", f"{said}: it is highest where answers are wrong", WRONG_PAID, ("reward",))
+    if long > LENGTH_PAID:
+        return Cause("length", f"{said}, and that of reward and length {long:.2f}", WEIGH_LENGTH, ("reward",))
+    return Cause("reward hacking", said, PAY_RIGHT, ("reward",))
+
+
 def reward_pays_else(course: Course, fall: Fall) -> Cause | None:
     "A reward that rises while the policy gets worse."
     reward, solved = moving_mean(course.column("reward_mean")), moving_mean(course.column("solve_rate"))
@@ -217,10 +284,26 @@ def reward_pays_else(course: Course, fall: Fall) -> Cause | None:
     follows = {name: correlation(np.diff(reward[known]), np.diff(moving_mean(course.column(name))[known])) for name in ("solve_rate", "length_mean")}
     said = f"the reward has risen to {now:.2f} ({recent_mean(then, 1):.2f} before) while the policy solves less"
     if follows["solve_rate"] < -0.95:
-        return Cause("inverted reward", f"{said}: it is highest where answers are wrong", "look at the reward and the verifier: wrong answers are paid", ("reward",))
+        return Cause("inverted reward", f"{said}: it is highest where answers are wrong", WRONG_PAID, ("reward",))
     if follows["length_mean"] > 0.98:
-        return Cause("length", f"{said}: it follows the length of the responses", "take length out of the reward, or weigh a right answer more", ("reward",))
-    return Cause("reward hacking", said, "pay for the right answer first: the reward earns more by something else", ("reward",))
+        return Cause("length", f"{said}: it follows the length of the responses", WEIGH_LENGTH, ("reward",))
+    return Cause("reward hacking", said, PAY_RIGHT, ("reward",))
+
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-inverted
+WEIGH_LENGTH = "take length out of the reward, or weigh a right answer more"
+PAY_RIGHT = "pay for the right answer first: the reward earns more by something else"
+WRONG_PAID = "look at the reward and the verifier: wrong answers are paid"
+INVERTED, INVERTED_ROWS = -0.99, 4  # correlation of reward and solve rate over batches, and the fewest of them
+
+
+def inverted_reward(course: Course) -> Cause | None:
+    "A reward that is high where the solve rate is low, batch by batch: told before the policy gets worse."
+    reward, solved = course.column("reward_mean"), course.column("solve_rate")
+    known = np.isfinite(reward) & np.isfinite(solved)
+    if known.sum() < INVERTED_ROWS or not correlation(reward[known], solved[known]) < INVERTED:
+        return None
+    said = "the reward is highest where answers are wrong, batch by batch"
+    return Cause("inverted reward", said, WRONG_PAID, ("reward",))
 
 
 def correlation(a_V: np.ndarray, b_V: np.ndarray) -> float:
@@ -235,17 +318,34 @@ def update_too_large(course: Course) -> Cause | None:
     after_one = kl[(lag >= 1) & (lag < 2)]
     if len(after_one) and np.nanmax(after_one) > LARGE_KL:
         said = f"one version moves the policy by {np.nanmax(after_one):.2g} nats"
-        return Cause("learning rate", said, f"lower learning_rate (now {rate:g}) to a quarter", ("learning_rate",))
+        return Cause("learning rate", said, lower_rate(rate), ("learning_rate",))
     first = first_in_a_row(kl > LARGE_KL, 2)
     if first is not None and np.nanmax(lag[: first + 2]) >= 2:
         name = correction.get("name") if isinstance(correction, Mapping) else correction
         said = f"rollouts up to {np.nanmax(lag):.0f} versions old and {np.nanmax(kl):.2g} nats away are trained on"
         said += " without a correction" if name == "none" else ""
-        remedy = f'correction = "tis", or staleness = 1 (now {bound})' if name == "none" else f"lower staleness (now {bound})"
+        lower = f"lower staleness from {bound} to {max(1, bound // 4)}"
+        remedy = f'set correction = "tis", or {lower}' if name == "none" else lower
         return Cause("staleness", said, remedy, ("correction", "staleness") if name == "none" else ("staleness",))
     return None
 
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-term
+HELD = 1.0  # weight from which on a term of the objective can outweigh rewards between 0 and 1
 
+
+def term_outweighs(course: Course) -> Cause | None:
+    "A term of the objective that counts as much as the reward, or more: the KL penalty, or the bonus for entropy."
+    s, penalty = course.settings, course.settings.get("kl")
+    name = penalty.get("name") if isinstance(penalty, Mapping) else penalty
+    if name not in (None, "none") and s.get("kl_weight", 0.0) >= HELD:
+        said = f"the KL penalty counts {s['kl_weight']:g} times, and the reward lies between 0 and 1"
+        return Cause("KL penalty", said, f"lower kl_weight from {s['kl_weight']:g} to 0.01", ("kl_weight",))
+    if s.get("entropy_weight", 0.0) >= HELD:
+        said = f"entropy counts {s['entropy_weight']:g} times in the objective, and the reward lies between 0 and 1"
+        return Cause("entropy", said, f"lower entropy_weight from {s['entropy_weight']:g} to 0.01", ("entropy_weight",))
+    return None
+
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-late
 def gradient_grew(course: Course, fall: Fall) -> Cause | None:
     "A gradient that grew, or a policy that got worse within a few updates."
     gradient, rate = course.column("grad_norm"), course.settings.get("learning_rate")
@@ -253,7 +353,12 @@ def gradient_grew(course: Course, fall: Fall) -> Cause | None:
     if grown is None or course.versions[grown] > fall.version:
         return None
     said = f"the gradient norm grew from {gradient[0]:.2g} to {gradient[grown]:.2g} within {course.versions[grown]} versions"
-    return Cause("learning rate", said, f"lower learning_rate (now {rate:g}) to a quarter", ("learning_rate",))
+    return Cause("learning rate", said, lower_rate(rate), ("learning_rate",))
+
+
+def lower_rate(rate: float) -> str:
+    "What helps against updates that are too large."
+    return f"lower learning_rate from {rate:g} to {rate / 4:g}"
 
 
 def entropy_left(course: Course, fall: Fall) -> Cause | None:
@@ -277,48 +382,86 @@ def length_grew(course: Course) -> Cause | None:
     said = f"responses grew from {start_level(length):.0f} to {recent_mean(length, 3):.0f} tokens, and {cut:.0%} are cut off"
     return Cause("length", said, 'give length a price (reward = "brief", "soft_overlong"), or raise max_tokens', ("reward", "max_tokens"))
 
-
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-order
 def why_worse(course: Course, fall: Fall) -> Cause | None:
     "The cause of a policy that got worse; None if the figures show none."
     asked = (
-        engines_disagree(course, FAR_APART), reward_pays_else(course, fall), update_too_large(course), gradient_grew(course, fall),
-        entropy_left(course, fall), length_grew(course), engines_disagree(course, APART),
+        engines_disagree(course, FAR_APART),
+        inverted_reward(course),
+        reward_for_else(course),
+        reward_pays_else(course, fall),
+        term_outweighs(course),
+        update_too_large(course),
+        gradient_grew(course, fall),
+        entropy_left(course, fall),
+        length_grew(course),
+        engines_disagree(course, APART),
     )
     return next((cause for cause in asked if cause), None)
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-stalled
 UNANIMOUS = 0.8  # share of groups that are all right or all wrong
-HELD = 1.0  # weight of a KL penalty from which on it can hold a policy with rewards of 0 and 1
+ALIKE, SOME = 0.6, 0.05  # the same where sampling is narrow, and the least share of either kind
 COLD, HOT = 0.5, 1.5  # temperatures outside of which sampling is far from the policy
+MANY_UNUSED = 2.0  # batches' worth of groups without a signal, after which they are what counts
+
+
+def unanimous_groups(course: Course) -> tuple[float, float]:
+    "(share of groups that are all right, share that are all wrong), lately."
+    unused = course.unused
+    if unused and unused.batches >= MANY_UNUSED:
+        return unused.all_pass, unused.all_fail
+    return recent_mean(course.column("all_pass")), recent_mean(course.column("all_fail"))
 
 
 def why_stalled(course: Course) -> Cause | None:
     "Why nothing changes; None if the figures do not say."
-    s, fails, passes = course.settings, recent_mean(course.column("all_fail")), recent_mean(course.column("all_pass"))
-    temperature, served = s.get("temperature", 1.0), recent_mean(course.column("solve_rate"))
-    examined = float(course.exams.mean[-1]) if len(course.exams.mean) else math.nan
+    passes, fails = unanimous_groups(course)
     if passes > UNANIMOUS:
         return Cause("saturated", f"{passes:.0%} of the groups are all right", "serve harder tasks, or end the run", ("tasks", "band"))
-    if temperature > HOT and served < 0.5 * examined:
-        said = f"at temperature {temperature:g} {served:.0%} is solved, and {examined:.0%} of the held-out tasks"
-        return Cause("temperature", said, "lower temperature towards 1", ("temperature",))
-    if passes + fails > UNANIMOUS and min(passes, fails) > 0.02:
-        said = f"{passes + fails:.0%} of the groups are of one mind, right or wrong: their rollouts hardly differ"
-        cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if s.get(name, off) != off]
-        if temperature < COLD:
-            return Cause("temperature", said, f"raise temperature (now {temperature:g}) towards 1", ("temperature",))
-        if cut:
-            return Cause("sampling", said, f"set {' and '.join(cut)} back", tuple(cut))
-    if fails > UNANIMOUS:
-        return Cause("too hard", f"{fails:.0%} of the groups are all wrong", "serve easier tasks, tune on examples first, or reward part of the way", ("tasks", "band"))
-    penalty = s.get("kl")
-    if (penalty.get("name") if isinstance(penalty, Mapping) else penalty) not in (None, "none") and s.get("kl_weight", 0.0) >= HELD:
-        return Cause("KL penalty", f"the KL penalty counts {s['kl_weight']:g} times, and the reward lies between 0 and 1", "lower kl_weight to 0.01", ("kl_weight",))
-    return None
+    found = sampling_is_far(course, fails) or sampling_is_narrow(course, passes, fails)
+    return found or tasks_are_too_hard(course, fails) or term_outweighs(course)
+
+# %% ../nbs/59_diagnosis.ipynb #diagnosis-sampling
+NOTHING = 0.005  # solve rate below which a policy counts as solving nothing
+
+
+def sampling_is_far(course: Course, fails: float) -> Cause | None:
+    "A temperature at which the policy solves far less than in its examinations."
+    temperature, exams = course.settings.get("temperature", 1.0), course.exams.mean
+    served = recent_mean(course.column("solve_rate")) if len(course.versions) else 1.0 - fails
+    if not (temperature > HOT and len(exams) and served < 0.5 * exams[-1]):
+        return None
+    said = f"at temperature {temperature:g} {served:.0%} is solved, and {exams[-1]:.0%} of the held-out tasks"
+    return Cause("temperature", said, f"lower temperature from {temperature:g} to 1", ("temperature",))
+
+
+def sampling_is_narrow(course: Course, passes: float, fails: float) -> Cause | None:
+    "A temperature, top_p or top_k that leaves the rollouts of a group nothing to differ in."
+    s, temperature = course.settings, course.settings.get("temperature", 1.0)
+    cut = {name: off for name, off in (("top_p", 1), ("top_k", 0)) if s.get(name, off) != off}
+    if not (passes + fails > ALIKE and min(passes, fails) > SOME and (temperature < COLD or cut)):
+        return None
+    said = f"{passes + fails:.0%} of the groups are of one mind, right or wrong: their rollouts hardly differ"
+    if temperature < COLD:
+        return Cause("temperature", said, f"raise temperature from {temperature:g} to 1", ("temperature",))
+    back = " and ".join(f"{name} from {s[name]:g} to {off}" for name, off in cut.items())
+    return Cause("sampling", said, f"set {back}", tuple(cut))
+
+
+def tasks_are_too_hard(course: Course, fails: float) -> Cause | None:
+    "Groups that are nearly all wrong. A policy that solves nothing needs examples before it can learn from rewards."
+    if not fails > UNANIMOUS:
+        return None
+    nothing = len(course.exams.mean) and course.exams.mean[-1] < NOTHING
+    said = f"{fails:.0%} of the groups are all wrong" + (", and of the held-out tasks none is solved" if nothing else "")
+    helps = "SFT first (rlbench sft), or serve easier tasks" if nothing else "serve easier tasks, or reward part of the way"
+    return Cause("too hard", said, helps, ("tasks", "band"))
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-verdict
 RECENT_ROWS = 10
 EARLY, PATIENCE = 3, 10  # versions before anything is said, and without progress before a run is said to stand still
+NOT_LEARNING = ("collapsing", "stalled", "saturated")  # verdicts that come before any on the rate
 VERDICTS = ("early", "learning", "collapsing", "stalled", "saturated", "flat", "noisy")
 
 
@@ -341,17 +484,21 @@ class Diagnosis:
         return self.text
 
 
+TOO_EARLY = Diagnosis("early", "Too early to say whether this run learns.")
+WIDE = 0.25  # width of an examination's interval from which on it tells nothing
+
+
 def diverges(course: Course) -> bool:
-    "Whether the policy moves so far at once that it is about to collapse, lately: five times `LARGE_KL` once, or that for three rows."
+    "Whether the policy moves so far at once that it is about to collapse, lately: five times `LARGE_KL` once, or that for two rows."
     kl = course.column("kl_sampler")[-RECENT_ROWS:]
-    return bool((kl > 5 * LARGE_KL).any() or first_in_a_row(kl > LARGE_KL, 3) is not None)
+    return bool((kl > 5 * LARGE_KL).any() or first_in_a_row(kl > LARGE_KL, 2) is not None)
 
 
 def progress_of(course: Course) -> str:
     "`rises`, `stands` or `unsure`: the newest examination against the first, or the served solve rate where there are none."
     exams = course.exams
     if len(exams.versions) > 1:
-        if exams.low[-1] > exams.mean[0] and exams.mean[-1] > exams.high[0]:
+        if exams.low[-1] > exams.high[0]:
             return "rises"
         return "stands" if exams.versions[-1] - exams.versions[0] >= PATIENCE else "unsure"
     rate = course.column("solve_rate")[np.isfinite(course.column("solve_rate"))]
@@ -365,41 +512,55 @@ def progress_of(course: Course) -> str:
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-diagnose
 def diagnose(course: Course) -> Diagnosis:
     "The verdict on a run."
+    stalled = why_stalled(course)
+    waits = bool(course.unused and course.unused.batches >= MANY_UNUSED)
     if len(course.versions) < EARLY:
-        return Diagnosis("early", "Too early to say whether this run learns.")
+        return _describe_standstill(course, stalled) if stalled and waits else TOO_EARLY
     fall = fall_of(course)
-    if fall or diverges(course):
-        return _collapse(course, fall)
-    progress, cause = progress_of(course), why_stalled(course)
-    if cause and cause.word == "saturated":
-        return _told(course, "saturated", "These tasks are learned", cause)
+    if fall or diverges(course) or inverted_reward(course):
+        return _describe_collapse(course, fall)
+    progress = progress_of(course)
+    if stalled and (stalled.word == "saturated" or progress != "rises"):
+        return _describe_standstill(course, stalled)
+    beside = stalled or reward_for_else(course) or engines_disagree(course, FAR_APART if is_corrected(course) else APART)
     if progress == "rises":
-        return _told(course, "learning", "This run learns", None)
-    if cause and len(course.versions) >= EARLY + 2:
-        return _told(course, "stalled", "This run does not learn", cause)
+        return _describe_course(course, "learning", "This run learns", beside)
     if progress == "unsure":
-        return Diagnosis("early", "Too early to say whether this run learns.")
-    wide = len(course.exams.mean) > 1 and float((course.exams.high - course.exams.low)[-1]) > 0.25
-    word, said = ("noisy", "The examinations scatter too widely to tell; examine more tasks") if wide else ("flat", "Nothing has changed since the start")
-    return _told(course, word, said, None)
+        return _describe_course(course, "early", TOO_EARLY.text.removesuffix("."), beside) if beside else TOO_EARLY
+    wide = len(course.exams.mean) > 1 and float((course.exams.high - course.exams.low)[-1]) > WIDE
+    if wide:
+        return _describe_course(course, "noisy", "The examinations scatter too widely to tell; examine more tasks", beside)
+    return _describe_course(course, "flat", "Nothing has changed since the start", beside)
+
+
+def _describe_standstill(course: Course, cause: Cause) -> Diagnosis:
+    if cause.word == "saturated":
+        return _describe_course(course, "saturated", "These tasks are learned", cause)
+    return _describe_course(course, "stalled", "This run has learned nothing so far", cause)
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-verdict-two
-def _collapse(course: Course, fall: Fall | None) -> Diagnosis:
-    known = fall or Fall(int(course.versions[0]), int(course.versions[-1]), "the policy moves too far at once")
+def _describe_collapse(course: Course, fall: Fall | None) -> Diagnosis:
+    newest = int(course.versions[-1])
+    known = fall or Fall(int(course.versions[0]), newest, "")
     signs = tuple(sign for sign in signs_of(course) if sign.version <= known.version)
     since = min([known.version, *(sign.version for sign in signs)])
-    cause = why_worse(course, fall) if fall else update_too_large(course) or engines_disagree(course, FAR_APART)
+    soon = inverted_reward(course) or update_too_large(course) or engines_disagree(course, FAR_APART)
+    cause = why_worse(course, fall) if fall else soon
     change = next((change for change in reversed(course.changes) if change.version <= since), None)
     best = best_version(course.exams, since)
-    back = f"Pause, and fork at version {best} or before" if best >= 0 else "Pause, and start again"
+    fork = f"ork at version {best}" if best >= 0 else ""
+    back = (f"F{fork}" if course.ended else f"Pause, and f{fork}") if fork else "Start again"
     remedy = f"{back}; then {cause.remedy}" if cause else back
-    said = [f"This run collapses: {known.text}"]
+    said = [f"This run collapses: {known.text}" if fall else "This run is about to collapse: the policy moves too far at once"]
+    if not fall and cause and cause.word == "inverted reward":
+        said = ["This run is about to collapse"]
     said += [f"Probable cause, {cause.word}: {cause.text}"] if cause else ["No figure shows why"]
     said += [f"First sign: {signs[0].text}"] if signs else []
     said += [f"Last change before it: {change}"] if change else []
-    reason = "; ".join([known.text, *([cause.text] if cause else [])])
+    reason = "; ".join(filter(None, [known.text, cause.text if cause else ""]))
     text = ". ".join([*said, remedy]) + "."
-    return Diagnosis("collapsing", text, reason, cause.word if cause else "", since, best, signs, change, remedy, cause.knobs if cause else ())
+    word, knobs = (cause.word, cause.knobs) if cause else ("", ())
+    return Diagnosis("collapsing", text, reason, word, since, best, signs, change, remedy, knobs)
 
 
 def best_version(exams: Exams, until: int) -> int:
@@ -408,14 +569,18 @@ def best_version(exams: Exams, until: int) -> int:
     return int(exams.versions[known][np.argmax(exams.mean[known])]) if known.any() else -1
 
 
-def _told(course: Course, verdict: str, said: str, cause: Cause | None) -> Diagnosis:
-    exams = course.exams
-    figures = f": held-out {exams.mean[0]:.2f} at version {exams.versions[0]}, {exams.mean[-1]:.2f} at version {exams.versions[-1]}" if len(exams.mean) > 1 else ""
-    parts = [said + figures, *([f"{cause.text[0].upper()}{cause.text[1:]}", f"What helps: {cause.remedy}"] if cause else [])]
-    best = best_version(exams, int(course.versions[-1]))
+def _describe_course(course: Course, verdict: str, said: str, cause: Cause | None) -> Diagnosis:
+    exams, figures = course.exams, ""
+    if len(exams.mean) > 1:
+        first, last = (f"{exams.mean[i]:.2f} at version {exams.versions[i]}" for i in (0, -1))
+        figures = f"held-out {first}, {last}"
+    best = best_version(exams, int(max(course.versions, default=0)))
+    sentence = f"{said}: {figures}" if figures else said
     if not cause:
-        return Diagnosis(verdict, ". ".join(parts) + ".", figures.removeprefix(": "), best=best)
-    return Diagnosis(verdict, ". ".join(parts) + ".", cause.text, cause.word, best=best, remedy=cause.remedy, knobs=cause.knobs)
+        return Diagnosis(verdict, f"{sentence}.", figures, best=best)
+    why, helps = f"{cause.text[0].upper()}{cause.text[1:]}", f"What helps: {cause.remedy}"
+    text = f"{sentence}. {why}. {helps}."
+    return Diagnosis(verdict, text, cause.text, cause.word, best=best, remedy=cause.remedy, knobs=cause.knobs)
 
 # %% ../nbs/59_diagnosis.ipynb #diagnosis-snapshot
 FIGURES = ("entropy", "grad_norm", "kl_sampler", "ess", "logprob_diff_mean", "lag_max", "solve_rate", "reward_mean", "length_mean", "truncated", "all_pass", "all_fail")
@@ -426,7 +591,44 @@ def course_of(s: Snapshot) -> Course:
     "The course of a run up to a snapshot."
     figures = {name: s.steps[name] for name in FIGURES if name in s.steps}
     exams = Exams(*(s.evals[name].to_numpy() for name in ("version", "avg", "avg_low", "avg_high")))
-    return Course(s.steps["version"].astype(int), figures, exams, {name: value(s, name) for name in SETTINGS}, tuple(changes_of(s)))
+    settings = {name: value(s, name) for name in SETTINGS}
+    figures |= pay_figures(s)
+    versions, over = s.steps["version"].astype(int), s.state in (*ENDED, "dead")
+    return Course(versions, figures, exams, settings, tuple(changes_of(s)), unused_of(s), over)
+
+
+def pay_figures(s: Snapshot) -> dict[str, np.ndarray]:
+    """Over the rollouts that each version was trained on, the correlation of the reward with right answers (`reward_correct`) and
+    with the length (`reward_length`); NaN for versions of which no rollout is kept, or whose rollouts are alike. float64 [V]."""
+    import polars as pl
+
+    trained = s.rollouts.filter((pl.col("trained_at") >= 0) & pl.col("correct").is_not_null())
+    right = trained.with_columns(pl.col("correct").cast(pl.Float64))
+    pairs = {"reward_correct": pl.corr("reward", "correct"), "reward_length": pl.corr("reward", "length")}
+    table = right.group_by("trained_at").agg(**pairs)
+    found = {}
+    for name in pairs:
+        by_version = dict(zip(table["trained_at"].to_list(), table[name].to_list(), strict=True))
+        values = [by_version.get(int(version)) for version in s.steps["version"]]
+        found[name] = np.array([math.nan if value is None else value for value in values], float)
+    return found
+
+
+def diagnosis_of(folder: str | Path) -> Diagnosis:
+    "The diagnosis of a run folder as it stands. Raises FileNotFoundError if there is none."
+    return diagnose(course_of(View(folder).poll()))
+
+
+def unused_of(s: Snapshot) -> Unused | None:
+    "The groups that ended without a fate in training since the newest version."
+    newest = float(s.recent["at"][-1]) if len(s.recent["at"]) else 0.0
+    groups = s.groups.filter((s.groups["at"] > newest) & (s.groups["fate"] == "filtered")) if len(s.groups) else s.groups
+    if not len(groups):
+        return None
+    batch = value(s, "batch") / value(s, "group")
+    right = (groups["solved"] == groups["size"]).mean()
+    wrong = (groups["solved"] == 0).mean()
+    return Unused(len(groups) / batch, float(right or 0.0), float(wrong or 0.0))
 
 
 def changes_of(s: Snapshot) -> list[Change]:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMPARE', 'LEVELS', 'FIGURES', 'EVAL_FIGURES', 'ALERT', 'DOES', 'START_ROWS', 'ALERTS', 'Clause', 'Condition',
            'parse_condition', 'step_figures', 'eval_figures', 'check_condition', 'parse_action', 'Guard', 'Firing',
-           'is_true', 'next_level', 'look', 'eval_alerts', 'first_guards', 'without']
+           'is_true', 'next_level', 'look', 'eval_alerts', 'first_guards', 'short_names', 'without']
 
 # %% ../nbs/43_guard.ipynb #guard-imports
 import math
@@ -222,14 +222,26 @@ def first_guards(alerts: Iterable[str], guards: Iterable[tuple[str, str]]) -> li
     return [*(Guard(f"alert-{n}", when) for n, when in enumerate(alerts, 1)), *(Guard(f"guard-{n}", when, do) for n, (when, do) in enumerate(guards, 1))]
 
 
+def short_names(guards: Iterable[Guard]) -> dict[str, str]:
+    "Short name of each guard by its id: the first figure it looks at, numbered from the second that looks at it (`grad_norm-2`)."
+    names: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for guard in guards:
+        figure = parse_condition(guard.when).names[0]
+        seen[figure] = seen.get(figure, 0) + 1
+        names[guard.id] = figure if seen[figure] == 1 else f"{figure}-{seen[figure]}"
+    return names
+
+
 def without(guards: Iterable[Guard], name: str) -> list[Guard]:
-    "The guards less those with this id or this condition. Raises ValueError if there is none."
+    "The guards less those with this id, this condition or this short name. Raises ValueError if there is none."
     guards = list(guards)
+    names = short_names(guards)
     try:
         name = str(parse_condition(name))
     except ValueError:  # an id
         pass
-    kept = [guard for guard in guards if name not in (guard.id, guard.when)]
+    kept = [guard for guard in guards if name not in (guard.id, guard.when, names[guard.id])]
     if len(kept) == len(guards):
-        raise unknown("guard", name, [guard.when for guard in guards])
+        raise unknown("guard", name, [*names.values(), *(guard.when for guard in guards)])
     return kept

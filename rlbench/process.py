@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'run_main', 'live', 'tell', 'newest',
            'unfinished', 'close_books', 'published', 'rescue', 'clear', 'silence_of', 'supervise', 'end_group',
-           'sweep_pool', 'sinks_of', 'end_sidecar', 'note_start', 'report', 'main']
+           'sweep_pool', 'sinks_of', 'end_sidecar', 'note_diagnosis', 'note_start', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -62,6 +62,7 @@ def live(driver) -> None:
         os.kill(driver.supervisor, signal.SIGCONT)
     else:
         clear(driver.folder)
+        note_diagnosis(driver.folder)
         report(driver.folder)
 
 
@@ -247,6 +248,23 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
         sidecar.kill()
         sidecar.wait()
 
+# %% ../nbs/65_process.ipynb #process-diagnosis
+def note_diagnosis(folder: Path) -> None:
+    "Have a run that ended without having learned say so: in run.log, and in the reason of its end if it failed."
+    from rlbench.diagnosis import NOT_LEARNING, diagnosis_of
+
+    try:
+        found = diagnosis_of(folder)
+    except Exception:  # a diagnosis is no reason to leave the books open
+        traceback.print_exc()
+        return
+    if found.verdict not in NOT_LEARNING:
+        return
+    print(f"diagnosis: {found.text}", file=sys.stderr, flush=True)
+    status = read_status(folder)
+    if status.state == "failed":
+        write_status(folder, replace(status, reason=". ".join(filter(None, (status.reason, found.text)))))
+
 # %% ../nbs/65_process.ipynb #process-main
 def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
     "Write down that process `pid` brings a run up, for the first time or (`attempt` above 0) again."
@@ -285,6 +303,7 @@ def main(folder: Path, attempt: int = 0) -> int:
     sweep_pool(folder)
     for sidecar in sidecars:  # they follow the ledger to its end and leave
         end_sidecar(sidecar)
+    note_diagnosis(folder)
     report(folder)
     return int(status.state == "failed")
 

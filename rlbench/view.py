@@ -161,8 +161,8 @@ class Snapshot:
     held_out: str  # its name
     eval_times: tuple[float, ...]  # `at` of the newest evaluations of any set
     commands: "pl.DataFrame"
-    groups: "pl.DataFrame"  # the newest: at, fate, size, tokens
-    rollouts: "pl.DataFrame"  # the newest that were not evaluated: version, reward, part_names, part_values
+    groups: "pl.DataFrame"  # the newest: at, fate, size, solved, tokens
+    rollouts: "pl.DataFrame"  # the newest that were not evaluated: version, trained_at, correct, reward, length, part_names, part_values
     batch: int  # the version that the newest batch made, -1 if there is none
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
     sampled: int  # of so many rollouts of that batch one was counted
@@ -219,7 +219,7 @@ TABLE_COLUMNS = {
     "steps": (*STEP_COLUMNS, "solve_levels", "solve_rates"),
     "evals": ("eval", "version", "at", "avg", "avg_low", "avg_high"),
     "commands": ("command", "author", "knob", "value", "over", "status", "reason", "apply", "version", "at"),
-    "groups": ("at", "fate", "size", "tokens"),
+    "groups": ("at", "fate", "size", "solved", "tokens"),
     "rollouts": ("rollout", "try", "level", "fate", "correct", "reward", "part_names", "part_values", "length", "newest", "trained_at"),
     "verdicts": ("rollout", "at", "seconds", "version", "score", "ends", "tripwires", "warm", "runs", "tier", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
 }
@@ -399,6 +399,6 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
         name=view.folder.resolve().name, now=now, state=state_of(status), status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
-        rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),
+        rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "trained_at", "correct", "reward", "length", "part_names", "part_values"),
         batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"], prediction=newest_prediction(view),
     )

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['VERDICT', 'MUCH_FILTERED', 'CUT', 'BIASED', 'WEAK', 'FAILING', 'TOLD', 'BEGIN', 'Beside', 'Why', 'verdict',
-           'evidence', 'remedy', 'balancing', 'besides', 'doubt', 'explain', 'not_learning', 'nothing_left', 'why']
+           'evidence', 'remedy', 'balancing', 'besides', 'doubt', 'explain', 'not_learning', 'nothing_left', 'why',
+           'end_sentences']
 
 # %% ../nbs/76_why.ipynb #why-imports
 import math
@@ -15,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from .balance import MOVES, percent
-from .cards import FIRST, JUDGED, STALE, WAITS, Facts, facts, helps, judge, light, limit, remedies, shown, why as reason_of, window
+from .cards import FIRST, JUDGED, STALE, WAITS, Facts, Light, facts, helps, judge, light, limit, remedies, shown, turn_text, why as reason_of, window
 from .diagnosis import Diagnosis, course_of, diagnose
 from .figures import items, number
+from .ledger import ENDED
 from .view import Snapshot, View, value
 
 # %% ../nbs/76_why.ipynb #why-record
@@ -109,12 +111,12 @@ def besides(s: Snapshot, f: Facts, found: str) -> tuple[Beside, ...]:
     if ended and failed / ended > FAILING:
         said.append(Beside("failing", f"Besides, {percent(failed / ended)} of all scorings failed; run.log and the rollouts' messages say how."))
     if f.unusable > MUCH_FILTERED:
-        side = "lower" if f.solved > 0.2 else "raise"
-        advice = "these tasks are learned: harder ones would help" if f.solved > 0.75 else f"{side} band ({shown(value(s, 'band'))})"
+        side = turn_text("lower" if f.solved > 0.2 else "raise", "band", value(s, "band"))
+        advice = "these tasks are learned: harder ones would help" if f.solved > 0.75 else side
         sides = f"all right {percent(mean('all_pass'))}, all wrong {percent(mean('all_fail'))}"
         said.append(Beside("filtered", f"Of all groups: {sides}." if found == "filter" else f"Besides, {percent(f.unusable)} of the groups gave no signal ({sides}): {advice}.", ("band",)))
     if f.stale > STALE and found != "drops":
-        said.append(Beside("dropped", f"Besides, {percent(f.stale)} of the rollouts were dropped as stale: raise staleness ({shown(value(s, 'staleness'))}), or lower concurrency ({shown(value(s, 'concurrency'))}).", ("staleness", "concurrency")))
+        said.append(Beside("dropped", f"Besides, {percent(f.stale)} of the rollouts were dropped as stale: {turn_text('raise', 'staleness', value(s, 'staleness'))}, or {turn_text('lower', 'concurrency', value(s, 'concurrency'))}.", ("staleness", "concurrency")))
     if mean("drop_bias") > BIASED:
         said.append(Beside("bias", f"What is dropped is not like what is trained: they differ by {percent(mean('drop_bias'))} in length, level or turns. Hold training for the late ones (overdue = \"wait\") or raise staleness ({shown(value(s, 'staleness'))}).", ("overdue", "staleness")))
     if mean("truncated") > CUT:
@@ -150,15 +152,14 @@ def explain(s: Snapshot) -> Why:
         return eaten
     if told.word not in JUDGED:
         word = "dead" if s.state == "dead" else TOLD.get(told.word, told.word)
-        after = f" What to do: {told.helps}." if told.helps and learning.verdict not in FIRST else ""
-        return Why(s.name, word, f"{s.name} {BEGIN[word]}: {told.reason}.{after}")
+        return Why(s.name, word, f"{s.name} {BEGIN[word]}: {end_sentences(s, told, learning)}")
     f, rows = facts(s), window(s)
     found, figures = verdict(s, f), evidence(s, f)
     knobs = ("concurrency",) if found == "synchronous" else tuple(knob for _, knob in remedies(judge(f), f, s))
     first, last = (int(s.recent["version"][i]) for i in (rows[0], rows[-1]))
     over = f"Over {len(rows)} batches (versions {first} to {last}, {figures['seconds']:.0f} s)"
     lag = f"{number(figures['running'], 2)} sequences were written at once, and what was trained was {figures['lag']:.1f} versions old"
-    said = "" if learning.verdict == "early" else learning.text
+    said = "" if learning.verdict == "early" and not learning.cause else learning.text
     parts = [said, f"{VERDICT[found]}{', which takes turns in one worker' if f.colocated else ''}.", f"{over}: {reason_of(judge(f), f)}; {lag}.", remedy(s, f, found), balancing(s, knobs)]
     return Why(s.name, found, " ".join(filter(None, parts)), (first, last), figures, knobs, besides(s, f, found))
 
@@ -180,7 +181,9 @@ def nothing_left(s: Snapshot) -> Why | None:
         return None
     share, count = float((new["fate"] == "filtered").mean()), len(new)
     right = float(np.nan_to_num(s.rollouts["reward"].tail(count * int(value(s, "group"))).mean() or 0.0))
-    side = "all right: lower band, or serve harder tasks" if right > 0.5 else "all wrong: raise band, serve easier tasks, or give a reward for part of the way"
+    turn = turn_text("lower" if right > 0.5 else "raise", "band", value(s, "band"))
+    other = "serve harder tasks" if right > 0.5 else "serve easier tasks, or give a reward for part of the way"
+    side = f"all {'right' if right > 0.5 else 'wrong'}: {turn}, or {other}"
     text = (f"The filter limits this run: since version {s.version} {percent(share)} of {count} groups gave no signal, and {batch:g} with one make a batch. Their mean reward was {right:.2f}, so most of them were {side} "
             f"(band, now {shown(value(s, 'band'))}; group, now {shown(value(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth of such groups in a row end the run.")
     return Why(s.name, "filter", text, None, {"filtered": share, "groups": float(count), "reward": right}, ("band", "group"))
@@ -189,3 +192,14 @@ def nothing_left(s: Snapshot) -> Why | None:
 def why(folder: str | Path) -> Why:
     "What limits the run in this folder now. Raises FileNotFoundError if there is none."
     return explain(View(folder).poll())
+
+# %% ../nbs/76_why.ipynb #why-end
+def end_sentences(s: Snapshot, told: Light, learning: Diagnosis) -> str:
+    "Why a run is not running, whether it had learned, and what to do."
+    reason = (s.status.reason if s.status and s.state in ENDED else "") or told.reason
+    said = [reason.rstrip(".")]
+    if learning.verdict in FIRST:
+        said += [learning.text.rstrip(".")] if learning.text not in reason else []
+    elif told.helps:
+        said += [f"What to do: {told.helps}"]
+    return ". ".join(said) + "."
