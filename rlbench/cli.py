@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -41,8 +42,10 @@ from .accounts import turns_text
 from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment, presets
 from .digest import compare_traces, read_trace
 from .ledger import ENDED, Status
+from .refusals import describe_refusal
 from .report import preflight_in_words, summary, write_report
-from .run import Run, attach, list_runs, run
+from .run import Run, attach, list_runs, run, say_changed_inputs
+from .runs_folder import find_runs_folder, shown_path
 from .sinks import SINKS, export_run, writes_itself
 from .untrusted import make_json_visible, make_visible
 from .user_module import export_notebook
@@ -55,13 +58,18 @@ def _app() -> typer.Typer:
 
 @contextmanager
 def friendly():
-    "Turn what a person can mend into a message and exit status 2."
-    try:
-        yield
-    except (ValueError, OSError, KeyError) as error:
-        message = error.args[1] + f" ({error.filename})" if isinstance(error, OSError) and len(error.args) > 1 else str(error)
-        Screen(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(message))
-        raise typer.Exit(2) from None
+    "Turn what a person can mend into a message and exit status 2, and a warning into a note."
+    with warnings.catch_warnings():
+        warnings.showwarning = _print_note
+        try:
+            yield
+        except (ValueError, OSError, KeyError) as error:
+            Screen(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + Text(describe_refusal(error)))
+            raise typer.Exit(2) from None
+
+
+def _print_note(message: Warning, *_) -> None:
+    Screen(stderr=True, soft_wrap=True).print(Text("note: ", style="bold") + Text(str(message)))
 
 
 def plain(value):
@@ -100,7 +108,7 @@ class Screen(Console):
 
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="a name under the runs folder, or a path")]
-RunsOption = Annotated[str, typer.Option("--runs", help="folder that holds runs")]
+RunsOption = Annotated[str, typer.Option("--runs", help="folder that holds runs; without it $RLBENCH_RUNS, else the nearest runs/ upwards")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object, last on standard output")]
 app = _app()
 
@@ -284,11 +292,14 @@ def run_command(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables")
     ] = None,
     name: Annotated[str, typer.Option(help="the run's name; without it the next free number")] = "",
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="a tag; may be given several times")] = None,
+    note: Annotated[str, typer.Option(help="what the list of runs shows beside it")] = "",
+    exist: Annotated[str, typer.Option("--exist", help="attach: open the run of this name if there is one")] = "refuse",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing; say where the memory would go, exit status 1 if it does not fit")] = False,
     on: Annotated[list[str] | None, typer.Option("--on", metavar="GPU", help='with --dry-run: plan for this GPU instead of the machine at hand, such as "RTX 4090" or "H100 x 2"')] = None,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training and closes the books."
@@ -300,8 +311,8 @@ def run_command(
         if name:
             overrides["name"] = name
         told = _worth_a_word(source, overrides)
-        r = run(load_config(source, overrides), runs=runs) if overrides.get("name") else _numbered(source, overrides, runs)
-    console.print(f"{r.folder}: started; from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+        r = run(load_config(source, overrides), runs=runs, exist=exist, tags=tags or (), note=note) if overrides.get("name") else _numbered(source, overrides, runs, tags or (), note)
+    console.print(f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
     for words in told:
         console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
     if detach:
@@ -313,7 +324,7 @@ def run_command(
         emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
 
-
+# %% ../nbs/91_cli.ipynb #cli-run-parts
 def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
     with friendly():
         if not dry_run:
@@ -326,11 +337,12 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
     raise typer.Exit(int(not plan.fits))
 
 
-def _numbered(source: str, overrides: dict, runs: str) -> Run:
+def _numbered(source: str, overrides: dict, runs: str, tags: list[str], note: str) -> Run:
     from rlbench.run import free_name
 
     config = load_config(source, overrides)
-    return run(config.model_copy(update={"name": config.name or free_name(Path(runs), Path(source).stem)}), runs=runs)
+    name = config.name or free_name(find_runs_folder(runs), Path(source).stem)
+    return run(config.model_copy(update={"name": name}), runs=runs, tags=tags, note=note)
 
 # %% ../nbs/91_cli.ipynb #cli-look
 def facts(r: Run) -> dict:
@@ -368,7 +380,7 @@ def unreadable(r: Run) -> str:
 
 
 @app.command()
-def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+def ls(runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "List runs: state, version, held-out solve rate, tokens."
     there = list_runs(runs)
     broken = {r.name: reason for r in there if (reason := unreadable(r))}
@@ -396,7 +408,7 @@ def ls(runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
 
 # %% ../nbs/91_cli.ipynb #cli-show-verb
 @app.command()
-def show(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+def show(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "How a run stands, or how it ended."
     with friendly():
         r = attach(name, runs=runs)
@@ -412,7 +424,7 @@ def show(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) 
 @app.command()
 def log(
     name: RunName,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     lines: Annotated[int, typer.Option("--lines", "-n", help="last lines of each")] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -478,7 +490,7 @@ def set_command(
     assignments: Annotated[list[str], typer.Argument(metavar="KNOB=VALUE...")],
     over: Annotated[int, typer.Option(help="ramp over this many versions")] = 0,
     author: Annotated[str, typer.Option(help="who asks")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -490,7 +502,7 @@ def _verb(verb: str, help: str) -> None:
     def command(
         name: RunName,
         author: Annotated[str, typer.Option(help="who asks")] = "",
-        runs: RunsOption = "runs",
+        runs: RunsOption = "",
         seconds: WaitOption = 5.0,
         as_json: JsonOption = False,
     ) -> None:
@@ -513,7 +525,7 @@ for _name, _help in (
 def checkpoint_command(
     name: RunName,
     author: Annotated[str, typer.Option(help="who asks")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     seconds: Annotated[float, typer.Option("--wait", help="seconds to wait until it is there")] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -538,7 +550,7 @@ def resume(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob on the way, e.g. --set steps=200 where the budget is spent")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
@@ -564,7 +576,7 @@ def guard_command(
     do: Annotated[str, typer.Argument(help="alert, pause, stop, or 'temperature = 0.8'")] = "alert",
     remove: Annotated[str, typer.Option("--remove", metavar="GUARD", help="take a guard away, by its condition or its id")] = "",
     author: Annotated[str, typer.Option(help="who asks")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -605,7 +617,7 @@ def knobs_command(
     save: Annotated[str, typer.Option("--save", metavar="NAME", help="keep the settings in force under this name, for the runs of the folder")] = "",
     apply: Annotated[str, typer.Option("--apply", metavar="NAME", help="ask for the settings kept under this name")] = "",
     author: Annotated[str, typer.Option(help="who asks")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -657,7 +669,7 @@ def _knob_table(rows: list[dict]) -> Table:
 def attach_command(
     name: RunName,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Watch a run that is already going, until it ends. Ctrl-C leaves it alone."
@@ -686,7 +698,7 @@ def _policy(r: Run):
 @app.command("eval")
 def eval_command(
     name: RunName,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     seconds: Annotated[float, typer.Option("--wait", help="seconds to wait for a live run's evaluation")] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -696,6 +708,7 @@ def eval_command(
         if r.state in (*ENDED, "dead"):
             from rlbench.offline import evaluate
 
+            say_changed_inputs(r.folder)
             rows = [plain(e) for e in evaluate(_policy(r), extra=captured_functions(r.folder))]
         else:
             before, until = len(r.evals), time.monotonic() + seconds
@@ -724,7 +737,7 @@ def sample(
     n: Annotated[int, typer.Option("-n", help="responses")] = 4,
     temperature: float = 1.0,
     seed: int = 0,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "What the trained policy of a run writes."
@@ -742,7 +755,7 @@ def export(
     script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
     to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Copy the trained policy of a run as a Hugging Face folder, or its tables --to an experiment tracker; or make a module of the export cells of a notebook."
@@ -791,7 +804,7 @@ def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: boo
 
 # %% ../nbs/91_cli.ipynb #cli-rest
 @app.command()
-def report(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "Write the report page of a run."
     with friendly():
         path = write_report(attach(name, runs=runs).folder)
@@ -802,7 +815,7 @@ def report(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False
 def digest(
     name: RunName,
     other: Annotated[str, typer.Argument(metavar="[OTHER]", help="another run: exit status 1 if a part differs")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """What was trained and evaluated, which commands took effect and the weights at the end, as one hash: equal
@@ -832,7 +845,7 @@ def check_removable(folder: Path) -> None:
 @app.command()
 def rm(
     name: RunName,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -873,7 +886,7 @@ def doctor(
     api: Annotated[str, typer.Option("--api", help="with --tier remote: http or sandboxfusion")] = "http",
     token: Annotated[str, typer.Option("--token", help="with --tier remote: $NAME of an environment variable")] = "",
     allow_unsafe: Annotated[bool, typer.Option("--allow-unsafe", help="with --sandbox: limits alone will do")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "What is there, and what will not work; exit status 1 if something is missing that nothing works without."
@@ -971,7 +984,7 @@ def plan_command(
 @app.command("regrade")
 def regrade_command(
     name: RunName,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     last: Annotated[int, typer.Option(help="only so many of the newest verdicts; 0: all", min=0)] = 0,
     tier: Annotated[str, typer.Option(help="judge under this tier; empty: as the run did")] = "",
     as_json: JsonOption = False,
@@ -999,7 +1012,7 @@ def regrade_command(
 
 # %% ../nbs/91_cli.ipynb #cli-why
 @app.command("why")
-def why_command(name: RunName, runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
+def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "What limits a run now, with evidence and remedy."
     with friendly():
         found = attach(name, runs=runs).why()
@@ -1011,7 +1024,7 @@ def drill_command(
     name: RunName,
     names: Annotated[list[str] | None, typer.Argument(metavar="[DRILL]...", help="which of them; without, all that suit the run")] = None,
     list_: Annotated[bool, typer.Option("--list", help="strike nothing; say which there are, and which suit the run")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Inject faults into a live run, and look for the stated reaction; exit status 1 if one failed. Ctrl-C undoes what was injected."
@@ -1068,7 +1081,7 @@ def card_command(
     attempt: Annotated[int | None, typer.Option(help="of a rollout that was tried more than once")] = None,
     policy: Annotated[bool, typer.Option("--policy", help="compute log-probabilities now, with the saved policy")] = False,
     tokens: Annotated[int | None, typer.Option(help="show the first so many")] = None,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "What the loss does to one rollout, token by token, and why it is 0 where it is."
@@ -1097,7 +1110,7 @@ def fork_command(
     new: Annotated[str, typer.Option("--name", help="name of the fork; without it the next free number")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Go on from a checkpoint of a run as a run of its own, with something changed."
@@ -1120,7 +1133,7 @@ def replay_command(
     new: Annotated[str, typer.Option("--name", help="name of the replay; without it RUN-replay-1, -2, …")] = "",
     anyway: Annotated[bool, typer.Option("--anyway", help="also a run that cannot be promised to repeat: asynchronous in real time")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
@@ -1137,7 +1150,7 @@ def replay_command(
 @app.command("compare")
 def compare_command(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names under the runs folder, or paths")],
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Runs beside each other: what they reached, at what cost, and what was different."
@@ -1214,7 +1227,7 @@ def serve_command(
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0: all of this machine's")] = "127.0.0.1",
     write: Annotated[bool, typer.Option("--write", help="let those who look steer, too")] = False,
     token: Annotated[str, typer.Option(help="what the link must carry; without it one is made and printed", envvar="RLBENCH_TOKEN")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
 ) -> None:
     "Serve the panel of a run as a web page, read-only unless told otherwise."
     from rlbench.serve import serve
@@ -1277,7 +1290,7 @@ def sft_command(
     seed: int = 0,
     skip_unusable: Skip = False,
     device: Device = "auto",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Fine-tune a model on demonstrations, or on a run's own right answers, and save it as a policy folder."
@@ -1302,7 +1315,7 @@ def pairs_command(
     judge_url: Annotated[str, typer.Option(help="an OpenAI-style endpoint, up to and with /v1")] = "",
     judge_model: Annotated[str, typer.Option(help="the model's name there")] = "",
     judge_key: Annotated[str, typer.Option(envvar="RLBENCH_JUDGE_KEY", show_envvar=True, help="sent as a bearer token")] = "",
-    runs: RunsOption = "runs",
+    runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Collect pairs of a better and a worse response: from the verifier, from people, from a judge model, from files."
@@ -1357,7 +1370,7 @@ FolderOption = Annotated[str, typer.Option(help="where finished pieces are kept;
 
 
 @benches.command()
-def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "", runs: RunsOption = "runs",
+def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "", runs: RunsOption = "",
            folder: FolderOption = "bench-engine", as_json: JsonOption = False) -> None:
     "The torch generator, and vLLM where it runs, against transformers.generate."
     from rlbench.bench import bench_engine

@@ -9,7 +9,8 @@ __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'MASKING_GENERA
            'supplies_sampling_masks', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted',
            'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files',
            'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler',
-           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config']
+           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config',
+           'absolute_config', 'write_config', 'changed_inputs']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -36,6 +37,7 @@ from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .foreign import verifiers
 from .guard import ALERTS, check_condition, parse_action, parse_condition
+from .inputs import check_inputs, hash_inputs, with_absolute_paths
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
 from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
 from .queue import BACKLOGS
@@ -301,8 +303,6 @@ def _check_objective(c: "RunConfig") -> None:
         raise ValueError(twice)
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
         raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
-    if c.demonstrations and not Path(c.demonstrations).is_file():
-        raise ValueError(f"demonstrations: {c.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
 
 # %% ../nbs/50_config.ipynb #config-turns
 class _Turns(BaseModel):
@@ -764,7 +764,9 @@ def read_table_file(source: str) -> dict:
     else:
         raise ConfigError(str(unknown("config", source, presets())) + "; or give the path of a .toml file")
     try:
-        return beside(tomllib.loads(text), path.parent)
+        table = beside(tomllib.loads(text), path.parent)
+        table.pop("inputs", None)  # hashes, in the configuration of a run's folder
+        return table
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
@@ -820,7 +822,8 @@ def named_by_file(value: object) -> bool:
 
 
 def beside(table: dict, folder: Path) -> dict:
-    "The table of a configuration file in `folder`, with the function files that lie beside it found from anywhere."
+    "The table of a configuration file in `folder`, with the files and folders that lie beside it found from anywhere."
+    table = with_absolute_paths(table, folder)
     here = {f: {**v, "source": str(folder / v["source"])} for f, v in table.items() if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()}
     return {**table, **here}
 
@@ -1016,4 +1019,30 @@ def read_config(folder: Path) -> RunConfig:
     "The configuration of a run folder. ValueError for one that cannot be read."
     table = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     check_sources(folder, table)
+    table.pop("inputs", None)
     return make_config(table, captured_functions(folder))
+
+# %% ../nbs/50_config.ipynb #config-inputs
+def absolute_config(config: RunConfig) -> RunConfig:
+    "The configuration with absolute paths for every file and folder of the user's that is there."
+    table = config.model_dump()
+    found = with_absolute_paths(table)
+    changed = {field: value for field, value in found.items() if value != table[field]}
+    if "eval" in changed:
+        pairs = zip(config.eval, changed["eval"], strict=True)
+        changed["eval"] = tuple(each.model_copy(update={"tasks": new["tasks"]}) for each, new in pairs)
+    return config.model_copy(update=changed)
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    "Write `config.toml` of a run's folder, with a hash of every file and folder that it names."
+    text = to_toml(config)
+    inputs = hash_inputs(config.model_dump())
+    if inputs:
+        text += "\n" + tomli_w.dumps({"inputs": inputs})
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+def changed_inputs(folder: Path) -> list[str]:
+    "A sentence for each file or folder named by a run's configuration that has changed. Raises FileNotFoundError for one that is gone."
+    return check_inputs(folder.name, tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
