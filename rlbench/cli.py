@@ -46,7 +46,7 @@ from .ledger import ENDED, Status
 from .listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
 from .refusals import describe_refusal
 from .report import preflight_in_words, summary, write_report
-from .run import Run, attach, list_runs, run, say_changed_inputs
+from .run import Run, attach, run, say_changed_inputs
 from .runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
 from .sinks import SINKS, export_run, writes_itself
 from .untrusted import make_json_visible, make_visible
@@ -859,7 +859,7 @@ def chosen_runs(names: list[str], runs: str) -> list[Run]:
     found: dict[Path, Run] = {}
     for name in names:
         if any(sign in name for sign in "*?["):
-            fit = [r for r in list_runs(runs) if fnmatch.fnmatchcase(r.name, name)]
+            fit = [Run(folder) for folder in list_run_folders(runs) if fnmatch.fnmatchcase(folder.name, name)]
             if not fit:
                 raise FileNotFoundError(f"run: no run in {find_runs_folder(runs)} fits {name!r}; rlbench ls lists them")
         else:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HUB_SECONDS', 'REPORT_SECONDS', 'take_functions', 'own_functions', 'free_name', 'run', 'existing_run', 'check_watch',
            'keep_files', 'start_process', 'check_places', 'check_model_place', 'check_hub_model', 'check_device',
-           'attach', 'list_runs', 'check_resumable', 'end_leftovers', 'say_changed_inputs', 'Replay', 'Run',
-           'handed_over', 'wait', 'ending', 'leaving', 'reached', 'until']
+           'attach', 'check_resumable', 'end_leftovers', 'say_changed_inputs', 'Replay', 'Run', 'handed_over', 'wait',
+           'ending', 'leaving', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -36,7 +36,7 @@ from .process import clear, close_books, note_start
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .refusals import refuses_in_one_line
 from .rescore import check, give, rescore
-from .runs_folder import find_run_folder, find_runs_folder, is_run_folder, list_run_folders, shown_path
+from .runs_folder import find_run_folder, find_runs_folder, is_run_folder, shown_path
 from .scorer import look_around
 from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
 from .webhook import address
@@ -213,11 +213,6 @@ def check_device(device: str) -> None:
 def attach(name: str | Path, *, runs: str | Path | None = None) -> "Run":
     "The handle of an existing run, by name or path. Raises FileNotFoundError with the nearest known names."
     return Run(find_run_folder(name, runs))
-
-
-def list_runs(runs: str | Path | None = None) -> list["Run"]:
-    "All runs under a folder, oldest first."
-    return [Run(folder) for folder in list_run_folders(runs)]
 
 # %% ../nbs/80_run.ipynb #run-class
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
     live = rl.attach("tiny-6", runs=runs).folder
     write_status(live, replace(read_status(live), state="running", host="elsewhere"))
     assert "'tiny-6' is running; stop it first" in call(runs, "rm", "tiny-*", "--yes", code=2)
-    assert len(rl.list_runs(runs)) == 20
+    assert len(rl.runs(runs)) == 20
     assert "moved to" in call(runs, "archive", "ablation-*", "tiny-0")
     assert "tiny-0 " not in call(runs, "ls") and "tiny-0 " in call(runs, "ls", "--archived")
     with pytest.raises(FileNotFoundError, match="it is archived"):
