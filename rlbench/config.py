@@ -6,11 +6,11 @@
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'MASKING_GENERATORS', 'ACTS_ON', 'ConfigError', 'EvalConfig',
            'VirtualCosts', 'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig',
            'check_guard', 'SandboxConfig', 'with_its_tasks', 'JudgeConfig', 'asked', 'RunConfig',
-           'supplies_sampling_masks', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted',
-           'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files',
-           'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler',
-           'notes_on', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config',
-           'absolute_config', 'write_config', 'changed_inputs']
+           'supplies_sampling_masks', 'check_sinks', 'OtherName', 'other_names', 'unknown_field', 'make_config',
+           'presets', 'read_table_file', 'set_dotted', 'describe_folder', 'parse_assignment', 'load_config',
+           'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
+           'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler', 'notes_on', 'LiveKnob', 'live_knobs', 'to_toml',
+           'captured_functions', 'check_sources', 'read_config', 'absolute_config', 'write_config', 'changed_inputs']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -38,11 +38,13 @@ from .environment import ON_RESUME
 from .foreign import verifiers
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .inputs import check_inputs, hash_inputs, with_absolute_paths
-from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
+from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, nearest, nearest_names, resolve, unknown
 from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
 from .queue import BACKLOGS
 from .records import MAX_VERSIONS, MOST_KEPT
+from .refusals import refusal_lines
 from .reward import REWARDS, VERIFIERS
+from .runs_folder import is_run_folder
 from .scorer import TEMPLATE, check_endpoint
 from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
@@ -62,6 +64,9 @@ SINK_NAMES = ("tensorboard", "wandb", "trackio")
 
 class ConfigError(ValueError):
     "A configuration that cannot run; the message has a line per field."
+
+    def _render_traceback_(self) -> list[str]:
+        return refusal_lines(self)
 
 
 def _function_table(field: str, value, info: ValidationInfo) -> dict:
@@ -730,12 +735,53 @@ def check_sinks(names: Iterable[str]) -> None:
         except PackageNotFoundError:
             raise ValueError(f"sinks: the library of {name!r} is not installed; pip install {name}") from None
 
+# %% ../nbs/50_config.ipynb #config-others
+@dataclass(frozen=True)
+class OtherName:
+    "What a field of another trainer is called here. `words`: what to say beside it."
+    trainer: str
+    name: str
+    field: str
+    words: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.trainer}'s {self.name} is {self.field} here" + (f" ({self.words})" if self.words else "")
+
+
+def other_names() -> dict[str, OtherName]:
+    "Fields of other trainers by their name there; of two trainers with the same name, the first."
+    told = tomllib.loads((files("rlbench.data") / "other_names.toml").read_text(encoding="utf-8"))
+    found: dict[str, OtherName] = {}
+    for trainer, names in told.items():
+        for name, value in names.items():
+            field, words = (value, "") if isinstance(value, str) else value
+            found.setdefault(name, OtherName(trainer, name, field, words))
+    return found
+
+
+def _dotted_names(name: str, value: object) -> list[str]:
+    "A field and, of a table, the dotted names of everything in it."
+    inner = value.items() if isinstance(value, Mapping) else ()
+    return [name, *(each for key, below in inner for each in _dotted_names(f"{name}.{key}", below))]
+
+
+def unknown_field(field: str, name: object, value: object, known: Iterable[str]) -> str:
+    "What to say to a field that is unknown: its name here if it is another trainer's, else the nearest."
+    others = other_names()
+    for dotted in _dotted_names(str(name), value)[::-1]:
+        parts = dotted.split(".")
+        for start in range(len(parts)):
+            if (ending := ".".join(parts[start:])) in others:
+                return f"{field}: unknown field {dotted!r}; {others[ending]}"
+    close = nearest(name, known)
+    return f"{field}: unknown field {name!r}{close or '; the nearest: ' + ', '.join(nearest_names(name, known))}"
+
 # %% ../nbs/50_config.ipynb #config-errors
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"] if part != "str" and "[" not in str(part))  # of alternatives the field alone
     if error["type"] == "extra_forbidden":
         known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig, "sandbox": SandboxConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
-        return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
+        return unknown_field(field, error["loc"][-1], error["input"], known)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"{field}: {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
@@ -762,7 +808,7 @@ def read_table_file(source: str) -> dict:
     elif path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
-        raise ConfigError(str(unknown("config", source, presets())) + "; or give the path of a .toml file")
+        raise ConfigError(describe_folder(path) if path.is_dir() else str(unknown("config", source, presets())) + "; or give the path of a .toml file")
     try:
         table = beside(tomllib.loads(text), path.parent)
         table.pop("inputs", None)  # hashes, in the configuration of a run's folder
@@ -787,6 +833,16 @@ def set_dotted(table: dict, field: str, value) -> None:
         inner = {k: v for k, v in inner.items() if k in ("name", "source")}  # the knobs were another function's
     set_dotted(inner, rest, value)
     table[head] = inner
+
+# %% ../nbs/50_config.ipynb #config-folder
+def describe_folder(path: Path) -> str:
+    "What a folder is that was given in place of a configuration, and how it is used."
+    shown = str(path)
+    if is_run_folder(path):
+        return f"config: {shown!r} is a run; watch it with rlbench attach {shown}, go on with rlbench resume {shown}, or begin another from it with rlbench fork {shown}"
+    if (path / "config.json").is_file():
+        return f"config: {shown!r} is a model; train it with rlbench run tiny --set model={shown}"
+    return f"config: {shown!r} is a folder, neither a run nor a model; give a preset ({', '.join(presets())}) or the path of a .toml file"
 
 # %% ../nbs/50_config.ipynb #config-load-two
 def parse_assignment(text: str) -> tuple[str, object]:
