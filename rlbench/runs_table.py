@@ -117,7 +117,7 @@ def row_html(run: ListedRun, curve: Sequence[float], now: float) -> str:
             f'<span class="rl-runs-more" title="{escape(plain)}">{more}</span></div>')
 
 
-HEAD = ('<div class="rl-runs-cells rl-runs-head"><span>state</span><span>version</span><span>served solve rate, 0 to 1</span><span>held-out</span>'
+HEAD = ('<div class="rl-runs-cells rl-runs-head"><span>state</span><span>version</span><span title="from 0 to 1">served solve rate</span><span>held-out</span>'
         "<span>started</span><span>heard</span><span>tags, family, note</span></div>")
 STYLE = """<style>
 .rl-runs .rl-runs-cells{display:grid;grid-template-columns:76px 62px 150px 92px 64px 76px minmax(120px,1fr);gap:0 8px;align-items:center;color:var(--jp-ui-font-color1,#222);font-size:13px;line-height:24px;white-space:nowrap}
@@ -137,7 +137,7 @@ STYLE = """<style>
 </style>"""
 
 # %% ../nbs/81_runs_table.ipynb #runs-table-widget
-PAGE, PERIOD = 20, 1.0  # rows, and seconds between two looks
+PAGE, PERIOD = 15, 1.0  # rows, and seconds between two looks
 
 
 class RunsTable:
@@ -222,9 +222,9 @@ def build_table(table: RunsTable) -> dict:
         parts[name].on_click(lambda _, action=action: show_detail(table, action))
     head = w.HBox([w.HTML(layout={"width": "270px"}), w.HTML(HEAD)]).add_class("rl-runs-row")
     tools = w.HBox([parts[name] for name in ("search", "tag", "state", "sort")]).add_class("rl-runs-tools")
-    below = w.HBox([parts[name] for name in ("back", "on", "count", "compare", "open", "attach", "close")]).add_class("rl-runs-tools")
+    actions = w.HBox([parts[name] for name in ("back", "on", "count", "compare", "open", "attach", "close")]).add_class("rl-runs-tools")
     head.children[0].layout.flex = "0 0 270px"
-    parts["root"] = w.VBox([w.HTML(STYLE), tools, head, *parts["rows"], below, parts["message"], parts["detail"]]).add_class("rl-runs")
+    parts["root"] = w.VBox([w.HTML(STYLE), tools, actions, parts["message"], head, *parts["rows"], parts["detail"]]).add_class("rl-runs")
     return parts
 
 
