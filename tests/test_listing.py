@@ -9,6 +9,7 @@ from fake_run import fake_run
 from typer.testing import CliRunner
 
 import rlbench as rl
+from rlbench.ablation import Arm, Job, take_up
 from rlbench.cli import app
 from rlbench.labels import read_labels
 from rlbench.ledger import read_status, write_status
@@ -88,3 +89,12 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
     removed = json.loads(call(runs, "rm", "tiny-1?", "tiny-0", "--yes", "--json").splitlines()[-1])["removed"]
     assert {Path(each).name for each in removed} == {"tiny-0", "tiny-12", "tiny-15", "tiny-18"} and not any(Path(each).exists() for each in removed)
     assert "fits 'nothing-*'" in call(runs, "rm", "nothing-*", "--yes", code=2)
+
+
+def test_runs_of_an_ablation_say_arm_and_seed(tmp_path):
+    "The folder's name tells arm and seed; arms that differ in what the words leave out have different names; an older name is found again."
+    first, second = (Job(Arm("loss = cispo (high 0.3)", {}, hash_), 3, False) for hash_ in ("3fa91cde", "77aa00bb"))
+    assert first.run_name == "loss-cispo-high-0.3-3fa91c-s3" != second.run_name
+    assert Job(Arm("band = 0.1–0.9", {}, "abcdef01"), 0, True).run_name == "band-0.1-0.9-abcdef-s0-again"
+    older = fake_run(tmp_path / "runs", first.key, batches=1, rollouts=0)
+    assert take_up(first, {}, tmp_path).folder == older
