@@ -60,7 +60,9 @@ $(QUIET):
 	@echo '{"fetchNews": "false", "checkForUpdates": false}' > $@
 
 # trusted: what these notebooks keep of an earlier execution is shown whole, widgets and pictures too
+# the folder for runs is made beforehand, so that notebooks and `make run` find the same one
 lab: .venv/.dev $(QUIET)
+	@mkdir -p runs
 	@$(BIN)/jupyter trust $(NOTEBOOKS)/*.ipynb >/dev/null
 	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
 	--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LanguageServerManager.autodetect=False $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)

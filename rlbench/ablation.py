@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -597,8 +598,14 @@ class Job:
 
     @property
     def key(self) -> str:
-        "The name of its run, and of the file that keeps its numbers."
+        "The name of the file that keeps its numbers."
         return f"{self.arm.hash}-s{self.seed}" + "-again" * self.again
+
+    @property
+    def run_name(self) -> str:
+        "The name of its run: arm and seed in words, and enough of the arm's hash to tell two arms apart."
+        words = re.sub(r"[^A-Za-z0-9._]+", "-", self.arm.label).strip("-._") or "arm"
+        return f"{words[:60]}-{self.arm.hash[:6]}-s{self.seed}" + "-again" * self.again
 
     def __str__(self) -> str:
         return f"{self.arm.label}{' again' * self.again}, seed {self.seed}"
@@ -609,15 +616,16 @@ FORGOTTEN = 60.0  # seconds after which a run that never said a word was never s
 
 def take_up(job: Job, base, folder: Path) -> tuple[Run, list[str]]:
     "The run of a job and notes on it: the one that is there if it lives or has finished, else a new one; what failed before is put aside under a number."
-    place = folder / "runs" / job.key
+    older = folder / "runs" / job.key  # the name that an earlier rlbench gave it
+    place = older if (older / "config.toml").is_file() else folder / "runs" / job.run_name
     if (place / "config.toml").is_file():
         found = Run(place)
         silent = found.status is None and time.time() - (place / "config.toml").stat().st_mtime > FORGOTTEN
         if found.state == "finished" or found.state not in (*ENDED, "dead") and not silent:
             return found, []
     if place.exists():
-        place.rename(next(p for n in itertools.count(1) if not (p := place.with_name(f"{job.key}.{n}")).exists()))
-    return start_with_notes(base, folder / "runs", {**job.arm.knobs, "seed": job.seed, "name": job.key})
+        place.rename(next(p for n in itertools.count(1) if not (p := place.with_name(f"{job.run_name}.{n}")).exists()))
+    return start_with_notes(base, folder / "runs", {**job.arm.knobs, "seed": job.seed, "name": job.run_name})
 
 # %% ../nbs/81_ablation.ipynb #ablation-run
 SAY_EVERY, LOOK_EVERY = 10.0, 0.25  # seconds

@@ -77,7 +77,7 @@ class Tuned:
 
 
 def sft(source: str | Path, out: str | Path, model: str = "", settings: FitSettings = FitSettings(), rejection: bool = False, per_task: int = 4, pick: str = "all", last: int | None = None,
-        until: int | None = None, exam: str | Mapping = "", unusable: str = "refuse", device: str = "auto", runs: str | Path = "runs", say: Say = lambda line: None) -> Tuned:
+        until: int | None = None, exam: str | Mapping = "", unusable: str = "refuse", device: str = "auto", runs: str | Path | None = None, say: Say = lambda line: None) -> Tuned:
     "Fine-tune `model` on a file of demonstrations, or with `rejection` on the right answers of a run, and save it as a policy folder. `exam`: a task set to measure on. Raises ValueError or OSError with the remedy."
     out = check_folder(out, SFT_FIGURES)
     run = attach(str(source), runs=runs) if rejection else None
@@ -115,7 +115,7 @@ class Collected:
 
 
 def make_pairs(sources: Sequence[str], out: str | Path, run: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: Endpoint | None = None,
-               question: str = QUESTION, runs: str | Path = "runs", say: Say = lambda line: None) -> Collected:
+               question: str = QUESTION, runs: str | Path | None = None, say: Say = lambda line: None) -> Collected:
     "Put the pairs of some sources (verifier, ranking, judge, or files) into one file, each once. Raises ValueError or OSError with the remedy."
     if not sources:
         raise ValueError("from: no source; give verifier, ranking, judge, or a file of pairs")

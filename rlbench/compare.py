@@ -27,20 +27,16 @@ from .knobs import unknown
 from .ledger import ENDED, state_of
 from .lineage import parent_folder, read_family
 from .loop import ramped_value
+from .runs_folder import find_run_folder
 from .report import DECIDE, RunData, RunSummary, duration, flat, read_run, summarize, table, text
 
 if TYPE_CHECKING:
     import polars as pl
 
 # %% ../nbs/67_compare.ipynb #compare-folder
-def folder_of(run, runs: str | Path = "runs") -> Path:
+def folder_of(run, runs: str | Path | None = None) -> Path:
     "The folder of a run given by handle, path or name. Raises FileNotFoundError with the nearest known name."
-    asked = Path(getattr(run, "folder", run))
-    for folder in (asked, Path(runs) / asked):
-        if (folder / "config.toml").is_file() or (folder / "ledger").is_dir():
-            return folder
-    known = [path.parent.name for path in Path(runs).glob("*/config.toml")]
-    raise FileNotFoundError(str(unknown("run", str(run), known or ["none yet"])))
+    return find_run_folder(getattr(run, "folder", run), runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,7 +444,7 @@ def _key(each: Compared) -> str:
     return (f'<svg class="key" width="22" height="4" aria-hidden="true"><path d="M0 2h22" stroke="{colour(each.role)}" stroke-width="2.5"' + (f' stroke-dasharray="{each.dash}"' if each.dash else "") + "/></svg>")
 
 # %% ../nbs/67_compare.ipynb #compare-compare
-def compare(*which, x: str = "version", runs: str | Path = "runs") -> Comparison:
+def compare(*which, x: str = "version", runs: str | Path | None = None) -> Comparison:
     """Runs beside each other: handles, paths, or names under `runs`; live or ended. `x`: version, tokens or minutes.
 
     Raises ValueError for no run, a run named twice, or an unknown axis; FileNotFoundError for a run that is not there."""

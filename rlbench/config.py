@@ -6,11 +6,12 @@
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'MASKING_GENERATORS', 'ACTS_ON', 'ConfigError', 'EvalConfig',
            'VirtualCosts', 'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig',
            'check_guard', 'SandboxConfig', 'with_its_tasks', 'JudgeConfig', 'asked', 'RunConfig',
-           'supplies_sampling_masks', 'check_sinks', 'make_config', 'presets', 'read_table_file', 'set_dotted',
-           'parse_assignment', 'load_config', 'named_by_file', 'beside', 'function_file', 'functions_of_files',
-           'apply_point', 'value_of', 'check_built', 'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler',
-           'notes_on', 'notes_asked', 'notes_of_change', 'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions',
-           'check_sources', 'read_config']
+           'supplies_sampling_masks', 'check_sinks', 'OtherName', 'other_names', 'unknown_field', 'make_config',
+           'presets', 'read_table_file', 'set_dotted', 'describe_folder', 'parse_assignment', 'load_config',
+           'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
+           'with_knob', 'Note', 'weighs_sampler', 'notes_on_sampler', 'notes_on', 'notes_asked', 'notes_of_change',
+           'LiveKnob', 'live_knobs', 'to_toml', 'captured_functions', 'check_sources', 'read_config', 'absolute_config',
+           'write_config', 'changed_inputs']
 
 # %% ../nbs/50_config.ipynb #config-imports
 import ast
@@ -37,11 +38,14 @@ from .curriculum import SAMPLERS
 from .environment import ON_RESUME
 from .foreign import verifiers
 from .guard import ALERTS, check_condition, parse_action, parse_condition
-from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, resolve, unknown
+from .inputs import check_inputs, hash_inputs, with_absolute_paths
+from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, nearest, nearest_names, resolve, unknown
 from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
 from .queue import BACKLOGS
 from .records import MAX_VERSIONS, MOST_KEPT
+from .refusals import refusal_lines
 from .reward import REWARDS, VERIFIERS
+from .runs_folder import is_run_folder
 from .scorer import TEMPLATE, check_endpoint
 from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
@@ -61,6 +65,9 @@ SINK_NAMES = ("tensorboard", "wandb", "trackio")
 
 class ConfigError(ValueError):
     "A configuration that cannot run; the message has a line per field."
+
+    def _render_traceback_(self) -> list[str]:
+        return refusal_lines(self)
 
 
 def _function_table(field: str, value, info: ValidationInfo) -> dict:
@@ -302,8 +309,6 @@ def _check_objective(c: "RunConfig") -> None:
         raise ValueError(twice)
     if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
         raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
-    if c.demonstrations and not Path(c.demonstrations).is_file():
-        raise ValueError(f"demonstrations: {c.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
 
 # %% ../nbs/50_config.ipynb #config-turns
 class _Turns(BaseModel):
@@ -731,12 +736,53 @@ def check_sinks(names: Iterable[str]) -> None:
         except PackageNotFoundError:
             raise ValueError(f"sinks: the library of {name!r} is not installed; pip install {name}") from None
 
+# %% ../nbs/50_config.ipynb #config-others
+@dataclass(frozen=True)
+class OtherName:
+    "What a field of another trainer is called here. `words`: what to say beside it."
+    trainer: str
+    name: str
+    field: str
+    words: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.trainer}'s {self.name} is {self.field} here" + (f" ({self.words})" if self.words else "")
+
+
+def other_names() -> dict[str, OtherName]:
+    "Fields of other trainers by their name there; of two trainers with the same name, the first."
+    told = tomllib.loads((files("rlbench.data") / "other_names.toml").read_text(encoding="utf-8"))
+    found: dict[str, OtherName] = {}
+    for trainer, names in told.items():
+        for name, value in names.items():
+            field, words = (value, "") if isinstance(value, str) else value
+            found.setdefault(name, OtherName(trainer, name, field, words))
+    return found
+
+
+def _dotted_names(name: str, value: object) -> list[str]:
+    "A field and, of a table, the dotted names of everything in it."
+    inner = value.items() if isinstance(value, Mapping) else ()
+    return [name, *(each for key, below in inner for each in _dotted_names(f"{name}.{key}", below))]
+
+
+def unknown_field(field: str, name: object, value: object, known: Iterable[str]) -> str:
+    "What to say to a field that is unknown: its name here if it is another trainer's, else the nearest."
+    others = other_names()
+    for dotted in _dotted_names(str(name), value)[::-1]:
+        parts = dotted.split(".")
+        for start in range(len(parts)):
+            if (ending := ".".join(parts[start:])) in others:
+                return f"{field}: unknown field {dotted!r}; {others[ending]}"
+    close = nearest(name, known)
+    return f"{field}: unknown field {name!r}{close or '; the nearest: ' + ', '.join(nearest_names(name, known))}"
+
 # %% ../nbs/50_config.ipynb #config-errors
 def _line(error: Mapping) -> str:
     field = ".".join(str(part) for part in error["loc"] if part != "str" and "[" not in str(part))  # of alternatives the field alone
     if error["type"] == "extra_forbidden":
         known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig, "sandbox": SandboxConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
-        return str(unknown(field, error["loc"][-1], known)).replace("unknown name", "unknown field")
+        return unknown_field(field, error["loc"][-1], error["input"], known)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"{field}: {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
@@ -763,9 +809,11 @@ def read_table_file(source: str) -> dict:
     elif path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
-        raise ConfigError(str(unknown("config", source, presets())) + "; or give the path of a .toml file")
+        raise ConfigError(describe_folder(path) if path.is_dir() else str(unknown("config", source, presets())) + "; or give the path of a .toml file")
     try:
-        return beside(tomllib.loads(text), path.parent)
+        table = beside(tomllib.loads(text), path.parent)
+        table.pop("inputs", None)  # hashes, in the configuration of a run's folder
+        return table
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
 
@@ -786,6 +834,16 @@ def set_dotted(table: dict, field: str, value) -> None:
         inner = {k: v for k, v in inner.items() if k in ("name", "source")}  # the knobs were another function's
     set_dotted(inner, rest, value)
     table[head] = inner
+
+# %% ../nbs/50_config.ipynb #config-folder
+def describe_folder(path: Path) -> str:
+    "What a folder is that was given in place of a configuration, and how it is used."
+    shown = str(path)
+    if is_run_folder(path):
+        return f"config: {shown!r} is a run; watch it with rlbench attach {shown}, go on with rlbench resume {shown}, or begin another from it with rlbench fork {shown}"
+    if (path / "config.json").is_file():
+        return f"config: {shown!r} is a model; train it with rlbench run tiny --set model={shown}"
+    return f"config: {shown!r} is a folder, neither a run nor a model; give a preset ({', '.join(presets())}) or the path of a .toml file"
 
 # %% ../nbs/50_config.ipynb #config-load-two
 def parse_assignment(text: str) -> tuple[str, object]:
@@ -821,7 +879,8 @@ def named_by_file(value: object) -> bool:
 
 
 def beside(table: dict, folder: Path) -> dict:
-    "The table of a configuration file in `folder`, with the function files that lie beside it found from anywhere."
+    "The table of a configuration file in `folder`, with the files and folders that lie beside it found from anywhere."
+    table = with_absolute_paths(table, folder)
     here = {f: {**v, "source": str(folder / v["source"])} for f, v in table.items() if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()}
     return {**table, **here}
 
@@ -1030,4 +1089,30 @@ def read_config(folder: Path) -> RunConfig:
     "The configuration of a run folder. ValueError for one that cannot be read."
     table = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     check_sources(folder, table)
+    table.pop("inputs", None)
     return make_config(table, captured_functions(folder))
+
+# %% ../nbs/50_config.ipynb #config-inputs
+def absolute_config(config: RunConfig) -> RunConfig:
+    "The configuration with absolute paths for every file and folder of the user's that is there."
+    table = config.model_dump()
+    found = with_absolute_paths(table)
+    changed = {field: value for field, value in found.items() if value != table[field]}
+    if "eval" in changed:
+        pairs = zip(config.eval, changed["eval"], strict=True)
+        changed["eval"] = tuple(each.model_copy(update={"tasks": new["tasks"]}) for each, new in pairs)
+    return config.model_copy(update=changed)
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    "Write `config.toml` of a run's folder, with a hash of every file and folder that it names."
+    text = to_toml(config)
+    inputs = hash_inputs(config.model_dump())
+    if inputs:
+        text += "\n" + tomli_w.dumps({"inputs": inputs})
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+def changed_inputs(folder: Path) -> list[str]:
+    "A sentence for each file or folder named by a run's configuration that has changed. Raises FileNotFoundError for one that is gone."
+    return check_inputs(folder.name, tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .checkpoint import TRAINER, Checkpoint, Manifest, begin_checkpoint, checkpoint_folders, find_checkpoint, finish_checkpoint, load_checkpoint, load_newest, read_manifest
-from .config import FUNCTIONS, RunConfig, captured_functions, check_built, load_config, read_config, to_toml
+from .config import FUNCTIONS, RunConfig, captured_functions, check_built, load_config, read_config, write_config
 from .curriculum import Curriculum
 from .driver import Kept, make_pools, task_sets, values_of
 from .guard import first_guards
+from .inputs import with_absolute_paths
 from .knobs import Captured, save_function
 from .ledger import create_run_folder
 from .lineage import Family, write_family
@@ -107,6 +108,7 @@ def prepare_fork(folder: Path, name: str, at: int | None = None, knobs: Mapping[
     ValueError naming the versions that can be forked, or for a knob that is refused; nothing is written then. FileExistsError for a name in use."""
     knobs, known = dict(knobs or {}), captured_functions(folder)
     known = {field: {**known[field], **(extra or {}).get(field, {})} for field in FUNCTIONS}
+    knobs = with_absolute_paths(knobs)
     point = fork_point(folder, at)
     manifest = point.manifest
     made = branch(point, read_config(folder), knobs, known)
@@ -115,7 +117,7 @@ def prepare_fork(folder: Path, name: str, at: int | None = None, knobs: Mapping[
         shutil.copytree(folder / "functions", child / "functions", dirs_exist_ok=True)
         for captured in captures:
             save_function(captured, child / "functions")
-        (child / "config.toml").write_text(to_toml(made.config.model_copy(update={"name": name})), encoding="utf-8")
+        write_config(child, made.config.model_copy(update={"name": name}))
         aside = begin_checkpoint(child, manifest.version, made.state, made.kept)
         shutil.copytree(point.folder / TRAINER, aside / TRAINER, dirs_exist_ok=True)
         first = finish_checkpoint(aside, replace(manifest, reason=f"forked from {folder.name}", attempt=0, rows=dict.fromkeys(TABLES, -1)))

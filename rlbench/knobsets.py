@@ -21,6 +21,7 @@ from .config import FUNCTIONS, RunConfig, apply_point, captured_functions, live_
 from .knobs import unknown
 from .ledger import send_command
 from .loop import PLACED
+from .runs_folder import find_runs_folder
 from .steer import check_live, in_force, me, together
 
 # %% ../nbs/58_knobsets.ipynb #knobsets-file
@@ -31,9 +32,9 @@ def knob_file(runs: str | Path, name: str) -> Path:
     return Path(runs) / ".knobs" / f"{name}.toml"
 
 
-def knob_presets(runs: str | Path = "runs") -> list[str]:
+def knob_presets(runs: str | Path | None = None) -> list[str]:
     "Names under which knobs were saved beside the runs of a folder."
-    return sorted(path.stem for path in (Path(runs) / ".knobs").glob("[!.]*.toml"))
+    return sorted(path.stem for path in (find_runs_folder(runs) / ".knobs").glob("[!.]*.toml"))
 
 # %% ../nbs/58_knobsets.ipynb #knobsets-save
 def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:

@@ -119,7 +119,8 @@ def create_run_folder(root: str | Path, name: str) -> Path:
             (folder / part).mkdir()
     except FileExistsError:
         if Path(root).is_dir():
-            raise FileExistsError(errno.EEXIST, "name: a run of this name exists; remove it or choose another name", str(folder)) from None
+            remedy = f'open it with rl.attach("{name}") or rlbench attach {name}; exist="attach" does so wherever it exists; or choose another name'
+            raise FileExistsError(errno.EEXIST, f"name: a run of this name exists; {remedy}", str(folder)) from None
         raise NotADirectoryError(errno.ENOTDIR, "runs: not a folder; name another folder for runs", str(root)) from None
     except OSError as error:
         raise OSError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .ledger import read_json, read_table, write_json
+from .runs_folder import ARCHIVE
 from .untrusted import hide_secrets
 
 if TYPE_CHECKING:
@@ -65,8 +66,13 @@ def read_family(folder: Path) -> Family | None:
 def parent_folder(folder: Path) -> Path | None:
     "The folder of a run's parent; None if it has none, or if that is gone."
     family = read_family(folder)
-    found = Path(folder).resolve().parent / family.parent if family else None
-    return found if found and (found / "config.toml").is_file() else None
+    if family is None:
+        return None
+    root = Path(folder).resolve().parent
+    for place in (root, root / ARCHIVE, root.parent):  # beside it, put away, or beside the archive it lies in
+        if (place / family.parent / "config.toml").is_file():
+            return place / family.parent
+    return None
 
 # %% ../nbs/49_lineage.ipynb #lineage-said
 BY_PLACE, BY_EVENT = "place", "event"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import CHECKPOINTS, load_checkpoint
-from .config import RunConfig, captured_functions, load_config, presets, read_config, to_toml
+from .config import RunConfig, captured_functions, load_config, presets, read_config, write_config
 from .digest import PartCheck, compare_traces, equality_in_words, is_same_run, known_parts, read_trace
 from .ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
 from .lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, standing, write_family, write_script
@@ -75,7 +75,7 @@ def prepare_replay(folder: Path, name: str, runs: Path | None = None, anyway: bo
     made = create_run_folder(runs or folder.parent, name)
     shutil.copytree(folder / "functions", made / "functions", dirs_exist_ok=True)
     config = config.model_copy(update={"name": name, "sinks": (), "webhook": "", **({"minutes": 0.0, "checkpoint_every": 0, "checkpoint_minutes": 0.0} if by == BY_PLACE else {})})
-    (made / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    write_config(made, config)
     family = read_family(folder)
     begins = family.checkpoint if family else ""
     if begins:

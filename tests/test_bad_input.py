@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from inline import inline_run
 
 import rlbench as rl
@@ -70,9 +71,19 @@ def not_built(tmp_path, *words: str, **knobs) -> None:
     assert status.state == "failed" and status.books_closed and not status.books and status.tokens == 0
 
 
-def test_a_model_path_that_is_not_there(tmp_path):
-    "By every worker that loads it."
-    failed(tmp_path, "model", "nowhere", model=str(tmp_path / "nowhere"))
+def test_a_model_that_is_not_there(tmp_path):
+    "Before a folder exists; and by the worker that loads it, where it goes later."
+    for name in (str(tmp_path / "nowhere"), "nobody/nowhere"):
+        with pytest.raises(OSError, match="model: .*nowhere' is no folder"):
+            rl.run("tiny", runs=tmp_path / "runs", model=name)
+    assert not (tmp_path / "runs").exists()
+    not_built(tmp_path, "model", "nowhere", model=str(tmp_path / "nowhere"))
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    refused(tmp_path, "device", "gpu", "cuda", device="gpu")
+    if not torch.cuda.is_available():
+        refused(tmp_path, "device", '"cuda" is asked for', device="cuda")
 
 
 def test_a_kv_budget_too_small_for_one_sequence(tmp_path):

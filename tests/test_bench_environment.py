@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlbench.bench_environment import TURNS, bench_environment
-from rlbench.run import list_runs
+from rlbench.runs_table import runs
 
 
 def test_the_bench_from_the_command_line(tmp_path):
@@ -15,7 +15,7 @@ def test_the_bench_from_the_command_line(tmp_path):
     done, again = (subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500) for _ in range(2))
     assert done.returncode == again.returncode == 0, (done.stderr[-2000:], again.stderr[-2000:])
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told == json.loads(again.stdout.splitlines()[-1]) and sorted(each.name for each in list_runs(tmp_path / "b" / "runs")) == ["late-1", "narrow-1", "prompt-1"]
+    assert told == json.loads(again.stdout.splitlines()[-1]) and sorted(each.name for each in runs(tmp_path / "b" / "runs")) == ["late-1", "narrow-1", "prompt-1"]
     late, prompt, narrow = (told[side] for side in ("late", "prompt", "narrow"))
     assert [each["batches"] for each in (late, prompt, narrow)] == [1, 1, 3], "the first batch is left out, and as many of the last as the bound and one"
     for share, side in (("stall_share", late), ("stall_share_at_2", narrow)):

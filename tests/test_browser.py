@@ -23,7 +23,7 @@ def lab(tmp_path_factory):
     "One server and one browser for all of this file."
     lab = MadeLab(tmp_path_factory.mktemp("lab"))
     yield lab
-    for run in rl.list_runs(lab.notebooks / "runs"):  # a test that fails half-way leaves its own
+    for run in rl.runs(lab.notebooks / "runs"):  # a test that fails half-way leaves its own
         if run.state in ("starting", "running", "paused"):
             run.stop()
     lab.close()

@@ -180,7 +180,7 @@ def test_knobs_are_kept_and_put_to_work(tmp_path):
     rows = {row["knob"]: row for row in told(tmp_path, "knobs", "second")["knobs"]}
     assert rows["group"]["in_force"] == 12 and rows["group"]["since"] > 0 and rows["temperature"]["since"] == 0
     assert "did you mean 'careful'" in cli(tmp_path, "knobs", "second", "--apply", "carefull", code=2)
-    assert [r.name for r in rl.list_runs(tmp_path / "runs")] == ["first", "second"]
+    assert [r.name for r in rl.runs(tmp_path / "runs")] == ["first", "second"]
     first.stop(), second.stop()
     assert first.wait(60) == second.wait(60) == "stopped"
 

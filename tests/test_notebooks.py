@@ -173,7 +173,7 @@ def test_run_process_needs_no_torch():
     assert told == list(RUN_PROCESS)
 
 
-PUBLIC = ("ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "list_runs", "load_config", "run")
+PUBLIC = ("ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "load_config", "run", "runs")
 
 
 def test_public_names():
@@ -182,6 +182,7 @@ def test_public_names():
 
     assert sorted(rlbench.__all__) == sorted(PUBLIC) and len(PUBLIC) <= 14
     assert all(getattr(rlbench, name) is not None for name in rlbench.__all__)
+    assert [name for name in dir(rlbench) if not name.startswith("_")] == sorted(PUBLIC) and callable(rlbench.runs)
 
 
 def test_readme_is_the_index():

@@ -138,7 +138,7 @@ def test_the_exported_script_runs(asynchronous, tmp_path):
     path = asynchronous.export_script(tmp_path / "steering.py")
     done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    (made,) = rl.list_runs(tmp_path / "runs")
+    (made,) = rl.runs(tmp_path / "runs")
     given, again = (sorted(row[:3] for row in applied(run)) for run in (asynchronous, made))  # a reward waits for a version, a temperature does not: either may be first
     assert made.state == "finished" and len(given) == 2 and again == given
 
