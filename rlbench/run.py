@@ -32,7 +32,7 @@ from .process import clear, close_books, note_start
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import check, give, rescore
 from .scorer import look_around
-from .steer import ask, ask_guard, check_live, drop_guard, guards, in_force, me, together
+from .steer import StandingChange, ask, ask_guard, check_live, drop_guard, guards, in_force, me, together, undo_change
 from .webhook import address
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class _Seeing(_Looking):
         "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
         from rlbench.panel import Panel
 
-        return Panel(self.folder, author, readonly)
+        return Panel(self.folder, author, readonly, fork=Run(self.folder).fork)
 
     def figure(self, card: str):
         "A card of the panel as an interactive plotly figure; a card of several charts gives the first. Raises ValueError for an unknown card."
@@ -259,7 +259,7 @@ class _Seeing(_Looking):
             return print(repr(self))  # no page to put a panel on
         from rlbench.panel import panel_of
 
-        panel_of(self.folder.resolve())._ipython_display_()
+        panel_of(self.folder.resolve(), Run(self.folder.resolve()).fork)._ipython_display_()
 
 # %% ../nbs/80_run.ipynb #run-class-predicting
 @dataclass(frozen=True)
@@ -507,6 +507,11 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
     def eval(self, author: str = "") -> str:
         "Evaluate now."
         return ask(self.folder, "eval", author=author)
+
+    def undo(self, author: str = "") -> StandingChange:
+        """Put the setting that was changed last back to its value before; once more: the change before that one.
+        Returns what is taken back. ValueError if no change stands."""
+        return undo_change(self.folder, author)
 
     def until(self, *, eval: float | None = None, step: int | None = None):
         "Awaitable: a held-out solve rate or a version is reached, or the run has ended."
