@@ -31,9 +31,9 @@ from rlbench.figures import (
 )
 from .balance import percent
 from .diagnosis import course_of, diagnose
-from .ledger import ENDED, count_rows, read_table
+from .ledger import ENDED, read_table
 from .loop import VERBS
-from .view import Snapshot, corners_of, value
+from .view import Snapshot, corners_of, read_last_batch, value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -591,10 +591,7 @@ def token_frame(folder: str | Path) -> "pl.DataFrame":
     "Trained tokens of the newest batch by rollout and policy version, with their lag."
     import polars as pl
 
-    trained = read_table(folder, "rollouts", ["rollout", "try", "level", "correct", "trained_at"]).filter(pl.col("trained_at") >= 0)
-    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
-    near = max(-1, count_rows(folder, "tokens") - 8 * len(batch) - 4096)  # a batch's tokens are among the newest rows
-    tokens = read_table(folder, "tokens", ["rollout", "try", "versions", "mask"], near)
+    batch, tokens = read_last_batch(folder)
     rows = batch.join(tokens, on=["rollout", "try"]).explode("versions", "mask").filter(pl.col("mask") > 0)
     counts = rows.group_by("rollout", "level", "correct", "trained_at", "versions", maintain_order=True).agg(pl.len().alias("tokens"))
     return counts.with_columns((pl.col("trained_at") - 1 - pl.col("versions")).alias("lag"))
@@ -692,7 +689,7 @@ def numbers_html(s: Snapshot) -> str:
     facts += [(f"held-out at v{items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
     facts += [("time", clock(s.status.seconds))] if s.status else []
     live = s.state not in (*ENDED, "dead")
-    facts += [("last heard", f"{seconds(s.age)} ago")] if live else []
+    facts += [("last heard", f"{seconds(s.age)} ago")] if live and s.alive_at else []
     late = "<span class='rl-late'>STALE<br>no new picture</span>" if live else ""
     return "<div class='rl-numbers' aria-hidden='true'>" + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts) + f"{late}</div>"
 

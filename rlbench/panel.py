@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'STOP_SECONDS', 'BUTTONS', 'STYLE', 'NAMES_SCRIPT',
-           'COLLAPSE', 'STILL_SECONDS', 'ALONE', 'TABLE_ROWS', 'PLOTLY', 'window', 'told_range', 'control_of',
-           'KnobRow', 'plain', 'two_digits', 'same', 'fit', 'tell', 'setting', 'said', 'show', 'Knobs', 'Watch',
-           'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card', 'press', 'main_controls',
-           'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse', 'best_version', 'draw',
-           'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of', 'charts_of',
-           'shown_output', 'open_card', 'card_outputs']
+           'COLLAPSE', 'STILL_SECONDS', 'PICTURE', 'ALONE', 'TABLE_ROWS', 'PLOTLY', 'window', 'told_range',
+           'control_of', 'KnobRow', 'plain', 'two_digits', 'same', 'fit', 'tell', 'setting', 'said', 'show', 'Knobs',
+           'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card', 'press',
+           'main_controls', 'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse', 'best_version',
+           'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of',
+           'charts_of', 'shown_output', 'open_card', 'card_outputs']
 
 # %% ../nbs/64_panel.ipynb #panel-imports
 import json
@@ -697,11 +697,24 @@ def show_panel(panel: Panel) -> None:
 
 
 def still_picture(panel: Panel) -> str:
-    "The picture as HTML, with the moment it was taken."
-    if not panel.snapshot:
+    "The picture as HTML, greyed; above it the run and version it shows, the moment it was taken, and how to see the run itself."
+    snapshot = panel.snapshot
+    if not snapshot:
         return ""
-    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(panel.snapshot.now))
-    return f'<div class="rl-still"><style>.rl-still .rl-late{{display:none}}{ALONE}</style>{still_html(panel.snapshot, panel.light)}<small>picture of {taken}; the panel lives while its kernel does: run the cell again</small></div>'
+    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(snapshot.now))
+    told = (
+        f"<p class='rl-picture'><b>A picture, not live:</b> run “{escape(snapshot.name)}” at version {snapshot.version:,}, "
+        f"taken {taken}. To see the run itself, run this cell again, or "
+        f"<code>rl.attach({escape(repr(snapshot.name))})</code> in another one.</p>"
+    )
+    frozen = replace(snapshot, alive_at=0.0)  # "last heard 0.3 s ago" would be said for ever
+    return f"<div class='rl-still'><style>{PICTURE}{ALONE}</style>{told}{still_html(frozen, panel.light)}</div>"
+
+
+PICTURE = (
+    ".rl-still .rl-late{display:none}.rl-still .rl-panel{filter:grayscale(1);opacity:.6}"
+    ".rl-picture{margin:0 0 6px;padding:6px 10px;border-left:4px solid #8c8c8c;color:var(--jp-ui-font-color1,#222)}"
+)
 
 
 def still(panel: Panel) -> None:

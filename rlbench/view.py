@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
+           'View', 'rollouts_since_batch', 'read_last_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
@@ -23,7 +23,7 @@ import numpy as np
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, kept
-from .ledger import Follower, Place, Status, count_rows, read_status, state_of
+from .ledger import Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -278,6 +278,7 @@ class View:
         self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask", "turn")})
         self.frames: dict[str, pl.DataFrame] = {}
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
+        self.searched = False  # whether the last trained batch was looked for beyond the rows that are kept
         self.lost: Mapping[int, tuple[int, float]] = {}
         self.predicted: tuple[int, Prediction | None] = 0, None  # size of the file, the newest in it
 
@@ -291,6 +292,9 @@ class View:
         _start(self) if not self.frames else None
         status, alive_at = read_status(self.folder), last_sign(self.folder)
         _take(self, self.follower.poll() | self.tokens.poll())
+        if self.batch[0] < 0 and not self.searched:  # nothing was trained among the rows that are kept
+            self.searched = True
+            self.batch = newest_batch(*read_last_batch(self.folder), 1)
         return _snapshot(self, now, status, max(alive_at, status.updated if status else 0.0))
 
 # %% ../nbs/58_view.ipynb #view-view-take
@@ -313,6 +317,18 @@ def rollouts_since_batch(folder: Path) -> int:
     trained_at = newest.poll()["rollouts"]["trained_at"].fill_null(-1).to_numpy()
     first = int(np.argmax(trained_at == trained_at.max())) if len(trained_at) else 0
     return len(trained_at) - first if len(trained_at) and trained_at.max() >= 0 else 0
+
+
+def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
+    "(rollouts, their token rows) of the last trained batch, however many rollouts of other fates ended since; of a large batch the first part."
+    import polars as pl
+
+    rollouts = read_table(folder, "rollouts", ["rollout", "try", "level", "fate", "correct", "length", "trained_at"])
+    trained = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
+    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
+    batch = batch.filter(pl.col("length").cum_sum() - pl.col("length") < TOKENS)
+    found = read_table(folder, "tokens", ["seq", "rollout"]).filter(pl.col("rollout").is_in(batch["rollout"].to_list()))
+    return batch, read_rows(folder, "tokens", found["seq"].to_list(), ["rollout", "try", "versions", "mask", "turn"])
 
 
 def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:

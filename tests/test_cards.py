@@ -150,3 +150,17 @@ def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
     (folder / "config.toml").rename(tmp_path / "config.toml")
     (folder / "ledger").rename(tmp_path / "ledger")
     assert view.poll().version == 3 and view.poll().held_out == "held_out"
+
+
+def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
+    "Whoever opens the run when no row of the last trained batch is among those that a view keeps still sees that batch, in the cards and in their table."
+    rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)
+    ledger = Ledger(folder, 0)
+    rows = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
+    filtered = rollout_row(64, 7, 0.5, rng, 1.5) | {"fate": "filtered", "trained_at": -1}
+    ledger.extend("tokens", [{"at": 10.0, "rollout": i, "try": 0, "versions": [5, 6], "mask": [1, 1]} for i in range(64)])
+    ledger.extend("rollouts", [*rows, *({**filtered, "rollout": i} for i in range(64, 64 + ROLLOUTS + 10))])
+    ledger.close()
+    snapshot = View(folder).poll()
+    assert (snapshot.batch, snapshot.lags.tolist(), len(snapshot.ribbons)) == (7, [64, 64], 8)
+    assert CARDS["staleness"].frame(folder)["tokens"].sum() == 128
