@@ -27,7 +27,7 @@ import numpy as np
 from .drop_bias import in_words
 from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
+    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, trained_line, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
 from .diagnosis import course_of, diagnose
@@ -367,9 +367,9 @@ def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
     served = level_lines(s) or [Line("served", s.steps["version"], s.steps["solve_rate"], "green", "2 2.5")]
     x, avg, lo, hi = (column(s.evals, name) for name in ("version", "avg", "avg_low", "avg_high"))
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, len(x) <= 40),) if len(x) else ()
-    series = (*band, *held, *(served if len(s.steps["version"]) else ()))
+    series = (*band, *held, *(served if len(s.steps["version"]) else ()), *trained_line(s.steps, "trained_solve_rate"))
     low, high = (f"{v:g}" for v in value(s, "band"))
-    said = f"held-out with its 95 % interval; served by difficulty; shaded: target {low} to {high}"
+    said = f"held-out with its 95 % interval; served by difficulty; of the batches trained; shaded: target {low} to {high}"
     return (Chart("Solve rate", series, said, y_label="share correct", y_range=(0, 1), marks=marks, empty="no batch trained and no evaluation made", **VERSIONS),
             replace(zero_signal(s.steps, marks), title="Groups without signal"))
 
@@ -582,7 +582,7 @@ def solve_frame(folder: str | Path) -> "pl.DataFrame":
     "Served solve rates by version, and the held-out ones beside them where there are some."
     import polars as pl
 
-    steps = read_table(folder, "steps", ["version", "at", "solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"])
+    steps = read_table(folder, "steps", ["version", "at", "solve_rate", "trained_solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"])
     evals = read_table(folder, "evals", ["eval", "version", "avg", "avg_low", "avg_high"]).filter(pl.col("eval") != "preflight")
     return steps.join(evals, on="version", how="full", coalesce=True).sort("version")
 
@@ -626,7 +626,7 @@ class CardSpec:
 BATCH = ("rollouts", "tokens", "commands")
 CARDS: dict[str, CardSpec] = {
     "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
-    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
+    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated", "trained_length"), (116, 80)),
     "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 44, 74)),
     "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "lag_span", "mixed_share"), (94, 102)),
     "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)),

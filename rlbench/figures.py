@@ -6,12 +6,13 @@
 __all__ = ['COLOURS', 'DASHES', 'INK', 'SOFT', 'GRID', 'GROUND', 'STYLE', 'SIZE', 'LINE', 'PLOTLY_GRID', 'PLOTLY_GROUND',
            'ACTORS', 'PARTS', 'TURNS', 'FATES', 'PHASES', 'OF_PROGRAM', 'Line', 'Band', 'Stack', 'Bars', 'Ribbons',
            'Intervals', 'Span', 'Mark', 'Reference', 'Chart', 'colour', 'Thinned', 'thin', 'ticks', 'number',
-           'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame', 'flow', 'frame', 'spoken', 'to_svg',
-           'to_plotly', 'column', 'items', 'axis', 'command_marks', 'solve_rate', 'served_by_level', 'zero_signal',
-           'lengths', 'truncated_share', 'bound_line', 'queue_depth', 'staleness', 'staleness_levels', 'discards',
-           'drop_bias', 'who_pays', 'actors_of', 'actor_time', 'tokens_by_fate', 'memory', 'held_by', 'sandbox_starts',
-           'sandbox_slowest', 'sandbox_pool', 'sandbox_ends', 'sandbox_failures', 'sandbox_trips', 'turns_and_tools',
-           'reward', 'health', 'staleness_histogram', 'version_ribbons']
+           'text_width', 'wrap', 'extent', 'Label', 'labels', 'spread', 'Frame', 'flow', 'frame', 'spoken',
+           'bridge_gaps', 'to_svg', 'to_plotly', 'column', 'items', 'axis', 'command_marks', 'trained_line',
+           'solve_rate', 'served_by_level', 'zero_signal', 'lengths', 'truncated_share', 'bound_line', 'queue_depth',
+           'staleness', 'staleness_levels', 'discards', 'drop_bias', 'who_pays', 'actors_of', 'actor_time',
+           'tokens_by_fate', 'memory', 'held_by', 'sandbox_starts', 'sandbox_slowest', 'sandbox_pool', 'sandbox_ends',
+           'sandbox_failures', 'sandbox_trips', 'turns_and_tools', 'reward', 'health', 'staleness_histogram',
+           'version_ribbons']
 
 # %% ../nbs/60_figures.ipynb #figures-imports
 import json
@@ -25,7 +26,7 @@ import numpy as np
 # %% ../nbs/60_figures.ipynb #figures-series
 @dataclass(frozen=True, eq=False)
 class Line:
-    "y over x; `lo` and `hi` are an interval around y. `dash` is an SVG dash pattern. NaN breaks the line."
+    "y over x; `lo` and `hi` are an interval around y. `dash` is an SVG dash pattern. NaN breaks the line, but not over versions."
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -637,12 +638,31 @@ def spoken(chart: Chart) -> str:
     newest, count = "newest " if any(isinstance(s, (Line, Stack)) for s in chart.series) else "", len(chart.marks)
     return f"{chart.title}: {newest}{', '.join(parts)}{unit}" + (f"; {count} command{'s' if count > 1 else ''} marked" if count else "")
 
+# %% ../nbs/60_figures.ipynb #figures-gaps
+def bridge_gaps(chart: Chart) -> Chart:
+    "A chart over versions or minutes whose lines and bands go through the points that have no value; other charts as they are."
+    timed = chart.x_unit in ("versions", "min")
+    return replace(chart, series=tuple(map(_known_points, chart.series))) if timed else chart
+
+
+def _known_points(s):
+    "A line or band at the points where it is known; one that is known nowhere, and any other series, as it is."
+    names = {Line: ("y", "lo", "hi"), Band: ("lo", "hi")}.get(type(s), ())
+    values = {name: _floats(found) for name in names if (found := getattr(s, name)) is not None}
+    if not values or len({len(y) for y in (s.x, *values.values())}) > 1:
+        return s
+    known = np.isfinite(values["y"]) if "y" in values else np.isfinite(values["lo"]) & np.isfinite(values["hi"])
+    if known.all() or not known.any():
+        return s
+    return replace(s, x=_floats(s.x)[known], **{name: y[known] for name, y in values.items()})
+
 # %% ../nbs/60_figures.ipynb #figures-svg
 _DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bars, Ribbons: _draw_ribbons, Intervals: _draw_intervals}
 
 
 def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
     "A chart as SVG text, drawn for `width` x `height` pixels. Stateless: the same chart gives the same text."
+    chart = bridge_gaps(chart)
     head = f'<svg class="rl-chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" aria-label="{escape(spoken(chart))}"><style>{STYLE}</style>'
     if extent(chart) is None:
         return head + _empty(chart, width, height) + "</svg>"
@@ -686,7 +706,7 @@ def to_plotly(chart: Chart):
     "A `plotly.graph_objects.Figure` of a chart, not thinned; hover shows every point."
     import plotly.graph_objects as go
 
-    chart, figure = _as_text(chart), go.Figure()
+    chart, figure = _as_text(bridge_gaps(chart)), go.Figure()
     for s in chart.series:
         for trace in _traces(s):
             figure.add_trace(trace)
@@ -852,6 +872,12 @@ def _said(value: str) -> str:
     found = found.get("name", "") if isinstance(found, dict) else found
     return "" if found is None else "–".join(f"{v}" for v in found) if isinstance(found, list) else f"{found:g}" if isinstance(found, float) else str(found)
 
+# %% ../nbs/60_figures.ipynb #figures-trained
+def trained_line(steps, name: str, x: str = "version") -> tuple[Line, ...]:
+    "A figure of the trained batches as a line; none in a run folder that has no such column."
+    y = column(steps, name)
+    return (Line("trained", axis(steps, x), y, "purple", "10 4"),) if np.isfinite(y).any() else ()
+
 # %% ../nbs/60_figures.ipynb #figures-solve
 def _x_axis(x: str) -> dict:
     return {"x_label": "time", "x_unit": "min"} if x == "minutes" else {"x_label": "version", "x_unit": "versions"}
@@ -862,6 +888,7 @@ def solve_rate(steps, evals=None, eval_name: str = "", band: tuple[float, float]
     mine = [i for i, name in enumerate(items(evals, "eval")) if name == eval_name or not eval_name and name != "preflight"]
     pick = {name: (axis(evals, x) if name == x else column(evals, name))[mine] if mine else [] for name in (x, "avg", "avg_low", "avg_high")}
     series = [Line("served", axis(steps, x), column(steps, "solve_rate"), "amber", "2 2.5")]
+    series += trained_line(steps, "trained_solve_rate", x)
     if mine:
         series.append(Line("held-out", pick[x], pick["avg"], "blue", "", pick["avg_low"], pick["avg_high"], 1.0, len(mine) <= 40))
     spans = (Span(*band, f"target of tasks served, {band[0]:g} to {band[1]:g}"),) if band else ()
@@ -908,6 +935,7 @@ def lengths(steps, cap: float | None = None, marks: tuple[Mark, ...] = (), x: st
         Band("p10–p90", at, column(steps, "length_p10"), column(steps, "length_p90"), "blue", 0.16),
         Band("p25–p75", at, column(steps, "length_p25"), column(steps, "length_p75"), "blue", 0.3),
         Line("median", at, column(steps, "length_p50"), "blue"),
+        *trained_line(steps, "trained_length", x),
     )
     truncated = column(steps, "truncated")
     subtitle = f"{100 * truncated[-1]:.1f} % cut at the limit" if len(truncated) and math.isfinite(truncated[-1]) else ""
@@ -1195,8 +1223,11 @@ def reward(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     mean, std = column(steps, "reward_mean"), column(steps, "reward_std")
     return Chart(
         "Reward",
-        (Line("", axis(steps, x), mean, "blue", lo=mean - std, hi=mean + std),),
-        "mean of the tasks served ± standard deviation",
+        (
+            Line("served", axis(steps, x), mean, "blue", lo=mean - std, hi=mean + std),
+            *trained_line(steps, "trained_reward", x),
+        ),
+        "mean of the tasks served ± standard deviation; mean of the batches trained",
         y_label="reward",
         marks=marks,
         empty="no reward yet",

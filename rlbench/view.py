@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'rollouts_since_batch', 'read_last_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
+           'View', 'read_last_batch', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
@@ -212,7 +212,7 @@ STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
     "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
-    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
+    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated", "trained_reward", "trained_solve_rate", "trained_length",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn
 TABLE_COLUMNS = {
@@ -297,6 +297,18 @@ class View:
             self.batch = newest_batch(*read_last_batch(self.folder), 1)
         return _snapshot(self, now, status, max(alive_at, status.updated if status else 0.0))
 
+# %% ../nbs/58_view.ipynb #view-last-batch
+def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
+    "(rollouts, their token rows) of the last trained batch, however many rollouts of other fates ended since; of a large batch the first part."
+    import polars as pl
+
+    rollouts = read_table(folder, "rollouts", ["rollout", "try", "level", "fate", "correct", "length", "trained_at"])
+    trained = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
+    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
+    batch = batch.filter(pl.col("length").cum_sum() - pl.col("length") < TOKENS)
+    found = read_table(folder, "tokens", ["seq", "rollout"]).filter(pl.col("rollout").is_in(batch["rollout"].to_list()))
+    return batch, read_rows(folder, "tokens", found["seq"].to_list(), ["rollout", "try", "versions", "mask", "turn"])
+
 # %% ../nbs/58_view.ipynb #view-view-take
 KEEP = {"commands": COMMANDS, "groups": GROUPS, "rollouts": ROLLOUTS, "verdicts": GROUPS}
 
@@ -317,18 +329,6 @@ def rollouts_since_batch(folder: Path) -> int:
     trained_at = newest.poll()["rollouts"]["trained_at"].fill_null(-1).to_numpy()
     first = int(np.argmax(trained_at == trained_at.max())) if len(trained_at) else 0
     return len(trained_at) - first if len(trained_at) and trained_at.max() >= 0 else 0
-
-
-def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
-    "(rollouts, their token rows) of the last trained batch, however many rollouts of other fates ended since; of a large batch the first part."
-    import polars as pl
-
-    rollouts = read_table(folder, "rollouts", ["rollout", "try", "level", "fate", "correct", "length", "trained_at"])
-    trained = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
-    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
-    batch = batch.filter(pl.col("length").cum_sum() - pl.col("length") < TOKENS)
-    found = read_table(folder, "tokens", ["seq", "rollout"]).filter(pl.col("rollout").is_in(batch["rollout"].to_list()))
-    return batch, read_rows(folder, "tokens", found["seq"].to_list(), ["rollout", "try", "versions", "mask", "turn"])
 
 
 def _take(view: View, fresh: "Mapping[str, pl.DataFrame]") -> None:

@@ -8,6 +8,7 @@ import pytest
 from fake_run import eval_rows, fake_run, rollout_row, step_row
 
 from rlbench.cards import CARDS, card_html, light, still_html, strip_html, style_html
+from rlbench.figures import solve_rate, to_svg
 from rlbench.ledger import Ledger
 from rlbench.view import COMMANDS, RECENT, ROLLOUTS, View
 
@@ -164,3 +165,25 @@ def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
     snapshot = View(folder).poll()
     assert (snapshot.batch, snapshot.lags.tolist(), len(snapshot.ribbons)) == (7, [64, 64], 8)
     assert CARDS["staleness"].frame(folder)["tokens"].sum() == 128
+
+
+def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
+    "Versions at which nothing was served leave no hole; what was trained is drawn for every version; a folder without its columns opens as before."
+    folder = fake_run(tmp_path, "gaps", batches=0, state="running", closed=False, evals=False)
+    rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
+    served = ("solve_rate", "solve_levels", "solve_rates", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "truncated")
+    for v in range(1, 13):
+        row = step_row(v, 0.5, rng, 1.5)
+        if v == 6:
+            row = {name: value for name, value in row.items() if name not in served}
+        ledger.append("steps", **row, **({} if v < 4 else {"trained_solve_rate": 0.5, "trained_length": 20.0, "trained_reward": 0.5}))
+    ledger.close()
+    snapshot = View(folder).poll()
+    assert np.isnan(snapshot.steps["solve_rate"][5]) and snapshot.steps["trained_solve_rate"][5] == 0.5
+    for key in ("solve", "length", "reward"):
+        assert "trained" in card_html(key, snapshot)
+    for chart in CARDS["length"].charts(snapshot):
+        lines = re.findall(r"<path d='([^']*)' fill='none' stroke='var\(--rl-[^>]*stroke-linejoin", to_svg(chart))
+        assert lines and all(line.count("M") == 1 for line in lines)
+    whole, older = to_svg(solve_rate(snapshot.steps)), {name: y for name, y in snapshot.steps.items() if "trained" not in name}
+    assert "trained" in whole and "trained" not in to_svg(solve_rate(older))
