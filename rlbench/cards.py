@@ -6,13 +6,13 @@
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'FIRST',
            'QUIET', 'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED',
            'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'remedies', 'shown',
-           'helps', 'Light', 'light', 'seconds', 'one_a_place', 'marks_of', 'over_versions', 'clipped', 'level_lines',
-           'solve_charts', 'length_charts', 'foretold', 'time_charts', 'queue_charts', 'staleness_charts',
-           'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts', 'memory_charts', 'locked_in_by',
-           'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts',
-           'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame', 'CardSpec', 'style_html',
-           'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html',
-           'card_html', 'moved', 'shown_first', 'still_html']
+           'helps', 'Light', 'light', 'starting_phase', 'seconds', 'one_a_place', 'marks_of', 'over_versions',
+           'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold', 'time_charts', 'queue_charts',
+           'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts', 'memory_charts',
+           'locked_in_by', 'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent',
+           'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame', 'reward_frame',
+           'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html', 'plain',
+           'lean', 'areas', 'figure_html', 'card_html', 'moved', 'shown_first', 'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -284,7 +284,19 @@ def _told(s: Snapshot) -> Light | None:
         held = [(a, r) for k, a, r, t in zip(*(items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True) if k in ("pause", "step") and t == "applied"]
         by = f", held by {held[-1][0]}{': ' + held[-1][1] if held[-1][1] else ''}" if held else ""
         return Light("paused", f"at version {s.version}{by}", "go releases it, step makes one version")
-    return Light("starting", "its processes are starting") if s.state == "starting" else None
+    return Light("starting", starting_phase(s)) if s.state == "starting" else None
+
+
+def starting_phase(s: Snapshot) -> str:
+    "What a starting run is doing now, as one of four phases."
+    workers = sorted(s.status.workers) if s.status else []
+    if s.begun.get("Train"):
+        return "4 of 4: it trains the first batch"
+    if s.begun:
+        return f"3 of 4: it writes and scores the first responses, {s.begun.get('Generated', 0):,} so far"
+    if workers:
+        return f"2 of 4: its workers ({', '.join(workers)}) load the model"
+    return "1 of 4: its process starts"
 
 
 def seconds(span: float) -> str:

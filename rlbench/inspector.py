@@ -160,6 +160,7 @@ class StoredRollout(RolloutRow):
     mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))  # bool [T]: carries weight in the loss
     advantage: float | None = None
     turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]: turn of each token; empty if there is one turn
+    observed: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: tokens of the observations
     observed_turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: the turn that each token of an observation opens
     said: tuple[str, ...] = ()  # of an episode of several turns: response, observation, response, ...
     states: tuple[str, ...] = ()  # per turn: id of the environment's state in which it began
@@ -216,7 +217,7 @@ def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -
     known["tests"] = tests_of(folder, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
     if tokens is None or tokens["try"] != row["try"]:
         return StoredRollout(**known)
-    arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed_turn")}
+    arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn")}
     return StoredRollout(**known, **arrays, advantage=tokens["advantage"])
 
 
@@ -385,8 +386,11 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
         elif turn.text:
             out.append(f"<pre>{text(turn.text)}</pre>")
         if turn.answer is not None:
+            read = r.observed[r.observed_turn == turn.number + 1] if len(r.observed) == len(r.observed_turn) else r.observed[:0]
             after = int((r.observed_turn == turn.number + 1).sum())
-            out.append(f'<div class="env"><small>environment{f", {after:,} tokens" if after else ""}</small><pre>{text(turn.answer)}</pre></div>')
+            words = decode(read.tolist()) if decode is not None and len(read) else turn.answer
+            who = f"environment{f', {after:,} tokens' if after else ''}"
+            out.append(f'<div class="env"><small>{who}</small><pre>{text(words)}</pre></div>')
     return "".join(out)
 
 # %% ../nbs/66_inspector.ipynb #inspector-style

@@ -627,9 +627,10 @@ COLLAPSE = "collapsing"  # the verdict of `diagnosis`
 
 def best_version(folder: Path) -> int | None:
     "The version of the best checkpoint by held-out; None if there is none that was evaluated."
+    find_best = getattr(checkpoint, "find_best", None)  # None: this rlbench keeps no checkpoint by merit
     try:
-        return checkpoint.find_best(folder).version
-    except (AttributeError, ValueError, OSError):  # no checkpoint that was evaluated; an rlbench that keeps none by merit
+        return find_best(folder).version if find_best else None
+    except (ValueError, OSError):  # no checkpoint that was evaluated
         return None
 
 

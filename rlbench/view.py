@@ -13,6 +13,7 @@ import math
 import os
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,7 @@ class Snapshot:
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
+    begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
 
     @property
     def version(self) -> int:
@@ -411,8 +413,10 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
     name, rows = held_out(frames["evals"], view.config)
     served = frames["rollouts"].filter((pl.col("fate") != "evaluated") & pl.col("reward").is_not_null())
     version, lags, ribbons = view.batch
+    state = state_of(status)
+    begun = Counter(read_table(view.folder, "events", ["kind"])["kind"].to_list()) if state == "starting" else {}
     return Snapshot(
-        name=view.folder.resolve().name, now=now, state=state_of(status), status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
+        name=view.folder.resolve().name, now=now, state=state, begun=begun, status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "reward", "part_names", "part_values"),

@@ -187,3 +187,19 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
         assert lines and all(line.count("M") == 1 for line in lines)
     whole, older = to_svg(solve_rate(snapshot.steps)), {name: y for name, y in snapshot.steps.items() if "trained" not in name}
     assert "trained" in whole and "trained" not in to_svg(solve_rate(older))
+
+
+def test_a_start_shows_its_phases(tmp_path):
+    "Process, workers, first responses, first batch: each is said while it lasts."
+    folder = fake_run(tmp_path, "starts", batches=0, state="starting", evals=False, rollouts=0, closed=False)
+    snapshot = View(folder).poll()
+    snapshot = replace(snapshot, state="starting", begun={}, now=snapshot.alive_at + 1)
+    status = snapshot.status
+    told = [
+        light(replace(snapshot, status=replace(status, workers={}))),
+        light(replace(snapshot, status=replace(status, workers={"trainer": 7}))),
+        light(replace(snapshot, begun={"Generate": 40, "Generated": 31})),
+        light(replace(snapshot, begun={"Generate": 40, "Generated": 40, "Train": 1})),
+    ]
+    assert [each.reason[:6] for each in told] == [f"{phase} of 4" for phase in (1, 2, 3, 4)]
+    assert "31 so far" in told[2].reason and "trainer" in told[1].reason
