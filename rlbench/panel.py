@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'STOP_SECONDS', 'BUTTONS', 'STYLE', 'NAMES_SCRIPT',
-           'COLLAPSE', 'STILL_SECONDS', 'PICTURE', 'ALONE', 'TABLE_ROWS', 'PLOTLY', 'window', 'told_range',
-           'control_of', 'KnobRow', 'plain', 'two_digits', 'same', 'fit', 'tell', 'setting', 'said', 'show', 'Knobs',
-           'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card', 'press',
-           'main_controls', 'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse', 'best_version',
-           'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of',
-           'charts_of', 'shown_output', 'open_card', 'card_outputs']
+           'COLLAPSE', 'WHOLE_WIDTH', 'STILL_SECONDS', 'PICTURE', 'ALONE', 'TABLE_ROWS', 'PLOTLY', 'window',
+           'told_range', 'control_of', 'KnobRow', 'plain', 'two_digits', 'same', 'fit', 'tell', 'setting', 'said',
+           'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card',
+           'press', 'main_controls', 'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse',
+           'best_version', 'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of',
+           'card_of', 'charts_of', 'shown_output', 'open_card', 'card_outputs']
 
 # %% ../nbs/64_panel.ipynb #panel-imports
 import json
@@ -332,7 +332,7 @@ STOP_SECONDS = 3.0
 BUTTONS = {
     "pause": ("Pause", "pause", "Hold training and new rollouts"), "go": ("Go", "play", "Release a paused run"), "step": ("Step", "step-forward", "One more version, then hold"),
     "undo": ("Undo", "undo", "Put the setting that was changed last back to its value before; once more: the change before that one"),
-    "publish": ("Publish now", "upload", "Hand the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate now"),
+    "publish": ("Publish", "upload", "Hand the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate now"),
     "checkpoint": ("Checkpoint", "save", "Save the whole run as soon as no batch trains; it can be resumed or forked from there"),
     "stop": ("Stop", "stop", "Finish the batch in training, save the policy, close the books, end; asks twice"),
 }
@@ -491,6 +491,7 @@ STYLE = """
 .rl-panel .rl-close{width:auto}.rl-panel .rl-detail :is(.modebar-btn[data-title^="Share"],.modebar-btn--logo){display:none}
 .rl-panel .rl-detail .js-plotly-plot :is(.bg,.legend .bg){fill:transparent!important}
 .rl-panel .rl-detail .js-plotly-plot :is(.infolayer,.cartesianlayer) text{fill:var(--jp-ui-font-color1,#222)!important}
+.rl-panel .rl-detail .js-plotly-plot .cartesianlayer .bartext{fill:#fff!important}
 .rl-panel .rl-detail .js-plotly-plot :is(.gridlayer path,.zerolinelayer path){stroke:var(--jp-border-color2,#ddd)!important}
 .rl-panel .widget-html-content{line-height:1.4}.rl-panel .rl-over{width:140px}
 .rl-panel .rl-message.widget-html{height:auto;min-height:0;margin:0}.rl-panel .rl-message .widget-html-content{height:auto;min-height:0}
@@ -531,8 +532,8 @@ def build(panel: Panel) -> dict:
             toggles[key] = w.ToggleButton(value=key in first, description=spec.title, tooltip=tooltip)
             toggles[key].observe(lambda change, key=key: show_card(panel, key, change["new"]), "value")
             cards[key].layout.display = "" if key in first else "none"
-    strip = w.Box([parts["state"], parts["fork"], parts["numbers"]]).add_class("rl-strip").add_class("rl-bar")
-    head = w.VBox([strip, *main_controls(panel), parts["message"]]).add_class("rl-head")
+    strip = w.Box([parts["state"], parts["numbers"]]).add_class("rl-strip").add_class("rl-bar")
+    head = w.VBox([strip, *main_controls(panel, parts["fork"]), parts["message"]]).add_class("rl-head")
     grid = w.Box(list(cards.values())).add_class("rl-cards")
     more = w.HBox(list(toggles.values())).add_class("rl-row")
     groups = [panel.knobs.groups] if panel.knobs else []
@@ -551,7 +552,7 @@ def press(panel: Panel, verb: str, value: object = None) -> object:
     return undo_change(panel.folder, panel.author) if verb == "undo" else panel.send(verb, value)
 
 
-def main_controls(panel: Panel) -> list:
+def main_controls(panel: Panel, fork) -> list:
     "What stays in view: the five knobs, the buttons and the ramp box; nothing for a panel that only looks."
     import ipywidgets as w
 
@@ -562,7 +563,7 @@ def main_controls(panel: Panel) -> list:
     over.style.description_width = "68px"
     panel.knobs.more.observe(lambda _: panel.frame(), "value")
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
-    return [panel.knobs.first, w.HBox([panel.buttons.widget, over, panel.knobs.more]).add_class("rl-row")]
+    return [panel.knobs.first, w.HBox([panel.buttons.widget, over, panel.knobs.more, fork]).add_class("rl-row")]
 
 
 # %% ../nbs/64_panel.ipynb #panel-opener
@@ -591,7 +592,7 @@ def fork_button(panel: Panel):
     import ipywidgets as w
 
     tooltip = "Start another run from this one's best checkpoint; this one is left as it is"
-    button = w.Button(description="Fork from best", icon="code-fork", tooltip=tooltip).add_class("rl-fork")
+    button = w.Button(description="Fork from best", button_style="warning", icon="code-fork", tooltip=tooltip).add_class("rl-fork")
     button.layout.display = "none"
     button.on_click(lambda _: fork_best(panel))
     return button
@@ -623,6 +624,7 @@ def answer_collapse(panel: Panel) -> None:
 
 
 COLLAPSE = "collapsing"  # the verdict of `diagnosis`
+WHOLE_WIDTH = 720.0  # pixels for which a card is drawn that takes the whole width, three charts beside each other
 
 
 def best_version(folder: Path) -> int | None:
@@ -644,7 +646,7 @@ def draw(panel: Panel) -> None:
     fresh = moved(panel.drawn, snapshot)
     for key, spec in CARDS.items():
         if (spec.default or parts["toggles"][key].value) and (key in fresh or not parts[key].value):
-            tell(parts[key], card_html(key, snapshot))
+            tell(parts[key], card_html(key, snapshot, WHOLE_WIDTH if panel.collapsed and key == "health" else 0))
         elif key in fresh:
             tell(parts[key], "")  # drawn when it is asked for
     panel.drawn = snapshot
