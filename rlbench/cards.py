@@ -6,7 +6,7 @@
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'FIRST',
            'QUIET', 'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED',
            'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'remedies', 'shown',
-           'helps', 'Light', 'light', 'starting_phase', 'seconds', 'one_a_place', 'marks_of', 'over_versions',
+           'helps', 'Light', 'light', 'seconds', 'starting_phase', 'one_a_place', 'marks_of', 'over_versions',
            'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold', 'time_charts', 'queue_charts',
            'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts', 'memory_charts',
            'locked_in_by', 'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit', 'fit', 'spent',
@@ -287,6 +287,15 @@ def _told(s: Snapshot) -> Light | None:
     return Light("starting", starting_phase(s)) if s.state == "starting" else None
 
 
+def seconds(span: float) -> str:
+    "0.4 s, 3 min, 2 h 5 min."
+    if not math.isfinite(span):
+        return "–"
+    if span < 100:
+        return f"{span:.1f} s" if span < 10 else f"{span:.0f} s"
+    return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
+
+# %% ../nbs/62_cards.ipynb #cards-start
 def starting_phase(s: Snapshot) -> str:
     "What a starting run is doing now, as one of four phases."
     workers = sorted(s.status.workers) if s.status else []
@@ -298,14 +307,6 @@ def starting_phase(s: Snapshot) -> str:
         return f"2 of 4: its workers ({', '.join(workers)}) load the model"
     return "1 of 4: its process starts"
 
-
-def seconds(span: float) -> str:
-    "0.4 s, 3 min, 2 h 5 min."
-    if not math.isfinite(span):
-        return "–"
-    if span < 100:
-        return f"{span:.1f} s" if span < 10 else f"{span:.0f} s"
-    return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
 
 # %% ../nbs/62_cards.ipynb #cards-marks
 MANY = 40  # marks
