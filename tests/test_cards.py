@@ -4,12 +4,14 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
+import polars as pl
 import pytest
 from fake_run import eval_rows, fake_run, rollout_row, step_row
+from inline import inline_run
 
 from rlbench.cards import CARDS, card_html, light, still_html, strip_html, style_html
 from rlbench.figures import solve_rate, to_svg
-from rlbench.ledger import Ledger
+from rlbench.ledger import Ledger, read_table
 from rlbench.view import COMMANDS, RECENT, ROLLOUTS, View
 
 LONG = 100_000
@@ -203,3 +205,14 @@ def test_a_start_shows_its_phases(tmp_path):
     ]
     assert [each.reason[:6] for each in told] == [f"{phase} of 4" for phase in (1, 2, 3, 4)]
     assert "31 so far" in told[2].reason and "trainer" in told[1].reason
+
+
+def test_each_version_says_what_it_trained(tmp_path):
+    "Solve rate, reward and length of a step row are those of the rollouts that this version was trained on."
+    table = {"group": 4, "batch": 32, "steps": 4, "staleness": 1, "preflight": 0, "eval": []}
+    folder = inline_run(tmp_path, "told", table).folder
+    steps, rollouts = read_table(folder, "steps"), read_table(folder, "rollouts")
+    for row in steps.iter_rows(named=True):
+        mine = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") == row["version"]))
+        told = row["trained_solve_rate"], row["trained_reward"], row["trained_length"]
+        assert told == pytest.approx((mine["correct"].mean(), mine["reward"].mean(), mine["length"].mean()))
