@@ -53,7 +53,7 @@ def served_columns(groups: Sequence[Group]) -> dict:
 
 # %% ../nbs/44_accounts.ipynb #accounts-batch
 def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int]) -> dict:
-    "Staleness, size and turn columns of a batch trained on weights of `version`."
+    "Staleness, size, solve rate, reward, length and turn columns of a batch trained on weights of `version`."
     rollouts = [r for g in groups for r in g.rollouts if r.reward is not None and span(r)]
     old = [staleness(r, version) for r in rollouts]
     weights = [int(sum(s.trained.sum() for s in r.segments)) for r in rollouts]
@@ -61,6 +61,9 @@ def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int])
     return {
         "trained_rollouts": len(rollouts),
         "trained_tokens": sum(weights),
+        "trained_reward": float(np.mean([r.reward for r in rollouts])),
+        "trained_solve_rate": float(np.mean([bool(r.correct) for r in rollouts])),
+        "trained_length": float(np.mean([r.length for r in rollouts])),
         "turns": float(np.mean([len(r.responses) for r in rollouts])),
         "lag_trajectory": float(np.mean([each.trajectory for each in old])),
         "lag_token": float(np.average([each.token_mean for each in old], weights=weights)),

@@ -6,13 +6,14 @@
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'FIRST',
            'QUIET', 'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED',
            'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'next_value',
-           'turn_text', 'remedies', 'shown', 'helps', 'Light', 'light', 'seconds', 'one_a_place', 'marks_of',
-           'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold', 'time_charts',
-           'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said', 'health_charts',
-           'memory_charts', 'locked_in_by', 'sandbox_charts', 'turns_charts', 'parts_lines', 'reward_charts', 'Fit',
-           'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame', 'verdict_frame',
-           'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock', 'strip_html', 'legend_html',
-           'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'shown_first', 'still_html']
+           'turn_text', 'remedies', 'shown', 'helps', 'Light', 'light', 'seconds', 'starting_phase', 'one_a_place',
+           'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold',
+           'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said',
+           'health_charts', 'memory_charts', 'locked_in_by', 'sandbox_charts', 'turns_charts', 'parts_lines',
+           'reward_charts', 'Fit', 'fit', 'spent', 'throughput_charts', 'steps_frame', 'solve_frame', 'token_frame',
+           'verdict_frame', 'reward_frame', 'CardSpec', 'style_html', 'state_html', 'numbers_html', 'clock',
+           'strip_html', 'legend_html', 'plain', 'lean', 'areas', 'figure_html', 'card_html', 'moved', 'shown_first',
+           'still_html']
 
 # %% ../nbs/62_cards.ipynb #cards-imports
 import math
@@ -27,13 +28,13 @@ import numpy as np
 from .drop_bias import in_words
 from rlbench.figures import (
     ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
+    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, trained_line, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
 )
 from .balance import percent
 from .diagnosis import NOT_LEARNING, course_of, diagnose
-from .ledger import ENDED, count_rows, read_table
+from .ledger import ENDED, read_table
 from .loop import VERBS
-from .view import Snapshot, corners_of, value
+from .view import Snapshot, corners_of, read_last_batch, value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -306,7 +307,7 @@ def _told(s: Snapshot) -> Light | None:
         held = [(a, r) for k, a, r, t in zip(*(items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True) if k in ("pause", "step") and t == "applied"]
         by = f", held by {held[-1][0]}{': ' + held[-1][1] if held[-1][1] else ''}" if held else ""
         return Light("paused", f"at version {s.version}{by}", "go releases it, step makes one version")
-    return Light("starting", "its processes are starting") if s.state == "starting" else None
+    return Light("starting", starting_phase(s)) if s.state == "starting" else None
 
 
 def seconds(span: float) -> str:
@@ -316,6 +317,19 @@ def seconds(span: float) -> str:
     if span < 100:
         return f"{span:.1f} s" if span < 10 else f"{span:.0f} s"
     return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
+
+# %% ../nbs/62_cards.ipynb #cards-start
+def starting_phase(s: Snapshot) -> str:
+    "What a starting run is doing now, as one of four phases."
+    workers = sorted(s.status.workers) if s.status else []
+    if s.begun.get("Train"):
+        return "4 of 4: it trains the first batch"
+    if s.begun:
+        return f"3 of 4: it writes and scores the first responses, {s.begun.get('Generated', 0):,} so far"
+    if workers:
+        return f"2 of 4: its workers ({', '.join(workers)}) load the model"
+    return "1 of 4: its process starts"
+
 
 # %% ../nbs/62_cards.ipynb #cards-marks
 MANY = 40  # marks
@@ -389,9 +403,9 @@ def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
     served = level_lines(s) or [Line("served", s.steps["version"], s.steps["solve_rate"], "green", "2 2.5")]
     x, avg, lo, hi = (column(s.evals, name) for name in ("version", "avg", "avg_low", "avg_high"))
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, len(x) <= 40),) if len(x) else ()
-    series = (*band, *held, *(served if len(s.steps["version"]) else ()))
+    series = (*band, *held, *(served if len(s.steps["version"]) else ()), *trained_line(s.steps, "trained_solve_rate"))
     low, high = (f"{v:g}" for v in value(s, "band"))
-    said = f"held-out with its 95 % interval; served by difficulty; shaded: target {low} to {high}"
+    said = f"held-out with its 95 % interval; served by difficulty; of the batches trained; shaded: target {low} to {high}"
     return (Chart("Solve rate", series, said, y_label="share correct", y_range=(0, 1), marks=marks, empty="no batch trained and no evaluation made", **VERSIONS),
             replace(zero_signal(s.steps, marks), title="Groups without signal"))
 
@@ -604,7 +618,7 @@ def solve_frame(folder: str | Path) -> "pl.DataFrame":
     "Served solve rates by version, and the held-out ones beside them where there are some."
     import polars as pl
 
-    steps = read_table(folder, "steps", ["version", "at", "solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"])
+    steps = read_table(folder, "steps", ["version", "at", "solve_rate", "trained_solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"])
     evals = read_table(folder, "evals", ["eval", "version", "avg", "avg_low", "avg_high"]).filter(pl.col("eval") != "preflight")
     return steps.join(evals, on="version", how="full", coalesce=True).sort("version")
 
@@ -613,10 +627,7 @@ def token_frame(folder: str | Path) -> "pl.DataFrame":
     "Trained tokens of the newest batch by rollout and policy version, with their lag."
     import polars as pl
 
-    trained = read_table(folder, "rollouts", ["rollout", "try", "level", "correct", "trained_at"]).filter(pl.col("trained_at") >= 0)
-    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
-    near = max(-1, count_rows(folder, "tokens") - 8 * len(batch) - 4096)  # a batch's tokens are among the newest rows
-    tokens = read_table(folder, "tokens", ["rollout", "try", "versions", "mask"], near)
+    batch, tokens = read_last_batch(folder)
     rows = batch.join(tokens, on=["rollout", "try"]).explode("versions", "mask").filter(pl.col("mask") > 0)
     counts = rows.group_by("rollout", "level", "correct", "trained_at", "versions", maintain_order=True).agg(pl.len().alias("tokens"))
     return counts.with_columns((pl.col("trained_at") - 1 - pl.col("versions")).alias("lag"))
@@ -651,7 +662,7 @@ class CardSpec:
 BATCH = ("rollouts", "tokens", "commands")
 CARDS: dict[str, CardSpec] = {
     "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
-    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated"), (116, 80)),
+    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated", "trained_length"), (116, 80)),
     "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 44, 74)),
     "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "lag_span", "mixed_share"), (94, 102)),
     "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)),
@@ -714,7 +725,7 @@ def numbers_html(s: Snapshot) -> str:
     facts += [(f"held-out at v{items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
     facts += [("time", clock(s.status.seconds))] if s.status else []
     live = s.state not in (*ENDED, "dead")
-    facts += [("last heard", f"{seconds(s.age)} ago")] if live else []
+    facts += [("last heard", f"{seconds(s.age)} ago")] if live and s.alive_at else []
     late = "<span class='rl-late'>STALE<br>no new picture</span>" if live else ""
     return "<div class='rl-numbers' aria-hidden='true'>" + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts) + f"{late}</div>"
 

@@ -7,9 +7,9 @@ __all__ = ['NARROW', 'TEXTS', 'STEPS', 'AGAIN', 'PALETTE', 'LOOK_STYLE', 'PAGE',
            'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'Earlier', 'RolloutRow', 'StoredRollout',
            'verdict', 'fate_in_words', 'staleness_in_words', 'read_rollout', 'tests_of', 'heat', 'legend', 'strip_html',
            'heat_in_words', 'Turn', 'turns_of', 'turn_in_words', 'state_in_words', 'undone_in_words', 'turns_html',
-           'framed', 'card_html', 'rollout_html', 'versions_of_task', 'pairs_of_task', 'other_version', 'other_try',
-           'side_by_side', 'Bounds', 'bounds_of', 'line', 'widgets', 'Parts', 'make_parts', 'asked', 'preset', 'widen',
-           'boxed', 'Browser', 'browse']
+           'framed', 'card_html', 'prompt_html', 'rollout_html', 'versions_of_task', 'pairs_of_task', 'other_version',
+           'other_try', 'side_by_side', 'Bounds', 'bounds_of', 'line', 'widgets', 'Parts', 'make_parts', 'asked',
+           'preset', 'widen', 'boxed', 'Browser', 'browse']
 
 # %% ../nbs/66_inspector.ipynb #inspector-imports
 import math
@@ -153,12 +153,14 @@ class StoredRollout(RolloutRow):
     prompt: str = ""
     text: str = ""
     answer: str = ""
+    prompt_tokens: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [P]: what the model read first
     tokens: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]
     logprobs: np.ndarray = field(default_factory=partial(np.zeros, 0))  # float64 [T], nats
     versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]
     mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))  # bool [T]: carries weight in the loss
     advantage: float | None = None
     turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]: turn of each token; empty if there is one turn
+    observed: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: tokens of the observations
     observed_turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: the turn that each token of an observation opens
     said: tuple[str, ...] = ()  # of an episode of several turns: response, observation, response, ...
     states: tuple[str, ...] = ()  # per turn: id of the environment's state in which it began
@@ -215,7 +217,7 @@ def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -
     known["tests"] = tests_of(folder, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
     if tokens is None or tokens["try"] != row["try"]:
         return StoredRollout(**known)
-    arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("tokens", "logprobs", "versions", "mask", "turn", "observed_turn")}
+    arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn")}
     return StoredRollout(**known, **arrays, advantage=tokens["advantage"])
 
 
@@ -384,8 +386,11 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
         elif turn.text:
             out.append(f"<pre>{text(turn.text)}</pre>")
         if turn.answer is not None:
+            read = r.observed[r.observed_turn == turn.number + 1] if len(r.observed) == len(r.observed_turn) else r.observed[:0]
             after = int((r.observed_turn == turn.number + 1).sum())
-            out.append(f'<div class="env"><small>environment{f", {after:,} tokens" if after else ""}</small><pre>{text(turn.answer)}</pre></div>')
+            words = decode(read.tolist()) if decode is not None and len(read) else turn.answer
+            who = f"environment{f', {after:,} tokens' if after else ''}"
+            out.append(f'<div class="env"><small>{who}</small><pre>{text(words)}</pre></div>')
     return "".join(out)
 
 # %% ../nbs/66_inspector.ipynb #inspector-style
@@ -433,7 +438,17 @@ def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None 
     failed = f'<p class="no">{text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
     wanted = f"<h4>{'Tests' if code_task_of(r.answer) else 'Right answer'}</h4><pre>{text(answer_in_words(r.answer, 6))}</pre>"
     return (f'<article class="rl-rollout" aria-label="rollout {r.rollout}, {verdict(r)}"><p class="head">{head}</p>{failed}'
-            f"<h4>Prompt</h4><pre>{text(r.prompt)}</pre>{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>")
+            f"{prompt_html(r, decode)}{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>")
+
+
+def prompt_html(r: StoredRollout, decode: Decoder | None) -> str:
+    "What the model read before its first token, the template and special tokens included; the task's own words where that is not known."
+    words = f"<pre>{text(r.prompt)}</pre>"
+    if decode is None or not len(r.prompt_tokens):
+        return f"<h4>Prompt</h4>{words}"
+    read = decode(r.prompt_tokens.tolist())
+    alone = f"<details><summary>the task's words alone</summary>{words}</details>" if read != r.prompt else ""
+    return f"<h4>Prompt, as the model read it: {len(r.prompt_tokens):,} tokens</h4><pre>{text(read)}</pre>{alone}"
 
 
 def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: bool) -> str:

@@ -501,6 +501,12 @@ length_max | float | tokens | longest
 truncated | float | share | responses stopped by the length limit
 """)
 
+_STEPS_TRAINED = _columns("""
+trained_reward | float | reward | mean reward of the batch's rollouts; null in folders of an older rlbench
+trained_solve_rate | float | share | share correct of the batch's rollouts; null in folders of an older rlbench
+trained_length | float | tokens | mean response length of the batch's rollouts; null in folders of an older rlbench
+""")
+
 # %% ../nbs/00_records.ipynb #records-steps-fate
 _STEPS_AGE = _columns("""
 lag_trajectory | float | versions | mean over the batch: versions since a rollout was dispatched
@@ -562,7 +568,7 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 """)
 
 
-STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_TURNS, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_MACHINE, *_STEPS_SERVED, *_STEPS_TRAINING,
+STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_TURNS, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_MACHINE, *_STEPS_SERVED, *_STEPS_TRAINED, *_STEPS_TRAINING,
          *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
 
 # %% ../nbs/00_records.ipynb #records-tables

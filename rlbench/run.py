@@ -38,7 +38,7 @@ from .refusals import refuses_in_one_line
 from .rescore import check, give, rescore
 from .runs_folder import find_run_folder, find_runs_folder, is_run_folder, shown_path
 from .scorer import look_around
-from .steer import ask, ask_guard, changed_together, check_live, drop_guard, guards, in_force, me, together
+from .steer import StandingChange, ask, ask_guard, changed_together, check_live, drop_guard, guards, in_force, me, together, undo_change
 from .tasks import TaskNote
 from .webhook import address
 
@@ -145,6 +145,7 @@ def start_with_notes(source: str | Mapping | RunConfig, runs: str | Path | None,
         write_labels(folder, labels)
     start_process(folder)
     return Run(folder), notes + told
+
 
 def existing_run(root: Path, name: str, exist: str) -> "Run | None":
     "The run of this name if there is one and `exist` says to attach to it. Raises ValueError for another `exist`, and for none that has a name."
@@ -307,7 +308,7 @@ class _Seeing(_Looking):
         "A live panel of its own, beside the one that the run itself shows; `readonly` has no controls."
         from rlbench.panel import Panel
 
-        return Panel(self.folder, author, readonly)
+        return Panel(self.folder, author, readonly, fork=Run(self.folder).fork)
 
     def figure(self, card: str):
         "A card of the panel as an interactive plotly figure; a card of several charts gives the first. Raises ValueError for an unknown card."
@@ -354,7 +355,7 @@ class _Seeing(_Looking):
             return print(repr(self))  # no page to put a panel on
         from rlbench.panel import panel_of
 
-        panel_of(self.folder.resolve())._ipython_display_()
+        panel_of(self.folder.resolve(), Run(self.folder.resolve()).fork)._ipython_display_()
 
 # %% ../nbs/80_run.ipynb #run-class-predicting
 @dataclass(frozen=True)
@@ -628,6 +629,11 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
     def eval(self, author: str = "") -> str:
         "Evaluate now."
         return ask(self.folder, "eval", author=author)
+
+    def undo(self, author: str = "") -> StandingChange:
+        """Put the setting that was changed last back to its value before; once more: the change before that one.
+        Returns what is taken back. ValueError if no change stands."""
+        return undo_change(self.folder, author)
 
     def until(self, *, eval: float | None = None, step: int | None = None):
         "Awaitable: a held-out solve rate or a version is reached, or the run has ended."

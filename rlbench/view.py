@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
+           'View', 'read_last_batch', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
@@ -13,6 +13,7 @@ import math
 import os
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, kept
-from .ledger import Follower, Place, Status, count_rows, read_status, state_of
+from .ledger import Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -170,6 +171,7 @@ class Snapshot:
     lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
+    begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
 
     @property
     def version(self) -> int:
@@ -212,7 +214,7 @@ STEP_COLUMNS = (
     "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
     "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
     "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
-    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated",
+    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated", "trained_reward", "trained_solve_rate", "trained_length",
     "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
 )  # numbers that are drawn
 TABLE_COLUMNS = {
@@ -278,6 +280,7 @@ class View:
         self.tokens = Follower(self.folder, {"tokens": ("rollout", "try", "versions", "mask", "turn")})
         self.frames: dict[str, pl.DataFrame] = {}
         self.batch: tuple[int, np.ndarray, tuple[Ribbon, ...]] = (-1, np.zeros(0, int), ())
+        self.searched = False  # whether the last trained batch was looked for beyond the rows that are kept
         self.lost: Mapping[int, tuple[int, float]] = {}
         self.predicted: tuple[int, Prediction | None] = 0, None  # size of the file, the newest in it
 
@@ -291,7 +294,22 @@ class View:
         _start(self) if not self.frames else None
         status, alive_at = read_status(self.folder), last_sign(self.folder)
         _take(self, self.follower.poll() | self.tokens.poll())
+        if self.batch[0] < 0 and not self.searched:  # nothing was trained among the rows that are kept
+            self.searched = True
+            self.batch = newest_batch(*read_last_batch(self.folder), 1)
         return _snapshot(self, now, status, max(alive_at, status.updated if status else 0.0))
+
+# %% ../nbs/58_view.ipynb #view-last-batch
+def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
+    "(rollouts, their token rows) of the last trained batch, however many rollouts of other fates ended since; of a large batch the first part."
+    import polars as pl
+
+    rollouts = read_table(folder, "rollouts", ["rollout", "try", "level", "fate", "correct", "length", "trained_at"])
+    trained = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
+    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
+    batch = batch.filter(pl.col("length").cum_sum() - pl.col("length") < TOKENS)
+    found = read_table(folder, "tokens", ["seq", "rollout"]).filter(pl.col("rollout").is_in(batch["rollout"].to_list()))
+    return batch, read_rows(folder, "tokens", found["seq"].to_list(), ["rollout", "try", "versions", "mask", "turn"])
 
 # %% ../nbs/58_view.ipynb #view-view-take
 KEEP = {"commands": COMMANDS, "groups": GROUPS, "rollouts": ROLLOUTS, "verdicts": GROUPS}
@@ -395,8 +413,10 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
     name, rows = held_out(frames["evals"], view.config)
     served = frames["rollouts"].filter((pl.col("fate") != "evaluated") & pl.col("reward").is_not_null())
     version, lags, ribbons = view.batch
+    state = state_of(status)
+    begun = Counter(read_table(view.folder, "events", ["kind"])["kind"].to_list()) if state == "starting" else {}
     return Snapshot(
-        name=view.folder.resolve().name, now=now, state=state_of(status), status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
+        name=view.folder.resolve().name, now=now, state=state, begun=begun, status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
         steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "trained_at", "correct", "reward", "length", "part_names", "part_values"),

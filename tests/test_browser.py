@@ -128,7 +128,7 @@ def brief(r: rl.Rollout, weight: rl.Knob(0, 1, help="price of 64 tokens") = 0.1)
 
 def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     "Opened, watched, steered, reloaded, restarted, attached again, stopped."
-    page = opened(lab, height=1500)
+    page = opened(lab)
     run = attached(lab, "tiny-1")
     versions(page, run, 3)
     expect(panel(page).locator(".rl-word")).to_have_text(re.compile("generation-bound|balanced|trainer-bound"), timeout=1000 * SLOW)
@@ -160,6 +160,12 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
 
 def steer_by_mouse(page, run: rl.Run) -> None:
     "Staleness, one end of the band, and temperature over some versions."
+    assert page.evaluate(IN_VIEW), "a curve and every slider are seen at once"
+    page.locator(".jp-WindowedPanel-outer").evaluate("e => e.scrollBy(0, 300)")
+    assert page.evaluate(IN_VIEW), "and stay so while the cards scroll"
+    names = [each.get_attribute("aria-label") for each in panel(page).locator(".rl-main-knobs .noUi-handle").all()]
+    assert names == ["staleness", "band, lower end", "band, upper end", "concurrency", "temperature", "learning_rate"]
+    expect(handle(page, "learning_rate")).to_have_attribute("aria-valuetext", "0.0005")
     drag(page, handle(page, "staleness"), 0.5)
     asked = json.loads(wait_applied(page, run, "staleness")["value"])
     assert 2 <= asked <= 6
@@ -173,6 +179,10 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     assert low == 0.2 and 0.9 <= high <= 1.0
     until(lambda: in_force(run.folder).band == (low, high), page=page)
 
+    click(page, "undo")
+    until(lambda: in_force(run.folder).band == (0.2, 0.8), page=page)
+    open_in_place(page)
+
     box = panel(page).locator(".rl-over input")
     box.fill("4")
     box.press("Enter")
@@ -185,6 +195,25 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     assert (seen := sampled()) == sorted(seen), seen
     box.fill("0")
     box.press("Enter")
+
+
+IN_VIEW = """() => {
+    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1);
+    const seen = e => { const {top, bottom} = e.getBoundingClientRect(); return top >= 60 && bottom <= innerHeight - 20 };
+    const curves = [...panel.querySelectorAll('.rl-card svg.rl-chart')];
+    return [...panel.querySelectorAll('.rl-main-knobs .noUi-handle, .rl-pause, .rl-go')].every(seen) && curves.some(seen) }"""
+
+
+def open_in_place(page) -> None:
+    "An opened figure begins where its card began, takes the whole width, and goes when it is closed."
+    card, figure = panel(page).locator(".rl-card-queue"), panel(page).locator(".rl-detail")
+    card.locator(".rl-open").click()
+    figure.locator(".js-plotly-plot").first.wait_for()
+    top, wide = card.bounding_box()["y"], panel(page).locator(".rl-cards").bounding_box()["width"]
+    assert abs(figure.bounding_box()["y"] - top) < 12 and figure.bounding_box()["width"] > 0.98 * wide
+    assert "new text" not in figure.inner_text() and "version (versions)" not in figure.inner_text()
+    figure.locator(".rl-close").click()
+    expect(figure).to_have_count(0)
 
 
 def pause_step_go(page, run: rl.Run) -> None:
@@ -342,6 +371,8 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     still = page.locator(".rl-still")
     expect(still).to_be_visible()
     assert "finished" in still.inner_text() and still.locator("svg").count() >= 6
+    expect(still.locator(".rl-picture")).to_contain_text(re.compile(r"A picture, not live: run “kept” at version 30.*rl.attach"))
+    assert "last heard" not in still.inner_text()
     shot(page, "reopened")
     page.context.close()
 

@@ -4,11 +4,14 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
+import polars as pl
 import pytest
 from fake_run import eval_rows, fake_run, rollout_row, step_row
+from inline import inline_run
 
 from rlbench.cards import CARDS, card_html, light, still_html, strip_html, style_html
-from rlbench.ledger import Ledger
+from rlbench.figures import solve_rate, to_svg
+from rlbench.ledger import Ledger, read_table
 from rlbench.view import COMMANDS, RECENT, ROLLOUTS, View
 
 LONG = 100_000
@@ -150,3 +153,66 @@ def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
     (folder / "config.toml").rename(tmp_path / "config.toml")
     (folder / "ledger").rename(tmp_path / "ledger")
     assert view.poll().version == 3 and view.poll().held_out == "held_out"
+
+
+def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
+    "Whoever opens the run when no row of the last trained batch is among those that a view keeps still sees that batch, in the cards and in their table."
+    rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)
+    ledger = Ledger(folder, 0)
+    rows = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
+    filtered = rollout_row(64, 7, 0.5, rng, 1.5) | {"fate": "filtered", "trained_at": -1}
+    ledger.extend("tokens", [{"at": 10.0, "rollout": i, "try": 0, "versions": [5, 6], "mask": [1, 1]} for i in range(64)])
+    ledger.extend("rollouts", [*rows, *({**filtered, "rollout": i} for i in range(64, 64 + ROLLOUTS + 10))])
+    ledger.close()
+    snapshot = View(folder).poll()
+    assert (snapshot.batch, snapshot.lags.tolist(), len(snapshot.ribbons)) == (7, [64, 64], 8)
+    assert CARDS["staleness"].frame(folder)["tokens"].sum() == 128
+
+
+def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
+    "Versions at which nothing was served leave no hole; what was trained is drawn for every version; a folder without its columns opens as before."
+    folder = fake_run(tmp_path, "gaps", batches=0, state="running", closed=False, evals=False)
+    rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
+    served = ("solve_rate", "solve_levels", "solve_rates", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "truncated")
+    for v in range(1, 13):
+        row = step_row(v, 0.5, rng, 1.5)
+        if v == 6:
+            row = {name: value for name, value in row.items() if name not in served}
+        ledger.append("steps", **row, **({} if v < 4 else {"trained_solve_rate": 0.5, "trained_length": 20.0, "trained_reward": 0.5}))
+    ledger.close()
+    snapshot = View(folder).poll()
+    assert np.isnan(snapshot.steps["solve_rate"][5]) and snapshot.steps["trained_solve_rate"][5] == 0.5
+    for key in ("solve", "length", "reward"):
+        assert "trained" in card_html(key, snapshot)
+    for chart in CARDS["length"].charts(snapshot):
+        lines = re.findall(r"<path d='([^']*)' fill='none' stroke='var\(--rl-[^>]*stroke-linejoin", to_svg(chart))
+        assert lines and all(line.count("M") == 1 for line in lines)
+    whole, older = to_svg(solve_rate(snapshot.steps)), {name: y for name, y in snapshot.steps.items() if "trained" not in name}
+    assert "trained" in whole and "trained" not in to_svg(solve_rate(older))
+
+
+def test_a_start_shows_its_phases(tmp_path):
+    "Process, workers, first responses, first batch: each is said while it lasts."
+    folder = fake_run(tmp_path, "starts", batches=0, state="starting", evals=False, rollouts=0, closed=False)
+    snapshot = View(folder).poll()
+    snapshot = replace(snapshot, state="starting", begun={}, now=snapshot.alive_at + 1)
+    status = snapshot.status
+    told = [
+        light(replace(snapshot, status=replace(status, workers={}))),
+        light(replace(snapshot, status=replace(status, workers={"trainer": 7}))),
+        light(replace(snapshot, begun={"Generate": 40, "Generated": 31})),
+        light(replace(snapshot, begun={"Generate": 40, "Generated": 40, "Train": 1})),
+    ]
+    assert [each.reason[:6] for each in told] == [f"{phase} of 4" for phase in (1, 2, 3, 4)]
+    assert "31 so far" in told[2].reason and "trainer" in told[1].reason
+
+
+def test_each_version_says_what_it_trained(tmp_path):
+    "Solve rate, reward and length of a step row are those of the rollouts that this version was trained on."
+    table = {"group": 4, "batch": 32, "steps": 4, "staleness": 1, "preflight": 0, "eval": []}
+    folder = inline_run(tmp_path, "told", table).folder
+    steps, rollouts = read_table(folder, "steps"), read_table(folder, "rollouts")
+    for row in steps.iter_rows(named=True):
+        mine = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") == row["version"]))
+        told = row["trained_solve_rate"], row["trained_reward"], row["trained_length"]
+        assert told == pytest.approx((mine["correct"].mean(), mine["reward"].mean(), mine["length"].mean()))

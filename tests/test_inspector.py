@@ -2,12 +2,14 @@
 import json
 import threading
 from html.parser import HTMLParser
+from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_run import fake_run
 
 from rlbench.compare import compare
-from rlbench.inspector import OTHER_TRY, OTHER_VERSION, browse, find_rollouts, load_decoder, pairs_of_task, pieces, read_rollout, rollout_html
+from rlbench.inspector import OTHER_TRY, OTHER_VERSION, browse, find_rollouts, load_decoder, pairs_of_task, pieces, prompt_html, read_rollout, rollout_html, StoredRollout
 from rlbench.ledger import Ledger, create_run_folder
 from rlbench.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferences
 from rlbench.run import attach, run
@@ -259,3 +261,12 @@ assert "[3]" not in page and not {"torch", "transformers"} & set(sys.modules)
     out, err = told.communicate(timeout=60)
     assert told.returncode == 0, err
     assert not {"torch", "transformers", "ipywidgets", "polars", "plotly", "tokenizers"} & set(out.split())
+
+
+def test_the_prompt_is_shown_as_the_model_read_it():
+    "The template and special tokens are seen; where the tokens are not known the task's words stand alone."
+    words = {1: "<|im_start|>user\n", 2: "2+2=", 3: "<|im_end|>"}
+    stored = StoredRollout(Path("run"), 1, 0, prompt="2+2=", prompt_tokens=np.array([1, 2, 3]))
+    read = prompt_html(stored, lambda ids: "".join(words[token] for token in ids))
+    assert "<pre>&lt;|im_start|&gt;user\n2+2=&lt;|im_end|&gt;</pre>" in read and "3 tokens" in read and "<pre>2+2=</pre>" in read
+    assert prompt_html(stored, None) == "<h4>Prompt</h4><pre>2+2=</pre>"

@@ -2,12 +2,14 @@
 import threading
 import time
 
+import numpy as np
 import pytest
+from fake_run import eval_rows, fake_run, step_row
 from patience import stands, until
 
-from rlbench.config import load_config
-from rlbench.ledger import read_commands, send_command
-from rlbench.panel import Panel, panel_of
+from rlbench.config import load_config, to_toml
+from rlbench.ledger import Ledger, read_commands, send_command
+from rlbench.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.run import attach, run
 
 SCRIPTED = {"generator": "scripted", "clock": "virtual", "group": 4, "batch": 32, "staleness": 2, "preflight": 0, "eval": [], "concurrency": 16}
@@ -127,6 +129,36 @@ def test_guards_and_kept_knobs(live):
     assert live.commands.tail(1)["author"].item() == "anna"
 
 
+def test_a_logarithmic_slider_lands_on_two_digits_and_undo_goes_back(live):
+    "The value asked for has two significant digits; undo asks for the one before, and once more for the change before that."
+    panel, before = frame(Panel(live.folder)), live.settings
+    rate = panel.knobs.rows["learning_rate"]
+    rate.control.value = 0.00141254
+    until(lambda: live.settings.learning_rate == 0.0014, 30)
+    panel.knobs.rows["temperature"].control.value = 0.7
+    until(lambda: live.settings.temperature == 0.7, 30)
+    panel.buttons.all["undo"].click()
+    until(lambda: live.settings.temperature == before.temperature, 30)
+    assert live.undo(author="anna").knob == "learning_rate"
+    until(lambda: live.settings.learning_rate == before.learning_rate, 30)
+    assert live.commands.tail(1)["author"].item() == "anna" and live.commands.tail(1)["knob"].item() == "learning_rate"
+
+
+def test_an_opened_card_stands_in_its_place(live):
+    "The figure is part of its card until it is closed; another one takes it over; its marks have no words of plotly's own."
+    panel = frame(Panel(live.folder))
+    cards, opened = panel.parts["cards"], panel.parts["opened"]
+    open_card(panel, "queue")
+    figure = panel.parts["detail"].outputs[0]["data"][PLOTLY]
+    assert opened in cards["queue"].children and "new text" not in str(figure)
+    assert figure["layout"]["xaxis"]["title"]["text"] == "version"
+    assert 0 <= live.status.version - figure["layout"]["xaxis"]["range"][1] <= 5
+    open_card(panel, "length")
+    assert opened not in cards["queue"].children and opened in cards["length"].children
+    open_card(panel, "")
+    assert opened not in cards["length"].children and panel.parts["detail"].outputs == ()
+
+
 def test_pause_step_go_and_stop(live):
     "Pause holds the version, a checkpoint is written at once, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
@@ -222,3 +254,28 @@ def test_a_name_used_again_is_another_run(tmp_path):
     assert run(SCRIPTED, runs=tmp_path, name="again", steps=2).wait(60) == "finished"
     frame_of = frame(panel)
     assert frame_of.snapshot.version == 2 and frame_of.snapshot.seen["steps"] == 2 and frame_of.parts["message"].value == ""
+
+
+def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path, monkeypatch):
+    "When learning collapses the card of training health comes first; a fork is offered only where there is a checkpoint to fork from."
+    from rlbench import checkpoint
+
+    class Best:
+        version = 3
+
+    asked, folder = [], fake_run(tmp_path, "worse", batches=0, state="running", closed=False, evals=False)
+    (folder / "config.toml").write_text(to_toml(load_config({})))
+    rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
+    for v in range(1, 13):
+        falls = {"solve_rate": 0.6 if v < 6 else 0.02, "entropy": 0.8, "grad_norm": 0.5 if v < 6 else 9.0}
+        ledger.append("steps", **step_row(v, 0.5, rng, 1.5) | falls | {"kl_sampler": 0.001 if v < 6 else 1.3, "ess": 0.9 if v < 6 else 0.2})
+    ledger.extend("evals", [row | {"avg": 0.5 if row["version"] < 6 else 0.01} for row in eval_rows(12, 3, 1.5)])
+    ledger.close()
+    monkeypatch.setattr(checkpoint, "find_best", lambda folder: Best, raising=False)
+    panel = frame(Panel(folder, fork=lambda at: asked.append(at) or attach(folder)))
+    assert panel.collapsed and panel.parts["toggles"]["health"].value and "<svg" in panel.parts["health"].value
+    assert panel.parts["fork"].layout.display == "" and "v3" in panel.parts["fork"].description
+    panel.parts["fork"].click()
+    assert asked == ["best"] and "rl.attach" in panel.parts["message"].value
+    monkeypatch.setattr(checkpoint, "find_best", None, raising=False)
+    assert frame(Panel(folder, fork=lambda at: None)).parts["fork"].layout.display == "none"
