@@ -28,6 +28,7 @@ from .knobsets import Applied, apply_knobs, save_knobs
 from .ledger import ENDED, Status, alive, create_run_folder, read_status, read_table, send_command, state_of
 from .lineage import Family, read_family
 from .loop import check_ramp
+from .objective import check_ingredients
 from .process import clear, close_books, note_start
 from .replay import Verdict, export_script, prepare_replay, verdict
 from .rescore import check, give, rescore
@@ -57,6 +58,7 @@ def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict
             captured = capture(value)
             plain[field] = {"name": captured.name, "source": f"functions/{captured.stem}.py"}
             extra[field] = {captured.stem: FileFunction(captured, f"functions/{captured.stem}.py")}
+            check_ingredients(field, captured.name, extra[field][captured.stem])
             captures.append(captured)
     return plain, extra, captures
 
