@@ -127,7 +127,7 @@ def check_ingredients(field: str, name: str, function: Callable) -> None:
     if field == "advantage" and known is OF_GROUP:
         offered += f"; or, for the whole batch at once, with mask_RT or groups_R: {', '.join(OF_BATCH)}"
     raise ValueError(
-        f"{field}.{name}: asks for {missing[0]!r}, which it is not given{nearest(missing[0], known)}; {offered}. "
+        f"{field}.{name}: asks for {missing[0]!r}, which it is not given{nearest(missing[0], known)} ({offered}). "
         f"A number that you want to set is a knob: {missing[0]}: Knob(low, high) = a default"
     )
 

@@ -1,7 +1,6 @@
 """Functions of a cell: what travels with them, what is refused before a run has a folder, and what is not on their deadline."""
 import asyncio
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from rlbench.config import load_config
 from rlbench.environment import within
 from rlbench.knobs import FileFunction, capture
 from rlbench.rescore import rescore
+from rlbench.run import newest_run
+from rlbench.user_module import keep_function
 from rlbench.worker import warm
 
 DELAY = 0.01
@@ -94,3 +95,22 @@ def test_imports_are_not_on_the_deadline(tmp_path, monkeypatch):
     inline_run(tmp_path, "short", {**SCRIPTED, "steps": 2, "deadlines": {"function": 0.2}})
     found = rescore(tmp_path / "short", slow_import, field="advantage")
     assert len(found) and set(found["message"]) == {""}
+
+
+def shorter(rewards_R, lengths_R, *, price: rl.Knob(0, 1) = 0.1):
+    return rewards_R - rewards_R.mean() - price * (lengths_R / lengths_R.mean() - 1)
+
+
+def test_a_kept_advantage_is_a_module_that_a_run_trains_with(tmp_path):
+    keep_function(shorter, "my_advantage", folder=tmp_path / "mine")
+    toml = tmp_path / "own.toml"
+    toml.write_text('steps = 2\nadvantage = {name = "shorter", source = "mine/my_advantage.py", price = 0.3}\n')
+    config = load_config(str(toml), {**SCRIPTED, "clock": "virtual"})
+    driver = inline_run(tmp_path, "own", {**config.model_dump(), "advantage": shorter})
+    assert config.advantage["price"] == 0.3 and driver.state.version == 2
+    newest = newest_run(tmp_path)
+    assert newest.name == "own" and newest.config.advantage["name"] == "shorter"
+
+
+def test_without_a_run_of_ones_own_there_is_a_scripted_one(tmp_path):
+    assert newest_run(tmp_path / "none").status.version == 8 and not (tmp_path / "none").exists()
