@@ -2,6 +2,7 @@
 # make vllm    what the preset tiny-vllm-cpu needs besides: vLLM for CPUs, on Linux and x86-64
 # make test    what developers need besides, vLLM where it runs, then all tests      (make test ARGS="tests/test_ledger.py")
 # make lab     JupyterLab on the workbench, with its settings kept in this folder
+# make export  modules from notebooks: those in nbs/, and your own in mine/   (make export MINE=~/my_rl)
 # make readme  README.md from nbs/index.ipynb
 # make clean   everything that was installed or built here; runs/ stays
 
@@ -19,6 +20,8 @@ export PIP_REQUIRE_VIRTUALENV := 1
 # what JupyterLab would write into the user's home, and the notebooks it shows
 STATE ?= $(CURDIR)/.jupyter
 NOTEBOOKS ?= nbs
+# a folder of notebooks of one's own
+MINE ?= mine
 export JUPYTER_CONFIG_DIR := $(STATE)/config
 export JUPYTER_DATA_DIR := $(STATE)/data
 export JUPYTER_RUNTIME_DIR := $(STATE)/runtime
@@ -26,7 +29,7 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test vllm browser sandbox lab readme clean
+.PHONY: help run test vllm browser sandbox lab export readme clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -66,6 +69,11 @@ lab: .venv/.dev $(QUIET)
 	@$(BIN)/jupyter trust $(NOTEBOOKS)/*.ipynb >/dev/null
 	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
 	--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LanguageServerManager.autodetect=False $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+# nbdev alone: Quarto, which its documentation needs, is not asked for
+export: .venv/.dev
+	@$(BIN)/python -c 'from nbdev.doclinks import nbdev_export; nbdev_export()'
+	@for notebook in $(wildcard $(MINE)/*.ipynb); do $(BIN)/rlbench export "$$notebook" || exit 1; done
 
 readme: .venv/.dev
 	@$(BIN)/python tests/readme.py

@@ -40,14 +40,13 @@ from .foreign import verifiers
 from .guard import ALERTS, check_condition, parse_action, parse_condition
 from .inputs import check_inputs, hash_inputs, with_absolute_paths
 from .knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, nearest, nearest_names, resolve, unknown
-from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, weighed_twice
+from .objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, check_ingredients, weighed_twice
 from .queue import BACKLOGS
 from .records import MAX_VERSIONS, MOST_KEPT
 from .refusals import refusal_lines
 from .reward import REWARDS, VERIFIERS
 from .runs_folder import is_run_folder
 from .scorer import TEMPLATE, check_endpoint
-from .shaping import INGREDIENTS
 from .staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 from .store import ENVIRONMENTS
 from .sandbox.fake import Faults
@@ -458,8 +457,7 @@ class _Shaping(BaseModel):
     @classmethod
     def _asks(cls, table, info: ValidationInfo):
         function = {**FUNCTIONS["shaping"], **(info.context or {}).get("shaping", {})}[key_of(table)]
-        for name in (name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS):
-            raise unknown(f"shaping.{table['name']}: asks for what a shaping is not given", name, INGREDIENTS)
+        check_ingredients("shaping", table["name"], function)
         return table
 
     @field_validator("reward", check_fields=False)
@@ -909,6 +907,10 @@ def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
         except Exception as error:
             raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; a copy of it must run by itself") from None
         found[field] = dict.fromkeys((captured.name, path.stem), getattr(module, captured.name))
+        try:
+            check_ingredients(field, captured.name, found[field][captured.name])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return found
 
 # %% ../nbs/50_config.ipynb #config-live

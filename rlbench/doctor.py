@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Check', 'healthy', 'package', 'imports', 'vllm', 'driver', 'gpu_checks', 'spawns', 'shared_memory', 'open_files',
-           'sandboxes', 'system_checks', 'checks', 'Change', 'changes', 'since', 'changes_text']
+           'sandboxes', 'machine_in_use', 'system_checks', 'checks', 'Change', 'changes', 'since', 'changes_text']
 
 # %% ../nbs/89_doctor.ipynb #doctor-imports
 import os
@@ -24,6 +24,7 @@ from .config import default_placement, presets
 from .driver import provenance
 from .ledger import read_json
 from .memory import size
+from .neighbours import BUSY, Neighbours, neighbours_in_words, neighbours_of
 
 # %% ../nbs/89_doctor.ipynb #doctor-check
 @dataclass(frozen=True)
@@ -156,12 +157,21 @@ def sandboxes() -> Check:
     return Check("sandboxes", found.verdict == PASS, f"{found.found}; rlbench doctor --sandbox says what they can bear", needed=False)
 
 # %% ../nbs/89_doctor.ipynb #doctor-system-checks
+def machine_in_use(found: Neighbours | None = None) -> Check:
+    "Whether other runs, other programs or other processes on the GPU take this machine's time now."
+    found = neighbours_of() if found is None else found
+    told = neighbours_in_words(found)
+    free = f"no run is alive, and the load is {found.load:.1f} on {found.cores} cores"
+    return Check("in use", found.load <= BUSY * found.cores, told or free, needed=False)
+
+
 def system_checks() -> list[Check]:
     "Memory, disk, files, processes, threads."
     memory, disk, why = psutil.virtual_memory().available, shutil.disk_usage(".").free, spawns()
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
         Check("memory", memory > 1e9, f"{size(memory)} free" + ("" if memory > 1e9 else "; a run of the embedded policy takes 1 GB: end other programs")),
+        machine_in_use(),
         shared_memory(),
         Check("disk", disk > 1e9, f"{size(disk)} free here" + ("" if disk > 1e9 else "; checkpoints need room: go to another disk or remove runs with rlbench rm")),
         open_files(),

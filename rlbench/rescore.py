@@ -25,6 +25,7 @@ from .episode import segments_of
 from .knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
 from .ledger import count_rows, read_table
 from .loss import totals_of, unsound
+from .objective import check_ingredients
 from .records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
 from .reward import correct
 from .shaping import INGREDIENTS, Facts, facts_of, none, reshape
@@ -151,8 +152,8 @@ def on_groups(field: str, function: Callable, old: Callable, rollouts: Sequence[
 
 def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits) -> tuple[list[float], str]:
     "(values, what was wrong)."
-    if missing := [name for name, needed in ingredients_of(function, 1).items() if needed and name not in INGREDIENTS]:
-        return [], "" if field == "advantage" else f"{field}: asks for {missing[0]!r}; it is given {', '.join(INGREDIENTS)}"
+    if any(needed and name not in INGREDIENTS for name, needed in ingredients_of(function, 1).items()):
+        return [], ""  # an advantage of whole batches, or of what lies beside a group: stored rewards alone cannot try it
     try:
         values = np.asarray(supply(guarded(field, function, limits.call), rewards_R.copy(), **vars(known)), float)
     except FunctionFailed as error:
@@ -313,6 +314,8 @@ def rescore(folder: Path, function: Callable, last: int = 10_000, field: str = "
         raise unknown("field", field, FUNCTIONS)
     own = captured(function)
     table = resolve(field, {own.captured.stem: own}, {"name": own.__name__, "source": own.where, **parameters}).table()
+    check_ingredients(field, own.__name__, own)
+    own.warm()  # before a clock runs
     rows = list(_rows(folder, field, bind({own.captured.stem: own}, table), table, last, limits))
     types = {"parts": pl.List(pl.Struct({"part": pl.String, "value": pl.Float64}))} if rows and "parts" in rows[0] else None
     return pl.DataFrame(rows, schema_overrides=types, infer_schema_length=None)

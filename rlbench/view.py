@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP', 'Bins',
            'over_time', 'at_version', 'Ribbon', 'Snapshot', 'value', 'corners_of', 'begin', 'step_rows', 'newest_batch',
-           'View', 'read_last_batch', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out']
+           'View', 'read_last_batch', 'rollouts_since_batch', 'newest_prediction', 'read_toml', 'last_sign', 'held_out',
+           'neighbours_here']
 
 # %% ../nbs/58_view.ipynb #view-imports
 import json
 import math
 import os
+import platform
 import time
 import tomllib
 from collections import Counter
@@ -24,7 +26,8 @@ import numpy as np
 from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, kept
-from .ledger import Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
+from .ledger import ENDED, Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
+from .neighbours import Looker
 
 if TYPE_CHECKING:
     import polars as pl
@@ -172,6 +175,7 @@ class Snapshot:
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
+    neighbours: str = ""  # what else uses this machine, in words; empty if nothing, or if the run is elsewhere or over
 
     @property
     def version(self) -> int:
@@ -283,6 +287,7 @@ class View:
         self.searched = False  # whether the last trained batch was looked for beyond the rows that are kept
         self.lost: Mapping[int, tuple[int, float]] = {}
         self.predicted: tuple[int, Prediction | None] = 0, None  # size of the file, the newest in it
+        self.looker = Looker(self.folder)
 
     def poll(self) -> Snapshot:
         "Read what is new and say how things are."
@@ -421,4 +426,12 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
         evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
         rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "trained_at", "correct", "reward", "length", "part_names", "part_values"),
         batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"], prediction=newest_prediction(view),
+        neighbours=neighbours_here(view, status),
     )
+
+
+def neighbours_here(view: View, status: Status | None) -> str:
+    "What else uses the machine of a run that is alive on this one, in words; empty elsewhere and for a run that has ended."
+    if status is None or status.host != platform.node() or state_of(status) in (*ENDED, "dead"):
+        return ""
+    return view.looker.look()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VERDICT', 'MUCH_FILTERED', 'CUT', 'BIASED', 'WEAK', 'FAILING', 'TOLD', 'BEGIN', 'Beside', 'Why', 'verdict',
-           'evidence', 'remedy', 'balancing', 'besides', 'doubt', 'explain', 'not_learning', 'nothing_left', 'why',
-           'end_sentences']
+           'evidence', 'remedy', 'balancing', 'besides', 'neighbouring', 'doubt', 'explain', 'not_learning',
+           'nothing_left', 'why', 'end_sentences']
 
 # %% ../nbs/76_why.ipynb #why-imports
 import math
@@ -123,7 +123,12 @@ def besides(s: Snapshot, f: Facts, found: str) -> tuple[Beside, ...]:
         said.append(Beside("truncated", f"{percent(mean('truncated'))} of the responses were cut at max_tokens ({shown(value(s, 'max_tokens'))}); they rarely earn a reward, and only a run that is built for longer ones can raise it.", ("max_tokens",)))
     if 0 < mean("ess") < WEAK:
         said.append(Beside("off-policy", f"The batches are worth {percent(mean('ess'))} of their size (effective sample size): lower staleness ({shown(value(s, 'staleness'))}), or correct more.", ("staleness", "correction")))
-    return (*said, *doubt(s, f))
+    return (*said, *neighbouring(s), *doubt(s, f))
+
+
+def neighbouring(s: Snapshot) -> tuple[Beside, ...]:
+    "What else uses the machine of the run."
+    return (Beside("neighbours", s.neighbours),) if s.neighbours else ()
 
 
 def doubt(s: Snapshot, f: Facts) -> tuple[Beside, ...]:
@@ -152,7 +157,7 @@ def explain(s: Snapshot) -> Why:
         return eaten
     if told.word not in JUDGED:
         word = "dead" if s.state == "dead" else TOLD.get(told.word, told.word)
-        return Why(s.name, word, f"{s.name} {BEGIN[word]}: {end_sentences(s, told, learning)}")
+        return Why(s.name, word, f"{s.name} {BEGIN[word]}: {end_sentences(s, told, learning)}", besides=neighbouring(s))
     f, rows = facts(s), window(s)
     found, figures = verdict(s, f), evidence(s, f)
     knobs = ("concurrency",) if found == "synchronous" else tuple(knob for _, knob in remedies(judge(f), f, s))
@@ -169,7 +174,7 @@ def not_learning(s: Snapshot, learning: Diagnosis) -> Why:
     f, versions = facts(s), s.steps["version"]
     rate = (Beside("rate", f"Its rate: {reason_of(judge(f), f)}."),) if f else ()
     span = (int(versions[0]), int(versions[-1]))
-    return Why(s.name, learning.verdict, learning.text, span, evidence(s, f) if f else {}, learning.knobs, rate)
+    return Why(s.name, learning.verdict, learning.text, span, evidence(s, f) if f else {}, learning.knobs, (*rate, *neighbouring(s)))
 
 
 def nothing_left(s: Snapshot) -> Why | None:

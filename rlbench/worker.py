@@ -304,10 +304,11 @@ class Functions:
 def warm(function: Callable) -> Callable:
     "Import now what a captured function or another package's environment needs, before a deadline runs; one that cannot be imported says so when it is called."
     inner = inspect.unwrap(getattr(function, "func", function))
-    try:
-        inner.load() if isinstance(inner, FileFunction) else function() if inner is verifiers else None
-    except Exception:
-        pass
+    if isinstance(inner, FileFunction):
+        inner.warm()
+    elif inner is verifiers:
+        with suppress(Exception):
+            function()
     return function
 
 # %% ../nbs/54_worker.ipynb #worker-torch

@@ -180,7 +180,7 @@ def test_bad_input_is_refused(tmp_path):
                         ({"reward": {"name": "with_format", "pattern": "(a"}}, "no regular expression")):
         with pytest.raises(ConfigError, match=text):
             make_config(table)
-    with pytest.raises(ValueError, match="asks for what a shaping is not given: unknown name 'tokens_RT'"):
+    with pytest.raises(ValueError, match="asks for 'tokens_RT', which it is not given"):
         inline_run(tmp_path, "c", SCRIPTED | {"shaping": curious})
     driver = inline_run(tmp_path, "a", SCRIPTED)
     for bad in (too_short, curious):
