@@ -103,7 +103,7 @@ def checked(base, arm: Arm, fixed: Mapping[str, object]) -> tuple[Arm, RunConfig
         raise type(error)(f"{arm.label}: {error}") from None
     return replace(arm, knobs={**fixed, **arm.knobs}, hash=hash_of(config)), config
 
-
+# %% ../nbs/81_ablation.ipynb #ablation-exams
 def examined_alike(arm: Arm, base: RunConfig, fixed: Mapping[str, object]) -> Arm:
     "The arm with the base's held-out tasks, where it trains on others and names none for its exam."
     trains_on_others = any(field.partition(".")[0] == "tasks" for field in arm.knobs)

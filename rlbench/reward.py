@@ -157,7 +157,7 @@ def _check_power(terms: int, exponent: float) -> None:
     if terms > 1 and maths.comb(round(10 ** min(exponent, MOST_EXPONENT)) + terms - 1, terms - 1) > MOST_TERMS:
         raise _Excess(f"a power of a sum with more than {MOST_TERMS:,} terms")
 
-
+# %% ../nbs/25_reward.ipynb #reward-size-factors
 def _factor_size(tokens: list[str], depth: int) -> float:
     "Of an atom with its exponents and factorials."
     ranged, terms = tokens[-1] in _RANGED, _count_terms(tokens)

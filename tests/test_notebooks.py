@@ -89,7 +89,8 @@ def test_code_cells_keep_the_rules(path):
         imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
         assert len(imports) in (0, len(body)), f"{cell['id']}: imports and code in one cell"
         length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
-        assert length <= 50, f"{cell['id']}: {length} lines, 50 at most"
+        most = 150 if len(body) == 1 and isinstance(body[0], ast.ClassDef) else 50  # a class is not cut
+        assert length <= most, f"{cell['id']}: {length} lines, {most} at most"
         assert "@patch" not in cell["source"], f"{cell['id']}: @patch"
 
 
