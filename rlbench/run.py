@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .config import FUNCTIONS, RunConfig, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, read_config, to_toml
 from .driver import make_pools
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlbench.drill import Drilled
 
 # %% ../nbs/80_run.ipynb #run-imports-saving
-from .checkpoint import Manifest, checkpoint_folders, load_newest, read_manifest
+from .checkpoint import Manifest, checkpoint_folders, find_best, load_newest, read_manifest
 from .config import captured_functions, check_built, with_knob
 from .ledger import read_resumes
 from .loop import spent
@@ -356,6 +356,11 @@ class _Saving(_Looking):
         told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
         return {name: manifest for name, manifest in told.items() if isinstance(manifest, Manifest)}
 
+    @property
+    def best(self) -> Manifest:
+        "The checkpoint that solved most of the held-out tasks. ValueError if none of them was evaluated."
+        return read_manifest(self.folder / "checkpoints" / find_best(self.folder).name)
+
     def checkpoint(self, author: str = "") -> str:
         "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
         return ask(self.folder, "checkpoint", author=author)
@@ -428,8 +433,9 @@ class _Repeating(_Looking):
         start_process(folder)
         return Replay(Run(folder), Run(self.folder))
 
-    def fork(self, at: int | None = None, name: str = "", **knobs) -> "Run":
-        """A run that goes on from this one's checkpoint of version `at` (None: the newest) with some knobs changed; returns at once. Of a live, an ended or a dead run.
+    def fork(self, at: int | Literal["best"] | None = None, name: str = "", **knobs) -> "Run":
+        """A run that goes on from this one's checkpoint of version `at` with some knobs changed; returns at once. Of a live, an ended or a dead run.
+        `at`: None for the newest, "best" for the one that solved most of the held-out tasks.
         ValueError naming the versions that can be forked, or for a knob that is refused."""
         plain, extra, captures = own_functions(self.folder, knobs)
         child = prepare_fork(self.folder, name or free_name(self.folder.parent, self.name), at, plain, extra, captures)
