@@ -8,14 +8,14 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOptio
            'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line', 'follow', 'pm',
            'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log', 'outcome_of', 'tell',
            'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command',
-           'attach_command', 'eval_command', 'sample', 'export', 'copy_policy', 'report', 'digest', 'check_removable',
-           'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor', 'sheet_table', 'print_plan',
-           'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command', 'fork_command',
-           'replay_command', 'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command',
-           'sft_command', 'pairs_command', 'reward_model_command', 'engine', 'trl', 'overhead', 'objectives',
-           'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance',
-           'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench',
-           'process_bench', 'panel', 'main']
+           'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report', 'digest',
+           'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor', 'sheet_table',
+           'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command',
+           'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
+           'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
+           'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox', 'environment',
+           'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench',
+           'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import fnmatch
@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +41,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .accounts import turns_text
+from .checkpoint import POLICY_NOTE, best_saved, evaluation_of, find_best, saved_checkpoints
 from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment
 from .diagnosis import NOT_LEARNING, diagnosis_of
 from .digest import compare_traces, read_trace
@@ -48,6 +49,7 @@ from .guard import short_names
 from .ledger import ENDED, Status
 from .listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
 from .refusals import describe_refusal
+from .process import save_checkpoint_policy
 from .report import preflight_in_words, summary, write_report
 from .run import Run, attach, say_changed_inputs, start_with_notes
 from .runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
@@ -307,10 +309,22 @@ def outcome(r: Run, console: Console) -> None:
     report = r.folder / "report.html"
     if report.exists():
         console.print(f"report               {report}", highlight=False, soft_wrap=True)
+    _print_best(r, console)
     if r.checkpoints and r.state != "finished":
         console.print(f"to go on             rlbench resume {r.name}   (from version {list(r.checkpoints.values())[-1].version})", highlight=False, soft_wrap=True)
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
+
+# %% ../nbs/91_cli.ipynb #cli-notes
+def _print_best(r: Run, console: Console) -> None:
+    best = best_saved(saved_checkpoints(r.folder, evaluation_of(r.folder)))
+    if best is None:
+        return
+    told = f"{pm(*best.held_out)} at version {best.version}"
+    if not r.status or best.version < r.status.version:
+        told += f"   (rlbench fork {r.name} --at best)"
+    console.print(f"best by held-out     {told}", highlight=False, soft_wrap=True)
+
 
 # %% ../nbs/91_cli.ipynb #cli-run
 @app.command("run")
@@ -777,6 +791,7 @@ def export(
     script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
     to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
+    best: Annotated[bool, typer.Option("--best", help="the policy of the checkpoint with the best held-out solve rate, not that of the end; also of a live run")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -792,16 +807,11 @@ def export(
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
             raise ValueError(f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}")
-        copy_policy(Path(_policy(r).model), folder)
-    emit({"policy": folder}) if as_json else put(folder)
-
-
-def copy_policy(policy: Path, folder: Path) -> None:
-    "Copy a policy's folder. ValueError for a link in it, or anything else that is no file: what it leads to would travel along. FileExistsError if there is something."
-    for path in (policy, *policy.rglob("*")):
-        if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise ValueError(f"policy: {path} is no plain file, and no run writes such; look what it is, then remove it")
-    shutil.copytree(policy, folder)
+        told = _export_best(r, folder) if best else _export_last(r, folder)
+    if as_json:
+        return emit({"policy": folder, **told})
+    put(folder)
+    put(f"note: {told['warning']}" if told["warning"] else f"version {told['version']}, held-out {rate_text(told['held_out'])}")
 
 
 def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
@@ -823,6 +833,35 @@ def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: boo
     if as_json:
         return emit({"to": to, "rows": told.rows, "look": told.look})
     put(f"{r.name}: {', '.join(f'{count} {table}' for table, count in told.rows.items())}; look with: {told.look}")
+
+# %% ../nbs/91_cli.ipynb #cli-export-policy
+def rate_text(rate: float | None) -> str:
+    "A held-out solve rate in words."
+    return "not evaluated" if rate is None else f"{rate:.3f}"
+
+
+def _export_last(r: Run, folder: Path) -> dict:
+    policy = Path(_policy(r).model)
+    copy_policy(policy, folder)
+    with suppress(OSError, ValueError):
+        return json.loads((policy / POLICY_NOTE).read_text())
+    return {"version": r.status.version, "held_out": None, "warning": ""}  # saved by an older rlbench
+
+
+def _export_best(r: Run, folder: Path) -> dict:
+    if r.config.generator == "scripted":
+        raise ValueError(f"run: {r.name!r} has scripted generators and no policy; --best is for a run with a model")
+    found = find_best(r.folder)
+    save_checkpoint_policy(r.folder, r.folder / "checkpoints" / found.name, folder)
+    return {"version": found.version, "held_out": found.held_out[0], "warning": ""}
+
+
+def copy_policy(policy: Path, folder: Path) -> None:
+    "Copy a policy's folder. ValueError for a link in it, or anything else that is no file: what it leads to would travel along. FileExistsError if there is something."
+    for path in (policy, *policy.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise ValueError(f"policy: {path} is no plain file, and no run writes such; look what it is, then remove it")
+    shutil.copytree(policy, folder)
 
 # %% ../nbs/91_cli.ipynb #cli-rest
 @app.command()
@@ -1169,10 +1208,15 @@ def card_command(
     emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts(), "tests": judged}) if as_json else put(shown.text(most=tokens) + told)
 
 # %% ../nbs/91_cli.ipynb #cli-fork
+def version_of(text: str) -> int | str | None:
+    "A version as `fork` takes it: a number, a word such as best, None for nothing."
+    return int(text) if text.isdecimal() else text or None
+
+
 @app.command("fork")
 def fork_command(
     name: RunName,
-    at: Annotated[int | None, typer.Option(help="version of the checkpoint; without it the newest")] = None,
+    at: Annotated[str, typer.Option(metavar="VERSION|best", help="version of the checkpoint, or best: by held-out solve rate; without it the newest")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="what is different; dotted names reach into tables")] = None,
     new: Annotated[str, typer.Option("--name", help="name of the fork; without it the next free number")] = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
@@ -1183,7 +1227,7 @@ def fork_command(
     "Go on from a checkpoint of a run as a run of its own, with something changed."
     console = Screen(stderr=as_json)
     with friendly():
-        child = attach(name, runs=runs).fork(at, new, **dict(map(parse_assignment, set_ or [])))
+        child = attach(name, runs=runs).fork(version_of(at), new, **dict(map(parse_assignment, set_ or [])))
     console.print(f"{child.folder}: {child.family}", highlight=False, soft_wrap=True)
     if detach:
         return emit({"run": child.name, "folder": child.folder, "family": child.family}) if as_json else None

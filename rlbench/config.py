@@ -444,9 +444,12 @@ AFTER_RESUME = ("keep", "drop")
 class _Keep(BaseModel):
     "When the whole run is saved, and what a resume takes up."
 
-    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="save the whole run after so many versions; 0: not by versions, and if not by minutes either, not before a stop", apply="now")] = 20
+    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="save the whole run after so many versions, and at those evaluated, early (1, 2, 4, ...) or before a change of the trainer; 0: not by versions, and if not by minutes either, never unasked", apply="now")] = 20
     checkpoint_minutes: Annotated[float, Knob(0, 1e6, unit="min", help="save the whole run after so many minutes; 0: not by time", apply="now")] = 0.0
-    checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="older ones are removed", apply="now")] = 2
+    checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="the newest so many stay; older ones as checkpoint_gb allows", apply="now")] = 2
+    checkpoint_gb: Annotated[
+        float, Knob(0, 1e6, unit="GB", help="disk for all checkpoints, at most half of what is free; what never goes: the newest, the first, the best by held-out", apply="now")
+    ] = 10.0
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-shaping
@@ -1026,7 +1029,7 @@ def notes_of_change(before: RunConfig, after: RunConfig) -> list[str]:
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
-    "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "after_resume"),
+    "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "episodes_at_once", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",

@@ -4,23 +4,23 @@
 
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'CALLED',
-           'GRACE', 'task_sets', 'make_pools', 'provenance', 'Means', 'Fitting', 'Memory', 'rollouts_of', 'Episodes',
-           'Kept', 'kept', 'heard_written', 'stated', 'heard_scored', 'note_verdict', 'verdict_columns', 'heard_gauges',
-           'heard_withdrawn', 'Asking', 'asks', 'given_up', 'ask', 'unasked', 'heard_answer', 'send_rewards',
-           'refresh_reference', 'heard_reference_written', 'heard_reference_read', 'release', 'being_asked',
-           'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'note_tools', 'heard_given_up',
-           'forget_episode', 'start_prompt', 'learn_prompts', 'keep_turns', 'heard_failed', 'heard_weights',
-           'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'note_idle', 'note_still_idle',
+           'GRACE', 'JUMP_SECONDS', 'task_sets', 'make_pools', 'provenance', 'Means', 'Fitting', 'Memory',
+           'rollouts_of', 'Episodes', 'Kept', 'kept', 'heard_written', 'stated', 'heard_scored', 'note_verdict',
+           'verdict_columns', 'heard_gauges', 'heard_withdrawn', 'Asking', 'asks', 'given_up', 'ask', 'unasked',
+           'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written', 'heard_reference_read',
+           'release', 'being_asked', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'note_tools',
+           'heard_given_up', 'forget_episode', 'start_prompt', 'learn_prompts', 'keep_turns', 'heard_failed',
+           'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'note_idle', 'note_still_idle',
            'hosts_generator', 'lost', 'elsewhere', 'carry_generate', 'carry_train', 'carry_publish', 'send_load',
            'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell',
            'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
-           'heard_checkpoint', 'needed_checkpoints', 'dropped_checkpoint', 'write_rollout', 'write_group', 'write_step',
-           'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond',
-           'take_reference', 'undone_commands', 'pick_up', 'start_worker', 'may_wait', 'make_room', 'flushed',
-           'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate',
-           'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted',
-           'refuse_unfitted', 'owed', 'overdue', 'forgive', 'being_scored', 'status_of', 'log', 'stated_cost',
-           'start_inline', 'start_process', 'all_prompts']
+           'heard_checkpoint', 'tidy_checkpoints', 'needed_checkpoints', 'heard_policy', 'dropped_checkpoint',
+           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
+           'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference', 'undone_commands', 'pick_up', 'start_worker',
+           'may_wait', 'make_room', 'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse',
+           'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command',
+           'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'being_scored', 'note_jump', 'forgive',
+           'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -67,7 +67,7 @@ from .worker import (AbortJob, Asker, BatchFailed, BatchTrained, ConfigureJob, E
                             WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, to_log, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
-from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_newest, load_checkpoint
+from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_checkpoints, load_checkpoint, note_policy
 from .ledger import Resume, note_resume, read_table
 from .loop import PLACED, resume_state
 from .state import Move, Moved, Snapshot, Stored
@@ -566,7 +566,7 @@ HEARD = {
     AskAnswer: heard_answer,
     ReferenceWritten: heard_reference_written,
     ReferenceRead: heard_reference_read,
-    PolicySaved: lambda driver, worker, said: [Saved(said.version, said.folder, weights=said.weights)],
+    PolicySaved: lambda driver, worker, said: heard_policy(driver, said),
     CheckpointWritten: lambda driver, worker, said: heard_checkpoint(driver, said),
 }
 
@@ -808,7 +808,7 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
         if not message:
             driver.ledger.flush(sync=True)
             path, driver.saving = finish_checkpoint(aside, replace(told, weights=said.weights)), None
-            keep_newest(driver.folder, driver.state.config.checkpoints_kept, needed_checkpoints(driver))
+            tidy_checkpoints(driver)
             return [Stored(told.version, path.name, weights=said.weights)]
     except OSError as error:
         message = error.strerror or str(error)
@@ -816,11 +816,24 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
     return ()
 
 
-def needed_checkpoints(driver: "Driver") -> set[Path]:
-    "Those that stay whatever their age: what the run's workers were started from, and what a fork began with."
+def tidy_checkpoints(driver: "Driver") -> None:
+    "Remove the checkpoints that are neither needed nor worth their bytes."
+    c, evaluated = driver.state.config, {f"v{e.version:06d}" for e in driver.state.evaluations.values()}
+    keep_checkpoints(driver.folder, c.eval[0].name if c.eval else "", c.checkpoints_kept, c.checkpoint_gb, needed_checkpoints(driver) | evaluated)
+
+
+def needed_checkpoints(driver: "Driver") -> set[str]:
+    "Names of those that stay whatever their age: what the run's workers were started from, and what a fork began with."
     family = read_family(driver.folder)
-    first = {driver.folder / CHECKPOINTS / family.checkpoint} if family and family.checkpoint else set()
-    return first | ({driver.begun.folder} if driver.begun else set())
+    first = {family.checkpoint} if family and family.checkpoint else set()
+    return first | ({driver.begun.folder.name} if driver.begun else set())
+
+
+def heard_policy(driver: "Driver", said: PolicySaved) -> list[Saved]:
+    "The policy is on disk: write beside it what it is worth, and remember the warning for the status."
+    with suppress(OSError):  # a full disk takes no note
+        driver.policy_warning = note_policy(driver.folder, said.version) if (driver.folder / "policy").is_dir() else ""
+    return [Saved(said.version, said.folder, weights=said.weights)]
 
 
 def dropped_checkpoint(driver: "Driver", version: int, message: str) -> None:
@@ -963,7 +976,7 @@ class Driver:
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.scoring, self.asking, self.episodes = {}, Asking(), Episodes()  # with the environment, by (rollout, attempt); with the scorer
         self.eval_groups: dict[int, str] = had.eval_groups
-        self.refused, self.asked_to_end, self.started, self.supervisor = "", "", time.time(), 0
+        self.refused, self.asked_to_end, self.policy_warning, self.started, self.supervisor = "", "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
         self.stuck: set[str] = set()  # ids of command files that cannot be moved out of the way
 
@@ -1204,11 +1217,10 @@ def next_events(driver: Driver) -> list:
         heard = bool(messages)
         events += [e for m in messages for e in events_of(driver, names[index], m)]
     else:
-        gap, driver.ticked_at = time.monotonic() - (driver.ticked_at or time.monotonic()), time.monotonic()
-        forgive(driver, gap) if gap > 1.0 else None
-        time.sleep(max(0.0, GATHER - gap))
+        time.sleep(max(0.0, GATHER - note_jump(driver)))
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
         events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
+        note_jump(driver)  # between two judgements of the workers no second may pass unnoticed
         events += [e for name in names for e in overdue(driver, name)]
     events += send_rewards(driver)
     driver.quiet = 0 if events or heard or busy(driver) else driver.quiet + 1
@@ -1448,6 +1460,7 @@ def refuse_unfitted(driver: Driver, worker: str) -> None:
 
 # %% ../nbs/55_driver.ipynb #driver-owed
 GRACE = 5.0  # seconds beyond the deadline before an environment that does not answer is ended
+JUMP_SECONDS = 1.0  # a longer time between two looks was no waiting: this process did not run
 
 
 def owed(driver: Driver, worker: str) -> list[str]:
@@ -1487,12 +1500,6 @@ def overdue(driver: Driver, worker: str) -> list:
     return list(lost(driver, worker, cause))
 
 
-def forgive(driver: Driver, gap: float) -> None:
-    "The run process was not running for `gap` seconds: whatever its workers left unsaid meanwhile is not held against them."
-    for handle in driver.handles.values():
-        handle.heard_at, handle.moved_at = handle.heard_at + gap, handle.moved_at + gap
-
-
 def being_scored(driver: Driver) -> tuple[tuple[int, int], ...]:
     "What a lost environment is put down to: the oldest request. Where episodes wait beside each other that is a guess. Forgets the rest, which is asked for again."
     first = tuple(driver.scoring)[:1]
@@ -1500,6 +1507,22 @@ def being_scored(driver: Driver) -> tuple[tuple[int, int], ...]:
     driver.episodes.open.clear()
     driver.episodes.handed.clear()
     return first
+
+# %% ../nbs/55_driver.ipynb #driver-jump
+def note_jump(driver: Driver) -> float:
+    "Seconds since the last look at the time. After a jump (this process was stopped, or the whole machine was) the workers' clocks go on from where they were."
+    now = time.monotonic()
+    gap, driver.ticked_at = now - (driver.ticked_at or now), now
+    if gap > JUMP_SECONDS:
+        forgive(driver, gap)
+    return gap
+
+
+def forgive(driver: Driver, gap: float) -> None:
+    "The run process was not running for `gap` seconds: whatever its workers left unsaid meanwhile is not held against them."
+    now = driver.clock.now()
+    for handle in driver.handles.values():
+        handle.heard_at, handle.moved_at = min(now, handle.heard_at + gap), min(now, handle.moved_at + gap)
 
 # %% ../nbs/55_driver.ipynb #driver-status
 def status_of(driver: Driver) -> Status:
@@ -1523,7 +1546,7 @@ def status_of(driver: Driver) -> Status:
         host=platform.node(),
         started=driver.started,
         updated=time.time(),
-        reason=driver.refused or s.reason,
+        reason="; ".join(filter(None, (driver.refused or s.reason, driver.policy_warning))),
         seconds=driver.clock.now(),
         dispatched=s.dispatched,
         tokens=s.generated_tokens,

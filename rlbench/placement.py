@@ -263,8 +263,9 @@ class ProcessHandle:
             heard.append(Gone(f"its process ended ({_ending(self.process.exitcode)})"))
         return heard
 
-    def unblock(self, silence: float) -> None:
-        "From another thread: kill a worker that has been in the middle of a message for longer than `silence` seconds."
+    def unblock(self, silence: float, stopped: float = 0.0) -> None:
+        "From another thread: kill a worker that has been in the middle of a message for longer than `silence` seconds. `stopped`: seconds since the last call in which nobody could read."
+        self.reading += stopped if self.reading else 0.0
         if self.reading and time.monotonic() - self.reading > silence:
             self.process.kill()
 

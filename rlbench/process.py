@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'run_main', 'live', 'tell', 'newest',
-           'unfinished', 'close_books', 'published', 'rescue', 'clear', 'silence_of', 'supervise', 'end_group',
-           'sweep_pool', 'sinks_of', 'end_sidecar', 'note_diagnosis', 'note_start', 'report', 'main']
+           'unfinished', 'close_books', 'published', 'rescue', 'save_checkpoint_policy', 'clear', 'silence_of',
+           'supervise', 'end_group', 'sweep_pool', 'sinks_of', 'end_sidecar', 'note_diagnosis', 'note_start', 'report',
+           'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -68,11 +69,14 @@ def live(driver) -> None:
 
 def tell(connection, driver) -> None:
     "Say that the run process lives, and free it from a worker that stopped in the middle of a message; once nobody listens, have it end as if it were stopped."
+    last = time.monotonic()
     try:
         while True:
             connection.send(Beat(driver.ticks))
+            gap, last = time.monotonic() - last, time.monotonic()
+            stopped = gap if gap > 5 * BEAT_SECONDS else 0.0  # this process was stopped; a worker may have been, too
             for handle in list(driver.handles.values()) * (not driver.inline):
-                handle.unblock(driver.state.config.deadlines.silence)
+                handle.unblock(driver.state.config.deadlines.silence, stopped)
             time.sleep(BEAT_SECONDS)
     except OSError:
         driver.asked_to_end = "the run process: its supervisor is gone"
@@ -141,6 +145,20 @@ def rescue(folder: Path) -> int:
     return _save(folder) if published(folder) >= 0 or checkpoint_folders(folder) else -1
 
 
+def save_checkpoint_policy(run: Path, checkpoint: Path, folder: Path) -> None:
+    "Write the policy of a run's checkpoint as a Hugging Face folder. FileExistsError if there is something."
+    from rlbench.adapter import save_trained
+    from rlbench.checkpoint import TRAINER, read_weights
+    from rlbench.config import read_config
+    from rlbench.worker import torch_policy
+
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already; name another folder")
+    policy = torch_policy(read_config(run), "cpu")
+    read_weights(checkpoint / TRAINER, policy.model)
+    save_trained(policy, folder)
+
+
 def _save(folder: Path) -> int:
     from rlbench.adapter import save_trained
     from rlbench.checkpoint import TRAINER, checkpoint_folders, find_checkpoint, read_manifest, read_weights
@@ -160,10 +178,14 @@ def _save(folder: Path) -> int:
 # %% ../nbs/65_process.ipynb #process-clear
 def clear(folder: Path) -> None:
     "Save the newest weights that a failed run left, published ones or those of a checkpoint, and remove their file."
+    from rlbench.checkpoint import note_policy
+
     if (folder / WEIGHTS_FILE).exists() or read_status(folder).state == "failed" and any((folder / "checkpoints").glob("v*")):
         try:
             version = rescue(folder)
             saved = f"; the policy of version {version} is saved" if version >= 0 else "; nothing was published, so no policy is saved"
+            warning = note_policy(folder, version) if version >= 0 else ""
+            saved += f"; {warning}" if warning else ""
         except Exception as error:  # whatever it is, the file goes and the books stay closed
             saved = f"; its policy could not be saved ({error!r})"
         finally:

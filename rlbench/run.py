@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .config import FUNCTIONS, RunConfig, absolute_config, changed_inputs, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, notes_asked, notes_of_change, read_config, write_config
 from .driver import Driver, drive, make_pools
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rlbench.drill import Drilled
 
 # %% ../nbs/80_run.ipynb #run-imports-saving
-from .checkpoint import Manifest, checkpoint_folders, load_newest, notes_on_checkpoint, read_manifest
+from .checkpoint import Manifest, checkpoint_folders, find_best, load_newest, notes_on_checkpoint, read_manifest
 from .config import captured_functions, check_built, with_knob
 from .ledger import read_resumes
 from .loop import spent
@@ -492,6 +492,11 @@ class _Saving(_Looking):
         "Replace the run's note; an empty text removes it."
         write_labels(self.folder, checked_labels(self.tags, text))
 
+    @property
+    def best(self) -> Manifest:
+        "The checkpoint that solved most of the held-out tasks. ValueError if none of them was evaluated."
+        return read_manifest(self.folder / "checkpoints" / find_best(self.folder).name)
+
     def checkpoint(self, author: str = "") -> str:
         "Save the whole run as soon as no batch trains; it is then among the `checkpoints`."
         return ask(self.folder, "checkpoint", author=author)
@@ -577,8 +582,9 @@ class _Repeating(_Looking):
         return Replay(Run(folder), Run(self.folder))
 
     @refuses_in_one_line
-    def fork(self, at: int | None = None, name: str = "", **knobs) -> "Run":
-        """A run that goes on from this one's checkpoint of version `at` (None: the newest) with some knobs changed; returns at once. Of a live, an ended or a dead run.
+    def fork(self, at: int | Literal["best"] | None = None, name: str = "", **knobs) -> "Run":
+        """A run that goes on from this one's checkpoint of version `at` with some knobs changed; returns at once. Of a live, an ended or a dead run.
+        `at`: None for the newest, "best" for the one that solved most of the held-out tasks.
         ValueError naming the versions that can be forked, or for a knob that is refused."""
         say_changed_inputs(self.folder)
         plain, extra, captures = own_functions(self.folder, knobs)

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import TRAINER, Manifest, read_manifest, read_trainer, read_weights, write_trainer
+from .checkpoint import TRAINER, Manifest, link_or_copy, read_manifest, read_trainer, read_weights, write_trainer
 from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
 from .correction import tis
 from .codesets import ALL_SETS
@@ -498,9 +498,9 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
     from rlbench.ranks import whole_state, whole_weights
 
     def checkpoint(into: str) -> str:
-        hashed = write_trainer(into, trainer)
+        hashed = write_trainer(into, trainer, functions.folder)
         if functions.folder and (reference := functions.folder / REFERENCE_FILE).exists():
-            shutil.copyfile(reference, Path(into) / REFERENCE_FILE)
+            link_or_copy(reference, Path(into) / REFERENCE_FILE)  # a later one takes its name and leaves this file as it is
         return hashed
 
     def save(into: str) -> str:

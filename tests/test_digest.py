@@ -91,9 +91,9 @@ def test_weights_are_hashed_where_they_are_saved(tmp_path):
     table = TINY | {"staleness": 0, "checkpoint_every": 2, "checkpoints_kept": 9}
     saved, plain = inline_run(tmp_path, "saved", table), inline_run(tmp_path, "plain", table | {"checkpoint_every": 0})
     trace = read_trace(saved.folder)
-    assert sorted(trace.weights) == [2, 4] and len(set(trace.weights.values())) == 2 and trace.weights[4] == trace.parts["weights"]
+    assert sorted(trace.weights) == [0, 1, 2, 4] and len(set(trace.weights.values())) == 4 and trace.weights[4] == trace.parts["weights"]
     told = {path.name: json.loads((path / "manifest.json").read_text())["weights"] for path in sorted((saved.folder / "checkpoints").glob("v*"))}
-    assert told == {"v000002": trace.weights[2], "v000004": trace.weights[4]}
+    assert told == {f"v{version:06d}": trace.weights[version] for version in (0, 1, 2, 4)}
     assert saved.state.digest == plain.state.digest and sorted(read_trace(plain.folder).weights) == [4]
 
 

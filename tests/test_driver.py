@@ -32,7 +32,7 @@ class Recorder:
 def a_driver(root, placement: str, generators: int = 1) -> Driver:
     "A driver whose actors are up, and nothing more."
     folder = create_run_folder(root, placement)
-    config = make_config({"placement": placement, "generators": generators, "preflight": 0, "eval": [], "deadlines": {"publish": 5.0, "generate": 30.0}})
+    config = make_config({"placement": placement, "generators": generators, "preflight": 0, "eval": [], "checkpoint_every": 0, "deadlines": {"publish": 5.0, "generate": 30.0}})
     (folder / "config.toml").write_text(to_toml(config))
     driver = Driver(folder, config, make_pools(config))
     driver.state.paused = True  # nothing is dispatched

@@ -147,8 +147,8 @@ def test_forks_of_a_family(tmp_path):
     "From checkpoints of an ended run: the twin ends as its parent, the other one elsewhere; the twin's replay begins at its checkpoint."
     run = rl.run("tiny", runs=tmp_path, correction="none", staleness=0, **{**VIRTUAL, "steps": 6, "checkpoint_every": 2, "checkpoints_kept": 9})
     run.wait(400)
-    assert run.versions == [2, 4, 6], run.versions
-    with pytest.raises(ValueError, match=r"no checkpoint of version 3; it can be forked at 2, 4, 6"):
+    assert run.versions == [0, 1, 2, 4, 5, 6], run.versions
+    with pytest.raises(ValueError, match=r"no checkpoint of version 3; it can be forked at 0, 1, 2, 4, 5, 6; the best by held-out is "):
         run.fork(at=3)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):
         run.fork(at=2, temperatur=1.0)
