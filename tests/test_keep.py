@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inline import inline_run
+from patience import until
 from test_checkpoint import SYNC
 from typer.testing import CliRunner
 
+import rlbench as rl
 from rlbench.checkpoint import (
     POLICY_NOTE, TRAINER, SavedCheckpoint, best_saved, checkpoint_folders, choose_checkpoints, count_bytes, find_best, read_manifest, saved_checkpoints,
 )
@@ -18,6 +20,8 @@ from rlbench.config import make_config
 from rlbench.fork import describe_versions, prepare_fork
 from rlbench.ledger import read_status, read_table
 from rlbench.loop import EARLY_PAUSE, SAVE_PAUSE, due_snapshot, on_started
+from rlbench.process import END_FILE
+from rlbench.run import start_process
 from rlbench.state import Commanded, Saves, Started, start_state
 
 GIGABYTE = 10**9
@@ -189,3 +193,34 @@ def test_without_an_evaluation_there_is_no_best(tmp_path):
     assert [read_manifest(each).version for each in checkpoint_folders(folder)] == [0, 8] and describe_versions(folder) == "0, 8"
     with pytest.raises(ValueError, match=r"no checkpoint of 'run' was evaluated \(checkpoints: 0, 8\)"):
         prepare_fork(folder, "child", "best")
+
+
+def write_sums(folder: Path) -> Path:
+    "A file of sixty tasks."
+    path = folder / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(60)))
+    return path
+
+
+def test_a_resume_that_is_refused_changes_nothing(tmp_path):
+    "Neither where the handle refuses it nor where the run process does, which finds the tasks spoilt."
+    tasks = write_sums(tmp_path)
+    table = {"clock": "virtual", "generator": "scripted", "steps": 3, "batch": 8, "group": 4, "filter": "none", "preflight": 0, "eval": [], "tasks": {"name": "file", "path": str(tasks)}}
+    run = rl.run(table, runs=tmp_path / "runs", name="ended")
+    assert run.wait(120) == "finished", run.status.reason
+    ended = run.status
+    with pytest.raises(ValueError, match="spent its budget"):
+        run.resume()
+    assert run.status == ended
+    tasks.write_text("this is no JSON\n")
+    start_process(run.folder, 1)
+    until(lambda: run.status == ended and not (run.folder / END_FILE).exists(), 60)
+    assert run.state == "finished" and "not resumed: " in (run.folder / "run.log").read_text()
+
+
+def test_a_failed_run_without_a_model_has_no_policy_to_save(tmp_path):
+    "Its checkpoints hold no weights, and its end does not speak of them."
+    table = {"clock": "virtual", "generator": "scripted", "steps": 9, "batch": 8, "group": 4, "preflight": 0, "eval": [], "tasks": {"name": "file", "path": str(write_sums(tmp_path))}}  # tasks without a level are always solved
+    run = rl.run(table, runs=tmp_path, name="learned")
+    assert run.wait(120) == "failed" and run.checkpoints
+    assert "could not be saved" not in run.status.reason, run.status.reason
