@@ -24,8 +24,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import checkpoint
 from .cards import CARDS, card_html, light, moved, numbers_html, shown_first, state_html, still_html, style_html
+from .checkpoint import find_best
 from .config import LiveKnob, captured_functions, live_knobs
 from .diagnosis import course_of, diagnose
 from .figures import to_plotly, to_svg
@@ -629,9 +629,8 @@ WHOLE_WIDTH = 720.0  # pixels for which a card is drawn that takes the whole wid
 
 def best_version(folder: Path) -> int | None:
     "The version of the best checkpoint by held-out; None if there is none that was evaluated."
-    find_best = getattr(checkpoint, "find_best", None)  # None: this rlbench keeps no checkpoint by merit
     try:
-        return find_best(folder).version if find_best else None
+        return find_best(folder).version
     except (ValueError, OSError):  # no checkpoint that was evaluated
         return None
 

@@ -1,14 +1,16 @@
 """The panel without a browser: frames of real runs, handlers from any thread, what the journal says of them."""
 import threading
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from fake_run import eval_rows, fake_run, step_row
 from patience import stands, until
 
+from rlbench.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.config import load_config, to_toml
-from rlbench.ledger import Ledger, read_commands, send_command
+from rlbench.ledger import Ledger, read_commands, send_command, write_json
 from rlbench.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.run import attach, run
 
@@ -256,13 +258,8 @@ def test_a_name_used_again_is_another_run(tmp_path):
     assert frame_of.snapshot.version == 2 and frame_of.snapshot.seen["steps"] == 2 and frame_of.parts["message"].value == ""
 
 
-def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path, monkeypatch):
+def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path):
     "When learning collapses the card of training health comes first; a fork is offered only where there is a checkpoint to fork from."
-    from rlbench import checkpoint
-
-    class Best:
-        version = 3
-
     asked, folder = [], fake_run(tmp_path, "worse", batches=0, state="running", closed=False, evals=False)
     (folder / "config.toml").write_text(to_toml(load_config({})))
     rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
@@ -271,11 +268,13 @@ def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path, monkeypatc
         ledger.append("steps", **step_row(v, 0.5, rng, 1.5) | falls | {"kl_sampler": 0.001 if v < 6 else 1.3, "ess": 0.9 if v < 6 else 0.2})
     ledger.extend("evals", [row | {"avg": 0.5 if row["version"] < 6 else 0.01} for row in eval_rows(12, 3, 1.5)])
     ledger.close()
-    monkeypatch.setattr(checkpoint, "find_best", lambda folder: Best, raising=False)
+    assert frame(Panel(folder, fork=lambda at: None)).parts["fork"].layout.display == "none"
+    for version in (3, 9):
+        place = folder / CHECKPOINTS / f"v{version:06d}"
+        place.mkdir(parents=True)
+        write_json(place / MANIFEST, asdict(Manifest(version, 1.5, "", "every", 0, {}, {}, "tiny", 1.5)))
     panel = frame(Panel(folder, fork=lambda at: asked.append(at) or attach(folder)))
     assert panel.collapsed and panel.parts["toggles"]["health"].value and "<svg" in panel.parts["health"].value
     assert panel.parts["fork"].layout.display == "" and "v3" in panel.parts["fork"].description
     panel.parts["fork"].click()
     assert asked == ["best"] and "rl.attach" in panel.parts["message"].value
-    monkeypatch.setattr(checkpoint, "find_best", None, raising=False)
-    assert frame(Panel(folder, fork=lambda at: None)).parts["fork"].layout.display == "none"
