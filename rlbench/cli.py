@@ -49,7 +49,7 @@ from .guard import short_names
 from .ledger import ENDED, Status
 from .listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
 from .refusals import describe_refusal
-from .process import save_checkpoint_policy
+from .process import restarts_of, save_checkpoint_policy
 from .report import preflight_in_words, summary, write_report
 from .run import Run, attach, say_changed_inputs, start_with_notes
 from .runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
@@ -581,8 +581,9 @@ def checkpoint_command(
 
 @app.command()
 def resume(
-    name: RunName,
+    name: Annotated[str, typer.Argument(metavar="[RUN]", help="a name under the folder of runs, or a path")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob on the way, e.g. --set steps=200 where the budget is spent")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="every run whose process is gone and that has restarts left, as after a restart of the machine")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
     runs: RunsOption = "",
@@ -590,6 +591,10 @@ def resume(
 ) -> None:
     "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
     console = Screen(stderr=as_json)
+    if bool(name) == all_:
+        raise typer.BadParameter("name one run, or give --all")
+    if all_:
+        return _resume_lost(runs, console, as_json)
     with friendly():
         r = attach(name, runs=runs)
         r.resume(dict(map(parse_assignment, set_ or [])))
@@ -602,6 +607,30 @@ def resume(
     outcome(r, console) if state in (*ENDED, "dead") else None
     emit(facts(r)) if as_json else None
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
+
+def _resume_lost(runs: str, console: Console, as_json: bool) -> None:
+    outcomes = {}
+    for folder in list_run_folders(runs):
+        run = Run(folder)
+        if run.state == "dead":
+            outcomes[run.name] = _resume_or_say(run)
+            console.print(f"{run.name}: {outcomes[run.name]}", highlight=False, soft_wrap=True, markup=False)
+    if not outcomes:
+        console.print("no run has lost its process", highlight=False)
+    if as_json:
+        emit({"runs": outcomes})
+
+
+def _resume_or_say(run: Run) -> str:
+    left = restarts_of(run.folder) - run.status.attempt
+    if left < 1:
+        return f"left alone: it has no restarts left; rlbench resume {run.name}"
+    try:
+        run.resume()
+    except (ValueError, OSError) as error:
+        return f"not resumed: {error}"
+    return f"resumed from version {list(run.checkpoints.values())[-1].version}"
 
 # %% ../nbs/91_cli.ipynb #cli-guard
 @app.command("guard")

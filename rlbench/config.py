@@ -450,6 +450,9 @@ class _Keep(BaseModel):
     checkpoint_gb: Annotated[
         float, Knob(0, 1e6, unit="GB", help="disk for all checkpoints, at most half of what is free; what never goes: the newest, the first, the best by held-out", apply="now")
     ] = 10.0
+    restarts: Annotated[
+        int, Knob(0, 1000, unit="restarts", help="how often the run goes on by itself, from its newest checkpoint, when its process is lost", apply="now")
+    ] = 0
     after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-shaping
@@ -1029,7 +1032,7 @@ def notes_of_change(before: RunConfig, after: RunConfig) -> list[str]:
 # %% ../nbs/50_config.ipynb #config-steerable
 ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
-    "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "after_resume"),
+    "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "restarts", "after_resume"),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
     "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "episodes_at_once", "on_resume", "max_state_lag"),
     "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",

@@ -699,7 +699,7 @@ def figures(config: RunConfig, rate: float, compute: float, busy: float, world: 
 
 # %% ../nbs/71_fit.ipynb #fit-knobs
 LOOP = ("group", "batch", "concurrency", "staleness", "overdue", "backlog", "queue_batches", "oversample", "stragglers", "straggler_unit", "old_tokens", "filter", "generators", "publish_every", "decode_steps", "steps", "minutes", "tokens", "dollars_per_hour")
-QUIET = ("name", "seed", "alerts", "guards", "webhook", "sinks", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "after_resume", "balance", "eval", "preflight", "preflight_k")
+QUIET = ("name", "seed", "alerts", "guards", "webhook", "sinks", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "restarts", "after_resume", "balance", "eval", "preflight", "preflight_k")
 
 
 def words_of(fitted: Fitted, config: RunConfig, knobs: Mapping[str, object]) -> tuple[str, ...]:

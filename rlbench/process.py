@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'END_FILE', 'run_main', 'refuse_start', 'live',
            'tell', 'newest', 'unfinished', 'close_books', 'published', 'rescue', 'save_checkpoint_policy', 'clear',
-           'silence_of', 'supervise', 'end_group', 'sweep_pool', 'sinks_of', 'end_sidecar', 'note_diagnosis',
-           'note_start', 'remembered_end', 'forget_end', 'report', 'main']
+           'silence_of', 'restarts_of', 'supervise', 'end_group', 'sweep_pool', 'sinks_of', 'end_sidecar',
+           'note_diagnosis', 'note_start', 'remembered_end', 'forget_end', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -219,10 +219,21 @@ def silence_of(folder: Path) -> float:
         return SILENCE_SECONDS
 
 # %% ../nbs/65_process.ipynb #process-supervise
+def restarts_of(folder: Path) -> int:
+    "How often a run may go on by itself after its process was lost; 0 for one without a checkpoint."
+    from rlbench.checkpoint import checkpoint_folders
+    from rlbench.steer import in_force
+
+    try:
+        return in_force(folder).restarts if checkpoint_folders(folder) else 0
+    except (ValueError, OSError):  # of a configuration that cannot be read
+        return 0
+
+
 def supervise(handle: ProcessHandle, asked: list, silence: float = SILENCE_SECONDS) -> str:
-    "Watch a run process until it has ended, or end it; returns how it ended, in words. A signal noted in `asked` is passed on; `silence`: seconds allowed between two signs of life."
+    "Watch a run process until it has ended, or end it; returns how it ended, in words. A signal noted in `asked` is passed on, once; `silence`: seconds allowed between two signs of life."
     last = handle.heard_at = handle.moved_at = time.monotonic()
-    begun = False
+    begun, passed = False, []
     while True:
         wait([handle.connection], BEAT_SECONDS / 2)
         now = time.monotonic()
@@ -232,8 +243,9 @@ def supervise(handle: ProcessHandle, asked: list, silence: float = SILENCE_SECON
         if heard := handle.poll(now):
             return heard[-1].cause
         begun = begun or handle.heard_at != before
-        while asked and begun:  # by then the run process knows what to do with a signal
-            os.kill(handle.process.pid, asked.pop())
+        while len(passed) < len(asked) and begun:  # by then the run process knows what to do with a signal
+            os.kill(handle.process.pid, asked[len(passed)])
+            passed.append(asked[len(passed)])
         if cause := hung({"turn": STILL_SECONDS} if begun else {}, now - handle.moved_at, now - handle.heard_at, silence if begun else START_SECONDS):
             return cause
 
@@ -342,12 +354,20 @@ def main(folder: Path, attempt: int = 0) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     me = os.getpid()
     note_start(folder, me, attempt)
-    handle = ProcessHandle("run", run_main, (str(folder), me, attempt), parent=True)
     sidecars = sinks_of(folder)
-    cause = supervise(handle, asked, silence_of(folder))
-    end_group(handle.process.pid)
-    handle.close(1.0)
-    status = read_status(folder)
+    first = attempt
+    while True:
+        handle = ProcessHandle("run", run_main, (str(folder), me, attempt), parent=True)
+        cause = supervise(handle, asked, silence_of(folder))
+        end_group(handle.process.pid)
+        handle.close(1.0)
+        status = read_status(folder)
+        if status.books_closed or asked or attempt - first >= restarts_of(folder):
+            break
+        attempt += 1
+        print(f"run process lost: {cause}; the run goes on from its newest checkpoint (restart {attempt - first})", file=sys.stderr, flush=True)
+        sweep_pool(folder)
+        note_start(folder, me, attempt)
     refused = status.books_closed and remembered_end(folder) is not None
     forget_end(folder)
     if not status.books_closed:

@@ -1,5 +1,7 @@
 """Which checkpoints are made and which stay: the first, the best, those before a change, a thinning series; and what is said of a policy that is not the best."""
 import json
+import os
+import signal
 from pathlib import Path
 
 import polars as pl
@@ -18,7 +20,7 @@ from rlbench.checkpoint import (
 from rlbench.cli import app
 from rlbench.config import make_config
 from rlbench.fork import describe_versions, prepare_fork
-from rlbench.ledger import read_status, read_table
+from rlbench.ledger import read_resumes, read_status, read_table
 from rlbench.loop import EARLY_PAUSE, SAVE_PAUSE, due_snapshot, on_started
 from rlbench.process import END_FILE
 from rlbench.run import start_process
@@ -224,3 +226,42 @@ def test_a_failed_run_without_a_model_has_no_policy_to_save(tmp_path):
     run = rl.run(table, runs=tmp_path, name="learned")
     assert run.wait(120) == "failed" and run.checkpoints
     assert "could not be saved" not in run.status.reason, run.status.reason
+
+
+LASTING = {"clock": "virtual", "generator": "scripted", "steps": 1_000_000, "batch": 8, "group": 4, "filter": "none", "preflight": 0, "eval": [], "checkpoint_every": 20, "tasks": {"name": "arithmetic"}}
+
+
+def kill_run_process(run) -> None:
+    "As the kernel does when memory is short; the supervisor lives on."
+    os.kill(run.status.pid, signal.SIGKILL)
+
+
+def test_a_run_with_restarts_goes_on_by_itself_so_often_and_no_more(tmp_path):
+    run = rl.run(LASTING, runs=tmp_path, name="lasting", restarts=1)
+    until(lambda: run.checkpoints and run.status.version > 25, 60)
+    kill_run_process(run)
+    until(lambda: run.status.attempt == 1 and run.state == "running", 60)
+    assert "restart 1" in (run.folder / "run.log").read_text() and len(read_resumes(run.folder)) == 1
+    version = run.status.version
+    until(lambda: run.status.version > version + 5, 60)
+    kill_run_process(run)
+    until(lambda: run.state == "failed", 60)
+    assert run.status.books_closed and "run process lost" in run.status.reason
+
+
+def test_all_lost_runs_with_restarts_left_are_resumed_at_once(tmp_path):
+    "As after a restart of the machine; what is left alone is named with its reason."
+    made = {name: rl.run(LASTING, runs=tmp_path, name=name, restarts=restarts) for name, restarts in (("first", 2), ("second", 0))}
+    for run in made.values():
+        until(lambda: run.checkpoints and run.status.version > 25, 60)
+        os.kill(run.status.supervisor, signal.SIGKILL)
+        kill_run_process(run)
+        until(lambda: run.state == "dead", 60)
+    done = CliRunner().invoke(app, ["resume", "--all", "--runs", str(tmp_path)])
+    assert "first: resumed from version" in done.output and "second: left alone: it has no restarts left" in done.output
+    until(lambda: made["first"].state == "running" and made["first"].status.attempt == 1, 60)
+    assert made["second"].state == "dead"
+    for run in made.values():
+        run.stop()
+    until(lambda: {run.state for run in made.values()} <= {"stopped", "failed"}, 60)
+    assert CliRunner().invoke(app, ["resume", "--runs", str(tmp_path)]).exit_code == 2
