@@ -238,7 +238,7 @@ def test_runs_beside_each_other(tmp_path, trained, script):
     assert {d.field for d in both.differences} >= {"seed", "commands"} and both.endings[0].solve_rate_end > 0.9
     for x in ("version", "tokens", "minutes"):
         page = compare(*folders, trained, x=x)._repr_html_()
-        assert page.count("<svg") == 4 + 2 * 3 and "<script" not in page
+        assert page.count("<svg") == 7 + 2 * 3 and "<script" not in page
     frame = both.frame()
     assert frame.filter(run="monday")["tokens"].is_sorted() and frame.filter(run="monday", version=60)["held_out"].is_not_null().all()
     told = script("from rlbench.cli import main; main()", "compare", "monday", "friday", "--runs", runs, "--json")
@@ -246,7 +246,7 @@ def test_runs_beside_each_other(tmp_path, trained, script):
     assert told.returncode == 0, err
     assert [r["run"] for r in json.loads(out)["runs"]] == ["monday", "friday"]
     lost = script("from rlbench.cli import main; main()", "compare", "mondy", "friday", "--runs", runs)
-    assert "did you mean 'monday'" in lost.communicate(timeout=60)[1] and lost.returncode == 2
+    assert "the nearest: monday" in lost.communicate(timeout=60)[1] and lost.returncode == 2
 
 
 def test_looking_loads_no_model(trained, script):

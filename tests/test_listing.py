@@ -97,4 +97,4 @@ def test_runs_of_an_ablation_say_arm_and_seed(tmp_path):
     assert first.run_name == "loss-cispo-high-0.3-3fa91c-s3" != second.run_name
     assert Job(Arm("band = 0.1–0.9", {}, "abcdef01"), 0, True).run_name == "band-0.1-0.9-abcdef-s0-again"
     older = fake_run(tmp_path / "runs", first.key, batches=1, rollouts=0)
-    assert take_up(first, {}, tmp_path).folder == older
+    assert take_up(first, {}, tmp_path)[0].folder == older
