@@ -377,6 +377,34 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     page.context.close()
 
 
+COLLAPSING = """import rlbench as rl
+rl.run("tiny", name="worse", runs="runs", steps=200, learning_rate=2e-2, staleness=8, correction="none", preflight=0, eval=[{"every": 5}])"""
+
+
+def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
+    "The strip says that the run collapses, training health comes first, and a click forks it from its best checkpoint; the sliders stay where they are in view."
+    notebook(lab.notebooks / "worse.ipynb", COLLAPSING)
+    page = lab.open_notebook("worse.ipynb", width=1920)
+    cell = run_cell(page, 0)
+    fork = page.locator(".rl-fork")
+    expect(fork).to_be_visible(timeout=1000 * SLOW)
+    expect(cell.locator(".rl-state").first).to_contain_text("collapsing")
+    expect(page.get_by_text("Effective sample size")).to_be_in_viewport()
+    expect(cell.locator(".rl-knob", has_text="learning_rate").first).to_be_in_viewport()
+    shot(page, "collapse")
+    run = attached(lab, "worse")
+    best = run.best.version
+    fork.click()
+    child = attached(lab, "worse-1")
+    assert (child.family.how, child.family.at) == ("fork", best) and best < run.status.version
+    expect(page.get_by_text("forked as")).to_be_visible()
+    until(lambda: child.state == "running" and child.status.version > 0, page=page)
+    for each in (run, child):
+        each.stop()
+    until(lambda: {run.state, child.state} <= {"stopped", "failed"}, page=page)
+    page.context.close()
+
+
 EXECUTE = """async ([kernel, name]) => {
     const socket = new WebSocket(`ws://${location.host}/api/kernels/${kernel}/channels?session_id=other`);
     await new Promise((done, failed) => { socket.onopen = done; socket.onerror = failed });
