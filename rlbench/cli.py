@@ -260,7 +260,10 @@ def pm(rate: float | None, error: float | None) -> str:
 
 
 def _of_version(r: Run, status: Status | None) -> str:
-    rows = held_out(r)
+    try:
+        rows = held_out(r)
+    except ValueError:  # a configuration that cannot be read is refused where it is used
+        return ""
     if not len(rows) or status is None or rows["version"][-1] >= status.version:
         return ""
     return f"  (of version {rows['version'][-1]}; the run went to {status.version})"
@@ -317,7 +320,10 @@ def outcome(r: Run, console: Console) -> None:
 
 # %% ../nbs/91_cli.ipynb #cli-notes
 def _print_best(r: Run, console: Console) -> None:
-    best = best_saved(saved_checkpoints(r.folder, evaluation_of(r.folder)))
+    try:
+        best = best_saved(saved_checkpoints(r.folder, evaluation_of(r.folder)))
+    except ValueError:  # a configuration that cannot be read is refused where it is used
+        return
     if best is None:
         return
     told = f"{pm(*best.held_out)} at version {best.version}"

@@ -908,6 +908,10 @@ def give_up(actor: EnvironmentActor, under: UnderWay, error: BaseException) -> l
     return [ScoreResult(under.request.key, judged)]
 
 
+def _version_judged(rollout: Rollout) -> int:
+    return version_of(rollout.responses[-1]) if rollout.responses else -1
+
+
 def guard_masks(masks: Masks, rollout: Rollout, judged: Judged) -> Judged:
     "The judgement of an episode or of a function; zero where it is missing for this answer, or this task, again and again while others in the same minute get theirs. Verdicts on code are guarded where canaries are; a function's own error is nobody's guess."
     if judged.verdict is not None or judged.outcome is Outcome.FUNCTION_ERROR:
@@ -1061,10 +1065,6 @@ def in_doubt(kept: Pooled, found: Judged, rollout: Rollout) -> bool:
     sighting = sighting_of(found.verdict, _version_judged(rollout), time.monotonic())
     kept.masks.note(sighting)
     return kept.suspicion.look(found.verdict) or bool(kept.doubt) or kept.masks.suspects(sighting)
-
-
-def _version_judged(rollout: Rollout) -> int:
-    return version_of(rollout.responses[-1]) if rollout.responses else -1
 
 
 def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None, judged: Sequence[tuple[int, int]] = ()) -> Judged:

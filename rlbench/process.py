@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'END_FILE', 'run_main', 'refuse_start', 'live',
-           'tell', 'newest', 'unfinished', 'close_books', 'published', 'rescue', 'save_checkpoint_policy', 'clear',
-           'silence_of', 'restarts_of', 'supervise', 'end_group', 'sweep_pool', 'sinks_of', 'end_sidecar',
-           'note_diagnosis', 'note_start', 'remembered_end', 'forget_end', 'report', 'main']
+           'tell', 'newest', 'unfinished', 'close_books', 'published', 'rescue', 'has_saved_weights',
+           'save_checkpoint_policy', 'clear', 'silence_of', 'restarts_of', 'supervise', 'end_group', 'sweep_pool',
+           'sinks_of', 'end_sidecar', 'note_diagnosis', 'note_start', 'remembered_end', 'forget_end', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -152,9 +152,12 @@ def published(folder: Path) -> int:
 
 def rescue(folder: Path) -> int:
     "Save what is in the mapped file, or in the newest checkpoint, as the run's policy; returns the version, -1 if there is nothing."
-    from rlbench.checkpoint import checkpoint_folders
+    return _save(folder) if published(folder) >= 0 or has_saved_weights(folder) else -1
 
-    return _save(folder) if published(folder) >= 0 or checkpoint_folders(folder) else -1
+
+def has_saved_weights(folder: Path) -> bool:
+    "True if a checkpoint of the run holds weights; those of a run without a model do not."
+    return any((folder / "checkpoints").glob("v*/trainer/weights.safetensors"))
 
 
 def save_checkpoint_policy(run: Path, checkpoint: Path, folder: Path) -> None:
@@ -192,7 +195,7 @@ def clear(folder: Path) -> None:
     "Save the newest weights that a failed run left, published ones or those of a checkpoint, and remove their file."
     from rlbench.checkpoint import note_policy
 
-    if (folder / WEIGHTS_FILE).exists() or read_status(folder).state == "failed" and any((folder / "checkpoints").glob("v*/trainer/weights.safetensors")):
+    if (folder / WEIGHTS_FILE).exists() or read_status(folder).state == "failed" and has_saved_weights(folder):
         try:
             version = rescue(folder)
             saved = f"; the policy of version {version} is saved" if version >= 0 else "; nothing was published, so no policy is saved"

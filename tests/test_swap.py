@@ -8,9 +8,10 @@ from test_checkpoint import a_run, check_resumed, taken_up
 from test_digest import TINY, twice
 
 import rlbench as rl
-from rlbench.config import ConfigError, load_config
+from rlbench.config import load_config
 from rlbench.ledger import read_table
 from rlbench.loss import LossTerms
+from rlbench.run import check_places
 
 SHORT = TINY | {"staleness": 0, "steps": 6, "eval": [], "preflight": 0, "checkpoint_every": 1, "checkpoints_kept": 9, "learning_rate": 5e-4, "optimizer_steps": 2, "batch": 32}
 SWAPS = [(40, "loss", {"name": "gspo", "low": 0.05, "high": 0.05}, 0), (41, "aggregation", "sequence_mean", 0), (42, "advantage", "rloo", 0), (43, "correction", "icepop", 0), (120, "loss", "cispo", 0),
@@ -80,8 +81,8 @@ def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob):
 ])
 def test_what_lacks_an_ingredient_is_refused_before_work_starts(settings, said):
     "Of the preset."
-    with pytest.raises(ConfigError, match="(?s).*" + said.replace("(", "\\(")):
-        load_config("tiny", settings)
+    with pytest.raises(ValueError, match="(?s).*" + said.replace("(", "\\(")):
+        check_places(load_config("tiny", settings))
 
 
 def flat(logprobs_RT, old_RT, advantages_RT):
