@@ -614,7 +614,7 @@ def resume(
     emit(facts(r)) if as_json else None
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
 
-
+# %% ../nbs/91_cli.ipynb #cli-resume-all
 def _resume_lost(runs: str, console: Console, as_json: bool) -> None:
     outcomes = {}
     for folder in list_run_folders(runs):

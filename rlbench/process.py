@@ -52,7 +52,7 @@ def run_main(connection, folder: str, supervisor: int, attempt: int = 0) -> None
     threading.Thread(target=tell, args=(connection, driver), daemon=True).start()
     live(driver)
 
-
+# %% ../nbs/65_process.ipynb #process-refused
 def refuse_start(folder: Path, error: Exception, attempt: int, supervisor: int) -> None:
     "Say why a run cannot begin: a new one has failed; one that had ended, and was to be resumed, stays as it ended."
     if ended := remembered_end(folder):
@@ -339,7 +339,7 @@ def forget_end(folder: Path) -> None:
     "A resumed run goes on."
     (folder / END_FILE).unlink(missing_ok=True)
 
-
+# %% ../nbs/65_process.ipynb #process-whole
 def report(folder: Path) -> None:
     "Write the report; a run that ended well must not fail for its picture."
     from rlbench.report import write_report
