@@ -240,7 +240,8 @@ def test_the_fitted_world_makes_the_run_again(tmp_path, knobs):
     virtual = {**TIMES, "prefill": 0.001, "scripted_length": 20.0}
     found = fit(played(tmp_path, "again", **knobs, preflight=0, virtual=virtual), until=40)
     again = replayed(found)
-    rate, wait, staleness = NEAR if knobs.get("stragglers") == "wait" else (0.01, 0.01, 0.05)  # two generators that wait: see the limits of the simulator
+    waits = knobs.get("stragglers") == "wait"  # two generators that wait: see the limits of the simulator
+    rate, wait, staleness = (NEAR[0], 0.02, 0.1) if waits else (0.01, 0.01, 0.05)
     assert again.rate == pytest.approx(found.seen.rate, rel=rate)
     assert again.wait == pytest.approx(found.seen.wait, abs=wait)
     assert again.staleness == pytest.approx(found.seen.staleness, abs=staleness)
