@@ -225,17 +225,17 @@ def _reached(x: Sequence[float], rates: Sequence[float], level: float) -> float:
     return math.nan
 
 
-def versions_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate") = 0.8) -> float:
+def versions_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate to reach") = 0.8) -> float:
     "Versions until a held-out solve rate is reached."
     return _reached(trial.versions, trial.rates, level)
 
 
-def tokens_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate") = 0.8) -> float:
+def tokens_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate to reach") = 0.8) -> float:
     "Response tokens generated until a held-out solve rate is reached."
     return _reached(trial.spent, trial.rates, level)
 
 
-def seconds_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate") = 0.8) -> float:
+def seconds_to(trial: Trial, *, level: Knob(0, 1, help="held-out solve rate to reach") = 0.8) -> float:
     "Seconds of the run's clock until a held-out solve rate is reached."
     return _reached(trial.at, trial.rates, level)
 
@@ -245,7 +245,7 @@ def seconds(trial: Trial) -> float:
     return trial.seconds
 
 
-def mean(trial: Trial, *, column: Knob(help="a column of the step table") = "ess") -> float:
+def mean(trial: Trial, *, column: Knob(help="column of the step table to average, such as ess or entropy") = "ess") -> float:
     "Mean of a column of the step table over the versions of the run."
     return trial.means.get(column, math.nan)
 

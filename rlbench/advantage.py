@@ -33,9 +33,9 @@ def grpo(
     rewards_R,
     batch_R=None,
     *,
-    std: Knob(choices=("sample", "population"), help="divisor of the standard deviation: G - 1 or G") = "sample",
-    eps: Knob(0, 1, help="added to the standard deviation") = 1e-6,
-    scale: Knob(choices=("group", "batch", "none"), help="whose standard deviation") = "group",
+    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    eps: Knob(0, 1, help="added to the standard deviation before dividing. It prevents division by nearly 0") = 1e-6,
+    scale: Knob(choices=("group", "batch", "none"), help="divide by the standard deviation of the group, by that of the batch, or not at all") = "group",
 ) -> np.ndarray:
     "(reward - mean) / (std + eps) within the group, float64 [R], NaN as in `dr_grpo` (arXiv 2402.03300). `batch_R`: the batch's rewards; without them its spread is the group's."
     centred_R = dr_grpo(rewards_R)
@@ -77,9 +77,9 @@ def opo(rewards_R, lengths_R) -> np.ndarray:
 def pass_k(
     rewards_R,
     *,
-    scale: Knob(choices=("none", "group"), help="divide by the group's standard deviation") = "none",
-    std: Knob(choices=("sample", "population"), help="divisor of the standard deviation: G - 1 or G") = "sample",
-    eps: Knob(0, 1, help="added to the standard deviation") = 1e-6,
+    scale: Knob(choices=("none", "group"), help="group: divide by the group's standard deviation; none: do not divide") = "none",
+    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Best reward minus second best for the best member, 0 for the others, float64 [R], NaN as in `dr_grpo` (arXiv 2503.19595)."
     rewards_R = np.asarray(rewards_R, float)
@@ -111,9 +111,9 @@ def gdpo(
     parts_RK,
     names_K=None,
     *,
-    weights: Knob(help="weights of the parts, e.g. 'correct=1, format=0.5'; 1 for those not named") = "",
-    std: Knob(choices=("sample", "population"), help="divisor of the standard deviation: G - 1 or G") = "sample",
-    eps: Knob(0, 1, help="added to the standard deviation") = 1e-6,
+    weights: Knob(help="weights of the reward's parts, e.g. 'correct=1, format=0.5'; parts not named weigh 1") = "",
+    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Each part of the reward (`parts_RK`, named `names_K`) normalised within the group, then added with weights, float64 [R], NaN as in `dr_grpo` (arXiv 2601.05242)."
     unjudged_R, parts_RK = np.isnan(dr_grpo(rewards_R)), np.asarray(parts_RK, float)
@@ -160,7 +160,7 @@ def by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
     return advantages_R
 
 # %% ../nbs/30_advantage.ipynb #advantage-pp
-def reinforce_pp(rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0, 1, help="discount per token") = 1.0) -> np.ndarray:
+def reinforce_pp(rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0) -> np.ndarray:
     "Discounted sums of the token rewards, whitened over all tokens of the batch, float64 [R, T] (REINFORCE++, arXiv 2501.03262). Needs no group."
     return whiten(discounted(token_rewards(rewards_R, mask_RT, kl_RT, steps_RT), mask_RT, gamma), mask_RT)
 
@@ -187,9 +187,9 @@ def gae(
     kl_RT=None,
     steps_RT=None,
     *,
-    gamma: Knob(0, 1, help="discount per token") = 1.0,
-    lam: Knob(0, 1, help="1: outcome minus value; 0: one step of the critic") = 0.95,
-    whitened: Knob(help="advantages to mean 0 and deviation 1 over the tokens of the batch; the returns stay as they are") = False,
+    gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0,
+    lam: Knob(0, 1, help="lambda of GAE. 1: return minus value (more variance); 0: one-step critic error (more bias)") = 0.95,
+    whitened: Knob(help="normalize advantages to mean 0 and deviation 1 over the batch's tokens; returns are not changed") = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). `values_RT` are those of what precedes each token. Needs no group."
     mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
@@ -204,10 +204,10 @@ def steps(
     mask_RT,
     steps_RT,
     *,
-    process: Knob(0, 100, help="weight of the steps' part") = 1.0,
-    outcome: Knob(0, 100, help="weight of the outcome's part") = 1.0,
-    std: Knob(choices=("sample", "population"), help="divisor of the standard deviation: G - 1 or G") = "sample",
-    eps: Knob(0, 1, help="added to the standard deviation") = 1e-6,
+    process: Knob(0, 100, help="weight of the step rewards") = 1.0,
+    outcome: Knob(0, 100, help="weight of the outcome reward") = 1.0,
+    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Normalised rewards of the steps that are still to end, plus the normalised outcome, float64 [R, T] (process supervision of arXiv 2402.03300)."
     mask_RT, steps_RT, rewards_R, groups_R = np.asarray(mask_RT, bool), np.asarray(steps_RT, float), np.asarray(rewards_R, float), np.asarray(groups_R)
@@ -221,7 +221,7 @@ def steps(
     return np.where(mask_RT, process * discounted(normal_RT, mask_RT, 1.0) + outcome * outcome_R[:, None], 0.0)
 
 # %% ../nbs/30_advantage.ipynb #advantage-distill
-def distill(rewards_R, teacher_RT, sampler_RT, mask_RT, *, bound: Knob(0, 100, unit="nats", help="largest size of an advantage") = 10.0) -> np.ndarray:
+def distill(rewards_R, teacher_RT, sampler_RT, mask_RT, *, bound: Knob(0, 100, unit="nats", help="clip the advantage of each token to this size, up or down") = 10.0) -> np.ndarray:
     "Teacher's minus sampler's log-probability at each token of the mask, within +-bound, float64 [R, T] (on-policy distillation, arXiv 2306.13649)."
     there_R1 = np.where(np.isnan(np.asarray(rewards_R, float)), np.nan, 0.0)[:, None]
     apart_RT = np.asarray(teacher_RT, float) - np.asarray(sampler_RT, float)

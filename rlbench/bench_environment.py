@@ -18,10 +18,10 @@ from .run import ending, free_name, run, wait
 
 # %% ../nbs/88_bench_environment.ipynb #bench-environment-tool
 def late_tool(
-    *, median: Knob(0, 60, unit="s", help="of the answer's latency", live=False) = 0.2,
-    sigma: Knob(0, 3, help="of its logarithm", live=False) = 1.0,
-    turns: Knob(1, 64, unit="turns", help="of an episode", live=False) = 4,
-    alike: Knob(help="the same response waits the same time, in every run; else each call draws its own", live=False) = True,
+    *, median: Knob(0, 60, unit="s", help="median latency of the tool's answer", live=False) = 0.2,
+    sigma: Knob(0, 3, help="standard deviation of the latency's logarithm. Higher values make rare answers very late", live=False) = 1.0,
+    turns: Knob(1, 64, unit="turns", help="turns in each episode", live=False) = 4,
+    alike: Knob(help="true: the same response waits equally long in every run; false: each call draws its own wait", live=False) = True,
 ):
     "Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the response, or at random."
     import asyncio

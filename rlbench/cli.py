@@ -114,9 +114,9 @@ class Screen(Console):
             yield segment if segment.control else Segment(make_visible(segment.text), segment.style)
 
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="a name under the runs folder, or a path")]
-RunsOption = Annotated[str, typer.Option("--runs", help="folder that holds runs; without it $RLBENCH_RUNS, else the nearest runs/ upwards")]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object, last on standard output")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="name of a run in the runs folder, or its path")]
+RunsOption = Annotated[str, typer.Option("--runs", help="folder that holds the runs; default: $RLBENCH_RUNS, else the nearest runs/ upwards")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
 app = _app()
 
 # %% ../nbs/91_cli.ipynb #cli-facts
@@ -335,22 +335,22 @@ def _print_best(r: Run, console: Console) -> None:
 # %% ../nbs/91_cli.ipynb #cli-run
 @app.command("run")
 def run_command(
-    source: Annotated[str, typer.Argument(help="a preset or a .toml file")] = "tiny",
+    source: Annotated[str, typer.Argument(help="name of a preset, or path of a .toml file")] = "tiny",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables")
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables. Repeat for more fields")
     ] = None,
-    name: Annotated[str, typer.Option(help="the run's name; without it the next free number")] = "",
-    tags: Annotated[list[str] | None, typer.Option("--tag", help="a tag; may be given several times")] = None,
-    note: Annotated[str, typer.Option(help="what the list of runs shows beside it")] = "",
-    exist: Annotated[str, typer.Option("--exist", help="attach: open the run of this name if there is one")] = "refuse",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing; say where the memory would go, exit status 1 if it does not fit")] = False,
-    on: Annotated[list[str] | None, typer.Option("--on", metavar="GPU", help='with --dry-run: plan for this GPU instead of the machine at hand, such as "RTX 4090" or "H100 x 2"')] = None,
+    name: Annotated[str, typer.Option(help="name of the run; default: the next free number")] = "",
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="add a tag; repeat for more tags")] = None,
+    note: Annotated[str, typer.Option(help="note that the list of runs shows")] = "",
+    exist: Annotated[str, typer.Option("--exist", help="refuse: fail if a run has this name; attach: open it instead")] = "refuse",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing; print the memory plan and exit with status 1 if the run does not fit")] = False,
+    on: Annotated[list[str] | None, typer.Option("--on", metavar="GPU", help='with --dry-run: plan for this GPU instead of this machine, such as "RTX 4090" or "H100 x 2"')] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Start a run and watch it. Ctrl-C finishes the batch in training and closes the books."
+    "Start a run and watch it. Ctrl-C finishes the batch in training, saves the run and ends it."
     console = Screen(stderr=as_json)
     if dry_run or on:
         return _dry_run(source, set_, dry_run, on or [], as_json)
@@ -400,12 +400,12 @@ def facts(r: Run) -> dict:
 def ls(
     runs: RunsOption = "",
     sort: Annotated[str, typer.Option("--sort", help=f"{', '.join(SORTS)}; without it by start, forks under their parent")] = "",
-    where: Annotated[list[str] | None, typer.Option("--where", metavar="FIELD=VALUE", help="also !=, <, <=, >, >=; a column, or a field of the configuration; may be given several times")] = None,
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="only runs with this tag; may be given several times")] = None,
-    archived: Annotated[bool, typer.Option("--archived", help="those that were put away")] = False,
+    where: Annotated[list[str] | None, typer.Option("--where", metavar="FIELD=VALUE", help="also !=, <, <=, >, >=; FIELD is a column or a configuration field. Repeat for more conditions")] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="keep only runs with this tag; repeat for more tags")] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="list the archived runs")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    "List runs: state, version, held-out solve rate, start, when they were last heard, tags and notes."
+    "List runs with state, version, held-out solve rate, start, last sign of life, tags and notes."
     with friendly():
         root = find_runs_folder(runs) / ARCHIVE if archived else find_runs_folder(runs)
         there = [read_listed(folder) for folder in list_run_folders(root)]
@@ -421,12 +421,12 @@ def ls(
 @app.command("tag")
 def tag_command(
     name: RunName,
-    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="one word each; without any, those it has are shown")] = None,
-    drop: Annotated[list[str] | None, typer.Option("--drop", metavar="TAG", help="take this one away; may be given several times")] = None,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="tags to add, one word each; without any, show the run's tags")] = None,
+    drop: Annotated[list[str] | None, typer.Option("--drop", metavar="TAG", help="remove this tag; repeat for more tags")] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Give a run tags, or take them away."
+    "Add tags to a run, remove them, or show them."
     with friendly():
         r = attach(name, runs=runs)
         now = r.tag(*(tags or ()), drop=drop or ()) if tags or drop else r.tags
@@ -436,11 +436,11 @@ def tag_command(
 @app.command("note")
 def note_command(
     name: RunName,
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help='the note; "" removes it; without it, the note is shown')] = None,
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help='text of the note; "" removes the note; without it, show the note')] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Write a note on a run."
+    "Write or show the note of a run."
     with friendly():
         r = attach(name, runs=runs)
         if text is not None:
@@ -450,7 +450,7 @@ def note_command(
 # %% ../nbs/91_cli.ipynb #cli-show-verb
 @app.command()
 def show(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
-    "How a run stands, or how it ended."
+    "Show the progress of a run, or its results if it has ended."
     with friendly():
         r = attach(name, runs=runs)
     if as_json:
@@ -466,10 +466,10 @@ def show(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> N
 def log(
     name: RunName,
     runs: RunsOption = "",
-    lines: Annotated[int, typer.Option("--lines", "-n", help="last lines of each")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="last lines to print of the journal and of the output")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    "The journal of commands, and the last lines of the run's own output."
+    "Show the journal of commands and the end of the run's output."
     with friendly():
         r = attach(name, runs=runs)
     commands = r.commands.tail(lines)
@@ -529,8 +529,8 @@ WaitOption = Annotated[float, typer.Option("--wait", help="seconds to wait for t
 def set_command(
     name: RunName,
     assignments: Annotated[list[str], typer.Argument(metavar="KNOB=VALUE...")],
-    over: Annotated[int, typer.Option(help="ramp over this many versions")] = 0,
-    author: Annotated[str, typer.Option(help="who asks")] = "",
+    over: Annotated[int, typer.Option(help="spread the change over this many versions")] = 0,
+    author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
@@ -542,7 +542,7 @@ def set_command(
 def _verb(verb: str, help: str) -> None:
     def command(
         name: RunName,
-        author: Annotated[str, typer.Option(help="who asks")] = "",
+        author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
         runs: RunsOption = "",
         seconds: WaitOption = 5.0,
         as_json: JsonOption = False,
@@ -565,12 +565,12 @@ for _name, _help in (
 @app.command("checkpoint")
 def checkpoint_command(
     name: RunName,
-    author: Annotated[str, typer.Option(help="who asks")] = "",
+    author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
-    seconds: Annotated[float, typer.Option("--wait", help="seconds to wait until it is there")] = 60.0,
+    seconds: Annotated[float, typer.Option("--wait", help="seconds to wait for the checkpoint")] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    "Save the whole run now: loop, weights, optimizer, queue. It is written once no batch trains."
+    "Save the whole run: loop, weights, optimizer, queue. The run writes it when no batch is in training."
     with friendly():
         r = attach(name, runs=runs)
         before = set(r.checkpoints)
@@ -587,15 +587,15 @@ def checkpoint_command(
 
 @app.command()
 def resume(
-    name: Annotated[str, typer.Argument(metavar="[RUN]", help="a name under the folder of runs, or a path")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob on the way, e.g. --set steps=200 where the budget is spent")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="every run whose process is gone and that has restarts left, as after a restart of the machine")] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    name: Annotated[str, typer.Argument(metavar="[RUN]", help="name of a run in the runs folder, or its path")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob before resuming, e.g. --set steps=200 after the budget is spent")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="resume every run that lost its process and has restarts left, e.g. after a reboot")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Go on from the newest checkpoint of a run that was killed, was stopped, failed, or has spent its budget. What lies beyond the checkpoint is lost."
+    "Resume an ended or killed run from its newest checkpoint. Work after that checkpoint is lost."
     console = Screen(stderr=as_json)
     if bool(name) == all_:
         raise typer.BadParameter("name one run, or give --all")
@@ -642,15 +642,15 @@ def _resume_or_say(run: Run) -> str:
 @app.command("guard")
 def guard_command(
     name: RunName,
-    when: Annotated[str, typer.Argument(help="'entropy < 0.1', 'ess < 0.3 for 3', 'held_out < 0.2', 'loss is nan'; without one, list what is watched")] = "",
-    do: Annotated[str, typer.Argument(help="alert, pause, stop, or 'temperature = 0.8'")] = "alert",
-    remove: Annotated[str, typer.Option("--remove", metavar="GUARD", help="take a guard away, by its name, its condition or its id")] = "",
-    author: Annotated[str, typer.Option(help="who asks")] = "",
+    when: Annotated[str, typer.Argument(help="'entropy < 0.1', 'ess < 0.3 for 3', 'held_out < 0.2' or 'loss is nan'; without it, list the guards")] = "",
+    do: Annotated[str, typer.Argument(help="action: alert, pause, stop, or a knob such as 'temperature = 0.8'")] = "alert",
+    remove: Annotated[str, typer.Option("--remove", metavar="GUARD", help="remove the guard with this name, condition or id")] = "",
+    author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    "Have a run watch a condition and act when it comes true; without a condition, list what it watches."
+    "Add a guard: the run acts when a condition becomes true. Without a condition, list the guards."
     if remove:
         return tell(name, runs, as_json, lambda r: [r.unguard(remove, author)], seconds)
     if when:
@@ -685,14 +685,14 @@ def knob_rows(r: Run) -> list[dict]:
 @app.command("knobs")
 def knobs_command(
     name: RunName,
-    save: Annotated[str, typer.Option("--save", metavar="NAME", help="keep the settings in force under this name, for the runs of the folder")] = "",
-    apply: Annotated[str, typer.Option("--apply", metavar="NAME", help="ask for the settings kept under this name")] = "",
-    author: Annotated[str, typer.Option(help="who asks")] = "",
+    save: Annotated[str, typer.Option("--save", metavar="NAME", help="save the current settings under this name, for all runs of the runs folder")] = "",
+    apply: Annotated[str, typer.Option("--apply", metavar="NAME", help="apply the settings saved under this name")] = "",
+    author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
     seconds: WaitOption = 5.0,
     as_json: JsonOption = False,
 ) -> None:
-    "The live knobs of a run; or keep their settings under a name, or put kept ones to work."
+    "List the live knobs of a run, save their settings under a name, or apply saved settings."
     with friendly():
         r = attach(name, runs=runs)
         if apply:
@@ -739,11 +739,11 @@ def _knob_table(rows: list[dict]) -> Table:
 @app.command("attach")
 def attach_command(
     name: RunName,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Watch a run that is already going, until it ends. Ctrl-C leaves it alone."
+    "Watch a live run until it ends. Ctrl-C stops watching; the run goes on."
     console = Screen(stderr=as_json)
     with friendly():
         r = attach(name, runs=runs)
@@ -773,7 +773,7 @@ def eval_command(
     seconds: Annotated[float, typer.Option("--wait", help="seconds to wait for a live run's evaluation")] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
-    "Evaluate now: in a live run as a command, on an ended one with its trained policy."
+    "Evaluate now: a live run evaluates itself; of an ended run, the saved policy is evaluated."
     with friendly():
         r = attach(name, runs=runs)
         if r.state in (*ENDED, "dead"):
@@ -805,13 +805,13 @@ def eval_command(
 def sample(
     name: RunName,
     prompt: str,
-    n: Annotated[int, typer.Option("-n", help="responses")] = 4,
+    n: Annotated[int, typer.Option("-n", help="responses to generate")] = 4,
     temperature: float = 1.0,
     seed: int = 0,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "What the trained policy of a run writes."
+    "Print responses of a run's trained policy to a prompt."
     from rlbench.offline import sample as respond
 
     with friendly():
@@ -821,16 +821,16 @@ def sample(
 # %% ../nbs/91_cli.ipynb #cli-export
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook of yours (.ipynb) that becomes a module")],
-    folder: Annotated[Path | None, typer.Argument(help="where to; trackers have a place in the run's folder, modules lie beside their notebook")] = None,
-    script: Annotated[bool, typer.Option("--script", help="write the steering as a Python script instead; FOLDER is its path")] = False,
-    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; of a notebook, the folder for its module")] = "policy",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run has ended; Ctrl-C ends it, too")] = False,
-    best: Annotated[bool, typer.Option("--best", help="the policy of the checkpoint with the best held-out solve rate, not that of the end; also of a live run")] = False,
+    name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook (.ipynb) to turn into a module")],
+    folder: Annotated[Path | None, typer.Argument(help="folder to write to; default: in the run's folder for a tracker, beside the notebook for a module")] = None,
+    script: Annotated[bool, typer.Option("--script", help="write the run's commands as a Python script to the path FOLDER")] = False,
+    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; for a notebook, the folder of its module")] = "policy",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep exporting new rows until the run ends or Ctrl-C")] = False,
+    best: Annotated[bool, typer.Option("--best", help="export the policy with the best held-out solve rate, not the last one; works for live runs")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Copy the trained policy of a run as a Hugging Face folder, or its tables --to an experiment tracker; or make a module of the export cells of a notebook."
+    "Export a run's policy as a Hugging Face folder or its tables to a tracker, or a notebook as a module."
     with friendly():
         if name.endswith(".ipynb"):
             return _to_module(name, folder if to == "policy" else Path(to), as_json)
@@ -910,12 +910,12 @@ def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) ->
 @app.command()
 def digest(
     name: RunName,
-    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="another run: exit status 1 if a part differs")] = "",
+    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="second run to compare; exit status 1 if a part differs")] = "",
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """What was trained and evaluated, which commands took effect and the weights at the end, as one hash: equal
-    digests, equal runs. With another run: which parts are equal."""
+    """Print a hash of all that was trained and evaluated, applied commands and final weights. Equal digests
+    mean equal runs. With a second run, show which parts are equal."""
     with friendly():
         found = [attach(each, runs=runs) for each in (name, other) if each]
         traces = [read_trace(each.folder) for each in found]
@@ -960,13 +960,13 @@ def check_ended(found: list[Run]) -> None:
         raise ValueError(f"run: {'; '.join(live)}; stop it first: rlbench stop {names}")
 
 
-ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help="names, paths, or patterns in quotes: 'tiny-*'")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="do not ask")]
+ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help="names, paths, or quoted patterns such as 'tiny-*'")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="remove without asking")]
 
 
 @app.command()
 def rm(names: ManyRuns, runs: RunsOption = "", yes: YesOption = False, as_json: JsonOption = False) -> None:
-    "Remove the folders of runs that have ended."
+    "Delete the folders of ended runs."
     with friendly():
         found = chosen_runs(names, runs)
         check_ended(found)
@@ -984,11 +984,11 @@ def rm(names: ManyRuns, runs: RunsOption = "", yes: YesOption = False, as_json: 
 @app.command()
 def archive(
     names: ManyRuns,
-    back: Annotated[bool, typer.Option("--back", help="put archived runs among the others again")] = False,
+    back: Annotated[bool, typer.Option("--back", help="move archived runs back to the runs folder")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Put runs that have ended away: out of the lists, with everything kept."
+    "Archive ended runs: lists no longer show them, but all files are kept."
     with friendly():
         root = find_runs_folder(runs)
         here, there = (root / ARCHIVE, root) if back else (root, root / ARCHIVE)
@@ -1019,18 +1019,18 @@ def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
 
 @app.command()
 def doctor(
-    against: Annotated[str, typer.Option("--against", metavar="RUN", help="what has changed since this run was made")] = "",
-    sandbox: Annotated[bool, typer.Option("--sandbox", help="what will limit sandboxes, with a ramp to the target")] = False,
-    target: Annotated[int, typer.Option("--target", help="with --sandbox: sandboxes wanted at a time")] = 960,
-    tier: Annotated[str, typer.Option("--tier", help="with --sandbox: bwrap-zygote, landlock, rlimits or remote; the strongest without")] = "",
-    url: Annotated[str, typer.Option("--url", help="with --tier remote: where the server is")] = "",
-    api: Annotated[str, typer.Option("--api", help="with --tier remote: http or sandboxfusion")] = "http",
-    token: Annotated[str, typer.Option("--token", help="with --tier remote: $NAME of an environment variable")] = "",
-    allow_unsafe: Annotated[bool, typer.Option("--allow-unsafe", help="with --sandbox: limits alone will do")] = False,
+    against: Annotated[str, typer.Option("--against", metavar="RUN", help="show what has changed on this machine since this run started")] = "",
+    sandbox: Annotated[bool, typer.Option("--sandbox", help="measure what limits sandboxes, with growing load up to the target")] = False,
+    target: Annotated[int, typer.Option("--target", help="with --sandbox: sandboxes needed at the same time")] = 960,
+    tier: Annotated[str, typer.Option("--tier", help="with --sandbox: bwrap-zygote, landlock, rlimits or remote; default: the strongest that works")] = "",
+    url: Annotated[str, typer.Option("--url", help="with --tier remote: address of the server")] = "",
+    api: Annotated[str, typer.Option("--api", help="with --tier remote: protocol, http or sandboxfusion")] = "http",
+    token: Annotated[str, typer.Option("--token", help="with --tier remote: $NAME of the environment variable that holds the token")] = "",
+    allow_unsafe: Annotated[bool, typer.Option("--allow-unsafe", help="with --sandbox: accept rlimits without isolation")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "What is there, and what will not work; exit status 1 if something is missing that nothing works without."
+    "Check this machine and name what will not work. Exit status 1 if something necessary is missing."
     from rlbench.doctor import changes_text, checks, healthy, since
 
     if sandbox:
@@ -1093,17 +1093,17 @@ def _check_plans(only: list[str], as_json: bool) -> None:
 # %% ../nbs/91_cli.ipynb #cli-plan-verb
 @app.command("plan")
 def plan_command(
-    source: Annotated[str, typer.Argument(metavar="PLAN", help="a plan that comes along, or a .toml file; without it those that come along are listed")] = "",
+    source: Annotated[str, typer.Argument(metavar="PLAN", help="name of a packaged plan, or a .toml file; without it, list the packaged plans")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.FIELD=VALUE", help="override a field, such as run.concurrency=512 or rollouts.sigma=[0.3,0.4,0.5]")] = None,
-    tables: Annotated[str, typer.Option("--tables", metavar="FILE", help="GPUs, models, prices, transports and sandboxes of your own, as TOML")] = "",
-    form_only: Annotated[bool, typer.Option("--no-simulation", help="closed forms alone: at once")] = False,
-    seed: Annotated[int, typer.Option(help="of the simulation")] = 0,
+    tables: Annotated[str, typer.Option("--tables", metavar="FILE", help="TOML file with further GPUs, models, prices, transports and sandboxes")] = "",
+    form_only: Annotated[bool, typer.Option("--no-simulation", help="compute only closed forms, which takes no time")] = False,
+    seed: Annotated[int, typer.Option(help="random seed of the simulation")] = 0,
     list_fields: Annotated[bool, typer.Option("--fields", help="list the fields of a plan file")] = False,
-    checked: Annotated[bool, typer.Option("--check", help="compute what others have printed, row by row; some minutes")] = False,
-    only: Annotated[list[str], typer.Option("--only", metavar="ROW", help="with --check: this row; may be given several times")] = [],
+    checked: Annotated[bool, typer.Option("--check", help="compare with published figures, row by row; takes some minutes")] = False,
+    only: Annotated[list[str], typer.Option("--only", metavar="ROW", help="with --check: only this row; repeat for more rows")] = [],
     as_json: JsonOption = False,
 ) -> None:
-    "Say what a run will do before its machines are booked: what binds, rate, wait, staleness, dollars, and what would be better."
+    "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
     from rlbench.planfile import plan_fields, plans
     from rlbench.planner import plan, plan_facts
 
@@ -1126,11 +1126,11 @@ def plan_command(
 def regrade_command(
     name: RunName,
     runs: RunsOption = "",
-    last: Annotated[int, typer.Option(help="only so many of the newest verdicts; 0: all", min=0)] = 0,
-    tier: Annotated[str, typer.Option(help="judge under this tier; empty: as the run did")] = "",
+    last: Annotated[int, typer.Option(help="grade only this many of the newest programs; 0: all", min=0)] = 0,
+    tier: Annotated[str, typer.Option(help="isolation to grade under; empty: that of the run")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Judge a run's programs again, in the same limits, and say where a verdict is another one."
+    "Grade a run's programs again under the same limits. Exit status 1 if a verdict changed."
     from rlbench.regrade import regrade
     from rlbench.steer import in_force
     from rlbench.worker import open_pool
@@ -1154,7 +1154,7 @@ def regrade_command(
 # %% ../nbs/91_cli.ipynb #cli-why
 @app.command("why")
 def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
-    "What limits a run now, with evidence and remedy."
+    "Show what limits a run now, with evidence and remedy."
     with friendly():
         found = attach(name, runs=runs).why()
     emit(found.plain()) if as_json else Screen().print(Text(str(found)))
@@ -1163,12 +1163,12 @@ def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = Fals
 @app.command("drill")
 def drill_command(
     name: RunName,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[DRILL]...", help="which of them; without, all that suit the run")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="strike nothing; say which there are, and which suit the run")] = False,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[DRILL]...", help="drills to run; default: all that suit the run")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="inject nothing; list the drills and whether each suits the run")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Inject faults into a live run, and look for the stated reaction; exit status 1 if one failed. Ctrl-C undoes what was injected."
+    "Inject faults into a live run and check its reaction. Exit status 1 if a check fails; Ctrl-C undoes the fault."
     from rlbench.drill import listed, series
 
     console, last, told, stopped = Screen(stderr=True, soft_wrap=True, highlight=False, markup=False), {}, [], False
@@ -1215,17 +1215,17 @@ def part_of(text: str, option: str = "--loss") -> str | dict:
 @app.command("card")
 def card_command(
     name: RunName,
-    rollout: Annotated[int, typer.Argument(help="id of a rollout: trained, ended, or waiting in the newest checkpoint")],
-    loss: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="another loss than the run's own")] = "",
-    against: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="a loss to compare with: the tokens that change")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="PART=NAME[:KNOB=VALUE,...]", help="advantage, correction, aggregation, old, kl, kl_weight, kl_in or shaping")] = None,
-    attempt: Annotated[int | None, typer.Option(help="of a rollout that was tried more than once")] = None,
-    policy: Annotated[bool, typer.Option("--policy", help="compute log-probabilities now, with the saved policy")] = False,
-    tokens: Annotated[int | None, typer.Option(help="show the first so many")] = None,
+    rollout: Annotated[int, typer.Argument(help="id of a rollout that was trained, has ended, or waits in the newest checkpoint")],
+    loss: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="use this loss instead of the run's")] = "",
+    against: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="compare with this loss and show the tokens that change")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="PART=NAME[:KNOB=VALUE,...]", help="replace a part: advantage, correction, aggregation, old, kl, kl_weight, kl_in or shaping")] = None,
+    attempt: Annotated[int | None, typer.Option(help="which attempt of a rollout that has several")] = None,
+    policy: Annotated[bool, typer.Option("--policy", help="compute log-probabilities now with the saved policy")] = False,
+    tokens: Annotated[int | None, typer.Option(help="show only this many of the first tokens")] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "What the loss does to one rollout, token by token, and why it is 0 where it is."
+    "Show what the loss does to one rollout, token by token, and why it is 0 where it is."
     from rlbench.inspector import tests_of
     from rlbench.losscard import loss_card
     from rlbench.sandbox.words import tests_text
@@ -1251,15 +1251,15 @@ def version_of(text: str) -> int | str | None:
 @app.command("fork")
 def fork_command(
     name: RunName,
-    at: Annotated[str, typer.Option(metavar="VERSION|best", help="version of the checkpoint, or best: by held-out solve rate; without it the newest")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="what is different; dotted names reach into tables")] = None,
-    new: Annotated[str, typer.Option("--name", help="name of the fork; without it the next free number")] = "",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return at once, do not watch")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    at: Annotated[str, typer.Option(metavar="VERSION|best", help="version of the checkpoint, or best: highest held-out solve rate; default: the newest")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="change a field; dotted names reach into tables. Repeat for more fields")] = None,
+    new: Annotated[str, typer.Option("--name", help="name of the fork; default: the next free number")] = "",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the fork")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Go on from a checkpoint of a run as a run of its own, with something changed."
+    "Start a new run from a checkpoint of another run, with changed settings."
     console = Screen(stderr=as_json)
     with friendly():
         child = attach(name, runs=runs).fork(version_of(at), new, **dict(map(parse_assignment, set_ or [])))
@@ -1276,13 +1276,13 @@ def fork_command(
 @app.command("replay")
 def replay_command(
     name: RunName,
-    new: Annotated[str, typer.Option("--name", help="name of the replay; without it RUN-replay-1, -2, …")] = "",
-    anyway: Annotated[bool, typer.Option("--anyway", help="also a run that cannot be promised to repeat: asynchronous in real time")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress")] = False,
+    new: Annotated[str, typer.Option("--name", help="name of the replay; default: RUN-replay-1, -2, …")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="also replay an asynchronous run in real time, which may not repeat exactly")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Run a run again from its configuration, seed and journal, and compare the digests; exit status 1 if they differ."
+    "Repeat a run from its configuration, seed and journal. Exit status 1 if the digests differ."
     console = Screen(stderr=as_json)
     with friendly():
         again = attach(name, runs=runs).replay(new, anyway)
@@ -1295,11 +1295,11 @@ def replay_command(
 # %% ../nbs/91_cli.ipynb #cli-compare
 @app.command("compare")
 def compare_command(
-    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names under the runs folder, or paths")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="names of runs in the runs folder, or paths")],
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Runs beside each other: what they reached, at what cost, and what was different."
+    "Compare runs side by side: results, cost, and settings that differ."
     from rlbench.compare import compare, end_rows
 
     with friendly():
@@ -1331,19 +1331,19 @@ def axis_of(text: str) -> tuple[str, list]:
 
 @app.command("ablate")
 def ablate_command(
-    source: Annotated[str, typer.Argument(help="a preset or a .toml file: the base")],
-    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="what the arms differ in; several are crossed")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="a setting of all arms, the base too")] = None,
-    seeds: Annotated[int, typer.Option(help="runs of each arm, paired by seed")] = 5,
+    source: Annotated[str, typer.Argument(help="name of a preset, or path of a .toml file: the base")],
+    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="fields in which the arms differ; several fields are crossed")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field in all arms and in the base. Repeat for more fields")] = None,
+    seeds: Annotated[int, typer.Option(help="runs per arm, paired by seed")] = 5,
     measure: Annotated[str, typer.Option(help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)")] = "held_out",
-    level: Annotated[float | None, typer.Option(help="held-out solve rate, for versions_to, tokens_to and seconds_to")] = None,
-    column: Annotated[str, typer.Option(help="for mean: ess, entropy, lag_max, …")] = "",
-    folder: Annotated[Path, typer.Option(help="where finished runs are kept; the command goes on from them")] = Path("ablations"),
-    no_null: Annotated[bool, typer.Option("--no-null", help="leave out the null arm")] = False,
-    page: Annotated[Path | None, typer.Option(help="write the result as an HTML page")] = None,
+    level: Annotated[float | None, typer.Option(help="held-out solve rate to reach, for versions_to, tokens_to and seconds_to")] = None,
+    column: Annotated[str, typer.Option(help="column to average, for mean: ess, entropy, lag_max, …")] = "",
+    folder: Annotated[Path, typer.Option(help="folder of finished runs; a repeated command skips them")] = Path("ablations"),
+    no_null: Annotated[bool, typer.Option("--no-null", help="skip the null arm")] = False,
+    page: Annotated[Path | None, typer.Option(help="write the result to this HTML page")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    "Run arms with paired seeds and compare them with the base. Ctrl-C loses nothing. Exit status 1 if the null arm is not null."
+    "Compare arms with the base over paired seeds. Ctrl-C keeps finished runs. Exit status 1 if the null arm differs."
     from rlbench.ablation import ablate, ablation_page
 
     asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
@@ -1369,13 +1369,13 @@ def ablate_command(
 @app.command("serve")
 def serve_command(
     name: RunName,
-    port: Annotated[int, typer.Option(help="where to listen")] = 8866,
-    host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0: all of this machine's")] = "127.0.0.1",
-    write: Annotated[bool, typer.Option("--write", help="let those who look steer, too")] = False,
-    token: Annotated[str, typer.Option(help="what the link must carry; without it one is made and printed", envvar="RLBENCH_TOKEN")] = "",
+    port: Annotated[int, typer.Option(help="port to listen on")] = 8866,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all addresses of this machine")] = "127.0.0.1",
+    write: Annotated[bool, typer.Option("--write", help="let viewers steer the run")] = False,
+    token: Annotated[str, typer.Option(help="token that the link must carry; default: a new one, which is printed", envvar="RLBENCH_TOKEN")] = "",
     runs: RunsOption = "",
 ) -> None:
-    "Serve the panel of a run as a web page, read-only unless told otherwise."
+    "Serve the panel of a run as a web page, read-only unless --write is given."
     from rlbench.serve import serve
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -1383,11 +1383,11 @@ def serve_command(
         serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: put(line, flush=True))
 
 # %% ../nbs/91_cli.ipynb #cli-chain
-Tuning = Annotated[float, typer.Option("--learning-rate", help="peak of it; 1e-5 suits a model of a billion weights")]
-Seen = Annotated[int | None, typer.Option("--last", help="look at the newest so many rollouts of the run; without it all")]
-Until = Annotated[int | None, typer.Option("--until", metavar="VERSION", help="only what the run began before this version")]
-Skip = Annotated[bool, typer.Option("--skip-unusable", help="leave out texts that do not fit the model or that its tokenizer cannot express")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Tuning = Annotated[float, typer.Option("--learning-rate", help="peak learning rate; 1e-5 suits a model of a billion weights")]
+Seen = Annotated[int | None, typer.Option("--last", help="use only this many of the run's newest rollouts; default: all")]
+Until = Annotated[int | None, typer.Option("--until", metavar="VERSION", help="use only rollouts that started before this version")]
+Skip = Annotated[bool, typer.Option("--skip-unusable", help="skip texts that are too long for the model or that its tokenizer cannot express")]
+Device = Annotated[str, typer.Option(help="device to run on: auto, cpu or cuda")]
 
 
 def _said() -> Callable[[str], None]:
@@ -1403,14 +1403,14 @@ def _task_set(text: str) -> str | dict:
 @app.command("demonstrations")
 def demonstrations_command(
     tasks: Annotated[str, typer.Argument(help='addition, sums, counting or arithmetic, or a table such as {name = "addition", high = 2}')] = "arithmetic",
-    out: Annotated[Path, typer.Option(help="the file to write")] = Path("demonstrations.jsonl"),
-    count: Annotated[int, typer.Option(help="tasks")] = 1000,
-    written: Annotated[float, typer.Option(help="share that shows its working")] = 1.0,
-    slips: Annotated[float, typer.Option(help="share of the others that is wrong in one digit")] = 0.0,
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("demonstrations.jsonl"),
+    count: Annotated[int, typer.Option(help="tasks to demonstrate")] = 1000,
+    written: Annotated[float, typer.Option(help="share of demonstrations that show their working")] = 1.0,
+    slips: Annotated[float, typer.Option(help="share of the other demonstrations that have one wrong digit")] = 0.0,
     seed: int = 0,
     as_json: JsonOption = False,
 ) -> None:
-    "Write demonstrations of built-in tasks, of their training side, as JSON lines."
+    "Write demonstrations of built-in training tasks as JSON lines."
     from rlbench.chain import make_demonstrations
 
     with friendly():
@@ -1420,17 +1420,17 @@ def demonstrations_command(
 # %% ../nbs/91_cli.ipynb #cli-sft
 @app.command("sft")
 def sft_command(
-    source: Annotated[str, typer.Argument(metavar="FILE|RUN", help="a file of demonstrations, or with --rejection a run")],
-    out: Annotated[Path, typer.Option(help="the policy folder to write")],
-    model: Annotated[str, typer.Option(help="what to start from; without it tiny, or what the run started from")] = "",
-    rejection: Annotated[bool, typer.Option("--rejection", help="learn from a run's right answers")] = False,
-    per_task: Annotated[int, typer.Option(help="with --rejection: most right answers of a task")] = 4,
-    pick: Annotated[str, typer.Option(help="with --rejection: all, best or shortest of a task's right answers")] = "all",
+    source: Annotated[str, typer.Argument(metavar="FILE|RUN", help="file of demonstrations, or with --rejection a run")],
+    out: Annotated[Path, typer.Option(help="policy folder to write")],
+    model: Annotated[str, typer.Option(help="model to start from; default: tiny, or the initial model of the run")] = "",
+    rejection: Annotated[bool, typer.Option("--rejection", help="learn from a run's right answers (rejection sampling)")] = False,
+    per_task: Annotated[int, typer.Option(help="with --rejection: most right answers per task")] = 4,
+    pick: Annotated[str, typer.Option(help="with --rejection: use all, the best or the shortest of a task's right answers")] = "all",
     last: Seen = None,
     until: Until = None,
-    exam: Annotated[str, typer.Option("--eval", metavar="TASKS", help="measure the solve rate before and after on held-out tasks of this set; of a run, its own are used")] = "",
+    exam: Annotated[str, typer.Option("--eval", metavar="TASKS", help="measure the held-out solve rate on this task set before and after; default for a run: its own set")] = "",
     epochs: int = 3,
-    batch: Annotated[int, typer.Option(help="demonstrations of an optimizer step")] = 16,
+    batch: Annotated[int, typer.Option(help="demonstrations per optimizer step")] = 16,
     learning_rate: Tuning = 5e-4,
     held_out: Annotated[float, typer.Option(help="share of the prompts to hold out")] = 0.1,
     seed: int = 0,
@@ -1439,7 +1439,7 @@ def sft_command(
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Fine-tune a model on demonstrations, or on a run's own right answers, and save it as a policy folder."
+    "Fine-tune a model on demonstrations, or on a run's right answers, and save it as a policy folder."
     from rlbench.chain import sft, tuned_text
     from rlbench.supervised import FitSettings
 
@@ -1451,20 +1451,20 @@ def sft_command(
 # %% ../nbs/91_cli.ipynb #cli-pairs
 @app.command("pairs")
 def pairs_command(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="the run whose responses are compared; not needed for files")] = "",
-    sources: Annotated[list[str] | None, typer.Option("--from", metavar="verifier|ranking|judge|FILE", help="where the preferences come from; may be given several times")] = None,
-    out: Annotated[Path, typer.Option(help="the file to write")] = Path("pairs.jsonl"),
-    per_task: Annotated[int, typer.Option(help="most pairs of a task, from verifier and judge")] = 4,
+    name: Annotated[str, typer.Argument(metavar="RUN", help="run whose responses are compared; not needed for files")] = "",
+    sources: Annotated[list[str] | None, typer.Option("--from", metavar="verifier|ranking|judge|FILE", help="source of the preferences; repeat for more sources")] = None,
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("pairs.jsonl"),
+    per_task: Annotated[int, typer.Option(help="most pairs per task from verifier and judge")] = 4,
     last: Seen = None,
     until: Until = None,
     seed: int = 0,
-    judge_url: Annotated[str, typer.Option(help="an OpenAI-style endpoint, up to and with /v1")] = "",
-    judge_model: Annotated[str, typer.Option(help="the model's name there")] = "",
-    judge_key: Annotated[str, typer.Option(envvar="RLBENCH_JUDGE_KEY", show_envvar=True, help="sent as a bearer token")] = "",
+    judge_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint, up to and including /v1")] = "",
+    judge_model: Annotated[str, typer.Option(help="name of the model at the endpoint")] = "",
+    judge_key: Annotated[str, typer.Option(envvar="RLBENCH_JUDGE_KEY", show_envvar=True, help="key for the endpoint, sent as a bearer token")] = "",
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    "Collect pairs of a better and a worse response: from the verifier, from people, from a judge model, from files."
+    "Collect pairs of a better and a worse response from a verifier, people, a judge model or files."
     from rlbench.chain import collected_text, make_pairs
     from rlbench.endpoint import Endpoint
 
@@ -1478,21 +1478,21 @@ def pairs_command(
 # %% ../nbs/91_cli.ipynb #cli-reward-model
 @app.command("reward-model")
 def reward_model_command(
-    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="a file of pairs")],
-    out: Annotated[Path, typer.Option(help="the folder to write")],
-    model: Annotated[str, typer.Option(help="the language model to start from")] = "tiny",
-    most: Annotated[int, typer.Option(help="learn from the first so many pairs, 0 for all")] = 0,
+    pairs: Annotated[Path, typer.Argument(metavar="PAIRS", help="file of pairs")],
+    out: Annotated[Path, typer.Option(help="folder to write")],
+    model: Annotated[str, typer.Option(help="language model to start from")] = "tiny",
+    most: Annotated[int, typer.Option(help="learn from only this many of the first pairs; 0: all")] = 0,
     epochs: int = 4,
-    batch: Annotated[int, typer.Option(help="pairs of an optimizer step")] = 16,
+    batch: Annotated[int, typer.Option(help="pairs per optimizer step")] = 16,
     learning_rate: Tuning = 5e-4,
     held_out: Annotated[float, typer.Option(help="share of the prompts to hold out")] = 0.2,
-    center: Annotated[float, typer.Option(help="pull of the scores towards 0")] = 0.01,
+    center: Annotated[float, typer.Option(help="weight of a penalty that centers scores at 0")] = 0.01,
     seed: int = 0,
     skip_unusable: Skip = False,
     device: Device = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    "Train a Bradley-Terry reward model on pairs; prints its accuracy and calibration on held-out prompts."
+    "Train a Bradley-Terry reward model on pairs and print its held-out accuracy and calibration."
     from rlbench.chain import reward_model, rewarding_text
     from rlbench.supervised import FitSettings
 
@@ -1510,27 +1510,27 @@ def _measure(measure: Callable, as_json: bool) -> None:
     emit(result) if as_json else put(result)
 
 
-benches = typer.Typer(no_args_is_help=True, help="Measure rlbench against what one would use without it, and against its promises.")
+benches = typer.Typer(no_args_is_help=True, help="Measure rlbench against alternatives and against its promises.")
 app.add_typer(benches, name="bench")
-FolderOption = Annotated[str, typer.Option(help="where finished pieces are kept; the command goes on from them")]
+FolderOption = Annotated[str, typer.Option(help="folder of finished measurements; a repeated command skips them")]
 
 
 @benches.command()
-def engine(run_name: Annotated[str, typer.Option("--run", help="take the lengths of this run")] = "", runs: RunsOption = "",
+def engine(run_name: Annotated[str, typer.Option("--run", help="use the response lengths of this run")] = "", runs: RunsOption = "",
            folder: FolderOption = "bench-engine", as_json: JsonOption = False) -> None:
-    "The torch generator, and vLLM where it runs, against transformers.generate."
+    "Compare the torch generator, and vLLM if it works here, with transformers.generate."
     from rlbench.bench import bench_engine
 
     _measure(lambda say: bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-more
 @benches.command()
-def trl(pairs: Annotated[int | None, typer.Option(help="trainings of each side: 3 unless told otherwise, 1 with --size")] = None,
-        placement: Annotated[str, typer.Option(help="split or colocated; empty: the preset's")] = "",
-        size: Annotated[str, typer.Option(help="instead of the embedded policy, random weights of this size: 1m, 10m or 60m")] = "",
+def trl(pairs: Annotated[int | None, typer.Option(help="trainings per side; default: 3, or 1 with --size")] = None,
+        placement: Annotated[str, typer.Option(help="split or colocated; empty: that of the preset")] = "",
+        size: Annotated[str, typer.Option(help="use random weights of this size instead of the embedded policy: 1m, 10m or 60m")] = "",
         tokens: Annotated[int, typer.Option(help="with --size: length of every response")] = 512,
         folder: FolderOption = "bench-trl", as_json: JsonOption = False) -> None:
-    "The whole training loop against TRL's GRPOTrainer, in an environment of its own."
+    "Compare the whole training loop with TRL's GRPOTrainer, installed in a separate Python environment."
     from rlbench.bench_size import bench_size
     from rlbench.bench_trl import bench_trl
 
@@ -1540,16 +1540,16 @@ def trl(pairs: Annotated[int | None, typer.Option(help="trainings of each side: 
 @benches.command()
 def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] = 3, placement: Annotated[str, typer.Option(help="split or colocated")] = "split",
              folder: FolderOption = "bench-overhead", as_json: JsonOption = False) -> None:
-    "Where the time of a real run goes, and how long new weights take."
+    "Measure where a real run spends its time and how long new weights take."
     from rlbench.bench_overhead import bench_overhead
 
     _measure(lambda say: bench_overhead(folder, runs, placement, say), as_json)
 
 
 @benches.command()
-def objectives(seeds: Annotated[int, typer.Option(help="runs of each objective")] = 3, steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
-               only: Annotated[list[str], typer.Option(help="one of the objectives; may be given several times")] = [], folder: FolderOption = "bench-objectives", as_json: JsonOption = False) -> None:
-    "Every family of objectives on one short task: held-out solve rate, compute and memory."
+def objectives(seeds: Annotated[int, typer.Option(help="runs per objective")] = 3, steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
+               only: Annotated[list[str], typer.Option(help="only this objective; repeat for more")] = [], folder: FolderOption = "bench-objectives", as_json: JsonOption = False) -> None:
+    "Compare all families of objectives on one short task: held-out solve rate, compute and memory."
     from rlbench.bench_objectives import bench_objectives
 
     _measure(lambda say: bench_objectives(folder, seeds, steps, tuple(only), say), as_json)
@@ -1557,27 +1557,27 @@ def objectives(seeds: Annotated[int, typer.Option(help="runs of each objective")
 
 @benches.command()
 def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 12,
-             top_p: Annotated[float, typer.Option(help="what the sampler keeps; below 1, and with --top-k, only the control and the on-policy arm are run")] = 1.0,
-             top_k: Annotated[int, typer.Option(help="tokens the sampler keeps, 0 for all")] = 0,
-             only: Annotated[list[str], typer.Option(help="torch or vllm; may be given several times")] = [], folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
-    "How far the sampler's log-probabilities are from the trainer's, with a control at learning rate 0."
+             top_p: Annotated[float, typer.Option(help="top_p of the sampler; below 1, or with --top-k, only the control and the on-policy arm run")] = 1.0,
+             top_k: Annotated[int, typer.Option(help="top_k of the sampler; 0: off")] = 0,
+             only: Annotated[list[str], typer.Option(help="only this engine, torch or vllm; repeat for more")] = [], folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
+    "Measure how far sampler and trainer log-probabilities differ, with a control at learning rate 0."
     from rlbench.mismatch import bench_mismatch
 
     _measure(lambda say: bench_mismatch(folder, steps, tuple(only), say=say, top_p=top_p, top_k=top_k), as_json)
 
 
 @benches.command()
-def modes(seeds: Annotated[int, typer.Option(help="runs in each mode")] = 3, folder: FolderOption = "bench-modes", as_json: JsonOption = False) -> None:
-    "The preset in every synchronous and asynchronous mode."
+def modes(seeds: Annotated[int, typer.Option(help="runs per mode")] = 3, folder: FolderOption = "bench-modes", as_json: JsonOption = False) -> None:
+    "Run the preset in every synchronous and asynchronous mode."
     from rlbench.modes import bench_modes
 
     _measure(lambda say: bench_modes(folder, seeds, say=say), as_json)
 
 
 @benches.command()
-def faults(times: Annotated[int, typer.Option(help="processes struck, one a run")] = 20, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+def faults(times: Annotated[int, typer.Option(help="processes to strike, one per run")] = 20, seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
            folder: FolderOption = "bench-faults", as_json: JsonOption = False) -> None:
-    "Kill and stop processes of live runs at random moments; exit status 1 if a promise was broken."
+    "Kill and stop processes of live runs at random moments. Exit status 1 if a promise is broken."
     from rlbench.faults import bench_faults
 
     found = []
@@ -1587,21 +1587,21 @@ def faults(times: Annotated[int, typer.Option(help="processes struck, one a run"
 # %% ../nbs/91_cli.ipynb #cli-bench-diagnosis
 @benches.command("diagnosis")
 def diagnosis_bench(
-    seed: Annotated[int, typer.Option(help="of the first arm; the next ones count on")] = 0,
-    only: Annotated[list[str], typer.Option(help="one of the arms; may be given several times")] = [],
+    seed: Annotated[int, typer.Option(help="seed of the first arm; later arms use the next numbers")] = 0,
+    only: Annotated[list[str], typer.Option(help="only this arm; repeat for more")] = [],
     folder: FolderOption = "bench-diagnosis",
     as_json: JsonOption = False,
 ) -> None:
-    "Twelve runs with a known fault and twelve healthy ones: causes named, versions late, false alarms."
+    "Diagnose 12 runs with a known fault and 12 healthy runs: causes found, delays, false alarms."
     from rlbench.bench_diagnosis import bench_diagnosis
 
     _measure(lambda say: bench_diagnosis(folder, seed, tuple(only), say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-sandbox
 @benches.command()
-def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")] = 300, burst: Annotated[int, typer.Option(help="programs given at once")] = 960, workspaces: Annotated[int, typer.Option(help="sessions open at once")] = 300,
+def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")] = 300, burst: Annotated[int, typer.Option(help="programs submitted at once")] = 960, workspaces: Annotated[int, typer.Option(help="sessions open at once")] = 300,
             folder: FolderOption = "bench-sandbox", as_json: JsonOption = False) -> None:
-    "What a locked-in execution costs: next to a bare fork and a fresh jail, many at once, with workspaces."
+    "Measure the cost of isolated execution against a bare fork and a fresh jail, in bursts and workspaces."
     from rlbench.bench_sandbox import bench_sandbox
 
     _measure(lambda say: bench_sandbox(folder, starts, burst, workspaces=workspaces, say=say), as_json)
@@ -1609,51 +1609,51 @@ def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")]
 # %% ../nbs/91_cli.ipynb #cli-bench-environment
 @benches.command()
 def environment(steps: Annotated[int, typer.Option(help="versions of each run")] = 40, folder: FolderOption = "bench-environment", as_json: JsonOption = False) -> None:
-    "The share of the generator's time that is lost to tools and to scoring, with 64 rollouts of several turns at a time."
+    "Measure the generator time lost to tools and scoring, with 64 rollouts of several turns at once."
     from rlbench.bench_environment import bench_environment
 
     _measure(lambda say: bench_environment(folder, steps, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-delay
 @benches.command()
-def delay(seeds: Annotated[int, typer.Option(help="pairs at each delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
-    "Naive against decoupled PPO on data exactly 0 to 16 versions old."
+def delay(seeds: Annotated[int, typer.Option(help="pairs per delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+    "Compare naive and decoupled PPO on data exactly 0 to 16 versions old."
     from rlbench.delay import bench_delay
 
     _measure(lambda say: bench_delay(folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-study
 @benches.command()
-def study(name: Annotated[str, typer.Argument(help="group_size, mismatch or switches")], seeds: Annotated[int, typer.Option(help="runs of each arm")] = 5,
+def study(name: Annotated[str, typer.Argument(help="group_size, mismatch or switches")], seeds: Annotated[int, typer.Option(help="runs per arm")] = 5,
           folder: FolderOption = "bench-study", as_json: JsonOption = False) -> None:
-    "The arms of a study on the embedded policy, with paired seeds; nbs/studies reads what this prints."
+    "Run the arms of a study on the embedded policy with paired seeds; nbs/studies reads the output."
     from rlbench.study import bench_study
 
     _measure(lambda say: bench_study(name, folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-balance
 @benches.command()
-def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0 leaves them out")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, from its first batch on")] = 45.0,
+def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0: none")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, counted from its first batch")] = 45.0,
             folder: FolderOption = "bench-balance", as_json: JsonOption = False) -> None:
-    "Balancing against the best fixed setting of a grid on the virtual clock, and against none in real runs."
+    "Compare balancing with the best fixed setting (virtual clock) and with no balancing (real runs)."
     from rlbench.bench_balance import bench_balance
 
     _measure(lambda say: bench_balance(folder, pairs, seconds, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-planner
 @benches.command()
-def planner(seconds: Annotated[float, typer.Option(help="for which each change is looked at, three times")] = 30.0, virtual: Annotated[bool, typer.Option("--virtual", help="forty drawn runs on the virtual clock and ten changes of each, instead of real runs")] = False,
-            runs: Annotated[int, typer.Option(help="with --virtual: how many")] = 40, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
-    "Changes of two real runs predicted, then made; and a run that learns, which is not counted. Or, with --virtual, changes of drawn runs on the virtual clock, and how many of them come inside the range that was said."
+def planner(seconds: Annotated[float, typer.Option(help="length of each observation; every change is observed three times")] = 30.0, virtual: Annotated[bool, typer.Option("--virtual", help="use random runs on the virtual clock, with ten changes each, instead of real runs")] = False,
+            runs: Annotated[int, typer.Option(help="with --virtual: number of runs")] = 40, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
+    "Predict changes of real runs, make them and compare. With --virtual, check random runs on the virtual clock."
     from rlbench.bench_planner import bench_planner, bench_virtual
 
     _measure(lambda say: bench_virtual(folder, runs, say=say) if virtual else bench_planner(folder, seconds, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-crashes
 @benches.command()
-def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has several")] = 30, seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+def crashes(kills: Annotated[int, typer.Option(help="kills in all; each run gets several")] = 30, seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
             folder: FolderOption = "bench-crashes", as_json: JsonOption = False) -> None:
-    "Kill runs while they generate, train, publish and save, resume them, and look whether anything was trained twice or skipped; exit status 1 if so."
+    "Kill and resume runs in all their phases. Exit status 1 if anything is trained twice or skipped."
     from rlbench.bench_crashes import bench_crashes
 
     found = []
@@ -1664,32 +1664,32 @@ def crashes(kills: Annotated[int, typer.Option(help="kills in all; a run has sev
 # %% ../nbs/91_cli.ipynb #cli-bench-staleness
 @benches.command()
 def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = False) -> None:
-    "The staleness of the loop against closed forms, each discipline of the queue against its own, on the virtual clock."
+    "Compare the loop's staleness on the virtual clock with closed forms, for each queue discipline."
     from rlbench.bench_staleness import bench_staleness
 
     _measure(lambda say: bench_staleness(folder, say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-simulator
 @benches.command()
-def simulator(million: Annotated[bool, typer.Option(help="simulate a million rollouts on 10,000 GPUs, too: some minutes")] = True, as_json: JsonOption = False) -> None:
-    "How many events a second the simulator takes, with few and with many rollouts alive."
+def simulator(million: Annotated[bool, typer.Option(help="also simulate a million rollouts on 10,000 GPUs; takes some minutes")] = True, as_json: JsonOption = False) -> None:
+    "Measure how many events per second the simulator handles, with few and with many live rollouts."
     from rlbench.bench_simulator import bench_simulator
 
     _measure(lambda say: bench_simulator(million=million, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-stragglers
 @benches.command()
-def stragglers(seed: Annotated[int, typer.Option(help="of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
-    "What each straggler strategy costs, on heavy-tailed lengths and the virtual clock."
+def stragglers(seed: Annotated[int, typer.Option(help="random seed of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+    "Measure the cost of each straggler strategy on heavy-tailed lengths and the virtual clock."
     from rlbench.bench_stragglers import bench_stragglers
 
     _measure(lambda say: bench_stragglers(seed, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-chain
 @benches.command("chain")
-def chain_bench(seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1, pairs: Annotated[int, typer.Option(help="preference pairs that the reward model learns from")] = 100,
+def chain_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, pairs: Annotated[int, typer.Option(help="preference pairs for the reward model")] = 100,
                 folder: FolderOption = "bench-chain", as_json: JsonOption = False) -> None:
-    "Pairs, a reward model, RL against it with and without KL: where proxy and true reward part."
+    "Train against a reward model with and without KL, and find where proxy and true reward diverge."
     from rlbench.bench_chain import bench_chain
 
     _measure(lambda say: bench_chain(folder, pairs, seeds=seeds, say=say), as_json)
@@ -1697,25 +1697,25 @@ def chain_bench(seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1
 
 @benches.command("distill")
 def distill_bench(seeds: Annotated[int, typer.Option(help="teachers, and students of each kind")] = 1, folder: FolderOption = "bench-distill", as_json: JsonOption = False) -> None:
-    "A teacher on the student's own responses, against fine-tuning on the teacher's, rejection sampling and RL at equal tokens."
+    "Compare distillation on the student's responses with fine-tuning, rejection sampling and RL at equal tokens."
     from rlbench.bench_chain import bench_distill
 
     _measure(lambda say: bench_distill(folder, seeds, say=say), as_json)
 
 
 @benches.command("process")
-def process_bench(seeds: Annotated[int, typer.Option(help="runs of each arm")] = 1, folder: FolderOption = "bench-process", as_json: JsonOption = False) -> None:
-    "Rewards for the answer, for the steps of its working, for both, and weights that change in the running run."
+def process_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, folder: FolderOption = "bench-process", as_json: JsonOption = False) -> None:
+    "Compare rewards for the answer, for the steps, for both, and weights that change during the run."
     from rlbench.bench_chain import bench_process
 
     _measure(lambda say: bench_process(folder, seeds, say=say), as_json)
 
 # %% ../nbs/91_cli.ipynb #cli-bench-panel
 @benches.command()
-def panel(windows: Annotated[int, typer.Option(help="windows with the panel open, and as many with it closed")] = 5,
+def panel(windows: Annotated[int, typer.Option(help="measurement windows with the panel open, and as many with it closed")] = 5,
           seconds: Annotated[float, typer.Option(help="length of a window")] = 60.0,
           folder: FolderOption = "bench-panel", as_json: JsonOption = False) -> None:
-    "What the live panel costs, and how soon it answers: in JupyterLab and Chromium."
+    "Measure the cost and the response time of the live panel in JupyterLab and Chromium."
     from rlbench.bench_panel import bench_panel
 
     _measure(lambda say: bench_panel(folder, windows, seconds, say), as_json)

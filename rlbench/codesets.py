@@ -100,9 +100,9 @@ def read_code(path: str | Path = "") -> list[Task]:
 
 def code(
     *, split: str = "train", seed: int = 0, count: int = MANY,
-    path: Knob(help="a .jsonl file of code tasks, or of rows of MBPP or HumanEval; empty: the set that comes with rlbench", live=False) = "",
-    one_in: Knob(2, 1000, unit="tasks", help="one task in so many is held out", live=False) = 4,
-    template: Knob(help="text around the prompt, which goes where {prompt} stands", live=False) = "{prompt}",
+    path: Knob(help=".jsonl file of code tasks, or of MBPP or HumanEval rows; empty: the set included in rlbench", live=False) = "",
+    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 4,
+    template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
 ) -> list[Task]:
     "Tasks that are answered with code, judged by the verifier `code`."
     check_request(split, count)
@@ -116,8 +116,8 @@ def code(
 # %% ../nbs/29_codesets.ipynb #codesets-expressions
 def expressions(
     *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 9, unit="digits", help="fewest digits of an operand", live=False) = 2,
-    high: Knob(1, 9, unit="digits", help="most digits of an operand", live=False) = 4,
+    low: Knob(1, 9, unit="digits", help="digits of an operand at the easiest level", live=False) = 2,
+    high: Knob(1, 9, unit="digits", help="digits of an operand at the hardest level", live=False) = 4,
 ) -> list[Task]:
     "Additions whose answer is run as a program, for the verifier `code`."
     found = []

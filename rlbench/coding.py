@@ -137,8 +137,8 @@ def tried(sandbox, task: CodeTask, response: str, limits: Limits) -> Verdict:
     return verdict
 
 # %% ../nbs/28_coding.ipynb #coding-code
-def code(*, pool=None, shown: Knob(0, 1000, unit="tests", help="the first of a task's tests, tried after each response; 0: those that the task calls shown", live=False) = 1,
-         most: Knob(20, 10_000, unit="characters", help="of each part of what is told: the call, what was wanted, what came", live=False) = 200,
-         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of a try", live=False) = 1.0, wall_s: Knob(0.1, 3600, unit="s", help="time by the clock of a try; less than score_deadline", live=False) = 5.0) -> Coding:
+def code(*, pool=None, shown: Knob(0, 1000, unit="tests", help="run this many of a task's first tests after each response; 0: the tests the task marks as shown", live=False) = 1,
+         most: Knob(20, 10_000, unit="characters", help="longest text shown of each part of a test result: the call, the expected and the actual value", live=False) = 200,
+         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time for one test execution", live=False) = 1.0, wall_s: Knob(0.1, 3600, unit="s", help="wall-clock time for one test execution; keep it below score_deadline", live=False) = 5.0) -> Coding:
     "Programs that are tried on some of their tests, in a workspace that stays, before all of them judge."
     return Coding(pool, shown, most, Limits(cpu_s=cpu_s, wall_s=max(cpu_s, wall_s), call_s=max(cpu_s, wall_s)))

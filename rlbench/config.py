@@ -83,8 +83,8 @@ class EvalConfig(BaseModel):
     count: Annotated[int, Knob(1, 1_000_000, unit="tasks")] = 512
     k: Annotated[int, Knob(1, 1024, unit="rollouts per task")] = 1
     temperature: Annotated[float, Knob(0, 4)] = 1.0
-    every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="0: only at the start and at the end")] = 20
-    floor: Annotated[float, Knob(0, 1, unit="share", help="pause the run below this solve rate; 0: never")] = 0.0
+    every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="versions between evaluations; 0: only at the start and at the end")] = 20
+    floor: Annotated[float, Knob(0, 1, unit="share", help="pause the run when the solve rate falls below this; 0: never")] = 0.0
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -100,19 +100,19 @@ class VirtualCosts(BaseModel):
     "Seconds that inline actors take on the virtual clock."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    decode: Annotated[float, Knob(1e-9, 1e6, unit="s", help="one decode step")] = 0.01
-    prefill: Annotated[float, Knob(0, 1e6, unit="s", help="one prompt token")] = 0.0001
-    train: Annotated[float, Knob(0, 1e6, unit="s", help="one trained token")] = 0.0002
-    publish: Annotated[float, Knob(0, 1e6, unit="s", help="one publish")] = 0.01
-    score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="one rollout scored")] = 0.001
+    decode: Annotated[float, Knob(1e-9, 1e6, unit="s", help="time of one decode step")] = 0.01
+    prefill: Annotated[float, Knob(0, 1e6, unit="s", help="time to read one prompt token")] = 0.0001
+    train: Annotated[float, Knob(0, 1e6, unit="s", help="time to train one token")] = 0.0002
+    publish: Annotated[float, Knob(0, 1e6, unit="s", help="time of one publish, half for writing and half for loading")] = 0.01
+    score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="time to score one rollout")] = 0.001
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
-    scripted_tail: Annotated[float, Knob(0, 3, help="lognormal shape of their lengths")] = 0.5
-    scripted_hardship: Annotated[float, Knob(0.1, 10, help="times as long with each level of difficulty")] = 1.0
-    scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="scripted scorings that fail")] = 0.0
-    forward: Annotated[float, Knob(0, 1e6, unit="s", help="one token through a model of the scorer")] = 0.00005
-    start: Annotated[float, Knob(0, 1e6, unit="s", help="workers started for another placement")] = 5.0
-    sequence: Annotated[float, Knob(0, 1e6, unit="s", help="one decoded token, beside its step: what a fuller generator costs")] = 0.0
-    scripted_growth: Annotated[float, Knob(0.01, 100, help="how many times as long scripted responses are at the end of the step budget")] = 1.0
+    scripted_tail: Annotated[float, Knob(0, 3, help="sigma of the lognormal length distribution. Higher values make stragglers longer")] = 0.5
+    scripted_hardship: Annotated[float, Knob(0.1, 10, help="factor on the length of scripted responses for each level of difficulty")] = 1.0
+    scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="share of scripted scorings that fail")] = 0.0
+    forward: Annotated[float, Knob(0, 1e6, unit="s", help="time of one token in a model of the scorer")] = 0.00005
+    start: Annotated[float, Knob(0, 1e6, unit="s", help="time to start the workers after a change of placement")] = 5.0
+    sequence: Annotated[float, Knob(0, 1e6, unit="s", help="time added per decoded token; it makes fuller generators slower")] = 0.0
+    scripted_growth: Annotated[float, Knob(0.01, 100, help="factor on the length of scripted responses at the end of the step budget")] = 1.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -123,15 +123,15 @@ class Deadlines(BaseModel):
     "Seconds after which an actor counts as hung, by what it was asked to do."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    start: Annotated[float, Knob(1, 1e6, unit="s", help="from start to ready")] = 600.0
-    generate: Annotated[float, Knob(1, 1e6, unit="s", help="between two turns of decoding")] = 300.0
-    train: Annotated[float, Knob(1, 1e6, unit="s", help="one batch")] = 3600.0
-    publish: Annotated[float, Knob(1, 1e6, unit="s", help="writing or loading weights")] = 600.0
-    save: Annotated[float, Knob(1, 1e6, unit="s", help="saving the policy")] = 1800.0
-    judge: Annotated[float, Knob(1, 1e6, unit="s", help="one round of the scorer: forward passes of its models, and a judge's answers")] = 300.0
-    silence: Annotated[float, Knob(3, 1e6, unit="s", help="without a sign of life once ready: its process is stopped or its machine overloaded")] = 15.0
-    function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler, a shaping or an advantage of your own")] = 1.0
-    tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="making another task set for a live run")] = 60.0
+    start: Annotated[float, Knob(1, 1e6, unit="s", help="longest time from the start of a worker until it is ready")] = 600.0
+    generate: Annotated[float, Knob(1, 1e6, unit="s", help="longest time between two reports of a generator")] = 300.0
+    train: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to train one batch")] = 3600.0
+    publish: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to write or load weights")] = 600.0
+    save: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to save the policy")] = 1800.0
+    judge: Annotated[float, Knob(1, 1e6, unit="s", help="longest round of the scorer: forward passes of its models and the judge's answers")] = 300.0
+    silence: Annotated[float, Knob(3, 1e6, unit="s", help="longest time a ready worker sends no heartbeat, e.g. when stopped or on an overloaded machine")] = 15.0
+    function: Annotated[float, Knob(0.01, 3600, unit="s", help="longest call of a sampler, shaping or advantage that the user wrote")] = 1.0
+    tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="longest time to make a new task set for a live run")] = 60.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -156,14 +156,14 @@ class BalanceConfig(BaseModel):
     "Whether a run matches generator and trainer by itself, and inside which limits."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    mode: Annotated[str, Knob(choices=MODES, help="match generator and trainer: say what to turn, or turn it", apply="now")] = "off"
-    lag: Annotated[float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing stays under", apply="now")] = 2.0
+    mode: Annotated[str, Knob(choices=MODES, help="match generator and trainer: advise names the knob to change, act changes it", apply="now")] = "off"
+    lag: Annotated[float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing must not exceed", apply="now")] = 2.0
     concurrency: Annotated[tuple[int, int], Knob(1, 100_000, unit="sequences", live=False)] = (1, 1024)
     oversample: Annotated[tuple[float, float], Knob(0, 16, unit="share of a batch", live=False)] = (0.0, 1.0)
     decode_steps: Annotated[tuple[int, int], Knob(1, 10_000, unit="steps", live=False)] = (1, 64)
     publish_every: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
     staleness: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
-    leave: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="for which a knob is left alone that somebody else has set")] = 20
+    leave: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="versions for which balancing leaves a knob alone after somebody else has set it")] = 20
 
     @field_validator(*MOVES, mode="before")
     @classmethod
@@ -190,54 +190,54 @@ class _What(BaseModel):
     tasks: dict[str, Any] = Field(default="arithmetic", validate_default=True)
     verifier: dict[str, Any] = Field(default="exact", validate_default=True)
     reward: dict[str, Any] = Field(default="correct", validate_default=True)
-    steps: Annotated[int, Knob(1, MAX_VERSIONS, unit="versions", help="budget: training batches", apply="now")] = 60
-    minutes: Annotated[float, Knob(0, 1e6, unit="min", help="budget: wall time, 0 for none", apply="now")] = 0.0
-    tokens: Annotated[int, Knob(0, 10**15, unit="tokens", help="budget: generated tokens, 0 for none", apply="now")] = 0
-    dollars_per_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of the machines, 0 if it is not known", apply="now")] = 0.0
-    preflight: Annotated[int, Knob(0, 100_000, unit="tasks", help="training tasks tried before the run, 0 for none", live=False)] = 48
+    steps: Annotated[int, Knob(1, MAX_VERSIONS, unit="versions", help="budget: batches to train", apply="now")] = 60
+    minutes: Annotated[float, Knob(0, 1e6, unit="min", help="budget: wall-clock time; 0: no limit", apply="now")] = 0.0
+    tokens: Annotated[int, Knob(0, 10**15, unit="tokens", help="budget: tokens to generate; 0: no limit", apply="now")] = 0
+    dollars_per_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of all machines per hour; 0: unknown", apply="now")] = 0.0
+    preflight: Annotated[int, Knob(0, 100_000, unit="tasks", help="training tasks to try before training starts; 0: none", live=False)] = 48
     preflight_k: Annotated[int, Knob(1, 1024, unit="rollouts per task", live=False)] = 8
 
 
 class _Generation(BaseModel):
     "How responses are written."
 
-    temperature: Annotated[float, Knob(0.01, 4, help="sampling temperature", apply="dispatch")] = 1.0
-    top_p: Annotated[float, Knob(0.01, 1, help="nucleus, of at most 512 tokens; 1 is off", apply="dispatch")] = 1.0
-    top_k: Annotated[int, Knob(0, MOST_KEPT, unit="tokens", help="0 is off", apply="dispatch")] = 0
-    max_tokens: Annotated[int, Knob(1, 10_000_000, unit="tokens", help="response budget", apply="dispatch")] = 64
-    concurrency: Annotated[int, Knob(1, 100_000, unit="sequences", help="running at once, within the KV budget", apply="dispatch")] = 128
-    kv_megabytes: Annotated[float, Knob(0.001, 1e7, unit="MB", help="budget for keys and values", live=False)] = 64.0
-    decode_steps: Annotated[int, Knob(1, 10_000, unit="steps", help="decode steps between two looks at what has arrived", apply="now")] = 8
+    temperature: Annotated[float, Knob(0.01, 4, help="sampling temperature. Higher values make responses more varied", apply="dispatch")] = 1.0
+    top_p: Annotated[float, Knob(0.01, 1, help="nucleus sampling: keep the likeliest tokens up to this probability, at most 512; 1: off", apply="dispatch")] = 1.0
+    top_k: Annotated[int, Knob(0, MOST_KEPT, unit="tokens", help="sample among this many of the likeliest tokens; 0: off", apply="dispatch")] = 0
+    max_tokens: Annotated[int, Knob(1, 10_000_000, unit="tokens", help="most response tokens of a rollout, over all its turns; longer ones are truncated", apply="dispatch")] = 64
+    concurrency: Annotated[int, Knob(1, 100_000, unit="sequences", help="most sequences that one generator decodes at once, if the KV cache holds them", apply="dispatch")] = 128
+    kv_megabytes: Annotated[float, Knob(0.001, 1e7, unit="MB", help="memory for the KV cache of one generator", live=False)] = 64.0
+    decode_steps: Annotated[int, Knob(1, 10_000, unit="steps", help="decode steps before a generator looks for new messages. Lower values react sooner", apply="now")] = 8
     cache: Annotated[
-        str, Knob(choices=("keep", "rebuild"), help="keys and values of running sequences when weights change", apply="now")
+        str, Knob(choices=("keep", "rebuild"), help="keep or rebuild the KV cache of unfinished responses when new weights arrive", apply="now")
     ] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-run-two
 class _Data(BaseModel):
     "What is served, and what of it may be trained."
 
-    group: Annotated[int, Knob(1, 4096, unit="rollouts", help="rollouts per task", apply="dispatch")] = 16
-    batch: Annotated[int, Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch", apply="version")] = 256
+    group: Annotated[int, Knob(1, 4096, unit="rollouts", help="rollouts per task, compared with each other", apply="dispatch")] = 16
+    batch: Annotated[int, Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch; a multiple of group", apply="version")] = 256
     sampler: dict[str, Any] = Field(default="band", validate_default=True)
-    band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="target solve rate of the tasks served", apply="dispatch")] = (
+    band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="lowest and highest solve rate of the tasks to serve", apply="dispatch")] = (
         0.2,
         0.8,
     )
-    filter: Annotated[str, Knob(choices=FILTERS, help="groups that are not trained: those that give no member an advantage; those and what was solved less or more often than the band says; none", apply="version")] = (
+    filter: Annotated[str, Knob(choices=FILTERS, help="groups to leave out: those without any advantage; band: also those outside the band; none", apply="version")] = (
         "zero_advantage"
     )
-    staleness: Annotated[int, Knob(0, 1024, unit="versions", help="bound on staleness; 0 is synchronous", apply="dispatch")] = 0
-    overdue: Annotated[str, Knob(choices=OVERDUE, help="at the bound: drop what is late, or wait for it", apply="dispatch")] = "drop"
-    backlog: Annotated[str, Knob(choices=BACKLOGS, help="a trainer that is slower: hold the generator, or let the queue push out what has waited longest", apply="dispatch")] = "hold"
-    queue_batches: Annotated[int, Knob(0, 1024, unit="batches", help="that may wait; 0: as many as the bound allows", apply="dispatch")] = 0
-    oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="groups started beyond the room", apply="dispatch")] = 0.0
-    stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what becomes of what still runs when new weights come or a batch is full", apply="dispatch")] = "in_flight"
-    straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="what a straggler strategy acts on", apply="dispatch")] = "group"
-    old_tokens: Annotated[str, Knob(choices=OLD_TOKENS, help="of partial rollouts, tokens that an older policy wrote", apply="dispatch")] = "train"
-    score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="time one scoring may take", apply="now")] = 10.0
-    score_retries: Annotated[int, Knob(0, 100, unit="retries", help="after a failed scoring", apply="now")] = 2
-    infra_warn: Annotated[float, Knob(0, 1, unit="share", help="alert when more of a batch's rollouts than this end without a reward because the machine failed (sandbox, environment); 1: never", apply="now")] = 0.05
-    infra_stop: Annotated[float, Knob(0, 1, unit="share", help="stop the run when more of them do: what is left of the groups is no fair sample, and training on it teaches the wrong thing; 1: never", apply="now")] = 0.2
+    staleness: Annotated[int, Knob(0, 1024, unit="versions", help="largest staleness of a trained rollout. 0: synchronous; higher values wait less", apply="dispatch")] = 0
+    overdue: Annotated[str, Knob(choices=OVERDUE, help="groups at the staleness bound: drop them when late, or wait with training until they finish", apply="dispatch")] = "drop"
+    backlog: Annotated[str, Knob(choices=BACKLOGS, help="when the trainer is slower: hold the generator, or drop the groups that waited longest", apply="dispatch")] = "hold"
+    queue_batches: Annotated[int, Knob(0, 1024, unit="batches", help="most batches that wait for the trainer; 0: as many as the staleness bound allows", apply="dispatch")] = 0
+    oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="extra groups (or rollouts per group, see straggler_unit) to start. Higher values discard more", apply="dispatch")] = 0.0
+    stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what to do with responses still being generated when new weights arrive or the batch is full", apply="dispatch")] = "in_flight"
+    straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="whether the strategy for stragglers treats whole groups or single rollouts", apply="dispatch")] = "group"
+    old_tokens: Annotated[str, Knob(choices=OLD_TOKENS, help="tokens of partial rollouts that an older policy wrote: train, mask or correct them", apply="dispatch")] = "train"
+    score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="longest time of one scoring", apply="now")] = 10.0
+    score_retries: Annotated[int, Knob(0, 100, unit="retries", help="further attempts after a failed scoring", apply="now")] = 2
+    infra_warn: Annotated[float, Knob(0, 1, unit="share", help="alert above this share of scorings that failed because of the machine, e.g. a sandbox; 1: never", apply="now")] = 0.05
+    infra_stop: Annotated[float, Knob(0, 1, unit="share", help="stop the run above this share of failed scorings (the others are a biased sample); 1: never", apply="now")] = 0.2
 
 
 class _Training(BaseModel):
@@ -247,17 +247,17 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
-    old: Annotated[str, Knob(choices=OLD, help="whose log-probabilities the loss takes its ratio to: the trainer's at the batch's start, the sampler's, or what lies between by versions")] = "recomputed"
-    learning_rate: Annotated[float, Knob(0, 1, help="AdamW, after warm-up")] = 5e-4
+    old: Annotated[str, Knob(choices=OLD, help="policy in the ratio's denominator: trainer at the batch's start, sampler, or a mix by staleness")] = "recomputed"
+    learning_rate: Annotated[float, Knob(0, 1, help="learning rate of AdamW after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
     beta2: Annotated[float, Knob(0, 0.99999, live=False)] = 0.95
     weight_decay: Annotated[float, Knob(0, 10)] = 0.0
-    max_grad_norm: Annotated[float, Knob(0.0001, 1e6, help="gradient clipping")] = 1.0
-    optimizer_steps: Annotated[int, Knob(1, 1024, unit="per batch", help="optimizer steps a batch is divided into")] = 1
-    micro_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", help="of a micro-batch, padding included")] = 16_384
+    max_grad_norm: Annotated[float, Knob(0.0001, 1e6, help="clip the gradient to this norm")] = 1.0
+    optimizer_steps: Annotated[int, Knob(1, 1024, unit="per batch", help="optimizer steps per batch; the batch is divided among them")] = 1
+    micro_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", help="most tokens of a micro-batch, including padding. Lower values need less memory")] = 16_384
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
-    device: Annotated[str, Knob(help="auto, cpu or cuda", live=False)] = "auto"
+    device: Annotated[str, Knob(help="where the models run: auto, cpu or cuda", live=False)] = "auto"
 
 # %% ../nbs/50_config.ipynb #config-objective
 class _Objective(BaseModel):
@@ -265,22 +265,22 @@ class _Objective(BaseModel):
 
     shaping: dict[str, Any] = Field(default="none", validate_default=True)
     kl: dict[str, Any] = Field(default="none", validate_default=True)
-    kl_in: Annotated[str, Knob(choices=KL_IN, help="whether the divergence from the reference is a term of the loss or taken off the reward")] = "loss"
-    kl_weight: Annotated[float, Knob(0, 100, help="what it counts, at the start of its schedule")] = 0.01
+    kl_in: Annotated[str, Knob(choices=KL_IN, help="add the KL divergence from the reference to the loss, or subtract it from the reward")] = "loss"
+    kl_weight: Annotated[float, Knob(0, 100, help="weight of the KL divergence at the start of its schedule")] = 0.01
     kl_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
-    entropy_weight: Annotated[float, Knob(0, 10, help="what entropy counts in the objective, at the start of its schedule")] = 0.0
+    entropy_weight: Annotated[float, Knob(0, 10, help="weight of the entropy bonus at the start of its schedule. Higher values explore more")] = 0.0
     entropy_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
-    replay_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="groups of earlier batches that are trained on once more, on top of the batch")] = 0.0
-    replay_size: Annotated[int, Knob(0, 1_000_000, unit="groups", help="newest trained groups that are kept for that")] = 64
+    replay_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="groups of earlier batches to train again, in addition to the batch")] = 0.0
+    replay_size: Annotated[int, Knob(0, 1_000_000, unit="groups", help="newest trained groups to keep for replay")] = 64
     replay_correction: dict[str, Any] = Field(default="tis", validate_default=True)
-    demonstrations: Annotated[str, Knob(help="file of prompts with responses (JSON lines) to imitate beside RL; empty: none", live=False)] = ""
-    supervised_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="demonstrations in a batch, for each of its rollouts")] = 0.125
-    supervised_weight: Annotated[float, Knob(0, 100, help="what their loss counts")] = 0.1
-    critic: Annotated[bool, Knob(help="a second model learns what every token's state is worth, for advantages that ask for its values (gae); it learns nothing while another is in force", live=False)] = False
-    critic_learning_rate: Annotated[float, Knob(0, 1, help="AdamW")] = 1e-3
-    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that the critic learns from, in which the policy stands still", live=False)] = 0
-    critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="of the critic over a batch")] = 1
-    value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="how far a value may move from what it was when the batch began before it stops learning; 0: any way")] = 0.2
+    demonstrations: Annotated[str, Knob(help="JSON-lines file of prompts and responses to imitate beside RL; empty: none", live=False)] = ""
+    supervised_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="demonstrations added to a batch, per rollout of the batch")] = 0.125
+    supervised_weight: Annotated[float, Knob(0, 100, help="weight of the loss on demonstrations")] = 0.1
+    critic: Annotated[bool, Knob(help="train a critic that values each token, for advantages that need one (gae); others do not train it", live=False)] = False
+    critic_learning_rate: Annotated[float, Knob(0, 1, help="learning rate of AdamW for the critic")] = 1e-3
+    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that train only the critic; the policy stays unchanged", live=False)] = 0
+    critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="passes of the critic over each batch")] = 1
+    value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="largest change of a value within a batch that the loss rewards; 0: no limit")] = 0.2
 
 
     @field_validator("demonstrations")
@@ -314,21 +314,21 @@ class _Turns(BaseModel):
     "The episodes."
 
     environment: dict[str, Any] = Field(default="single", validate_default=True)
-    max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="responses in one episode", apply="now")] = 8
-    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="budget for what an episode shows between its responses")] = 64
-    episodes_at_once: Annotated[int, Knob(1, 65_536, unit="episodes", help="that may wait for their tools at the same time", apply="now")] = 256
-    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="an episode that waited: go on, go back to a fresh enough state, or play it anew", apply="now")] = "rewind"
-    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="oldest writes in which a rewound episode may go on", apply="now")] = 1
+    max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="most responses in one episode", apply="now")] = 8
+    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="most tokens of observations in one episode, all turns together")] = 64
+    episodes_at_once: Annotated[int, Knob(1, 65_536, unit="episodes", help="most episodes that wait for their tools at the same time", apply="now")] = 256
+    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="how an interrupted episode goes on: continue, rewind to a fresh enough state, or restart", apply="now")] = "rewind"
+    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="most versions since the last write to a state, for an episode to rewind to it", apply="now")] = 1
 
 # %% ../nbs/50_config.ipynb #config-weights
 class LoraConfig(BaseModel):
     "Whether adapters are trained in place of the weights, and which."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    rank: Annotated[int, Knob(0, 4096, live=False, help="of the adapters; 0: all weights are trained")] = 0
-    alpha: Annotated[float, Knob(0.001, 65_536, live=False, help="adapters count alpha / rank times")] = 16.0
+    rank: Annotated[int, Knob(0, 4096, live=False, help="rank of the LoRA adapters; 0: train all weights")] = 0
+    alpha: Annotated[float, Knob(0.001, 65_536, live=False, help="scale of the adapters: their output is multiplied by alpha / rank")] = 16.0
     targets: str | tuple[str, ...] = "all-linear"
-    dropout: Annotated[float, Knob(0, 0.9, unit="share", live=False, help="of what enters an adapter, while training")] = 0.0
+    dropout: Annotated[float, Knob(0, 0.9, unit="share", live=False, help="share of an adapter's inputs set to 0 during training")] = 0.0
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -344,8 +344,8 @@ class _Weights(BaseModel):
     "What is trained of the weights, and in which types they are used."
 
     lora: LoraConfig = LoraConfig()
-    rollout_dtype: Annotated[str, Knob(choices=("float32", "bfloat16"), live=False, help="type of a generator's weights and cache")] = "float32"
-    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="type in which the output layer computes: that of the rest, or 32 bits")] = "model"
+    rollout_dtype: Annotated[str, Knob(choices=("float32", "bfloat16"), live=False, help="data type of a generator's weights and KV cache")] = "float32"
+    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="data type of the output layer: that of the model, or 32 bits")] = "model"
 
     @field_validator("lora", mode="before")
     @classmethod
@@ -362,14 +362,14 @@ class _Where(BaseModel):
     "Who lives where, and how weights travel."
 
     placement: Annotated[
-        str, Knob(choices=("split", "colocated"), apply="dispatch", help="generator and trainer in a process each, or in one and in turns; a change saves the run and starts its workers anew")
+        str, Knob(choices=("split", "colocated"), apply="dispatch", help="generator and trainer in separate processes, or in turns in one. A change restarts the workers")
     ] = Field(default_factory=default_placement)
-    generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="of a split run; a change saves the run and starts its workers anew")] = 1
-    publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="hand weights over after every so many batches")] = 1
-    transport: Annotated[str, Knob(choices=("file", "ipc"), live=False, help="of a split run's weights: a file that all map, or on GPUs of one machine the memory of the trainer's")] = "file"
-    clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="virtual: all actors in one process, on stated times")] = "real"
-    generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="scripted needs no model and trains nothing")] = "torch"
-    sleep: Annotated[bool, Knob(help="colocated: while the trainer trains, the generator gives the memory of its cache (of vLLM on a GPU: of its weights, too) back", apply="now")] = False
+    generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="generator processes of a split run. A change saves the run and restarts its workers")] = 1
+    publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="versions between two publishes of weights to the generators")] = 1
+    transport: Annotated[str, Knob(choices=("file", "ipc"), live=False, help="split runs: weights travel by file, or by ipc through the trainer's GPU memory on one machine")] = "file"
+    clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="real: wall-clock time; virtual: one process runs all actors and [virtual] sets their times")] = "real"
+    generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="inference engine; scripted needs no model and trains nothing")] = "torch"
+    sleep: Annotated[bool, Knob(help="colocated: free the KV cache during training (vLLM on a GPU: also its weights)", apply="now")] = False
     vllm: dict[str, Any] = {}  # options of vLLM's engine, by its own names
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
@@ -404,8 +404,8 @@ class _Watch(BaseModel):
     "What is watched, and who is told."
 
     guards: tuple[GuardConfig, ...] = ()
-    alerts: Annotated[tuple[str, ...], Knob(live=False, help="conditions that are journalled when they come true")] = ALERTS
-    webhook: Annotated[str, Knob(live=False, help="address, or $NAME of one in the environment, that every firing is posted to")] = ""
+    alerts: Annotated[tuple[str, ...], Knob(live=False, help="conditions to write to the journal when they become true")] = ALERTS
+    webhook: Annotated[str, Knob(live=False, help="address that receives every alert, or $NAME of an environment variable that holds it")] = ""
 
     @field_validator("alerts", mode="before")
     @classmethod
@@ -444,16 +444,16 @@ AFTER_RESUME = ("keep", "drop")
 class _Keep(BaseModel):
     "When the whole run is saved, and what a resume takes up."
 
-    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="save the whole run after so many versions, and at those evaluated, early (1, 2, 4, ...) or before a change of the trainer; 0: not by versions, and if not by minutes either, never unasked", apply="now")] = 20
-    checkpoint_minutes: Annotated[float, Knob(0, 1e6, unit="min", help="save the whole run after so many minutes; 0: not by time", apply="now")] = 0.0
-    checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="the newest so many stay; older ones as checkpoint_gb allows", apply="now")] = 2
+    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="versions between checkpoints; early (1, 2, 4, ...) and evaluated ones are extra. 0: not by version", apply="now")] = 20
+    checkpoint_minutes: Annotated[float, Knob(0, 1e6, unit="min", help="minutes between checkpoints; 0: not by time", apply="now")] = 0.0
+    checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="newest checkpoints to keep; older ones stay while checkpoint_gb allows", apply="now")] = 2
     checkpoint_gb: Annotated[
-        float, Knob(0, 1e6, unit="GB", help="disk for all checkpoints, at most half of what is free; what never goes: the newest, the first, the best by held-out", apply="now")
+        float, Knob(0, 1e6, unit="GB", help="disk for all checkpoints, at most half of the free space; newest, first and best always stay", apply="now")
     ] = 10.0
     restarts: Annotated[
-        int, Knob(0, 1000, unit="restarts", help="how often the run goes on by itself, from its newest checkpoint, when its process is lost", apply="now")
+        int, Knob(0, 1000, unit="restarts", help="how often a run that lost its process restarts itself from its newest checkpoint", apply="now")
     ] = 0
-    after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="what was finished or half written at the checkpoint: keep it and check its staleness again, or drop it", apply="now")] = "keep"
+    after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="finished and partial rollouts of the checkpoint: keep them if fresh enough, or drop them", apply="now")] = "keep"
 
 # %% ../nbs/50_config.ipynb #config-shaping
 class _Shaping(BaseModel):
@@ -479,10 +479,10 @@ class _Shaping(BaseModel):
 class _Scale(BaseModel):
     "How much hardware one trainer takes, and how it saves memory."
 
-    trainers: Annotated[int, Knob(1, 64, unit="processes", apply="dispatch", help="of one trainer, each with a part of the model and of every batch; a change saves the run and starts its workers anew")] = 1
-    gradient_checkpointing: Annotated[bool, Knob(live=False, help="keep only what goes into a layer, and compute it once more in the backward pass")] = False
-    packing: Annotated[bool, Knob(live=False, help="rows of a micro-batch end to end, for models whose attention keeps them apart")] = False
-    context_parallel: Annotated[int, Knob(1, 1024, unit="processes", live=False, help="processes for one sequence: 1, there is no other")] = 1
+    trainers: Annotated[int, Knob(1, 64, unit="processes", apply="dispatch", help="processes of the trainer; they share the model and each batch. A change restarts the workers")] = 1
+    gradient_checkpointing: Annotated[bool, Knob(live=False, help="keep only each layer's input and recompute the rest in the backward pass. Slower, less memory")] = False
+    packing: Annotated[bool, Knob(live=False, help="put the sequences of a micro-batch end to end; the model's attention must keep them apart")] = False
+    context_parallel: Annotated[int, Knob(1, 1024, unit="processes", live=False, help="processes per sequence; only 1 is supported")] = 1
 
 
 def _check_scale(c: "RunConfig") -> None:
@@ -499,19 +499,19 @@ class SandboxConfig(BaseModel):
     "The pool of sandboxes that a run judges code in."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    folder: Annotated[str, Knob(live=False, help="of the pool; empty: the user's own")] = ""
-    tier: Annotated[str, Knob(choices=("", *map(str, Tier)), live=False, help="what locks programs in; empty: the strongest that works here")] = ""
-    workers: Annotated[int, Knob(0, 1024, unit="processes", live=False, help="that start programs; 0: one a core")] = 0
-    allow_unsafe: Annotated[bool, Knob(live=False, help="limits alone will do, where nothing stronger works: accidents are stopped, and nobody who means it")] = False
-    url: Annotated[str, Knob(live=False, help="of a remote service")] = ""
-    api: Annotated[str, Knob(choices=APIS, live=False, help="of that service")] = "http"
-    token: Annotated[str, Knob(live=False, help="for it: $NAME of one in the environment")] = ""
+    folder: Annotated[str, Knob(live=False, help="folder of the sandbox pool; empty: the user's default pool")] = ""
+    tier: Annotated[str, Knob(choices=("", *map(str, Tier)), live=False, help="isolation of programs; empty: the strongest that works on this machine")] = ""
+    workers: Annotated[int, Knob(0, 1024, unit="processes", live=False, help="processes that start programs; 0: one per core")] = 0
+    allow_unsafe: Annotated[bool, Knob(live=False, help="accept rlimits if nothing stronger works: they stop accidents, but not attacks")] = False
+    url: Annotated[str, Knob(live=False, help="address of a remote sandbox service")] = ""
+    api: Annotated[str, Knob(choices=APIS, live=False, help="protocol of the remote service")] = "http"
+    token: Annotated[str, Knob(live=False, help="$NAME of the environment variable that holds the remote service's token")] = ""
     faults: dict[str, Any] = {}  # of the fake tier
-    running: Annotated[int, Knob(1, 1024, unit="programs", live=False, help="at a time on one worker")] = 2
-    create_rate: Annotated[float, Knob(0, 10_000, unit="1/s", live=False, help="starts of sandboxes and workers; 0: as many as there are")] = 0.0
-    idle_s: Annotated[float, Knob(0.1, 86_400, unit="s", live=False, help="without a run that uses it, after which the pool ends; below 60 nothing of a run that was killed is left after a minute")] = 30.0
-    at_once: Annotated[int, Knob(1, 1024, unit="verdicts", live=False, help="under way at the same time")] = 16
-    canaries: Annotated[int, Knob(0, 10_000, unit="tasks", live=False, help="whose known solutions are run before the start: the right one has to pass, a wrong one to fail")] = 4
+    running: Annotated[int, Knob(1, 1024, unit="programs", live=False, help="most programs that one worker runs at once")] = 2
+    create_rate: Annotated[float, Knob(0, 10_000, unit="1/s", live=False, help="most starts of sandboxes and workers per second; 0: no limit")] = 0.0
+    idle_s: Annotated[float, Knob(0.1, 86_400, unit="s", live=False, help="time without a connected run until the pool ends; below 60 s a killed run soon leaves nothing")] = 30.0
+    at_once: Annotated[int, Knob(1, 1024, unit="verdicts", live=False, help="most rollouts that are graded at the same time")] = 16
+    canaries: Annotated[int, Knob(0, 10_000, unit="tasks", live=False, help="tasks checked before the start: their right solution must pass and a wrong one must fail")] = 4
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -590,9 +590,9 @@ class JudgeConfig(BaseModel):
     template: str = TEMPLATE
     key: str = ""
     temperature: Annotated[float, Knob(0, 4, live=False)] = 0.0
-    max_tokens: Annotated[int, Knob(1, 1_000_000, unit="tokens", live=False, help="of its answer")] = 16
-    timeout: Annotated[float, Knob(0.01, 3600, unit="s", live=False, help="for one answer")] = 30.0
-    at_once: Annotated[int, Knob(1, 1024, unit="requests", live=False, help="under way at the same time")] = 16
+    max_tokens: Annotated[int, Knob(1, 1_000_000, unit="tokens", live=False, help="longest answer of the judge")] = 16
+    timeout: Annotated[float, Knob(0.01, 3600, unit="s", live=False, help="longest wait for one answer of the judge")] = 30.0
+    at_once: Annotated[int, Knob(1, 1024, unit="requests", live=False, help="most requests to the judge at the same time")] = 16
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -604,11 +604,11 @@ class JudgeConfig(BaseModel):
 class _Scorer(BaseModel):
     "Which other models are asked about finished rollouts."
 
-    reference: Annotated[str, Knob(live=False, help='policy whose log-probabilities are taken: "start" or a model; empty: none')] = ""
-    reference_every: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="the reference becomes the policy after so many; 0: never")] = 0
-    teacher: Annotated[str, Knob(live=False, help="model whose log-probabilities are taken; empty: none")] = ""
-    reward_model: Annotated[str, Knob(live=False, help="folder of a model that gives a response a number; empty: none")] = ""
-    scorer_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", live=False, help="of one round of the scorer, and of one of its forward passes, padding included")] = 16_384
+    reference: Annotated[str, Knob(live=False, help='reference policy for KL: "start" (the initial policy) or a model; empty: none')] = ""
+    reference_every: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="versions between updates of the reference to the current policy; 0: never")] = 0
+    teacher: Annotated[str, Knob(live=False, help="teacher model for log-probabilities; empty: none")] = ""
+    reward_model: Annotated[str, Knob(live=False, help="folder of a reward model; empty: none")] = ""
+    scorer_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", live=False, help="most tokens of one scorer round and of one forward pass, including padding")] = 16_384
     judge: JudgeConfig = JudgeConfig()
 
     @field_validator("judge", mode="before")
@@ -635,7 +635,7 @@ def _check_scorer(c: "RunConfig") -> None:
 class RunConfig(_Code, _Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
     "Everything a run is told. Frozen; a live change makes a new one."
 
-    sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that get the tables while the run lives")] = ()
+    sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that receive the tables during the run")] = ()
     eval: tuple[EvalConfig, ...] = (EvalConfig(),)
 
     @field_validator(*FUNCTIONS, mode="before")

@@ -79,8 +79,8 @@ def easy_to_hard(
 # %% ../nbs/40_curriculum.ipynb #curriculum-band
 def band(
     curriculum: Curriculum, u: np.ndarray, band: tuple[float, float], progress: float,
-    *, unexplored: Knob(0, 1, unit="share", help="of tasks served: never tried before", apply="dispatch") = 0.1,
-    retired: Knob(0, 1, unit="share", help="of tasks served: outside the band", apply="dispatch") = 0.05,
+    *, unexplored: Knob(0, 1, unit="share", help="share of served tasks that no rollout has tried before", apply="dispatch") = 0.1,
+    retired: Knob(0, 1, unit="share", help="share of served tasks whose solve rate is outside the band", apply="dispatch") = 0.05,
 ) -> int:
     "Mostly tasks whose estimated solve rate lies in the band (arXiv 2504.03380), some untried ones, a few outside."
     low, high = band

@@ -201,11 +201,11 @@ def tasks_of_split(tasks: Sequence[Task], split: str, one_in: int) -> list[Task]
     return [task for task in tasks if held_out(stated_problem(task.prompt), one_in) == (split == "held_out")]
 
 # %% ../nbs/28_foreign.ipynb #foreign-tasks
-ID = Knob(help="module, module:function or file.py[:function] that makes an environment of the package verifiers", live=False)
-ARGS = Knob(help="what that function is called with", live=False)
+ID = Knob(help="module, module:function or file.py[:function] that makes a verifiers environment", live=False)
+ARGS = Knob(help="arguments for that function", live=False)
 
 
-def tasks(*, split: str = "train", seed: int = 0, count: int = MANY, id: ID = "", args: ARGS = {}, one_in: Knob(2, 1000, unit="tasks", help="one task in so many is held out, where there is no evaluation dataset", live=False) = 10) -> list[Task]:
+def tasks(*, split: str = "train", seed: int = 0, count: int = MANY, id: ID = "", args: ARGS = {}, one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many when the environment has no evaluation data set", live=False) = 10) -> list[Task]:
     "The rows of an environment's dataset."
     check_request(split, count)
     env = load(id, json.dumps(args, sort_keys=True))

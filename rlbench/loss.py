@@ -50,8 +50,8 @@ def ppo(
     old_RT,
     advantages_RT,
     *,
-    low: Knob(0, 1, help="how far below 1 a bad token's ratio may fall") = 0.2,
-    high: Knob(0, 10, help="how far above 1 a good token's ratio may rise") = 0.2,
+    low: Knob(0, 1, help="clip the ratio at 1 - low for tokens with negative advantage") = 0.2,
+    high: Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage") = 0.2,
 ) -> LossTerms:
     "PPO's clipped surrogate per token (arXiv 1707.06347); `advantages_RT` may be [R, 1]. Gradient flows through `logprobs_RT` only."
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
@@ -74,9 +74,9 @@ def dual_clip(
     old_RT,
     advantages_RT,
     *,
-    low: Knob(0, 1, help="how far below 1 a bad token's ratio may fall") = 0.2,
-    high: Knob(0, 10, help="how far above 1 a good token's ratio may rise") = 0.2,
-    cap: Knob(1, 100, help="ratio at which a bad token stops counting more") = 3.0,
+    low: Knob(0, 1, help="clip the ratio at 1 - low for tokens with negative advantage") = 0.2,
+    high: Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage") = 0.2,
+    cap: Knob(1, 100, help="ratio above which the loss of a token with negative advantage no longer grows") = 3.0,
 ) -> LossTerms:
     "PPO's surrogate, and for negative advantages at most -cap x A per token (arXiv 1912.09729)."
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
@@ -93,9 +93,9 @@ def two_sided(
     old_RT,
     advantages_RT,
     *,
-    low: Knob(0, 1, help="how far below 1 a bad token's ratio may fall") = 0.2,
-    high: Knob(0, 10, help="how far above 1 a good token's ratio may rise") = 0.2,
-    delta: Knob(1, 100, help="largest ratio in the unclipped part") = 4.0,
+    low: Knob(0, 1, help="clip the ratio at 1 - low for tokens with negative advantage") = 0.2,
+    high: Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage") = 0.2,
+    delta: Knob(1, 100, help="largest ratio in the unclipped term of the loss") = 4.0,
 ) -> LossTerms:
     "PPO's surrogate with the ratio cut at `delta` in its unclipped part as well, per token (INTELLECT-2, arXiv 2505.07291)."
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
@@ -119,8 +119,8 @@ def gspo(
     advantages_RT,
     mask_RT,
     *,
-    low: Knob(0, 1, help="how far below 1 a bad sequence's ratio may fall") = 3e-4,
-    high: Knob(0, 10, help="how far above 1 a good sequence's ratio may rise") = 4e-4,
+    low: Knob(0, 1, help="clip the ratio at 1 - low for sequences with negative advantage") = 3e-4,
+    high: Knob(0, 10, help="clip the ratio at 1 + high for sequences with positive advantage") = 4e-4,
 ) -> LossTerms:
     "PPO's surrogate on the geometric mean of a sequence's ratios, given at each of its tokens (arXiv 2507.18071); add up with sequence_mean."
     ratio_R1 = over_sequence(logprobs_RT - old_RT.detach(), mask_RT).exp()
@@ -138,8 +138,8 @@ def gmpo(
     advantages_RT,
     mask_RT,
     *,
-    low: Knob(0, 10, unit="nats", help="how far a bad token's log-ratio may fall") = 0.4,
-    high: Knob(0, 10, unit="nats", help="how far a good token's log-ratio may rise") = 0.4,
+    low: Knob(0, 10, unit="nats", help="clip the log-ratio at -low for tokens whose advantage is not positive") = 0.4,
+    high: Knob(0, 10, unit="nats", help="clip the log-ratio at high for tokens with positive advantage") = 0.4,
 ) -> LossTerms:
     "Advantage times the geometric mean of a sequence's ratios, each clipped in the log first (arXiv 2507.20673); add up with sequence_mean."
     log_RT, good_RT, inside_RT = logprobs_RT - old_RT.detach(), advantages_RT > 0, mask_RT.bool()
@@ -164,21 +164,21 @@ def cispo(
     old_RT,
     advantages_RT,
     *,
-    low: Knob(0, 1, help="distance of the weight's lower bound from 1; 1: none") = 1.0,
-    high: Knob(0, 100, help="distance of the weight's upper bound from 1") = 0.28,
+    low: Knob(0, 1, help="lower bound of the weight is 1 - low; 1: no lower bound") = 1.0,
+    high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 0.28,
 ) -> LossTerms:
     "Log-probability weighted by the clipped ratio without gradient, bounds as distances from 1 (MiniMax-M1, arXiv 2506.13585)."
     ratio_RT = (logprobs_RT - old_RT).detach().exp()
     return _weighted(ratio_RT.clamp(1 - low, 1 + high), ratio_RT, logprobs_RT, advantages_RT)
 
 
-def cispo_cap(logprobs_RT, old_RT, advantages_RT, *, cap: Knob(0, 100, help="the largest weight itself, not its distance from 1") = 5.0) -> LossTerms:
+def cispo_cap(logprobs_RT, old_RT, advantages_RT, *, cap: Knob(0, 100, help="upper bound of the weight itself (not its distance from 1)") = 5.0) -> LossTerms:
     "Log-probability weighted by min(ratio, cap) without gradient: CISPO as ScaleRL (arXiv 2510.13786) and TRL write it."
     ratio_RT = (logprobs_RT - old_RT).detach().exp()
     return _weighted(ratio_RT.clamp(max=cap), ratio_RT, logprobs_RT, advantages_RT)
 
 
-def pipeline(logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="distance of the weight's upper bound from 1") = 4.0) -> LossTerms:
+def pipeline(logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 4.0) -> LossTerms:
     "Log-probability weighted by min(ratio, 1 + high) without gradient (PipelineRL, arXiv 2509.19128); meant for old = sampler and sequence_sum."
     return cispo_cap(logprobs_RT, old_RT, advantages_RT, cap=1 + high)
 
@@ -189,7 +189,7 @@ def supervised(logprobs_RT, old_RT, advantages_RT) -> LossTerms:
     return LossTerms(loss_RT=-logprobs_RT, clipped_low_RT=never_RT, clipped_high_RT=never_RT)
 
 
-def value_loss(values_RT, old_values_RT, returns_RT, *, clip: Knob(0, 1e6, help="how far a value may move in a batch, in units of reward; 0: no bound") = 0.2):
+def value_loss(values_RT, old_values_RT, returns_RT, *, clip: Knob(0, 1e6, help="largest change of a value within a batch that the loss rewards, in reward units; 0: no bound") = 0.2):
     "Half the squared error of the critic per token, pessimistic about moves beyond `clip` (arXiv 1707.06347's code; [R, T]). Gradient flows through `values_RT` only."
     error_RT = (values_RT - returns_RT.detach()) ** 2
     if not clip:
@@ -221,7 +221,7 @@ def sequence_mean(mask_RT, totals: Totals):
 
 
 def constant(
-    mask_RT, totals: Totals, *, length: Knob(1, 1_000_000, unit="tokens", help="the constant; usually the response budget") = 64
+    mask_RT, totals: Totals, *, length: Knob(1, 1_000_000, unit="tokens", help="divisor of every sequence's sum; usually max_tokens") = 64
 ):
     "Weight [R, T]: one over a constant length and the batch's sequences (Dr.GRPO, arXiv 2503.20783)."
     return mask_RT / (length * max(totals.sequences, 1))

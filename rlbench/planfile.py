@@ -29,86 +29,86 @@ PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}  # 
 @dataclass(frozen=True)
 class ModelPart:
     "Which model: a name out of the tables, or the path of a config.json."
-    name: Annotated[str, Knob(help="out of the table of models")] = ""
+    name: Annotated[str, Knob(help="name in the table of models")] = ""
     config: Annotated[str, Knob(help="path of a config.json, or of its folder")] = ""
 
 
 @dataclass(frozen=True)
 class GeneratorPart:
     "The GPUs that write."
-    gpu: Annotated[str, Knob(help="out of the table of GPUs")] = ""
-    gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs", help="that write, those that only read prompts among them")] = 0
-    engine: Annotated[int, Knob(1, 4096, unit="GPUs", help="that hold the weights once")] = 1
-    tensor_parallel: Annotated[int, Knob(0, 4096, unit="GPUs", help="over which a layer is cut; 0: all of an engine")] = 0
-    by_sequence: Annotated[bool, Knob(help="attention is parallel over sequences, so that no cache is stored twice")] = False
-    precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="of the weights")] = "bf16"
-    kv_precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="of keys and values")] = "bf16"
-    use: Annotated[float, Knob(0.01, 1, unit="share", help="of the memory that the engine may take")] = 0.9
-    activations: Annotated[float, Knob(0, 1000, unit="GB", help="a GPU needs beside weights and cache")] = 4.0
-    efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="of the bound that decoding reaches; fitted where rollouts.latency is given")] = 0.4
-    prefill_efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="of the peak that reading prompts reaches")] = 0.5
-    prefill_gpus: Annotated[int, Knob(0, 1_000_000, unit="GPUs", help="that only read prompts and hand the cache on; 0: every engine does both")] = 0
-    sequences: Annotated[int, Knob(0, 1_000_000, unit="sequences", help="an engine runs at most, by its own setting; 0: no such limit")] = 0
+    gpu: Annotated[str, Knob(help="name in the table of GPUs")] = ""
+    gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs", help="all GPUs that generate, including those for prefill alone (prefill_gpus)")] = 0
+    engine: Annotated[int, Knob(1, 4096, unit="GPUs", help="GPUs of one engine; each engine holds one copy of the weights")] = 1
+    tensor_parallel: Annotated[int, Knob(0, 4096, unit="GPUs", help="GPUs that share each layer (tensor parallelism); 0: all GPUs of an engine")] = 0
+    by_sequence: Annotated[bool, Knob(help="split attention by sequence, so that no GPU stores a second copy of the KV cache")] = False
+    precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the weights")] = "bf16"
+    kv_precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the KV cache")] = "bf16"
+    use: Annotated[float, Knob(0.01, 1, unit="share", help="share of a GPU's memory that the engine may use")] = 0.9
+    activations: Annotated[float, Knob(0, 1000, unit="GB", help="memory each GPU needs besides weights and KV cache")] = 4.0
+    efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="share of the decoding bound that an engine reaches; fitted if rollouts.latency is given")] = 0.4
+    prefill_efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="share of peak compute that prefill reaches")] = 0.5
+    prefill_gpus: Annotated[int, Knob(0, 1_000_000, unit="GPUs", help="GPUs that only prefill and pass the KV cache on; 0: every engine prefills and decodes")] = 0
+    sequences: Annotated[int, Knob(0, 1_000_000, unit="sequences", help="most sequences an engine runs at once, by its own setting; 0: no such limit")] = 0
 
 # %% ../nbs/71_planfile.ipynb #planfile-trainer
 @dataclass(frozen=True)
 class TrainerPart:
     "The GPUs that train, and how their weights travel."
-    gpu: Annotated[str, Knob(help="out of the table of GPUs; empty: the generators'")] = ""
+    gpu: Annotated[str, Knob(help="name in the table of GPUs; empty: the GPU of the generators")] = ""
     gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs")] = 0
-    mfu: Annotated[float, Knob(0.0001, 1, unit="share", help="of the peak that is reached, attention not counted")] = 0.35
-    seconds: Annotated[float, Knob(0, 1e7, unit="s", help="of a batch, instead of mfu; 0: by mfu")] = 0.0
-    offload: Annotated[bool, Knob(help="the optimizer's state lies in the memory of the host")] = False
-    transport: Annotated[str, Knob(help="out of the table of transports: how weights reach the generators")] = "broadcast"
-    sync: Annotated[float, Knob(-1, 1e6, unit="s", help="in which weights travel and nothing else happens; -1: by transport")] = -1.0
+    mfu: Annotated[float, Knob(0.0001, 1, unit="share", help="share of peak compute that training reaches, not counting attention")] = 0.35
+    seconds: Annotated[float, Knob(0, 1e7, unit="s", help="measured time of one batch; it replaces mfu. 0: computed from mfu")] = 0.0
+    offload: Annotated[bool, Knob(help="keep the optimizer state in host memory")] = False
+    transport: Annotated[str, Knob(help="name in the table of transports; it sets how fast weights reach the generators")] = "broadcast"
+    sync: Annotated[float, Knob(-1, 1e6, unit="s", help="time per publish in which only weights travel; -1: computed from the transport")] = -1.0
 
 
 @dataclass(frozen=True)
 class RolloutPart:
     "What a rollout is."
     prompt: Annotated[float, Knob(0, 1e9, unit="tokens")] = 0.0
-    response: Annotated[float, Knob(1, 1e9, unit="tokens", help="of all turns together, on average")] = 0.0
-    sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of a response's length")] = 0.5
-    longest: Annotated[float, Knob(0, 1e9, unit="tokens", help="of prompt and response, at which a rollout is cut; 0: not told")] = 0.0
-    latency: Annotated[float, Knob(0, 1e7, unit="s", help="from its start to its end, as measured; 0: by the generators' efficiency")] = 0.0
+    response: Annotated[float, Knob(1, 1e9, unit="tokens", help="mean tokens of a rollout's responses, all turns together")] = 0.0
+    sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of the response length")] = 0.5
+    longest: Annotated[float, Knob(0, 1e9, unit="tokens", help="tokens of prompt and response at which a rollout is truncated; 0: unknown")] = 0.0
+    latency: Annotated[float, Knob(0, 1e7, unit="s", help="measured time of a rollout from start to end; 0: computed from generators.efficiency")] = 0.0
     turns: Annotated[int, Knob(1, 10_000, unit="turns")] = 1
-    tool: Annotated[float, Knob(0, 1e6, unit="s", help="between two turns")] = 0.0
-    tool_sigma: Annotated[float, Knob(0, 3, help="standard deviation of its logarithm")] = 0.0
-    solve: Annotated[float, Knob(0, 1, unit="share", help="that is right; or [a, b] of a Beta distribution over tasks")] = 0.5
+    tool: Annotated[float, Knob(0, 1e6, unit="s", help="time of a tool between two turns")] = 0.0
+    tool_sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of the tool's time")] = 0.0
+    solve: Annotated[float, Knob(0, 1, unit="share", help="share of right rollouts; or [a, b]: tasks have solve rates from Beta(a, b)")] = 0.5
 
 # %% ../nbs/71_planfile.ipynb #planfile-environment
 @dataclass(frozen=True)
 class EnvironmentPart:
     "What rollouts need beside GPUs."
-    sandboxes: Annotated[int, Knob(0, 10_000_000, unit="sandboxes", help="at once; 0: as many as are asked for")] = 0
-    offer: Annotated[str, Knob(help="out of the table of sandboxes: how long one takes to start, and its price")] = ""
-    start: Annotated[float, Knob(0, 1e6, unit="s", help="until a sandbox is there")] = 0.0
-    start_sigma: Annotated[float, Knob(0, 5, help="standard deviation of its logarithm")] = 0.0
-    score: Annotated[float, Knob(0, 1e6, unit="s", help="of a verdict")] = 0.0
-    fails: Annotated[float, Knob(0, 0.99, unit="share", help="of verdicts that the machine fails")] = 0.0
-    price: Annotated[float, Knob(0, 1e6, unit="$", help="of a sandbox for an hour")] = 0.0
+    sandboxes: Annotated[int, Knob(0, 10_000_000, unit="sandboxes", help="most sandboxes at once; 0: as many as rollouts need")] = 0
+    offer: Annotated[str, Knob(help="name in the table of sandboxes; it sets start time and price")] = ""
+    start: Annotated[float, Knob(0, 1e6, unit="s", help="time until a sandbox is ready")] = 0.0
+    start_sigma: Annotated[float, Knob(0, 5, help="standard deviation of the logarithm of the start time")] = 0.0
+    score: Annotated[float, Knob(0, 1e6, unit="s", help="time to score one rollout")] = 0.0
+    fails: Annotated[float, Knob(0, 0.99, unit="share", help="share of scorings that fail because of the machine")] = 0.0
+    price: Annotated[float, Knob(0, 1e6, unit="$", help="price of one sandbox per hour")] = 0.0
 
 
 @dataclass(frozen=True)
 class PricePart:
     "What is paid, and what to compare it with."
-    gpu_hour: Annotated[float, Knob(0, 1e6, unit="$", help="of any GPU; 0: by the table of GPUs")] = 0.0
-    beside: Annotated[float, Knob(0, 1e9, unit="$", help="an hour for processors, storage and whatever else stands beside the GPUs")] = 0.0
-    tokens: Annotated[str, Knob(help="out of the table of price lists")] = ""
+    gpu_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of any GPU per hour; 0: as in the table of GPUs")] = 0.0
+    beside: Annotated[float, Knob(0, 1e9, unit="$", help="price per hour of everything besides the GPUs: processors, storage and so on")] = 0.0
+    tokens: Annotated[str, Knob(help="name in the table of price lists")] = ""
 
 
 @dataclass(frozen=True)
 class TargetPart:
     "What a better plan has to keep."
-    staleness: Annotated[float, Knob(0, 1024, unit="versions", help="mean of what is trained, at most; 0: that of the plan itself")] = 0.0
+    staleness: Annotated[float, Knob(0, 1024, unit="versions", help="largest mean staleness of trained rollouts; 0: that of the plan itself")] = 0.0
 
 
 @dataclass(frozen=True)
 class TenancyPart:
     "Runs like this one that share the generators, each with a trainer of its own."
     runs: Annotated[int, Knob(1, 100_000, unit="runs")] = 1
-    rank: Annotated[int, Knob(0, 4096, help="of each run's adapters; 0: each has weights of its own")] = 0
-    adapter: Annotated[float, Knob(0, 10_000, unit="GB", help="of each run's adapters, where a rank does not tell")] = 0.0
+    rank: Annotated[int, Knob(0, 4096, help="rank of each run's LoRA adapters; 0: each run has full weights")] = 0
+    adapter: Annotated[float, Knob(0, 10_000, unit="GB", help="size of one run's adapters, for models whose shape does not give it")] = 0.0
 
 # %% ../nbs/71_planfile.ipynb #planfile-drift
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ RUN_FIELDS = ("batch", "group", "concurrency", "generators", "staleness", "overs
 
 def plan_fields() -> list[tuple[str, str, str]]:
     "(field, default, meaning with unit and choices) of a plan file."
-    rows, trace = [], Knob(help="at equal distances over the first drift.over versions, instead of the one value")
+    rows, trace = [], Knob(help="values at equal distances over the first drift.over versions; they replace the single value")
     for section, kind in PARTS.items():
         hints = get_type_hints(kind, include_extras=True)
         rows += [_field_row(f"{section}.{each.name}", each.default, next(iter(getattr(hints[each.name], "__metadata__", ())), trace)) for each in fields(kind)]

@@ -177,9 +177,9 @@ def drawable(level: int, largest: int) -> tuple[tuple[Form, tuple[int, ...]], ..
 
 def programs(
     *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 4, unit="level", help="easiest: 1 one step, 2 two steps, 3 a comparison in an expression, 4 an if", live=False) = 1,
-    high: Knob(1, 4, unit="level", help="hardest", live=False) = 4,
-    hidden: Knob(1, 8, unit="tests", help="arguments besides those that are shown", live=False) = 6,
+    low: Knob(1, 4, unit="level", help="easiest level: 1 one step, 2 two steps, 3 a comparison in an expression, 4 an if", live=False) = 1,
+    high: Knob(1, 4, unit="level", help="hardest level", live=False) = 4,
+    hidden: Knob(1, 8, unit="tests", help="hidden tests per task, on arguments that the prompt does not show", live=False) = 6,
     largest: Knob(9, 59, help="largest constant in a function", live=False) = 59,
 ) -> list[Task]:
     "Bodies of functions, to be found from examples, for the verifier `code`; the level is the kind of step."

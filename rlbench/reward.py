@@ -66,7 +66,7 @@ def last_number(text: str) -> Fraction | None:
 
 # %% ../nbs/25_reward.ipynb #reward-numeric
 def numeric(response: str, answer: str, *,
-            tolerance: Knob(0, 1, unit="share", help="largest difference accepted, relative to the answer or to 1") = 0.0) -> bool:
+            tolerance: Knob(0, 1, unit="share", help="largest error accepted, as a share of the answer (of 1 for smaller answers)") = 0.0) -> bool:
     "The last number of the final answer has the answer's value. Raises ValueError if the task's answer is no number."
     right = last_number(answer)
     if right is None:
@@ -238,7 +238,7 @@ def marked_answer(response: str) -> str | None:
     return None
 
 
-def gsm8k(response: str, answer: str, *, strict: Knob(help="only a number behind #### or in a box counts") = False) -> bool:
+def gsm8k(response: str, answer: str, *, strict: Knob(help="accept only a number after #### or in a box; false: also the last number of the response") = False) -> bool:
     "The response's final number has the answer's value. Raises ValueError if the task's answer is no number."
     right = last_number(answer)
     if right is None:
@@ -254,9 +254,9 @@ def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
     return changes_in(response) if task.kind == "repository" else wrapped(task, response, final_answer(response))
 
 
-def code(response: str, answer: str, *, pool=None, rule: Knob(choices=SCORES, help="what tests are worth: all or nothing, the share that passed, or that share by weight") = "all",
-         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0, wall_s: Knob(0.1, 36_000, unit="s", help="time by the clock of one execution; several times cpu_s, since a busy machine is slow") = 10.0,
-         memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all its processes") = 256, fresh: Knob(help="a sandbox for each test, so that none sees what the one before left") = False) -> Verdict:
+def code(response: str, answer: str, *, pool=None, rule: Knob(choices=SCORES, help="how tests become a score: all or nothing, the share that passed, or that share weighted") = "all",
+         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0, wall_s: Knob(0.1, 36_000, unit="s", help="wall-clock time of one execution; allow several times cpu_s, because a busy machine is slow") = 10.0,
+         memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all processes of one execution") = 256, fresh: Knob(help="run each test in a new sandbox, so that no test sees files of another") = False) -> Verdict:
     "The verdict of the task's tests on the response's code. ValueError if the task has none, or the run no sandboxes."
     task = read_code_task(answer)
     if pool is None:
@@ -273,14 +273,14 @@ def correct(rollout: Rollout) -> float:
     return 1.0 if rollout.correct else 0.0
 
 # %% ../nbs/25_reward.ipynb #reward-brief
-def brief(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="price of `scale` tokens") = 0.1,
-          scale: Knob(1, 131072, unit="tokens", help="length that costs `weight`") = 512) -> tuple[float, dict[str, float]]:
+def brief(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="reward subtracted for every `scale` tokens of the response") = 0.1,
+          scale: Knob(1, 131072, unit="tokens", help="response length that costs `weight`") = 512) -> tuple[float, dict[str, float]]:
     "Correct minus weight x length / scale."
     parts = {"correct": correct(rollout), "length": -weight * rollout.length / scale}
     return sum(parts.values()), parts
 
 # %% ../nbs/25_reward.ipynb #reward-early
-def early(rollout: Rollout, *, later: Knob(0, 1, unit="share", help="what each turn beyond the first leaves of a right answer's worth") = 0.5) -> float:
+def early(rollout: Rollout, *, later: Knob(0, 1, unit="share", help="factor on the reward of a right answer for each turn after the first") = 0.5) -> float:
     "1 for a right answer in the first turn, `later` in the second, its square in the third."
     return correct(rollout) * later ** max(0, len(rollout.responses) - 1)
 
@@ -292,8 +292,8 @@ def overlong_penalty(length: int, limit: int, cache: int) -> float:
     return min(0.0, (limit - cache - length) / cache) if cache else 0.0
 
 
-def soft_overlong(rollout: Rollout, *, cache: Knob(0, 4096, unit="tokens", help="length of the slope before the limit") = 20,
-                  limit: Knob(1, 131072, unit="tokens", help="length limit; the run's max_tokens") = 64) -> tuple[float, dict[str, float]]:
+def soft_overlong(rollout: Rollout, *, cache: Knob(0, 4096, unit="tokens", help="length of the penalty's slope below the limit") = 20,
+                  limit: Knob(1, 131072, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64) -> tuple[float, dict[str, float]]:
     "Correct plus DAPO's soft overlong penalty (arXiv 2503.14476)."
     cut = rollout.reason == StopReason.LENGTH
     parts = {"correct": correct(rollout), "overlong": -1.0 if cut else overlong_penalty(rollout.length, limit, cache)}
@@ -308,8 +308,8 @@ def has_form(response: str, pattern: str = "") -> bool:
     return bool(marks) and bool(response[:marks[-1].start()].strip()) and bool(final_answer(response))
 
 
-def with_format(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="for the form") = 0.1,
-                pattern: Knob(help="regular expression of the whole response; empty: a working and a marked answer", live=False) = "") -> tuple[float, dict[str, float]]:
+def with_format(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="reward for a response in the required format") = 0.1,
+                pattern: Knob(help="regular expression for the whole response; empty: a working followed by a marked answer", live=False) = "") -> tuple[float, dict[str, float]]:
     "Correct plus weight for keeping the form."
     parts = {"correct": correct(rollout), "format": weight * has_form(rollout.text, pattern)}
     return sum(parts.values()), parts
@@ -326,17 +326,17 @@ def process_worth(rollout: Rollout, scale: float, wrong: float) -> tuple[float, 
     return scale * share_right(found, rollout.prompt) - wrong * any(s.right is False for s in found), due
 
 
-def mixed(rollout: Rollout, *, outcome: Knob(0, 10, unit="reward", help="for a right answer") = 1.0, process: Knob(0, 10, unit="reward", help="for a working without a wrong step") = 0.5,
-          agreement: Knob(0, 10, unit="reward", help="for an answer that the working arrives at") = 0.0,
-          wrong: Knob(0, 10, unit="reward", help="price of the step at which the working goes wrong") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
+def mixed(rollout: Rollout, *, outcome: Knob(0, 10, unit="reward", help="reward for a right answer") = 1.0, process: Knob(0, 10, unit="reward", help="reward for a working without a wrong step") = 0.5,
+          agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.0,
+          wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
     "Outcome, process and agreement, each with its weight; the process also where it fell due."
     worth, due = process_worth(rollout, process, wrong)
     parts = {"outcome": outcome * correct(rollout), "process": worth, "agreement": agreement * bool(agrees(rollout.text, rollout.prompt))}
     return sum(parts.values()), parts, due
 
 
-def steps(rollout: Rollout, *, agreement: Knob(0, 10, unit="reward", help="for an answer that the working arrives at") = 0.25,
-          wrong: Knob(0, 10, unit="reward", help="price of the step at which the working goes wrong") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
+def steps(rollout: Rollout, *, agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.25,
+          wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
     "The share of the working that is right up to its first wrong step, and a bonus if the answer follows from it; not the verdict."
     return mixed(rollout, outcome=0.0, process=1.0, agreement=agreement, wrong=wrong)
 
@@ -344,8 +344,8 @@ def steps(rollout: Rollout, *, agreement: Knob(0, 10, unit="reward", help="for a
 REWARDS = {"correct": correct, "brief": brief, "early": early, "soft_overlong": soft_overlong, "with_format": with_format, "steps": steps, "mixed": mixed}
 
 # %% ../nbs/25_reward.ipynb #reward-scored
-def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help="whose number") = "reward_model",
-           correct_weight: Knob(0, 10, unit="reward", help="what a right answer is worth beside it") = 0.0) -> tuple[float, dict[str, float]]:
+def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help="model whose score becomes the reward") = "reward_model",
+           correct_weight: Knob(0, 10, unit="reward", help="reward added for a right answer") = 0.0) -> tuple[float, dict[str, float]]:
     "The number of a reward model or a judge, plus weight x correct. ValueError if that model was not asked."
     parts = {by: rollout.score(by), "correct": correct_weight * correct(rollout)}
     return sum(parts.values()), parts
@@ -354,7 +354,7 @@ def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help
 REWARDS = {**REWARDS, "scored": scored}
 
 # %% ../nbs/25_reward.ipynb #reward-tests
-def tests(rollout: Rollout, *, whole: Knob(0, 10, unit="reward", help="extra for passing every test") = 0.0) -> tuple[float, dict[str, float]]:
+def tests(rollout: Rollout, *, whole: Knob(0, 10, unit="reward", help="extra reward when a program passes every test") = 0.0) -> tuple[float, dict[str, float]]:
     "The score of the verifier `code`, plus something for a program that passes every test."
     parts = {"tests": rollout.score("tests"), "whole": whole * correct(rollout)}
     return sum(parts.values()), parts

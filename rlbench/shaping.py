@@ -18,7 +18,7 @@ from .records import Group, Rollout, StopReason
 from .reward import overlong_penalty
 
 # %% ../nbs/29_shaping.ipynb #shaping-kimi
-def kimi_length(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, unit="reward", help="of the length reward, which lies in [-0.5, 0.5]") = 0.5) -> np.ndarray:
+def kimi_length(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, unit="reward", help="weight of the length reward, which lies between -0.5 and 0.5. Higher values shorten responses") = 0.5) -> np.ndarray:
     "Reward plus Kimi k1.5's length reward, float64 [R] (arXiv 2501.12599). The scale is set by the members that have a reward."
     rewards_R, lengths_R = np.asarray(rewards_R, float), np.asarray(lengths_R, float)
     judged = lengths_R[~np.isnan(rewards_R)]
@@ -28,8 +28,8 @@ def kimi_length(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, unit="re
     return rewards_R + weight * np.where(correct_R, lambda_R, np.minimum(0.0, lambda_R))
 
 # %% ../nbs/29_shaping.ipynb #shaping-share
-def length_share(rewards_R, lengths_R, turns_R=None, *, tokens: Knob(0, 10, help="price of the longest response, in mean rewards of the group") = 0.1,
-                 turns: Knob(0, 10, help="price of the most turns, in mean rewards of the group") = 0.0) -> np.ndarray:
+def length_share(rewards_R, lengths_R, turns_R=None, *, tokens: Knob(0, 10, help="penalty of the longest response, as a multiple of the group's mean reward") = 0.1,
+                 turns: Knob(0, 10, help="penalty of the episode with the most turns, as a multiple of the group's mean reward") = 0.0) -> np.ndarray:
     "Reward minus mean reward x (tokens x length / longest + turns x turns / most), float64 [R]. Only members that have a reward set mean and maxima."
     rewards_R = np.asarray(rewards_R, float)
     judged_R = ~np.isnan(rewards_R)
@@ -44,7 +44,7 @@ def _share(counts_R, judged_R: np.ndarray) -> np.ndarray:
     return counts_R / max(1.0, counts_R[judged_R].max())
 
 # %% ../nbs/29_shaping.ipynb #shaping-efficiency
-def efficiency(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, help="of the bonus, which is at most the reward itself") = 1.0) -> np.ndarray:
+def efficiency(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, help="weight of the bonus for short right answers; the bonus is at most weight x reward") = 1.0) -> np.ndarray:
     "Reward of right answers times 1 + weight x their saving below the mean length of right answers, float64 [R]."
     rewards_R, lengths_R = np.asarray(rewards_R, float), np.asarray(lengths_R, float)
     right_R = np.asarray(correct_R, bool) & ~np.isnan(rewards_R)
@@ -54,8 +54,8 @@ def efficiency(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, help="of 
     return np.where(right_R, rewards_R * (1 + weight * saving_R), rewards_R)
 
 # %% ../nbs/29_shaping.ipynb #shaping-overlong
-def soft_overlong(rewards_R, lengths_R, truncated_R, *, cache: Knob(0, 65536, unit="tokens", help="length of the slope before the limit") = 20,
-                  limit: Knob(1, 10_000_000, unit="tokens", help="length limit; the run's max_tokens") = 64) -> np.ndarray:
+def soft_overlong(rewards_R, lengths_R, truncated_R, *, cache: Knob(0, 65536, unit="tokens", help="length of the penalty's slope below the limit") = 20,
+                  limit: Knob(1, 10_000_000, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64) -> np.ndarray:
     "Reward plus DAPO's soft overlong penalty, float64 [R]; a truncated response pays 1 whatever the limit (arXiv 2503.14476)."
     penalty_R = [-1.0 if cut else overlong_penalty(int(length), limit, cache) for length, cut in zip(lengths_R, truncated_R)]
     return np.asarray(rewards_R, float) + penalty_R

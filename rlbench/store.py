@@ -157,16 +157,16 @@ class Drawn:
         return Done(text_of(self.store))
 
 # %% ../nbs/27_store.ipynb #store-environments
-def store(*, tries: Knob(0, 100, unit="turns", help="turns of an episode that may do something else than write", live=False) = 3) -> Episode:
+def store(*, tries: Knob(0, 100, unit="turns", help="turns of an episode that may do something other than write", live=False) = 3) -> Episode:
     "Chains of sums over a store."
     return Chain(tries)
 
 
 def scripted(
-    *, low: Knob(1, 64, unit="turns", help="shortest episode", live=False) = 1,
-    high: Knob(1, 64, unit="turns", help="longest episode", live=False) = 4,
-    writes: Knob(0, 1, unit="share", help="turns that write", live=False) = 0.6,
-    undoes: Knob(0, 1, unit="share", help="turns that undo", live=False) = 0.1,
+    *, low: Knob(1, 64, unit="turns", help="fewest turns of an episode", live=False) = 1,
+    high: Knob(1, 64, unit="turns", help="most turns of an episode", live=False) = 4,
+    writes: Knob(0, 1, unit="share", help="share of turns that write to the store", live=False) = 0.6,
+    undoes: Knob(0, 1, unit="share", help="share of turns that undo a write", live=False) = 0.1,
 ) -> Episode:
     "Turns drawn from the responses, over a store."
     if low > high:

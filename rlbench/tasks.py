@@ -97,8 +97,8 @@ def addition(
     split: str = "train",
     seed: int = 0,
     count: int = 4096,
-    low: Knob(1, 9, unit="digits", help="fewest digits of an operand", live=False) = 2,
-    high: Knob(1, 9, unit="digits", help="most digits of an operand", live=False) = 4,
+    low: Knob(1, 9, unit="digits", help="digits of an operand at the easiest level", live=False) = 2,
+    high: Knob(1, 9, unit="digits", help="digits of an operand at the hardest level", live=False) = 4,
 ) -> list[Task]:
     "Two numbers, `17+25=`; the level is the number of digits."
     span = levels("addition", low, high)
@@ -110,8 +110,8 @@ def sums(
     split: str = "train",
     seed: int = 0,
     count: int = 4096,
-    low: Knob(2, 20, unit="terms", help="fewest terms", live=False) = 3,
-    high: Knob(2, 20, unit="terms", help="most terms", live=False) = 5,
+    low: Knob(2, 20, unit="terms", help="terms at the easiest level", live=False) = 3,
+    high: Knob(2, 20, unit="terms", help="terms at the hardest level", live=False) = 5,
 ) -> list[Task]:
     "Several one-digit numbers, `3+8+5=`; the level is the number of terms."
     span = levels("sums", low, high)
@@ -126,8 +126,8 @@ def _drawn(
 # %% ../nbs/20_tasks.ipynb #tasks-sets-two
 def counting(
     *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 10, unit="level", help="shortest words: 2 level + 1 letters", live=False) = 1,
-    high: Knob(1, 10, unit="level", help="longest words: 2 level + 2 letters", live=False) = 4,
+    low: Knob(1, 10, unit="level", help="easiest level; words of a level have 2 x level + 1 or 2 x level + 2 letters", live=False) = 1,
+    high: Knob(1, 10, unit="level", help="hardest level; words of a level have 2 x level + 1 or 2 x level + 2 letters", live=False) = 4,
 ) -> list[Task]:
     "A letter in a word, `xyzzy/z=`; the level is a band of word lengths."
     span = levels("counting", low, high)
@@ -136,11 +136,11 @@ def counting(
 # %% ../nbs/20_tasks.ipynb #tasks-mix
 def arithmetic(
     *, split: str = "train", seed: int = 0, count: int = 4096,
-    additions: Knob(0, 1, unit="share", help="additions among the tasks; the rest are sums", live=False) = 0.7,
-    low_digits: Knob(1, 9, unit="digits", help="additions at level 1", live=False) = 2,
-    high_digits: Knob(1, 9, unit="digits", help="additions at the highest level", live=False) = 4,
-    low_terms: Knob(2, 20, unit="terms", help="sums at level 1", live=False) = 3,
-    high_terms: Knob(2, 20, unit="terms", help="sums at the highest level", live=False) = 5,
+    additions: Knob(0, 1, unit="share", help="share of additions among the tasks; the others are sums", live=False) = 0.7,
+    low_digits: Knob(1, 9, unit="digits", help="digits of an operand in additions of level 1", live=False) = 2,
+    high_digits: Knob(1, 9, unit="digits", help="digits of an operand in additions of the highest level", live=False) = 4,
+    low_terms: Knob(2, 20, unit="terms", help="terms in sums of level 1", live=False) = 3,
+    high_terms: Knob(2, 20, unit="terms", help="terms in sums of the highest level", live=False) = 5,
 ) -> list[Task]:
     "Additions and sums; level 1 is the easiest of each kind."
     digits, terms = levels("arithmetic", low_digits, high_digits, "_digits"), levels("arithmetic", low_terms, high_terms, "_terms")
@@ -168,9 +168,9 @@ def chain_problem(random: Random, length: int, digits: int) -> Problem:
 
 def chains(
     *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 3, unit="sums", help="shortest chain", live=False) = 1,
-    high: Knob(1, 3, unit="sums", help="longest chain", live=False) = 3,
-    digits: Knob(1, 4, unit="digits", help="of the first two numbers", live=False) = 2,
+    low: Knob(1, 3, unit="sums", help="sums in the shortest chain", live=False) = 1,
+    high: Knob(1, 3, unit="sums", help="sums in the longest chain", live=False) = 3,
+    digits: Knob(1, 4, unit="digits", help="digits of the first two numbers", live=False) = 2,
 ) -> list[Task]:
     "Sums that go on with the result before, `17+25;x+8`; the level is the number of sums."
     span = levels("chains", low, high)
@@ -312,10 +312,10 @@ def in_template(template: str, tasks: Sequence[Task]) -> list[Task]:
 
 def file(
     *, split: str = "train", seed: int = 0, count: int = MANY,
-    path: Knob(help="a .jsonl or .parquet file with prompt (or question) and answer, optionally level and id", live=False) = "",
-    one_in: Knob(2, 1000, unit="tasks", help="one task in so many is held out", live=False) = 10,
-    template: Knob(help="text around the prompt, which goes where {prompt} stands", live=False) = "{prompt}",
-    extract: Knob(choices=EXTRACT, help="where the answer stands in the reference answer", live=False) = "auto",
+    path: Knob(help=".jsonl or .parquet file with columns prompt (or question) and answer, optionally level and id", live=False) = "",
+    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 10,
+    template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
+    extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
 ) -> list[Task]:
     "Tasks from a file of your own."
     check_request(split, count)
@@ -508,19 +508,19 @@ def _said(where: str, row: Mapping, columns: Columns) -> dict:
 # %% ../nbs/20_tasks.ipynb #tasks-hub-set
 def hub(
     *, split: str = "train", seed: int = 0, count: int = MANY,
-    dataset: Knob(help="a name on the Hub, or a folder in its layout", live=False) = "",
+    dataset: Knob(help="data set on the Hugging Face Hub, or a folder in its layout", live=False) = "",
     config: Knob(help="configuration of the data set", live=False) = "",
     revision: Knob(help="branch, tag or commit on the Hub", live=False) = "",
     train: Knob(help="split to train on, e.g. train or train[:2000]", live=False) = "train",
-    held_out: Knob(help="split to be examined on; empty: one in `one_in` of the split to train on", live=False) = "",
+    held_out: Knob(help="split to evaluate on; empty: hold out one task in `one_in` of the training split", live=False) = "",
     prompt: Knob(help="column of the prompts", live=False) = "question",
     answer: Knob(help="column of the reference answers", live=False) = "answer",
-    level: Knob(help="column of the difficulty; empty: none", live=False) = "",
-    template: Knob(help="text around the prompt, which goes where {prompt} stands", live=False) = "{prompt}",
-    extract: Knob(choices=EXTRACT, help="where the answer stands in the reference answer", live=False) = "auto",
-    unusable: Knob(choices=("refuse", "skip"), help="rows that make no task", live=False) = "refuse",
-    longest: Knob(0, 10_000_000, unit="characters", help="longest prompt taken, 0 for no limit", live=False) = 0,
-    one_in: Knob(2, 1000, unit="tasks", help="one task in so many is held out, where no split is named for it", live=False) = 10,
+    level: Knob(help="column of the difficulty level; empty: none", live=False) = "",
+    template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
+    extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
+    unusable: Knob(choices=("refuse", "skip"), help="what to do with rows that make no task", live=False) = "refuse",
+    longest: Knob(0, 10_000_000, unit="characters", help="longest prompt to take; 0: no limit", live=False) = 0,
+    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many when held_out names no split", live=False) = 10,
 ) -> list[Task]:
     "Tasks from a data set of the Hugging Face Hub, or from a folder in its layout."
     check_request(split, count)

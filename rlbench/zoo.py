@@ -18,8 +18,8 @@ def sapo(
     old_RT,
     advantages_RT,
     *,
-    positive: Knob(0.01, 100, help="temperature for good tokens: how fast the gate closes") = 1.0,
-    negative: Knob(0.01, 100, help="temperature for bad tokens") = 1.05,
+    positive: Knob(0.01, 100, help="gate temperature for positive advantages. Higher values fade updates sooner away from ratio 1") = 1.0,
+    negative: Knob(0.01, 100, help="gate temperature for other advantages. Higher values fade updates sooner away from ratio 1") = 1.05,
 ) -> LossTerms:
     "Advantage times a sigmoid of the ratio per token: PPO's gradient at ratio 1, fading away from it (arXiv 2511.20347). Nothing is clipped."
     ratio_RT, never_RT = (logprobs_RT - old_RT.detach()).exp(), logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
@@ -38,9 +38,9 @@ def dppo_tv(
     advantages_RT,
     sampler_RT,
     *,
-    low: Knob(0, 1, unit="probability", help="how far a bad token may fall below the sampler") = 0.2,
-    high: Knob(0, 1, unit="probability", help="how far a good token may rise above the sampler") = 0.2,
-    spring: Knob(0, 100, help="weight of the squared log-ratio") = 1e-3,
+    low: Knob(0, 1, unit="probability", help="drop a token with advantage <= 0 when its probability falls this far below the sampler's") = 0.2,
+    high: Knob(0, 1, unit="probability", help="drop a token with positive advantage when its probability rises this far above the sampler's") = 0.2,
+    spring: Knob(0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler") = 1e-3,
 ) -> LossTerms:
     "Advantage times the ratio to the sampler, dropped where the probability moved too far the asked way, plus a squared log-ratio, per token (arXiv 2602.04879)."
     moved_RT, good_RT = logprobs_RT.detach().exp() - sampler_RT.exp(), advantages_RT > 0
@@ -53,8 +53,8 @@ def ipo_mask(
     advantages_RT,
     sampler_RT,
     *,
-    bound: Knob(0, 1, unit="probability", help="how far a token may be from the sampler") = 0.2,
-    spring: Knob(0, 100, help="weight of the squared log-ratio") = 1e-3,
+    bound: Knob(0, 1, unit="probability", help="drop a token when its probability differs from the sampler's by more than this") = 0.2,
+    spring: Knob(0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler") = 1e-3,
 ) -> LossTerms:
     "`dppo_tv` with tokens dropped that moved too far either way, whatever their advantage (prime-rl)."
     moved_RT, any_RT = logprobs_RT.detach().exp() - sampler_RT.exp(), advantages_RT == advantages_RT
@@ -67,15 +67,15 @@ def luspo(
     advantages_RT,
     mask_RT,
     *,
-    low: Knob(0, 1, help="how far below 1 a bad sequence's ratio may fall") = 3e-4,
-    high: Knob(0, 10, help="how far above 1 a good sequence's ratio may rise") = 4e-4,
+    low: Knob(0, 1, help="clip the ratio at 1 - low for sequences with negative advantage") = 3e-4,
+    high: Knob(0, 10, help="clip the ratio at 1 + high for sequences with positive advantage") = 4e-4,
 ) -> LossTerms:
     "GSPO times the sequence's number of tokens, given at each of them (arXiv 2602.05261); add up with sequence_mean."
     terms = gspo(logprobs_RT, old_RT, advantages_RT, mask_RT, low=low, high=high)
     return LossTerms(terms.loss_RT * mask_RT.bool().sum(1, keepdim=True), terms.clipped_low_RT, terms.clipped_high_RT)
 
 # %% ../nbs/32_zoo.ipynb #zoo-dro
-def dro(logprobs_RT, old_RT, advantages_RT, *, beta: Knob(0, 1000, help="strength of the pull back to ratio 1") = 1.0) -> LossTerms:
+def dro(logprobs_RT, old_RT, advantages_RT, *, beta: Knob(0, 1000, help="weight of the squared log-ratio. Higher values pull the policy more strongly to ratio 1") = 1.0) -> LossTerms:
     "Negative advantage times log-probability, plus beta/2 times the squared log-ratio, per token (arXiv 2405.19107). Nothing is clipped."
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
     return LossTerms(-advantages_RT * logprobs_RT + beta / 2 * (logprobs_RT - old_RT.detach()) ** 2, never_RT, never_RT)
@@ -87,10 +87,10 @@ def vespo(
     advantages_RT,
     mask_RT,
     *,
-    good_k: Knob(0, 100, help="power for good sequences") = 2.0,
-    good_lambda: Knob(0, 100, help="decay for good sequences") = 3.0,
-    bad_k: Knob(0, 100, help="power for bad sequences") = 3.0,
-    bad_lambda: Knob(0, 100, help="decay for bad sequences") = 2.0,
+    good_k: Knob(0, 100, help="exponent k of the weight W^k e^(-lambda W) for sequences with advantage >= 0") = 2.0,
+    good_lambda: Knob(0, 100, help="decay lambda of the weight for sequences with advantage >= 0") = 3.0,
+    bad_k: Knob(0, 100, help="exponent k of the weight W^k e^(-lambda W) for sequences with negative advantage") = 3.0,
+    bad_lambda: Knob(0, 100, help="decay lambda of the weight for sequences with negative advantage") = 2.0,
 ) -> LossTerms:
     "Log-probability weighted by e^l W^k e^(-l W) of the sequence's whole ratio W, without gradient (arXiv 2602.10693). Nothing is clipped."
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
@@ -100,13 +100,13 @@ def vespo(
     return LossTerms(-weight_RT * advantages_RT * logprobs_RT, never_RT, never_RT)
 
 # %% ../nbs/32_zoo.ipynb #zoo-opsm
-def opsm(old_RT, sampler_RT, mask_RT, advantages_RT, *, delta: Knob(0, 100, unit="nats per token", help="bad sequences further from the sampler are dropped") = 0.5):
+def opsm(old_RT, sampler_RT, mask_RT, advantages_RT, *, delta: Knob(0, 100, unit="nats per token", help="drop tokens with negative advantage if their sequence's mean log-probability falls this far") = 0.5):
     "0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1 (off-policy sequence masking, arXiv 2512.02556)."
     far_R1 = over_sequence(sampler_RT - old_RT.detach(), mask_RT) > delta
     return (~(far_R1 & (advantages_RT < 0))).to(old_RT.dtype).expand_as(old_RT)
 
 # %% ../nbs/32_zoo.ipynb #zoo-rae
-def rae(rewards_R, groups_R, memory, sets_R=None, *, decay: Knob(0, 1, help="share of the old baseline that a rollout leaves") = 0.95) -> np.ndarray:
+def rae(rewards_R, groups_R, memory, sets_R=None, *, decay: Knob(0, 1, help="share of the running baseline that remains after each rollout. Higher values adapt more slowly") = 0.95) -> np.ndarray:
     "Reward minus its role's running mean, float64 [R], NaN without a reward (arXiv 2506.24119); `memory` holds the means under 'rae NAME' and is moved on. Needs no group."
     rewards_R = np.asarray(rewards_R, float)
     roles_R = np.asarray([""] * len(rewards_R) if sets_R is None else sets_R, str)
