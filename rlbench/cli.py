@@ -399,7 +399,7 @@ def facts(r: Run) -> dict:
 @app.command()
 def ls(
     runs: RunsOption = "",
-    sort: Annotated[str, typer.Option("--sort", help=f"{', '.join(SORTS)}; without it by start, forks under their parent")] = "",
+    sort: Annotated[str, typer.Option("--sort", help=f"{', '.join(SORTS)}; default: by start, with forks under their parent")] = "",
     where: Annotated[list[str] | None, typer.Option("--where", metavar="FIELD=VALUE", help="also !=, <, <=, >, >=; FIELD is a column or a configuration field. Repeat for more conditions")] = None,
     tag: Annotated[list[str] | None, typer.Option("--tag", help="keep only runs with this tag; repeat for more tags")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="list the archived runs")] = False,
@@ -553,11 +553,11 @@ def _verb(verb: str, help: str) -> None:
 
 
 for _name, _help in (
-    ("pause", "Hold training and new rollouts."),
-    ("go", "Release a paused run."),
-    ("step", "One more version, then hold."),
-    ("publish", "Hand the newest weights to the generators now."),
-    ("stop", "Finish the batch in training, save the run, close the books; resume goes on from there. Of a dead run, close the books."),
+    ("pause", "Pause training and new rollouts. Rollouts in progress finish."),
+    ("go", "Continue a paused run."),
+    ("step", "Train one more version, then pause."),
+    ("publish", "Publish the newest weights to the generators now."),
+    ("stop", "Finish the batch in training, save the run and end it; resume continues it. For a dead run, only close its books."),
 ):
     _verb(_name, _help)
 

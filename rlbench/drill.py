@@ -513,14 +513,14 @@ def anywhere(scene: Scene) -> str:
 
 
 _ALL = (
-    Drill("half-applied-edit", "a command and a function are left half written", "both are refused by name with the reason; nothing of them is in force", 15, anywhere, half_edit, edit_refused, whole_again),
-    Drill("failed-publish", "handing over the next weights fails once", "it is tried again; the generators go on with the weights they have, within the bound on staleness", 15, model_behind, break_publish, published_again, mend_publish),
-    Drill("full-disk", f"for {FULL_FOR:g} s nothing can be written in the run's folder, nor in its pool's", "training goes on while the reserve can take the rows that wait in memory, then stands still; with room again they are written", 20, anywhere, fill_disk, disk_outlived, empty_disk),
-    Drill("killed-zygote", "the process that starts programs is killed", "another worker takes its place, its programs are tried again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
-    Drill("dead-pool", "the pool's controller is killed", "its guardian ends what it left, another one is started, programs under way are asked for again", 45, sandboxed, kill_controller, controller_replaced, nothing),
-    Drill("quota", f"for {HELD_SECONDS:g} s the pool is allowed no more processes, and its workers are killed", "starts are refused and tried again after a time that doubles; programs wait; nothing is judged by it", 45, sandboxed, refuse_processes, quota_met, quota_over),
-    Drill("slow-start", f"all workers of the pool are killed, and whatever starts in their place is stopped for {HELD_SECONDS:g} s", "programs wait; starts that take long are asked for a second time; nothing is judged by it", 45, sandboxed, hold_starts, starts_were_slow, wake),
-    Drill("hung-tool", "a worker is stopped, and what it is given is never answered", "what is late is asked for a second time elsewhere; the worker counts as hung, is ended and replaced", 45, sandboxed, stop_worker, worker_hung, wake, wall=True),
+    Drill("half-applied-edit", "rlbench leaves a command and a function half written", "the run refuses both by name with the reason, and applies neither", 15, anywhere, half_edit, edit_refused, whole_again),
+    Drill("failed-publish", "publishing the next weights fails once", "the run publishes again; the generators keep their weights until then, within the staleness bound", 15, model_behind, break_publish, published_again, mend_publish),
+    Drill("full-disk", f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool", "training continues while the reserve has room for unwritten rows, then waits; with free space the run writes them", 20, anywhere, fill_disk, disk_outlived, empty_disk),
+    Drill("killed-zygote", "the process that starts programs is killed", "the pool starts another worker and runs its programs again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
+    Drill("dead-pool", "the pool's controller is killed", "the guardian ends its processes, another controller starts, and the run asks again for unfinished programs", 45, sandboxed, kill_controller, controller_replaced, nothing),
+    Drill("quota", f"for {HELD_SECONDS:g} s the pool may start no processes, and its workers are killed", "starts fail and are retried with doubling delays; programs wait; no verdict depends on the fault", 45, sandboxed, refuse_processes, quota_met, quota_over),
+    Drill("slow-start", f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s", "programs wait; slow starts are requested a second time; no verdict depends on the fault", 45, sandboxed, hold_starts, starts_were_slow, wake),
+    Drill("hung-tool", "a worker is stopped and never answers its programs", "late programs are requested again elsewhere; the worker counts as hung and is replaced", 45, sandboxed, stop_worker, worker_hung, wake, wall=True),
 )
 DRILLS = {drill.name: drill for drill in _ALL}
 
@@ -699,10 +699,10 @@ def parts() -> tuple:
     "The widgets of a panel: buttons and states by drill, the buttons for all and for stopping, what is said, and all of it together."
     import ipywidgets as w
 
-    buttons = {name: w.Button(description=name, tooltip=f"Drill {name}: {each.does}. Stated: {each.reaction}", icon="bolt", layout={"width": "170px"}) for name, each in DRILLS.items()}
+    buttons = {name: w.Button(description=name, tooltip=f"Drill {name}: {each.does}. Expected: {each.reaction}", icon="bolt", layout={"width": "170px"}) for name, each in DRILLS.items()}
     states = {name: w.HTML(state_html(name, "", each.does), layout={"flex": "1 1 0", "min_width": "0"}) for name, each in DRILLS.items()}
-    every = w.Button(description="All that suit", tooltip="Hold all drills that suit this run, one after the other", icon="play")
-    halt, said = w.Button(description="Stop", tooltip="Stop drilling, and undo what was injected", icon="stop", disabled=True), w.HTML()
+    every = w.Button(description="Run all", tooltip="Run all drills that suit this run, one after another", icon="play")
+    halt, said = w.Button(description="Stop", tooltip="Stop the drill and undo the injected fault", icon="stop", disabled=True), w.HTML()
     rows = [w.HBox([buttons[name], states[name]], layout={"align_items": "flex-start"}).add_class(f"rl-drill-{name}") for name in DRILLS]
     return buttons, states, every, halt, said, w.VBox([w.HBox([every, halt, said]), *rows]).add_class("rl-drills")
 

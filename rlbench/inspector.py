@@ -615,18 +615,18 @@ def make_parts(b: Bounds) -> Parts:
     span = {"continuous_update": False, "style": {"description_width": "70px"}}
     step = (b.reward[1] - b.reward[0]) / 100
     return Parts(
-        fate=w.Dropdown(options=_fate_options(b), value="", description="Fate", tooltip="what became of the rollout"),
+        fate=w.Dropdown(options=_fate_options(b), value="", description="Fate", tooltip="fate: how the rollout ended"),
         level=w.Dropdown(options=_level_options(b), value="", description="Difficulty", tooltip="difficulty level of the task"),
-        reward=w.FloatRangeSlider(min=b.reward[0], max=b.reward[1], value=b.reward, step=step, readout_format=".2f", description="Reward", tooltip="reward, lowest and highest", **span),
-        lag=w.IntRangeSlider(min=0, max=b.lag, value=(0, b.lag), description="Lag", tooltip="staleness when trained, in versions, lowest and highest", **span),
-        version=w.IntRangeSlider(min=0, max=b.version, value=(0, b.version), description="Version", tooltip="policy versions that wrote it, lowest and highest", **span),
-        text=w.Text(description="Text", placeholder="in prompt or response", continuous_update=False, tooltip="text to search for, literally"),
-        last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)], value=10_000, description="Among", tooltip="how many of the newest rollouts to search"),
-        again=w.Button(description="Look again", tooltip="take in what the run has written since"),
-        beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Beside it", tooltip="what stands beside the selected rollout"),
-        up=w.Button(description="▲ up", tooltip="the rollout above"), down=w.Button(description="▼ down", tooltip="the rollout below"),
-        before=w.Button(description="‹ newer", tooltip="the page of newer rollouts"), after=w.Button(description="older ›", tooltip="the page of older rollouts"),
-        place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="the rollouts found"), view=w.HTML(),
+        reward=w.FloatRangeSlider(min=b.reward[0], max=b.reward[1], value=b.reward, step=step, readout_format=".2f", description="Reward", tooltip="lowest and highest reward", **span),
+        lag=w.IntRangeSlider(min=0, max=b.lag, value=(0, b.lag), description="Staleness", tooltip="lowest and highest staleness when trained, in versions", **span),
+        version=w.IntRangeSlider(min=0, max=b.version, value=(0, b.version), description="Version", tooltip="lowest and highest policy version that wrote the rollout", **span),
+        text=w.Text(description="Text", placeholder="in prompt or response", continuous_update=False, tooltip="exact text to search for"),
+        last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)], value=10_000, description="Search in", tooltip="how many of the newest rollouts to search"),
+        again=w.Button(description="Refresh", tooltip="read what the run has written since the last search"),
+        beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Compare", tooltip="rollout to show beside the selected one"),
+        up=w.Button(description="▲ up", tooltip="select the rollout above"), down=w.Button(description="▼ down", tooltip="select the rollout below"),
+        before=w.Button(description="‹ newer", tooltip="show the page of newer rollouts"), after=w.Button(description="older ›", tooltip="show the page of older rollouts"),
+        place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="rollouts that match the filters"), view=w.HTML(),
         loss=w.Accordion(children=[w.Box([])], titles=("Loss, token by token",), selected_index=None), note=w.HTML(),
     )
 

@@ -56,7 +56,7 @@ class LossView:
         self.batch = self.recipe = self.own = self.card = self.rollout = None
         self.menus = {part: w.Dropdown(description=part, options=[""], style={"description_width": "84px"}) for part in LIVE}
         self.knobs, self.knob_box, self.view, self.note = {}, w.Box([]).add_class("lc-knobs"), w.HTML(), w.HTML()
-        self.beside = w.Checkbox(value=True, description="beside the run's own", indent=False)
+        self.beside = w.Checkbox(value=True, description="compare with the run's own", indent=False)
         menus = w.Box([*self.menus.values(), self.beside]).add_class("lc-menus")
         self.box = w.Box([w.HTML(f"<style>{CARD_STYLE}{LIVE_STYLE}</style>"), menus, self.knob_box, self.note, self.view]).add_class("rl-lc-live")
         self._busy = False

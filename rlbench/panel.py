@@ -237,7 +237,7 @@ class Knobs:
         self.pages = {"Guards": Watch(folder, author), "Kept": Kept(folder, author)}
         self.groups = w.Tab(children=[*self.boxes.values(), *(page.widget for page in self.pages.values())], titles=[*GROUPS.values(), *self.pages])
         self.groups.layout.display = "none"
-        self.more = w.ToggleButton(description="All knobs", icon="sliders", tooltip="Every knob that can be turned while the run lives").add_class("rl-more-knobs")
+        self.more = w.ToggleButton(description="All knobs", icon="sliders", tooltip="Show every knob that can change while the run is live").add_class("rl-more-knobs")
         self.more.observe(lambda change: setattr(self.groups.layout, "display", "" if change["new"] else "none"), "value")
 
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
@@ -274,9 +274,9 @@ class Watch:
         import ipywidgets as w
 
         self.folder, self.author = folder, author
-        self.when = w.Text(placeholder="entropy < 0.1 for 3", continuous_update=False, tooltip="A column of the steps table or an evaluation, a comparison, a number; for N rows in a row")
-        self.do = w.Combobox(value="pause", options=["pause", "stop", "alert"], tooltip="pause, stop, alert, or a knob: temperature = 0.8")
-        self.add, self.drop = w.Button(description="Watch", icon="eye"), w.Button(description="Take away", icon="times")
+        self.when = w.Text(placeholder="entropy < 0.1 for 3", continuous_update=False, tooltip="Condition: a step column or an evaluation, a comparison and a number; add 'for N' for N rows in a row")
+        self.do = w.Combobox(value="pause", options=["pause", "stop", "alert"], tooltip="Action: pause, stop, alert, or a knob such as temperature = 0.8")
+        self.add, self.drop = w.Button(description="Watch", icon="eye"), w.Button(description="Remove", icon="times")
         self.known, self.listed, self.said = w.Dropdown(tooltip="Guards of this run"), w.HTML(), w.HTML()
         self.add.on_click(lambda _: self.attempt(lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author), f"asked to watch {self.when.value!r}"))
         self.drop.on_click(lambda _: self.attempt(lambda: drop_guard(self.folder, self.known.value, self.author), f"asked to take {self.known.value!r} away"))
@@ -313,9 +313,9 @@ class Kept:
         import ipywidgets as w
 
         self.folder = folder
-        self.name = w.Text(placeholder="careful", continuous_update=False, tooltip="A name for the settings in force")
-        self.save, self.apply = w.Button(description="Save settings in force", icon="save"), w.Button(description="Apply", icon="check")
-        self.known, self.said = w.Dropdown(tooltip="Knobs kept beside the runs of this folder"), w.HTML()
+        self.name = w.Text(placeholder="careful", continuous_update=False, tooltip="Name under which to save the current settings")
+        self.save, self.apply = w.Button(description="Save current settings", icon="save"), w.Button(description="Apply", icon="check")
+        self.known, self.said = w.Dropdown(tooltip="Saved settings in this runs folder"), w.HTML()
         self.save.on_click(lambda _: (tell(self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")), self.update()))
         self.apply.on_click(lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), "")))
         self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-row"), w.HBox([self.known, self.apply]).add_class("rl-row"), self.said]).add_class("rl-kept")
@@ -330,11 +330,11 @@ class Kept:
 # %% ../nbs/64_panel.ipynb #panel-buttons
 STOP_SECONDS = 3.0
 BUTTONS = {
-    "pause": ("Pause", "pause", "Hold training and new rollouts"), "go": ("Go", "play", "Release a paused run"), "step": ("Step", "step-forward", "One more version, then hold"),
-    "undo": ("Undo", "undo", "Put the setting that was changed last back to its value before; once more: the change before that one"),
-    "publish": ("Publish", "upload", "Hand the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate now"),
-    "checkpoint": ("Checkpoint", "save", "Save the whole run as soon as no batch trains; it can be resumed or forked from there"),
-    "stop": ("Stop", "stop", "Finish the batch in training, save the policy, close the books, end; asks twice"),
+    "pause": ("Pause", "pause", "Pause training and new rollouts; rollouts in progress finish"), "go": ("Go", "play", "Continue a paused run"), "step": ("Step", "step-forward", "Train one more version, then pause"),
+    "undo": ("Undo", "undo", "Undo the last change of a setting; click again to undo the change before it"),
+    "publish": ("Publish", "upload", "Publish the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate the policy now"),
+    "checkpoint": ("Checkpoint", "save", "Save the whole run when no batch is in training; you can resume or fork it from there"),
+    "stop": ("Stop", "stop", "Finish the batch in training, save the policy and end the run; needs a second click"),
 }
 
 
@@ -558,7 +558,7 @@ def main_controls(panel: Panel, fork) -> list:
 
     if panel.readonly:
         return []
-    tooltip = "Versions over which the next change of a number is spread; 0: at once"
+    tooltip = "Spread the next change of a number over this many versions; 0: at once"
     over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", tooltip=tooltip)
     over.style.description_width = "68px"
     panel.knobs.more.observe(lambda _: panel.frame(), "value")
@@ -581,7 +581,7 @@ def opened_header(panel: Panel):
     "The line above an opened figure: the button that closes it."
     import ipywidgets as w
 
-    close = w.Button(description="Close", icon="compress", tooltip="Close the figure; the card comes back").add_class("rl-close")
+    close = w.Button(description="Close", icon="compress", tooltip="Close the figure and show the card again").add_class("rl-close")
     close.on_click(lambda _: open_card(panel, ""))
     return w.HBox([close]).add_class("rl-detail-bar")
 
@@ -591,7 +591,7 @@ def fork_button(panel: Panel):
     "The button beside the verdict that forks a collapsed run from its best checkpoint; hidden until `offer_fork` shows it."
     import ipywidgets as w
 
-    tooltip = "Start another run from this one's best checkpoint; this one is left as it is"
+    tooltip = "Fork a new run from the best checkpoint; this run does not change"
     button = w.Button(description="Fork from best", button_style="warning", icon="code-fork", tooltip=tooltip).add_class("rl-fork")
     button.layout.display = "none"
     button.on_click(lambda _: fork_best(panel))

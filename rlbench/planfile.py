@@ -37,18 +37,18 @@ class ModelPart:
 class GeneratorPart:
     "The GPUs that write."
     gpu: Annotated[str, Knob(help="name in the table of GPUs")] = ""
-    gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs", help="all GPUs that generate, including those for prefill alone (prefill_gpus)")] = 0
-    engine: Annotated[int, Knob(1, 4096, unit="GPUs", help="GPUs of one engine; each engine holds one copy of the weights")] = 1
-    tensor_parallel: Annotated[int, Knob(0, 4096, unit="GPUs", help="GPUs that share each layer (tensor parallelism); 0: all GPUs of an engine")] = 0
+    gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs", help="number that generates, including those for prefill alone (prefill_gpus)")] = 0
+    engine: Annotated[int, Knob(1, 4096, unit="GPUs", help="size of one engine; each engine holds one copy of the weights")] = 1
+    tensor_parallel: Annotated[int, Knob(0, 4096, unit="GPUs", help="number that shares each layer (tensor parallelism); 0: all of an engine")] = 0
     by_sequence: Annotated[bool, Knob(help="split attention by sequence, so that no GPU stores a second copy of the KV cache")] = False
     precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the weights")] = "bf16"
     kv_precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the KV cache")] = "bf16"
-    use: Annotated[float, Knob(0.01, 1, unit="share", help="share of a GPU's memory that the engine may use")] = 0.9
+    use: Annotated[float, Knob(0.01, 1, unit="share", help="fraction of a GPU's memory that the engine may use")] = 0.9
     activations: Annotated[float, Knob(0, 1000, unit="GB", help="memory each GPU needs besides weights and KV cache")] = 4.0
-    efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="share of the decoding bound that an engine reaches; fitted if rollouts.latency is given")] = 0.4
-    prefill_efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="share of peak compute that prefill reaches")] = 0.5
-    prefill_gpus: Annotated[int, Knob(0, 1_000_000, unit="GPUs", help="GPUs that only prefill and pass the KV cache on; 0: every engine prefills and decodes")] = 0
-    sequences: Annotated[int, Knob(0, 1_000_000, unit="sequences", help="most sequences an engine runs at once, by its own setting; 0: no such limit")] = 0
+    efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="fraction of the decoding bound that an engine reaches; fitted if rollouts.latency is given")] = 0.4
+    prefill_efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="fraction of peak compute that prefill reaches")] = 0.5
+    prefill_gpus: Annotated[int, Knob(0, 1_000_000, unit="GPUs", help="number that only prefills and passes the KV cache on; 0: every engine does both")] = 0
+    sequences: Annotated[int, Knob(0, 1_000_000, unit="sequences", help="most that an engine runs at once, by its own setting; 0: no such limit")] = 0
 
 # %% ../nbs/71_planfile.ipynb #planfile-trainer
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TrainerPart:
     "The GPUs that train, and how their weights travel."
     gpu: Annotated[str, Knob(help="name in the table of GPUs; empty: the GPU of the generators")] = ""
     gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs")] = 0
-    mfu: Annotated[float, Knob(0.0001, 1, unit="share", help="share of peak compute that training reaches, not counting attention")] = 0.35
+    mfu: Annotated[float, Knob(0.0001, 1, unit="share", help="fraction of peak compute that training reaches, not counting attention")] = 0.35
     seconds: Annotated[float, Knob(0, 1e7, unit="s", help="measured time of one batch; it replaces mfu. 0: computed from mfu")] = 0.0
     offload: Annotated[bool, Knob(help="keep the optimizer state in host memory")] = False
     transport: Annotated[str, Knob(help="name in the table of transports; it sets how fast weights reach the generators")] = "broadcast"
@@ -74,18 +74,18 @@ class RolloutPart:
     turns: Annotated[int, Knob(1, 10_000, unit="turns")] = 1
     tool: Annotated[float, Knob(0, 1e6, unit="s", help="time of a tool between two turns")] = 0.0
     tool_sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of the tool's time")] = 0.0
-    solve: Annotated[float, Knob(0, 1, unit="share", help="share of right rollouts; or [a, b]: tasks have solve rates from Beta(a, b)")] = 0.5
+    solve: Annotated[float, Knob(0, 1, unit="share", help="fraction of right rollouts; or [a, b]: tasks have solve rates from Beta(a, b)")] = 0.5
 
 # %% ../nbs/71_planfile.ipynb #planfile-environment
 @dataclass(frozen=True)
 class EnvironmentPart:
     "What rollouts need beside GPUs."
-    sandboxes: Annotated[int, Knob(0, 10_000_000, unit="sandboxes", help="most sandboxes at once; 0: as many as rollouts need")] = 0
+    sandboxes: Annotated[int, Knob(0, 10_000_000, unit="sandboxes", help="most at the same time; 0: as many as rollouts need")] = 0
     offer: Annotated[str, Knob(help="name in the table of sandboxes; it sets start time and price")] = ""
     start: Annotated[float, Knob(0, 1e6, unit="s", help="time until a sandbox is ready")] = 0.0
     start_sigma: Annotated[float, Knob(0, 5, help="standard deviation of the logarithm of the start time")] = 0.0
     score: Annotated[float, Knob(0, 1e6, unit="s", help="time to score one rollout")] = 0.0
-    fails: Annotated[float, Knob(0, 0.99, unit="share", help="share of scorings that fail because of the machine")] = 0.0
+    fails: Annotated[float, Knob(0, 0.99, unit="share", help="fraction of scorings that fail because of the machine")] = 0.0
     price: Annotated[float, Knob(0, 1e6, unit="$", help="price of one sandbox per hour")] = 0.0
 
 

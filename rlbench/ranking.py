@@ -239,8 +239,8 @@ def rank_parts(blind: bool) -> RankParts:
     button = lambda says, tip: w.Button(description=says, tooltip=tip)
     return RankParts(
         view=w.HTML(), left=button("A is better", "response A, on the left, is better (key a or 1)"), right=button("B is better", "response B, on the right, is better (key b or 2)"),
-        same=button("The same", "neither is better (key s)"), skip=button("Skip", "no opinion; the pair does not come again (key k)"), undo=button("Take back", "take the last choice back (key u)"),
-        keys=w.Text(description="Keys", placeholder="a b s k u", style={"description_width": "40px"}, continuous_update=True, tooltip="type here: a or 1, b or 2, s the same, k skip, u take back"),
+        same=button("The same", "both are equally good (key s)"), skip=button("Skip", "skip the pair; it is not shown again (key k)"), undo=button("Undo", "undo the last choice (key u)"),
+        keys=w.Text(description="Keys", placeholder="a b s k u", style={"description_width": "40px"}, continuous_update=True, tooltip="type a or 1, b or 2, s for the same, k to skip, u to undo"),
         blind=w.Checkbox(value=blind, description="hide rewards", indent=False, tooltip="hide reward, version and id of the responses"), told=w.HTML(), note=w.HTML(),
     )
 
