@@ -132,6 +132,7 @@ class Deadlines(BaseModel):
     silence: Annotated[float, Knob(3, 1e6, unit="s", help="without a sign of life once ready: its process is stopped or its machine overloaded")] = 15.0
     function: Annotated[float, Knob(0.01, 3600, unit="s", help="one call of a sampler, a shaping or an advantage of your own")] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="making another task set for a live run")] = 60.0
+    evaluate: Annotated[float, Knob(0, 1e6, unit="s", help="the one evaluation of the policy that a failed run has saved; 0: it is not evaluated")] = 300.0
 
     @model_validator(mode="after")
     def _ranges(self):

@@ -6,7 +6,8 @@
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'END_FILE', 'run_main', 'refuse_start', 'live',
            'tell', 'newest', 'unfinished', 'close_books', 'published', 'rescue', 'has_saved_weights',
            'save_checkpoint_policy', 'clear', 'silence_of', 'restarts_of', 'supervise', 'end_group', 'sweep_pool',
-           'sinks_of', 'end_sidecar', 'note_diagnosis', 'note_start', 'remembered_end', 'forget_end', 'report', 'main']
+           'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end', 'forget_end',
+           'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -297,6 +298,20 @@ def end_sidecar(sidecar: subprocess.Popen, patience: float = 10.0) -> None:
         sidecar.kill()
         sidecar.wait()
 
+# %% ../nbs/65_process.ipynb #process-evaluate
+def evaluate_end(folder: Path, asked: list) -> None:
+    "Evaluate the policy that a failed run has saved; sinks hear of the new row. A signal noted in `asked` ends the evaluation."
+    from rlbench.last_evaluation import evaluate_failed_run
+
+    try:
+        is_measured = evaluate_failed_run(folder, lambda: bool(asked))
+    except Exception:  # the books are closed, and nothing here may change that
+        traceback.print_exc()
+        return
+    if is_measured:
+        for sidecar in sinks_of(folder):
+            end_sidecar(sidecar)
+
 # %% ../nbs/65_process.ipynb #process-diagnosis
 def note_diagnosis(folder: Path) -> None:
     "Have a run that ended without having learned say so: in run.log, and in the reason of its end if it failed."
@@ -384,6 +399,8 @@ def main(folder: Path, attempt: int = 0) -> int:
         end_sidecar(sidecar)
     if refused:
         return 1
+    if status.state == "failed" and not asked:
+        evaluate_end(folder, asked)
     note_diagnosis(folder)
     report(folder)
     return int(status.state == "failed")
