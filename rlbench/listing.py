@@ -63,16 +63,27 @@ class ListedRun:
 _STEPS = re.compile(r"^steps = (\d+)", re.M)
 
 
-def _budget(folder: Path) -> int:
-    found = _STEPS.search((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
+def _budget(config: str) -> int:
+    found = _STEPS.search(config)
     return int(found[1]) if found else 0
 
 
-def _held_out(folder: Path) -> tuple[float | None, float | None, int, bool]:
-    "First and newest rate of the first evaluation set, the version of the newest, and whether it was measured after the run had failed."
+def _held_out_set(config: str, evaluated: Sequence[str]) -> str:
+    "The held-out set among those that have rows: the first of the configuration, else the first evaluated."
+    if len(evaluated) == 1:
+        return evaluated[0]
+    asked = [each.get("name", "") for each in tomllib.loads(config).get("eval", ())]
+    return next((name for name in asked if name in evaluated), evaluated[0])
+
+
+def _held_out(folder: Path, config: str) -> tuple[float | None, float | None, int, bool]:
+    "First and newest rate of the held-out set, the version of the newest, and whether it was measured after the run had failed."
     rows = [row for row in read_table(folder, "evals", ["eval", "version", "avg", "after_failure"]).iter_rows() if row[0] != "preflight"]
-    mine = [row for row in rows if row[0] == rows[0][0]]
-    return (mine[0][2], mine[-1][2], mine[-1][1], bool(mine[-1][3])) if mine else (None, None, 0, False)
+    if not rows:
+        return None, None, 0, False
+    name = _held_out_set(config, list(dict.fromkeys(row[0] for row in rows)))
+    mine = [row for row in rows if row[0] == name]
+    return mine[0][2], mine[-1][2], mine[-1][1], bool(mine[-1][3])
 
 
 def read_listed(folder: Path) -> ListedRun:
@@ -81,8 +92,9 @@ def read_listed(folder: Path) -> ListedRun:
     try:
         told = read_status(folder)
         status = told or Status("starting")
-        start, rate, at, after_failure = _held_out(folder)
-        family, steps = read_family(folder), _budget(folder)
+        config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+        start, rate, at, after_failure = _held_out(folder, config)
+        family, steps = read_family(folder), _budget(config)
         started = status.started or (folder / "config.toml").stat().st_mtime
     except (ValueError, TypeError, KeyError, OSError) as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import rlbench as rl
 from rlbench.checkpoint import POLICY_NOTE
 from rlbench.cli import app
-from rlbench.config import load_config
+from rlbench.config import load_config, to_toml
 from rlbench.last_evaluation import evaluate_failed_run, reason_against
 from rlbench.ledger import living, read_json, read_status, read_table, write_json
 from rlbench.offline import Evaluated
@@ -93,8 +93,8 @@ def test_a_run_without_its_supervisor_is_not_evaluated(tmp_path):
 
 def test_a_signal_to_the_supervisor_ends_the_evaluation(tmp_path):
     "Somebody who wants the run to be gone does not wait for a figure; the report is still written."
-    run, processes = killed(tmp_path, "hurry", eval=[{"name": "held_out", "count": 4096, "k": 16, "every": 0}])
-    until(lambda: "is evaluated on 'held_out'" in log_of(run), 120)
+    run, processes = killed(tmp_path, "hurry")
+    until(lambda: "is evaluated on 'held_out'" in log_of(run), 120)  # its process has yet to import torch
     os.kill(run.status.supervisor, signal.SIGTERM)
     until(lambda: not living(processes), 30)
     assert "could not be evaluated: it was stopped by a signal" in log_of(run)
@@ -129,8 +129,7 @@ def refuses(connection, folder: str, supervisor: int) -> None:
 def failed_run(root: Path, limit: float = 60.0) -> Path:
     "A made-up run that failed after version 60 of its last evaluation, with a saved policy of version 66."
     folder = fake_run(root, "failed", rollouts=50, state="failed", reason="trainer lost; the policy of version 66 is saved; old warning")
-    with open(folder / "config.toml", "a") as file:
-        file.write(f"\n[deadlines]\nevaluate = {limit}\n")
+    (folder / "config.toml").write_text(to_toml(load_config("tiny", {"deadlines": {"evaluate": limit}})))
     (folder / "policy").mkdir()
     (folder / "policy" / "config.json").write_text("{}")
     write_json(folder / "policy" / POLICY_NOTE, {"version": 66, "warning": "old warning"})
