@@ -738,7 +738,7 @@ def leaving_seconds(run: Run) -> float:
         return REPORT_SECONDS + run.config.deadlines.evaluate
     return REPORT_SECONDS
 
-
+# %% ../nbs/80_run.ipynb #run-until
 def reached(run: Run, eval: float | None, step: int | None) -> bool:
     "Whether the newest held-out solve rate, or the version, is there."
     status = run.status
