@@ -264,6 +264,8 @@ def _of_version(r: Run, status: Status | None) -> str:
         rows = held_out(r)
     except ValueError:  # a configuration that cannot be read is refused where it is used
         return ""
+    if len(rows) and rows["after_failure"][-1]:
+        return f"  (of version {rows['version'][-1]}, the saved policy, measured after the run had failed)"
     if not len(rows) or status is None or rows["version"][-1] >= status.version:
         return ""
     return f"  (of version {rows['version'][-1]}; the run went to {status.version})"

@@ -132,6 +132,7 @@ class Deadlines(BaseModel):
     silence: Annotated[float, Knob(3, 1e6, unit="s", help="longest time a ready worker sends no heartbeat, e.g. when stopped or on an overloaded machine")] = 15.0
     function: Annotated[float, Knob(0.01, 3600, unit="s", help="longest call of a sampler, shaping or advantage that the user wrote")] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="longest time to make a new task set for a live run")] = 60.0
+    evaluate: Annotated[float, Knob(0, 1e6, unit="s", help="longest time to evaluate the policy that a failed run saved; 0 skips this evaluation")] = 300.0
 
     @model_validator(mode="after")
     def _ranges(self):

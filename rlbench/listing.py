@@ -39,6 +39,7 @@ class ListedRun:
     held_out_start: float | None = None
     held_out: float | None = None
     held_out_at: int = 0
+    held_out_after_failure: bool = False  # it was measured after the run had failed, of the policy it saved
     tags: tuple[str, ...] = ()
     note: str = ""
     family: Family | None = None
@@ -46,9 +47,11 @@ class ListedRun:
 
     @property
     def held_out_text(self) -> str:
-        "The newest held-out rate; of an earlier version than the run's newest it says so."
+        "The newest held-out rate; it says so if the rate is of an earlier version than the run's newest, or was measured after the run had failed."
         if self.held_out is None:
             return "-"
+        if self.held_out_after_failure:
+            return f"{self.held_out:.2f} after failing"
         return f"{self.held_out:.2f}" + (f" of v{self.held_out_at}" if self.held_out_at < self.version else "")
 
     @property
@@ -60,16 +63,27 @@ class ListedRun:
 _STEPS = re.compile(r"^steps = (\d+)", re.M)
 
 
-def _budget(folder: Path) -> int:
-    found = _STEPS.search((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
+def _budget(config: str) -> int:
+    found = _STEPS.search(config)
     return int(found[1]) if found else 0
 
 
-def _held_out(folder: Path) -> tuple[float | None, float | None, int]:
-    "First and newest rate of the first evaluation set, and the version of the newest."
-    rows = [row for row in read_table(folder, "evals", ["eval", "version", "avg"]).iter_rows() if row[0] != "preflight"]
-    mine = [row for row in rows if row[0] == rows[0][0]]
-    return (mine[0][2], mine[-1][2], mine[-1][1]) if mine else (None, None, 0)
+def _held_out_set(config: str, evaluated: Sequence[str]) -> str:
+    "The held-out set among those that have rows: the first of the configuration, else the first evaluated."
+    if len(evaluated) == 1:
+        return evaluated[0]
+    asked = [each.get("name", "") for each in tomllib.loads(config).get("eval", ())]
+    return next((name for name in asked if name in evaluated), evaluated[0])
+
+
+def _held_out(folder: Path, config: str) -> tuple[float | None, float | None, int, bool]:
+    "First and newest rate of the held-out set, the version of the newest, and whether it was measured after the run had failed."
+    rows = [row for row in read_table(folder, "evals", ["eval", "version", "avg", "after_failure"]).iter_rows() if row[0] != "preflight"]
+    if not rows:
+        return None, None, 0, False
+    name = _held_out_set(config, list(dict.fromkeys(row[0] for row in rows)))
+    mine = [row for row in rows if row[0] == name]
+    return mine[0][2], mine[-1][2], mine[-1][1], bool(mine[-1][3])
 
 
 def read_listed(folder: Path) -> ListedRun:
@@ -78,14 +92,15 @@ def read_listed(folder: Path) -> ListedRun:
     try:
         told = read_status(folder)
         status = told or Status("starting")
-        start, rate, at = _held_out(folder)
-        family, steps = read_family(folder), _budget(folder)
+        config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+        start, rate, at, after_failure = _held_out(folder, config)
+        family, steps = read_family(folder), _budget(config)
         started = status.started or (folder / "config.toml").stat().st_mtime
     except (ValueError, TypeError, KeyError, OSError) as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         return ListedRun(folder.name, folder, "unreadable", tags=labels.tags, note=labels.note, reason=reason)
     return ListedRun(folder.name, folder, state_of(told), status.version, steps, started, status.updated,
-                     status.seconds, status.tokens, start, rate, at, labels.tags, labels.note, family, status.reason)
+                     status.seconds, status.tokens, start, rate, at, after_failure, labels.tags, labels.note, family, status.reason)
 
 # %% ../nbs/59_listing.ipynb #listing-narrow
 SORTS: Mapping[str, Callable[[ListedRun], object]] = {

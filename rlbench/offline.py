@@ -76,12 +76,16 @@ class Evaluated:
     maj_low: float
     maj_high: float
     length_mean: float
+    tokens: int
+    seconds: float
+    levels: list[int]
+    level_rates: list[float]
 
 
 def evaluate(
     config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None
 ) -> list[Evaluated]:
-    "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse."
+    "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse, and if no response could be judged."
     sets = (config.eval or (EvalConfig(),)) if sets is None else sets
     task_sets = {**FUNCTIONS["tasks"], **(extra or {}).get("tasks", {})}
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count, task_sets)[: e.count] for e in sets]
@@ -94,6 +98,8 @@ def evaluate(
 
 def _evaluated(e: EvalConfig, groups: list[Group], verifier, reward, config: RunConfig) -> Evaluated:
     scored = [Group(g.id, g.task, tuple(_judged(r, verifier, reward, config.score_deadline) for r in g.rollouts)) for g in groups]
+    if all(rollout.correct is None for group in scored for rollout in group.rollouts):
+        raise ValueError(f"{e.name}: the verifier gave no verdict on any of {sum(len(group.rollouts) for group in scored)} responses")
     columns = eval_columns(scored, e.k)
     names = [f.name for f in fields(Evaluated) if f.name in columns]
     return Evaluated(eval=e.name, k=e.k, temperature=e.temperature, **{name: columns[name] for name in names})

@@ -694,6 +694,7 @@ gained_high | float | share | upper end
 zero_advantage | float | share | share of groups expected to be all right or all wrong, preflight only
 zero_advantage_low | float | share | lower end of its 95 % interval
 zero_advantage_high | float | share | upper end
+after_failure | bool | | true if it was made after the run had failed, of the policy that it saved
 """))
 
 EVENTS = (*ROW, *_columns("""

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['GLANCE', 'NOTHING_SOLVED', 'DECIDE', 'STYLE', 'STYLE_MORE', 'RunData', 'read_run', 'read_verdicts', 'lost_levels',
-           'RunSummary', 'newest_by_turn', 'summary', 'tenths', 'sandbox_in_words', 'held_out', 'summarize', 'missing',
-           'text', 'duration', 'cell', 'table', 'section', 'head', 'setting', 'glance', 'in_force', 'card', 'figures',
-           'judged_code', 'with_tools', 'dropped', 'books_table', 'command_table', 'preflight_in_words',
-           'preflight_note', 'eval_table', 'Failures', 'failures', 'failure_note', 'Shown', 'shown_rollouts', 'pairs',
-           'readings', 'tests_html', 'rollout_card', 'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
+           'RunSummary', 'newest_by_turn', 'is_evaluated_after_failure', 'summary', 'tenths', 'sandbox_in_words',
+           'held_out', 'summarize', 'missing', 'text', 'duration', 'cell', 'table', 'section', 'head', 'setting',
+           'glance', 'in_force', 'card', 'figures', 'judged_code', 'with_tools', 'dropped', 'books_table',
+           'command_table', 'preflight_in_words', 'preflight_note', 'eval_table', 'Failures', 'failures',
+           'failure_note', 'Shown', 'shown_rollouts', 'pairs', 'readings', 'tests_html', 'rollout_card',
+           'rollout_section', 'flat', 'origin', 'to_html', 'write_report']
 
 # %% ../nbs/61_report.ipynb #report-imports
 import json
@@ -156,12 +157,19 @@ class RunSummary:
     sandbox: str = ""  # of a run that judges code: what held the programs, and what the machine failed
     diagnosis: str = ""  # of a run that does not learn: why, and what to do
     by_turn: str = ""  # of a run whose episodes have several turns: what its newest evaluation solved within how many
+    evaluated_after_failure: bool = False  # its last held-out solve rate was measured after it had failed, of the policy it saved
 
 
 def newest_by_turn(data: RunData) -> str:
     "What the newest evaluation of the held-out set solved by turn, in words."
     rows = data.evals.filter(data.evals["eval"] == data.eval_name) if len(data.evals) else data.evals
     return turns_text(rows.row(-1, named=True)) if len(rows) else ""
+
+
+def is_evaluated_after_failure(data: RunData) -> bool:
+    "True if the newest evaluation of the held-out set was made after the run had failed."
+    marks = zip(items(data.evals, "eval"), items(data.evals, "after_failure"), strict=False)
+    return bool(([mark for name, mark in marks if name == data.eval_name] or [False])[-1])
 
 
 def summary(folder: str | Path) -> RunSummary:
@@ -229,6 +237,7 @@ def summarize(data: RunData) -> RunSummary:
         commands=sum(x == "applied" for x in items(data.commands, "status")),
         sandbox=sandbox_in_words(data.verdicts),
         by_turn=newest_by_turn(data),
+        evaluated_after_failure=is_evaluated_after_failure(data),
         diagnosis=data.diagnosis,
     )
     return replace(done, missing=tuple(missing(data, done)))
@@ -322,7 +331,7 @@ def head(s: RunSummary, data: RunData) -> str:
         f"Held-out solve rate of “{text(s.eval)}”, first to last evaluation, ± standard error over tasks"
         if s.evaluations
         else "No held-out solve rate"
-    )
+    ) + "; the last was made after the run had failed, of the policy it saved" * s.evaluated_after_failure
     change = f"{number(s.length_start)} to {number(s.length_end)} tokens" if s.length_growth else "needs two batches"
     booked = sum(int(e.get("count", 0)) for e in data.status.books.values()) if data.status else 0
     facts = (
@@ -537,15 +546,17 @@ def eval_table(evals, limit: int = 60) -> str:
         "maj_at_k",
         "length_mean",
         "tokens",
+        "after_failure",
     )
-    rows = list(zip(*(items(evals, name) for name in names), strict=True))
+    columns = [items(evals, name) or [None] * len(items(evals, "eval")) for name in names]
+    rows = list(zip(*columns, strict=True))
     if not rows:
         return "<p class=note>No evaluation was finished.</p>"
     left_out = max(0, len(rows) - limit)
     rows = rows[:1] + rows[1 + left_out :]
     cells = [
         (
-            text(name or ""),
+            text(name or "") + " (after the run had failed)" * bool(after_failure),
             cell(v),
             f"{cell(n)} × {cell(k)}",
             cell(t),
@@ -556,7 +567,7 @@ def eval_table(evals, limit: int = 60) -> str:
             cell(length, 1),
             cell(tokens),
         )
-        for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens in rows
+        for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens, after_failure in rows
     ]
     head = ("set", "version", "tasks × k", "temp.", "solve rate ± s.e.", "95 % interval", "pass@k", "maj@k", "length", "tokens")
     by_turn = turns_text(evals.row(-1, named=True))

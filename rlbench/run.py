@@ -7,7 +7,7 @@ __all__ = ['HUB_SECONDS', 'EXAMPLE', 'REPORT_SECONDS', 'take_functions', 'own_fu
            'heard_task_notes', 'run', 'start_with_notes', 'neighbour_notes', 'existing_run', 'check_watch',
            'keep_files', 'start_process', 'check_places', 'check_model_place', 'check_hub_model', 'check_device',
            'attach', 'newest_run', 'example_run', 'check_resumable', 'end_leftovers', 'say_changed_inputs', 'Replay',
-           'Run', 'handed_over', 'wait', 'ending', 'leaving', 'reached', 'until']
+           'Run', 'handed_over', 'wait', 'ending', 'leaving', 'leaving_seconds', 'reached', 'until']
 
 # %% ../nbs/80_run.ipynb #run-imports
 import asyncio
@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -704,8 +704,8 @@ def wait(run: Run, timeout: float | None = None, poll: float = 0.2) -> str:
         if timeout is not None and time.monotonic() - began > timeout:
             raise TimeoutError(f"run {run.name!r} is still {run.state} after {timeout:g} s")
         time.sleep(poll)
-    last = time.monotonic()
-    while leaving(run) and time.monotonic() - last < REPORT_SECONDS:
+    limit = time.monotonic() + leaving_seconds(run)
+    while leaving(run) and time.monotonic() < limit:
         time.sleep(poll)
     return run.state
 
@@ -730,6 +730,15 @@ def leaving(run: Run) -> bool:
 REPORT_SECONDS = 30.0  # for the report, after the books are closed
 
 
+def leaving_seconds(run: Run) -> float:
+    "How long an ended run's processes may take to leave: for the report, and for the evaluation of the policy that a failed run has saved."
+    if run.state != "failed":
+        return REPORT_SECONDS
+    with suppress(ValueError, OSError):  # a configuration that cannot be read: nothing is evaluated
+        return REPORT_SECONDS + run.config.deadlines.evaluate
+    return REPORT_SECONDS
+
+# %% ../nbs/80_run.ipynb #run-until
 def reached(run: Run, eval: float | None, step: int | None) -> bool:
     "Whether the newest held-out solve rate, or the version, is there."
     status = run.status
@@ -747,7 +756,7 @@ async def until(run: Run, *, eval: float | None = None, step: int | None = None,
     "Wait, without blocking the kernel, until a held-out solve rate or a version is reached or the run has ended; returns its state."
     while run.state not in (*ENDED, "dead") and not reached(run, eval, step):
         await asyncio.sleep(poll)
-    last = time.monotonic()
-    while run.state in (*ENDED, "dead") and leaving(run) and time.monotonic() - last < REPORT_SECONDS:
+    limit = time.monotonic() + leaving_seconds(run)
+    while run.state in (*ENDED, "dead") and leaving(run) and time.monotonic() < limit:
         await asyncio.sleep(poll)
     return run.state
