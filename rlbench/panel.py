@@ -34,6 +34,7 @@ from .knobs import unknown
 from .knobsets import apply_knobs, knob_presets, save_knobs
 from .labels import Labels, checked_labels, read_labels, write_labels
 from .ledger import ENDED
+from .neighbours import Neighbours, neighbours_in_short, neighbours_in_words
 from .steer import ask, ask_guard, drop_guard, in_force, me, undo_change
 from .view import View, read_toml
 
@@ -360,9 +361,10 @@ def tags_of_text(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def neighbours_html(words: str) -> str:
-    "What else uses the machine, on one line; empty if nothing does."
-    return f'<span title="{escape(words, quote=True)}">{escape(words)}</span>' if words else ""
+def neighbours_html(found: Neighbours) -> str:
+    "What else uses the machine, in short; the figures and what to do about it in a tooltip. Empty if nothing does."
+    short, title = neighbours_in_short(found), escape(neighbours_in_words(found), quote=True)
+    return f'<span title="{title}">{escape(short)}</span>' if short else ""
 
 # %% ../nbs/64_panel.ipynb #panel-label-line
 class LabelLine:
@@ -545,13 +547,13 @@ STYLE = """
 .rl-panel.jupyter-widgets-disconnected{opacity:.6}
 .rl-panel.widget-vbox{padding:2px 4px}.rl-panel .rl-card{position:relative;min-width:0;overflow:hidden}.rl-panel .rl-card header,.rl-panel .rl-card figure:first-child figcaption{padding-right:24px}
 .rl-panel .rl-card .widget-html,.rl-panel .rl-card .widget-html-content{width:100%;margin:0;line-height:normal}
-.rl-panel .rl-strip.widget-box{flex-direction:row}.rl-panel .rl-strip .widget-html-content{display:flex;align-items:center;gap:6px 14px}.rl-panel .rl-fork{width:auto;flex:0 0 auto}.rl-panel .rl-strip>.rl-state{flex:1 1 480px;width:auto}.rl-panel .rl-strip>.widget-html{width:auto;margin:0}
+.rl-panel .rl-strip.widget-box{flex-direction:row;padding:4px 12px}.rl-panel .rl-strip .widget-html-content{display:flex;align-items:center;gap:6px 14px}.rl-panel .rl-fork{width:auto;flex:0 0 auto}.rl-panel .rl-strip>.rl-state{flex:1 1 480px;width:auto}.rl-panel .rl-strip>.widget-html{width:auto;margin:0}
 .rl-panel .rl-knob-band .widget-readout{min-width:90px}
 .rl-panel .rl-open{position:absolute;top:2px;right:2px;width:26px;padding:0;background:transparent;opacity:.55}
 .rl-panel .rl-open:hover,.rl-panel .rl-open:focus{opacity:1}
 .rl-panel .rl-knobs{display:grid;gap:4px 18px;grid-template-columns:repeat(auto-fill,minmax(310px,1fr));align-items:start}
 .jp-OutputArea:has(.rl-head),.jp-OutputArea-child:has(.rl-head),.jp-OutputArea-output:has(.rl-head),.rl-panel.widget-box{overflow:visible}
-.rl-panel .rl-head{display:flex;flex-direction:column;gap:4px;background:var(--jp-layout-color0,#fff);overflow:visible}
+.rl-panel .rl-head{display:flex;flex-direction:column;gap:2px;background:var(--jp-layout-color0,#fff);overflow:visible}
 @container rl-panel (min-width:900px){.rl-panel .rl-head.rl-head{position:sticky;top:0;z-index:4;padding-bottom:4px;border-bottom:1px solid var(--jp-border-color2,#ddd)}
 .rl-panel .rl-main-knobs.rl-knobs{grid-template-columns:repeat(5,minmax(0,1fr));gap:0 12px}}
 .rl-panel .rl-main-knobs{grid-template-columns:repeat(auto-fill,minmax(200px,1fr))}.rl-panel .rl-main-knobs .rl-knob{overflow:hidden}
@@ -565,7 +567,7 @@ STYLE = """
 .rl-name{font-weight:600;display:block;line-height:1.15;overflow-wrap:anywhere}.rl-said{font-size:11px;line-height:1.35;color:var(--jp-ui-font-color1,#222)}
 .rl-help{color:var(--jp-ui-font-color2,#666)}.rl-refused{color:var(--jp-error-color1,#b84a00)}
 .rl-log-table{font-size:12px;line-height:1.5;border-collapse:collapse}.rl-log-table td{padding:0 14px 0 0;text-align:left;vertical-align:top}
-.rl-panel .rl-row{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{flex-wrap:wrap}
+.rl-panel .rl-row{flex-wrap:wrap;align-items:center;gap:2px 4px}.rl-panel .rl-buttons{display:contents}
 .rl-panel .rl-cards{position:relative;overflow:visible}.rl-panel .rl-card.rl-urgent{order:-1;grid-column:1/-1}
 .rl-panel .rl-urgent .rl-plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr))}
 .rl-panel .rl-card.rl-opened{position:static;min-height:540px;overflow:visible}.rl-panel .rl-opened>.rl-open{display:none}

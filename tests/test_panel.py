@@ -12,6 +12,7 @@ from rlbench.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.config import load_config, to_toml
 from rlbench.labels import Labels, read_labels, write_labels
 from rlbench.ledger import Ledger, read_commands, send_command, write_json
+from rlbench.neighbours import Neighbours
 from rlbench.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.run import attach, run
 
@@ -220,13 +221,13 @@ def test_a_field_that_nobody_touched_keeps_what_another_process_wrote(tmp_path):
 
 def test_the_panel_names_the_other_live_runs(tmp_path):
     "What `run.why` says of the machine stands under the strip, and nothing where there is nothing to say."
-    words = "1 other run is alive on this machine (<other>), and the load is 5.0 on 2 cores: they slow each other."
     folder = finished_run(tmp_path, "mine")
     panel = frame(Panel(folder))
     assert panel.parts["neighbours"].value == ""
     poll = panel.view.poll
-    panel.view.poll = lambda: replace(poll(), neighbours=words)
-    assert "(&lt;other&gt;)" in frame(panel).parts["neighbours"].value and "they slow each other" in panel.parts["neighbours"].value
+    panel.view.poll = lambda: replace(poll(), neighbours=Neighbours(("<other>",), 5.0, 2))
+    line = frame(panel).parts["neighbours"].value
+    assert "&lt;other&gt; also runs here; they slow each other" in line and "the load is 5.0 on 2 cores" in line
 
 
 def test_pause_step_go_and_stop(live):
