@@ -233,8 +233,9 @@ def restart_kernel(page: "Page") -> None:
     idle(page)
 
 # %% ../nbs/83_browser.ipynb #browser-drag
-def drag(page: "Page", handle: "Locator", to: float) -> float:
-    "Drag the handle of a slider to a share of its track with the mouse; the moment before its release, seconds since 1970."
+def drag(page: "Page", handle: "Locator", to: float, while_held: Callable[[], None] | None = None) -> float:
+    """Drag the handle of a slider to a share of its track with the mouse; the moment before its release, seconds since 1970.
+    `while_held` is called when the handle is there and the mouse button still down."""
     handle.scroll_into_view_if_needed()
     track = handle.locator("xpath=ancestor::*[contains(@class,'noUi-target')]").bounding_box()
     start = handle.bounding_box()
@@ -242,6 +243,8 @@ def drag(page: "Page", handle: "Locator", to: float) -> float:
     page.mouse.move(start["x"] + start["width"] / 2, height)
     page.mouse.down()
     page.mouse.move(track["x"] + to * track["width"], height, steps=8)
+    if while_held:
+        while_held()
     released = time.time()
     page.mouse.up()
     return released

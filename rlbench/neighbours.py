@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GPU_SECONDS', 'LOOK_EVERY', 'BUSY', 'ALONE_BUSY', 'Neighbours', 'neighbours_of', 'live_runs', 'load_average',
-           'usable_cores', 'gpu_processes', 'descends_from', 'neighbours_in_words', 'Looker']
+           'usable_cores', 'gpu_processes', 'descends_from', 'neighbours_in_words', 'slow_each_other',
+           'neighbours_in_short', 'Looker']
 
 # %% ../nbs/57_neighbours.ipynb #neighbours-imports
 import os
@@ -37,11 +38,12 @@ class Neighbours:
 
 
 def neighbours_of(folder: Path | None = None) -> Neighbours:
-    "What else uses this machine now, beside the run in `folder`."
+    "What else uses this machine now, beside the run in `folder`; runs of the same folder of runs come first."
     here = folder.resolve() if folder else None
     runs = {place: pid for place, pid in live_runs() if place != here}
     own = {pid for place, pid in live_runs() if place == here}
-    return Neighbours(tuple(sorted(place.name for place in runs)), load_average(), usable_cores(), gpu_processes(own))
+    order = sorted(runs, key=lambda place: (here is None or place.parent != here.parent, place.name))
+    return Neighbours(tuple(place.name for place in order), load_average(), usable_cores(), gpu_processes(own))
 
 
 def live_runs() -> list[tuple[Path, int]]:
@@ -98,7 +100,7 @@ def neighbours_in_words(found: Neighbours, most: int = 3) -> str:
         names = ", ".join(found.runs[:most]) + (f" and {len(found.runs) - most} more" if len(found.runs) > most else "")
         several = len(found.runs) != 1
         who = f"{len(found.runs)} other run{'s are' if several else ' is'} alive on this machine ({names})"
-        if found.load > BUSY * found.cores:
+        if slow_each_other(found):
             told.append(f"{who}, and {machine}: they slow each other; pause one, and the other is faster (rlbench pause {found.runs[0]})")
         else:
             told.append(f"{who}; {machine}")
@@ -109,17 +111,36 @@ def neighbours_in_words(found: Neighbours, most: int = 3) -> str:
         told.append(f"{count} process{'es' * (count != 1)} of others compute{'s' * (count == 1)} on the GPU: memory and time are shared")
     return "".join(f"{sentence}. " for sentence in told).strip()
 
+
+def slow_each_other(found: Neighbours) -> bool:
+    "Whether live runs of one machine wait for each other's cores."
+    return bool(found.runs) and found.load > BUSY * found.cores
+
+
+def neighbours_in_short(found: Neighbours, most: int = 2) -> str:
+    "The same for a line with little room: names first, without figures."
+    names, more = ", ".join(found.runs[:most]), len(found.runs) - most
+    names += f" and {more} more" if more > 0 else ""
+    told = [f"{names} also run{'s' * (len(found.runs) == 1)} here"] if names else []
+    if slow_each_other(found):
+        told.append("they slow each other")
+    elif not names and found.load > ALONE_BUSY * found.cores:
+        told.append("other programs slow this run")
+    if found.gpu_processes:
+        told.append("others compute on the GPU")
+    return "; ".join(told)
+
 # %% ../nbs/57_neighbours.ipynb #neighbours-looker
 class Looker:
-    "The sentence about the neighbours of a run's machine, read anew at most every `every` seconds."
+    "The neighbours of a run's machine, read anew at most every `every` seconds."
 
     def __init__(self, folder: Path, every: float = LOOK_EVERY, read=neighbours_of, clock=time.monotonic):
         self.folder, self.every, self.read, self.clock = folder, every, read, clock
-        self.text, self.due = "", float("-inf")
+        self.found, self.due = Neighbours(), float("-inf")
 
-    def look(self) -> str:
-        "What to say now."
+    def look(self) -> Neighbours:
+        "What is there now."
         if self.clock() >= self.due:
-            self.text = neighbours_in_words(self.read(self.folder))
+            self.found = self.read(self.folder)
             self.due = self.clock() + self.every
-        return self.text
+        return self.found

@@ -27,7 +27,7 @@ from .config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, kept
 from .ledger import ENDED, Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
-from .neighbours import Looker
+from .neighbours import Looker, Neighbours
 
 if TYPE_CHECKING:
     import polars as pl
@@ -175,7 +175,7 @@ class Snapshot:
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
-    neighbours: str = ""  # what else uses this machine, in words; empty if nothing, or if the run is elsewhere or over
+    neighbours: Neighbours = Neighbours()  # what else uses this machine; nothing if the run is elsewhere or over
 
     @property
     def version(self) -> int:
@@ -430,8 +430,8 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
     )
 
 
-def neighbours_here(view: View, status: Status | None) -> str:
-    "What else uses the machine of a run that is alive on this one, in words; empty elsewhere and for a run that has ended."
+def neighbours_here(view: View, status: Status | None) -> Neighbours:
+    "What else uses the machine of a run that is alive on this one; nothing elsewhere and for a run that has ended."
     if status is None or status.host != platform.node() or state_of(status) in (*ENDED, "dead"):
-        return ""
+        return Neighbours()
     return view.looker.look()

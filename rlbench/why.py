@@ -20,6 +20,7 @@ from .cards import FIRST, JUDGED, STALE, WAITS, Facts, Light, facts, helps, judg
 from .diagnosis import Diagnosis, course_of, diagnose
 from .figures import items, number
 from .ledger import ENDED
+from .neighbours import neighbours_in_words
 from .view import Snapshot, View, value
 
 # %% ../nbs/76_why.ipynb #why-record
@@ -128,7 +129,8 @@ def besides(s: Snapshot, f: Facts, found: str) -> tuple[Beside, ...]:
 
 def neighbouring(s: Snapshot) -> tuple[Beside, ...]:
     "What else uses the machine of the run."
-    return (Beside("neighbours", s.neighbours),) if s.neighbours else ()
+    words = neighbours_in_words(s.neighbours)
+    return (Beside("neighbours", words),) if words else ()
 
 
 def doubt(s: Snapshot, f: Facts) -> tuple[Beside, ...]:

@@ -309,6 +309,73 @@ def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     page.context.close()
 
 
+WHOLLY_SEEN = """() => {
+    const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), box = e => e.getBoundingClientRect();
+    const view = box(document.querySelector('.jp-WindowedPanel-outer'));
+    const inside = e => box(e).top >= view.top - 1 && box(e).bottom <= view.bottom && box(e).left >= view.left && box(e).right <= view.right;
+    const parts = {cards: '.rl-card', sliders: '.rl-main-knobs .rl-knob', handles: '.rl-main-knobs .noUi-handle', pause: '.rl-pause', labels: '.rl-label-line'};
+    const seen = selector => [...panel.querySelectorAll(selector)].filter(e => e.offsetParent && inside(e)).length;
+    return Object.fromEntries(Object.entries(parts).map(([name, selector]) => [name, seen(selector)])) }"""
+
+
+def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, shot):
+    "On a small and a large screen, with tags and a note: six cards, five sliders and Pause lie inside the page at once; the value under the mouse is that of the journal."
+    notebook(lab.notebooks / "seen.ipynb", "import rlbench as rl", 'rl.attach("shared")')
+    page = opened(lab, "seen.ipynb")
+    write_labels_by_hand(page, shared)
+    versions(page, shared, max(0, 4 - shared.status.version))
+    for (width, height), theme, to in (((1280, 900), "light", 0.35), ((1920, 1080), "dark", 0.3)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=theme)
+        lives(page, shared)
+        panel(page).locator(".rl-strip").evaluate("e => e.scrollIntoView()")
+        before, held = len(journal(shared, "temperature")), {}
+
+        def look() -> None:
+            held.update(page.evaluate(WHOLLY_SEEN), value=float(handle(page, "temperature").get_attribute("aria-valuenow")))  # one decimal
+            shot(page, f"dragged-{width}")
+
+        drag(page, handle(page, "temperature"), to, look)
+        value = held.pop("value")
+        assert held == {"cards": 6, "sliders": 5, "handles": 6, "pause": 1, "labels": 1}, f"{width} x {height}"
+        row = wait_applied(page, shared, "temperature", more_than=before)
+        assert json.loads(row["value"]) == pytest.approx(value, abs=0.051) and row["author"].endswith("(panel)")
+    page.context.close()
+
+
+def write_labels_by_hand(page, run: rl.Run) -> None:
+    "Open the fields by the pencil, write tags and a note, save; the folder has them, and the line shows them without the fields."
+    pencil, tags = panel(page).get_by_role("button", name="Change the tags and the note"), panel(page).get_by_role("textbox", name="tags")
+    pencil.click()
+    tags.fill("base, on-policy")
+    panel(page).get_by_role("textbox", name="note").fill("the one in the paper, " * 12)
+    panel(page).get_by_role("button", name="Save", exact=True).click()
+    until(lambda: run.tags == ("base", "on-policy"), page=page)
+    expect(tags).to_be_hidden()
+    expect(panel(page).locator(".rl-tag")).to_have_text(["base", "on-policy"])
+    assert panel(page).locator(".rl-note").get_attribute("title") == run.note and run.note.startswith("the one in")
+    assert panel(page).locator(".rl-label-line").bounding_box()["height"] < 30, "a long note stays on one line"
+
+
+def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
+    "Each panel names the other run, and says that they slow each other: the kernel has one core, so two runs are too many on any machine."
+    one_core = "import os\nimport rlbench as rl\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    second = 'second = rl.run("tiny", name="second", steps=100_000)\nrl.attach("shared")'
+    notebook(lab.notebooks / "two.ipynb", one_core, second, "second")
+    page = opened(lab, "two.ipynb", height=1300)
+    run = attached(lab, "second")
+    for other in ("second", "shared"):
+        line = panel(page).locator(".rl-neighbours span")
+        expect(line).to_have_text(re.compile(rf"^{other}\b.* also runs? here; they slow each other"), timeout=1000 * SLOW)
+        assert f"({other}" in line.get_attribute("title") and f"rlbench pause {other}" in line.get_attribute("title")
+        shot(page, f"beside-{other}")
+        run_cell(page, 2)
+        expect(page.locator(".jupyter-widgets.rl-panel")).to_have_count(2)
+    run.stop()
+    assert run.wait(SLOW) == "stopped"
+    page.context.close()
+
+
 FITS = """() => {
     const panel = [...document.querySelectorAll('.jupyter-widgets.rl-panel')].at(-1), told = [];
     const seen = e => e.offsetParent !== null || e.ownerSVGElement, box = e => e.getBoundingClientRect();

@@ -1,7 +1,7 @@
 """The panel without a browser: frames of real runs, handlers from any thread, what the journal says of them."""
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ from patience import stands, until
 
 from rlbench.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.config import load_config, to_toml
+from rlbench.labels import Labels, read_labels, write_labels
 from rlbench.ledger import Ledger, read_commands, send_command, write_json
+from rlbench.neighbours import Neighbours
 from rlbench.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.run import attach, run
 
@@ -33,6 +35,13 @@ def frame(panel: Panel) -> Panel:
     panel.frame()
     assert not getattr(panel, "trace", ""), panel.trace
     return panel
+
+
+def finished_run(root, name: str):
+    "The folder of a made-up run that is over, with a configuration that can be read."
+    folder = fake_run(root, name, batches=4)
+    (folder / "config.toml").write_text(to_toml(load_config({})))
+    return folder
 
 
 def test_the_panel_shows_a_live_run(live):
@@ -161,6 +170,66 @@ def test_an_opened_card_stands_in_its_place(live):
     assert opened not in cards["length"].children and panel.parts["detail"].outputs == ()
 
 
+def test_tags_and_note_are_shown_and_changed(tmp_path):
+    "The line under the strip shows them; the fields write the file that `rlbench tag` and `run.write_note` write, and no command."
+    folder = finished_run(tmp_path, "labelled")
+    run = attach(folder)
+    run.tag("base", "b")
+    run.write_note("the one in\nthe <paper>")
+    panel = frame(Panel(folder))
+    line = panel.labels
+    assert line.shown.value.count('class="rl-tag"') == 2 and "the &lt;paper&gt;" in line.shown.value
+    assert line.fields.layout.display == "none" and line.edit.tooltip and not line.edit.description
+    line.edit.value = True
+    assert (line.fields.layout.display, line.tags.value, line.note.value) == ("", "base, b", run.note)
+    line.tags.value, line.note.value = " good,paper ,, good", "chosen"
+    line.save.click()
+    assert (run.tags, run.note) == (("good", "paper"), "chosen") and not read_commands(folder)
+    assert line.edit.value is False and line.fields.layout.display == "none" and "chosen" in line.shown.value
+    run.tag("late", drop=["paper"])
+    assert ">late<" in frame(panel).labels.shown.value and ">paper<" not in line.shown.value
+
+
+def test_labels_that_cannot_be_are_refused_in_words(tmp_path):
+    "The fields stay open with what was written, the file stays as it was, and a corrected word is accepted."
+    folder = finished_run(tmp_path, "refused")
+    write_labels(folder, Labels(("base",), "first"))
+    line = frame(Panel(folder)).labels
+    line.edit.value = True
+    for tags, note, words in (("two words", "first", "cannot be a tag"), ("base", "x" * 2001, "2001 characters")):
+        line.tags.value, line.note.value = tags, note
+        line.save.click()
+        assert words in line.said.value and "rl-refused" in line.said.value and line.edit.value is True
+        assert read_labels(folder) == Labels(("base",), "first")
+    line.tags.value, line.note.value = "", ""
+    line.save.click()
+    assert read_labels(folder) == Labels() and "no tags, no note" in line.shown.value and line.said.value == ""
+
+
+def test_a_field_that_nobody_touched_keeps_what_another_process_wrote(tmp_path):
+    "Tags written elsewhere while the fields are open survive a new note, and frames do not overwrite the fields."
+    folder = finished_run(tmp_path, "both")
+    panel = frame(Panel(folder))
+    line = panel.labels
+    line.edit.value = True
+    line.note.value = "mine"
+    attach(folder).tag("theirs")
+    assert frame(panel).labels.note.value == "mine" and line.tags.value == ""
+    line.save.click()
+    assert read_labels(folder) == Labels(("theirs",), "mine")
+
+
+def test_the_panel_names_the_other_live_runs(tmp_path):
+    "What `run.why` says of the machine stands under the strip, and nothing where there is nothing to say."
+    folder = finished_run(tmp_path, "mine")
+    panel = frame(Panel(folder))
+    assert panel.parts["neighbours"].value == ""
+    poll = panel.view.poll
+    panel.view.poll = lambda: replace(poll(), neighbours=Neighbours(("<other>",), 5.0, 2))
+    line = frame(panel).parts["neighbours"].value
+    assert "&lt;other&gt; also runs here; they slow each other" in line and "the load is 5.0 on 2 cores" in line
+
+
 def test_pause_step_go_and_stop(live):
     "Pause holds the version, a checkpoint is written at once, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
@@ -198,6 +267,7 @@ def test_who_only_looks_has_no_controls(live):
         found.append(queue.pop())
         queue += getattr(found[-1], "children", ())
     assert not [x for x in found if isinstance(x, (w.IntSlider, w.FloatSlider, w.FloatRangeSlider, w.Dropdown, w.BoundedIntText, w.Text))]
+    assert "no tags, no note" in panel.labels.shown.value and panel.labels.edit not in found
     for button in (x for x in found if isinstance(x, w.Button)):
         button.click()
     assert read_commands(live.folder) == []
