@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
@@ -287,11 +287,11 @@ class ForkServer:
             os.close(orders_theirs)
         return status, orders
 
-    def start(self, target: Callable, args: tuple, name: str, daemon: bool, variables: Mapping[str, str]) -> ForkedProcess:
-        "Fork a worker that runs `target(*args)`, with `variables` over this process's own. OSError saying why that cannot be."
+    def start(self, variables: Mapping[str, str], **settings) -> ForkedProcess:
+        "Fork a worker with `variables` over this process's own. `settings`: target, args, name, daemon, as for any process. OSError saying why that cannot be."
         if reason := self.why_unfit():
             raise OSError(reason)
-        forked = ForkedProcess(self, {**os.environ, **variables}, target=target, args=args, name=name, daemon=daemon)
+        forked = ForkedProcess(self, {**os.environ, **variables}, **settings)
         try:
             forked.start()
         except OSError:
