@@ -13,9 +13,9 @@ __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOptio
            'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command',
            'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
            'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
-           'trl', 'overhead', 'objectives', 'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox', 'environment',
-           'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench',
-           'distill_bench', 'process_bench', 'panel', 'main']
+           'trl', 'overhead', 'start_bench', 'objectives', 'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox',
+           'environment', 'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers',
+           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../nbs/91_cli.ipynb #cli-imports
 import fnmatch
@@ -1546,6 +1546,14 @@ def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] 
     from rlbench.bench_overhead import bench_overhead
 
     _measure(lambda say: bench_overhead(folder, runs, placement, say), as_json)
+
+
+@benches.command("start")
+def start_bench(rounds: Annotated[int, typer.Option(help="fresh interpreters")] = 3, folder: FolderOption = "bench-start", as_json: JsonOption = False) -> None:
+    "How long a person waits: for a first run, for the next one, for a killed generator, for an import, for a list."
+    from rlbench.bench_start import bench_start
+
+    _measure(lambda say: bench_start(folder, rounds, say), as_json)
 
 
 @benches.command()

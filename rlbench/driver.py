@@ -20,7 +20,7 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE',
            'may_wait', 'make_room', 'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse',
            'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command',
            'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'being_scored', 'note_jump', 'forgive',
-           'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'all_prompts']
+           'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'may_be_forked', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -45,6 +45,7 @@ from .clock import RealClock, VirtualClock
 from .config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, check_sources, live_knobs, with_knob
 from .drop_bias import Window, bias_columns, ended
 from .codesets import ALL_SETS
+from .fork_server import ForkServer
 from .environment import DeadlinePassed, Forget, FunctionFailed, Gauges, GivenUp, Judged, ScoreRequest, ScoreResult, TurnResult, Withdrawn, first_prompts, guarded, with_scores, within
 from .guard import eval_figures, step_figures
 from .knobs import bind, key_of
@@ -974,6 +975,7 @@ class Driver:
         self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
+        self.server: ForkServer | None = None  # that workers are forked from; None: they are spawned
         self.scoring, self.asking, self.episodes = {}, Asking(), Episodes()  # with the environment, by (rollout, attempt); with the scorer
         self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.policy_warning, self.started, self.supervisor = "", "", "", time.time(), 0
@@ -1602,15 +1604,21 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
     "A worker in a process of its own."
     config = driver.state.moving.target if driver.moving and not driver.moving.failed else driver.state.config
     gpus = gpus_of(driver.layout, gpus_here(), config.trainers, int(config.vllm.get("tensor_parallel_size", 1)))[name]
+    server = driver.server if may_be_forked(config, driver.layout[name]) else None
     if name == "environment":
-        handle = ProcessHandle(name, environment_main, (str(driver.folder),))
+        handle = ProcessHandle(name, environment_main, (str(driver.folder),), server=server)
     elif name == "scorer":
-        handle = ProcessHandle(name, scorer_main, (str(driver.folder),), gpus=gpus)
+        handle = ProcessHandle(name, scorer_main, (str(driver.folder),), gpus=gpus, server=server)
     else:
         ranks = config.trainers if driver.layout[name] == ("trainer",) else 1
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1, gpus=gpus)
+        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1, gpus=gpus, server=server)
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
+
+
+def may_be_forked(config: RunConfig, actors: tuple[str, ...]) -> bool:
+    "False for a worker with an engine of vLLM, which starts processes and threads as it likes."
+    return config.generator != "vllm" or not any(kind_of(actor) == "generator" for actor in actors)
 
 
 def all_prompts(driver: Driver) -> list[str]:

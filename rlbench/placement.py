@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STAYS', 'BEAT_SECONDS', 'FAREWELL', 'layout', 'kind_of', 'gpus_of', 'Spent', 'Turn', 'Actor', 'Gone', 'Refused',
-           'InlineHandle', 'Beat', 'beat', 'serve', 'rested', 'ProcessHandle', 'close_all', 'hung']
+           'InlineHandle', 'Beat', 'beat', 'serve', 'rested', 'ProcessHandle', 'close_all', 'start_worker_process',
+           'hung']
 
 # %% ../nbs/48_placement.ipynb #placement-imports
 import multiprocessing
@@ -12,6 +13,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from .fork_server import ForkServer
 from .records import Meter
 
 # %% ../nbs/48_placement.ipynb #placement-layout
@@ -227,16 +230,17 @@ def rested(voice: _Voice, actor: Actor) -> float:
 
 # %% ../nbs/48_placement.ipynb #placement-process
 class ProcessHandle:
-    "A spawned process. `target(connection, *args)` is its main function and must be importable. `parent`: it may have children of its own; `gpus`: it sees these, in this order."
+    """A process forked from `server`, or spawned where there is none or it cannot fork.
+    `target(connection, *args)` is its main function and must be importable. `parent`: it may have children of its own; `gpus`: it sees these, in this order."""
 
     due = None
 
-    def __init__(self, name: str, target: Callable, args: tuple = (), parent: bool = False, gpus: tuple[str, ...] = ()):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *args), name=f"rlbench-{name}", daemon=not parent)
-        with _surroundings({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}):
-            self.process.start()
+    def __init__(self, name: str, target: Callable, args: tuple = (), parent: bool = False, gpus: tuple[str, ...] = (), server: ForkServer | None = None):
+        self.connection, theirs = multiprocessing.Pipe()
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self.process = start_worker_process(server, variables, target=target, args=(theirs, *args), name=f"rlbench-{name}", daemon=not parent)
         theirs.close()
         self.lost, self.turns, self.heard_at, self.moved_at = False, 0, 0.0, 0.0
         self.reading = 0.0  # since when a message is being read; a worker that stops in the middle of one blocks whoever reads it
@@ -314,6 +318,19 @@ def close_all(handles: list, patience: float = 5.0) -> None:
     limit = time.monotonic() + patience
     for handle in handles:
         handle.close(max(0.0, limit - time.monotonic()))
+
+
+def start_worker_process(server: ForkServer | None, variables: Mapping[str, str], **settings) -> multiprocessing.process.BaseProcess:
+    "Start a process with these environment variables: forked if the server can, else spawned, and why is written to stderr. `settings`: target, args, name, daemon."
+    if server is not None:
+        try:
+            return server.start(variables, **settings)
+        except OSError as error:
+            print(f"{settings['name']} is spawned, not forked: {error}", file=sys.stderr, flush=True)
+    spawned = multiprocessing.get_context("spawn").Process(**settings)
+    with _surroundings(variables):
+        spawned.start()
+    return spawned
 
 
 @contextmanager
