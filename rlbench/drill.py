@@ -10,9 +10,9 @@ __all__ = ['KEPT', 'POOLED', 'AGAIN', 'HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 
            'wake', 'busy', 'nothing', 'kill_controller', 'controller_replaced', 'kill_zygote', 'zygote_replaced',
            'stop_worker', 'worker_hung', 'hold_starts', 'starts_were_slow', 'refuse_processes', 'allow_processes',
            'quota_over', 'quota_met', 'switch', 'fill', 'fill_disk', 'empty_disk', 'disk_outlived', 'half_function',
-           'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again',
-           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live',
-           'series', 'drill', 'state_html', 'Drills', 'parts', 'held']
+           'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again', 'anywhere',
+           'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live', 'series', 'drill', 'state_html',
+           'Drills', 'parts', 'held']
 
 # %% ../nbs/79_drill.ipynb #drill-imports
 import os
@@ -502,10 +502,6 @@ def published_again(scene: Scene) -> list[Sign]:
     return [Sign(f"run.log: {line or 'no publishing has failed yet'}", bool(line)), Sign(f"rollouts are written with version {newest}" + (f", {version} was the one that failed" if line else ""), bool(line) and newest >= version)]
 
 
-def model_behind(scene: Scene) -> str:
-    "Why nothing is published in a run."
-    return "" if scene.config.generator != "scripted" else "its generator is scripted, and nothing is published"
-
 # %% ../nbs/79_drill.ipynb #drill-table
 def anywhere(scene: Scene) -> str:
     "It suits every live run."
@@ -514,7 +510,7 @@ def anywhere(scene: Scene) -> str:
 
 _ALL = (
     Drill("half-applied-edit", "a command and a function are left half written", "both are refused by name with the reason; nothing of them is in force", 15, anywhere, half_edit, edit_refused, whole_again),
-    Drill("failed-publish", "handing over the next weights fails once", "it is tried again; the generators go on with the weights they have, within the bound on staleness", 15, model_behind, break_publish, published_again, mend_publish),
+    Drill("failed-publish", "handing over the next weights fails once", "it is tried again; the generators go on with the weights they have, within the bound on staleness", 15, anywhere, break_publish, published_again, mend_publish),
     Drill("full-disk", f"for {FULL_FOR:g} s nothing can be written in the run's folder, nor in its pool's", "training goes on while the reserve can take the rows that wait in memory, then stands still; with room again they are written", 20, anywhere, fill_disk, disk_outlived, empty_disk),
     Drill("killed-zygote", "the process that starts programs is killed", "another worker takes its place, its programs are tried again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
     Drill("dead-pool", "the pool's controller is killed", "its guardian ends what it left, another one is started, programs under way are asked for again", 45, sandboxed, kill_controller, controller_replaced, nothing),
