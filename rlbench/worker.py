@@ -1169,11 +1169,15 @@ def _through_file(policy, folder: Path, create: bool, device: str) -> tuple[Call
 # %% ../nbs/54_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
     "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
-    if start:
-        from rlbench.publish import hand_over
+    if not start:
+        return writer
+    writer.version = version_of(start)
+    if model is None:
+        writer.generator.load(writer.version, None, "keep")
+    else:
+        from rlbench.publish import hand_over  # brings PyTorch in
 
-        writer.version = version_of(start)
-        hand_over(model, writer.generator, writer.version) if model is not None else writer.generator.load(writer.version, None, "keep")
+        hand_over(model, writer.generator, writer.version)
     return writer
 
 
