@@ -42,7 +42,7 @@ from rich.text import Text
 
 from .accounts import turns_text
 from .checkpoint import POLICY_NOTE, best_saved, evaluation_of, find_best, saved_checkpoints
-from .config import captured_functions, live_knobs, load_config, notes_on, parse_assignment
+from .config import captured_functions, check_has_policy, live_knobs, load_config, notes_on, parse_assignment
 from .diagnosis import NOT_LEARNING, diagnosis_of
 from .digest import compare_traces, read_trace
 from .guard import short_names
@@ -761,7 +761,8 @@ def attach_command(
 
 # %% ../nbs/91_cli.ipynb #cli-policy
 def _policy(r: Run):
-    "The run's configuration with its trained policy. Raises ValueError if there is none yet."
+    "The run's configuration with its trained policy. Raises ValueError if there is none yet, or if the run has no model."
+    check_has_policy(r.config, r.name, "to evaluate, to sample from or to export")
     folder = r.folder / "policy"
     if not (folder / "config.json").is_file():
         raise ValueError(f"run: {r.name!r} has no trained policy yet; it is saved when the run ends or is stopped")
@@ -886,8 +887,7 @@ def _export_last(r: Run, folder: Path) -> dict:
 
 
 def _export_best(r: Run, folder: Path) -> dict:
-    if r.config.generator == "scripted":
-        raise ValueError(f"run: {r.name!r} has scripted generators and no policy; --best is for a run with a model")
+    check_has_policy(r.config, r.name, "to export")
     found = find_best(r.folder)
     save_checkpoint_policy(r.folder, r.folder / "checkpoints" / found.name, folder)
     return {"version": found.version, "held_out": found.held_out[0], "warning": ""}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FUNCTIONS', 'FILTERS', 'SINK_NAMES', 'AFTER_RESUME', 'MASKING_GENERATORS', 'ACTS_ON', 'ConfigError', 'EvalConfig',
            'VirtualCosts', 'Deadlines', 'knobs_in', 'BalanceConfig', 'LoraConfig', 'default_placement', 'GuardConfig',
-           'check_guard', 'SandboxConfig', 'with_its_tasks', 'JudgeConfig', 'asked', 'RunConfig',
+           'check_guard', 'SandboxConfig', 'with_its_tasks', 'JudgeConfig', 'asked', 'RunConfig', 'check_has_policy',
            'supplies_sampling_masks', 'check_sinks', 'OtherName', 'other_names', 'unknown_field', 'make_config',
            'presets', 'read_table_file', 'set_dotted', 'describe_folder', 'parse_assignment', 'load_config',
            'named_by_file', 'beside', 'function_file', 'functions_of_files', 'apply_point', 'value_of', 'check_built',
@@ -97,7 +97,7 @@ class EvalConfig(BaseModel):
 
 # %% ../nbs/50_config.ipynb #config-costs
 class VirtualCosts(BaseModel):
-    "Seconds that inline actors take on the virtual clock."
+    "Seconds that actors take on the virtual clock; in real time, those that actors without a model wait."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     decode: Annotated[float, Knob(1e-9, 1e6, unit="s", help="time of one decode step")] = 0.01
@@ -113,6 +113,7 @@ class VirtualCosts(BaseModel):
     start: Annotated[float, Knob(0, 1e6, unit="s", help="time to start the workers after a change of placement")] = 5.0
     sequence: Annotated[float, Knob(0, 1e6, unit="s", help="time added per decoded token; it makes fuller generators slower")] = 0.0
     scripted_growth: Annotated[float, Knob(0.01, 100, help="factor on the length of scripted responses at the end of the step budget")] = 1.0
+    scripted_pace: Annotated[float, Knob(0, 1000, unit="s per stated s", help="real seconds that a scripted generator or trainer waits for each second stated here; 0 does not wait")] = 1.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -690,8 +691,8 @@ def _check_together(c: RunConfig) -> None:
         raise ValueError(
             f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {' or '.join(dict.fromkeys(str(n * c.group) for n in (max(1, c.batch // c.group), c.batch // c.group + 1)))}"
         )
-    if c.generator == "scripted" and c.clock != "virtual":
-        raise ValueError('generator: "scripted" runs on the virtual clock only; set clock = "virtual"')
+    if c.generator == "scripted" and c.clock == "real" and c.virtual.scripted_errors:
+        raise ValueError(f'virtual.scripted_errors: {c.virtual.scripted_errors:g} needs scripted verdicts, and on the real clock the environment judges; set clock = "virtual", or leave it out')
     if c.generators > 1 and c.placement == "colocated":
         raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
     if c.sleep and c.placement == "split":
@@ -713,6 +714,12 @@ def _check_together(c: RunConfig) -> None:
     names = [e.name for e in c.eval]
     if len(set(names)) < len(names) or "preflight" in names:
         raise ValueError(f'eval: the names {names} must differ from each other and from "preflight"; rename one')
+
+# %% ../nbs/50_config.ipynb #config-has-policy
+def check_has_policy(config: RunConfig, run: str, purpose: str) -> None:
+    "ValueError if a run was made without a model, so that it has no policy for this `purpose` (such as \"to export\")."
+    if config.generator == "scripted":
+        raise ValueError(f'run: {run!r} has generator = "scripted" and no policy {purpose}; start a run with a model: generator = "torch"')
 
 # %% ../nbs/50_config.ipynb #config-masks
 MASKING_GENERATORS = ("torch", "vllm")  # they draw each token themselves, so they know which others could have come

@@ -10,9 +10,9 @@ __all__ = ['KEPT', 'POOLED', 'AGAIN', 'HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 
            'wake', 'busy', 'nothing', 'kill_controller', 'controller_replaced', 'kill_zygote', 'zygote_replaced',
            'stop_worker', 'worker_hung', 'hold_starts', 'starts_were_slow', 'refuse_processes', 'allow_processes',
            'quota_over', 'quota_met', 'switch', 'fill', 'fill_disk', 'empty_disk', 'disk_outlived', 'half_function',
-           'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again',
-           'model_behind', 'anywhere', 'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live',
-           'series', 'drill', 'state_html', 'Drills', 'parts', 'held']
+           'half_edit', 'whole_again', 'edit_refused', 'break_publish', 'mend_publish', 'published_again', 'anywhere',
+           'chosen', 'listed', 'alone', 'watch', 'further', 'hold', 'hold_if_live', 'series', 'drill', 'state_html',
+           'Drills', 'parts', 'held']
 
 # %% ../nbs/79_drill.ipynb #drill-imports
 import os
@@ -502,10 +502,6 @@ def published_again(scene: Scene) -> list[Sign]:
     return [Sign(f"run.log: {line or 'no publishing has failed yet'}", bool(line)), Sign(f"rollouts are written with version {newest}" + (f", {version} was the one that failed" if line else ""), bool(line) and newest >= version)]
 
 
-def model_behind(scene: Scene) -> str:
-    "Why nothing is published in a run."
-    return "" if scene.config.generator != "scripted" else "its generator is scripted, and nothing is published"
-
 # %% ../nbs/79_drill.ipynb #drill-table
 def anywhere(scene: Scene) -> str:
     "It suits every live run."
@@ -514,7 +510,7 @@ def anywhere(scene: Scene) -> str:
 
 _ALL = (
     Drill("half-applied-edit", "rlbench leaves a command and a function half written", "the run refuses both by name with the reason, and applies neither", 15, anywhere, half_edit, edit_refused, whole_again),
-    Drill("failed-publish", "publishing the next weights fails once", "the run publishes again; the generators keep their weights until then, within the staleness bound", 15, model_behind, break_publish, published_again, mend_publish),
+    Drill("failed-publish", "publishing the next weights fails once", "the run publishes again; the generators keep their weights until then, within the staleness bound", 15, anywhere, break_publish, published_again, mend_publish),
     Drill("full-disk", f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool", "training continues while the reserve has room for unwritten rows, then waits; with free space the run writes them", 20, anywhere, fill_disk, disk_outlived, empty_disk),
     Drill("killed-zygote", "the process that starts programs is killed", "the pool starts another worker and runs its programs again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
     Drill("dead-pool", "the pool's controller is killed", "the guardian ends its processes, another controller starts, and the run asks again for unfinished programs", 45, sandboxed, kill_controller, controller_replaced, nothing),

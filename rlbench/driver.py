@@ -20,7 +20,7 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE',
            'may_wait', 'make_room', 'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse',
            'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command',
            'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'being_scored', 'note_jump', 'forgive',
-           'status_of', 'log', 'stated_cost', 'start_inline', 'start_process', 'may_be_forked', 'all_prompts']
+           'status_of', 'log', 'start_inline', 'start_process', 'may_be_forked', 'all_prompts']
 
 # %% ../nbs/55_driver.ipynb #driver-imports
 import hashlib
@@ -65,7 +65,7 @@ from .scorer import REFERENCE_FILE, AskAnswer, AskRequest, drop_reference
 from .tasks import make_tasks
 from .webhook import Webhook, address
 from .worker import (AbortJob, Asker, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, ReferenceJob, ReferenceRead, ReferenceWritten, Running, SaveJob, Scorer, ScorerReady, TrainJob,
-                            WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, to_log, warm, worker_main)
+                            WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, stated_cost, to_log, warm, worker_main)
 
 # %% ../nbs/55_driver.ipynb #driver-imports-checkpoint
 from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_checkpoints, load_checkpoint, note_policy
@@ -633,7 +633,7 @@ def elsewhere(driver: "Driver", actor: str) -> tuple[tuple[int, int], ...]:
 # %% ../nbs/55_driver.ipynb #driver-carry
 def carry_generate(driver: "Driver", action: Generate) -> None:
     "Make the rollouts and send the jobs."
-    jobs = []
+    jobs, judged_for_real = [], driver.state.config.generator == "scripted" and not driver.inline
     for item in action.items:
         task, key = driver.pools[item.pool][item.task], (item.rollout, item.attempt)
         if item.partial:
@@ -646,7 +646,7 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
         driver.memory.members.setdefault(item.group, {})[item.k] = key
         text, before = told_so_far(driver.memory.rollouts[key]) if item.turn else (start_prompt(driver, task), None)
         partial_response = begun(driver.memory.rollouts[key]) if item.partial else None
-        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before, partial_response, task.level))
+        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before, partial_response, task.level, task if judged_for_real else None))
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -1581,13 +1581,6 @@ def log(driver: Driver, happened) -> None:
     driver.append("events", kind=type(happened).__name__, fields=json.dumps(told))
 
 # %% ../nbs/55_driver.ipynb #driver-start
-def stated_cost(config: RunConfig):
-    "Seconds of a piece of work on the virtual clock."
-    v = config.virtual
-    rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "reference": v.publish / 2, "score": v.score, "forward": v.forward}
-    return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
-
-
 def start_inline(driver: Driver, name: str) -> InlineHandle:
     "An actor in this process, on the virtual clock."
     config, begun = driver.state.config, driver.begun.folder if driver.begun else None

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['NO_IDS', 'CHECKS', 'Request', 'Result', 'Stats', 'Generator', 'check_concurrency', 'check_request', 'check_weights',
-           'check_cache', 'Script', 'scripted', 'PlayedGenerator', 'ScriptedGenerator', 'request_hash', 'record',
-           'read_recordings', 'ReplayGenerator', 'Subject', 'drain', 'check_endings', 'check_independence',
-           'check_slots', 'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
+           'check_cache', 'Script', 'scripted', 'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator',
+           'request_hash', 'record', 'read_recordings', 'ReplayGenerator', 'Subject', 'drain', 'check_endings',
+           'check_independence', 'check_slots', 'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
 
 # %% ../nbs/11_generator.ipynb #generator-imports
 import hashlib
 import heapq
 import json
+import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -361,6 +362,26 @@ class ScriptedGenerator(PlayedGenerator):
 
     def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0, **slots):
         super().__init__(partial(scripted, mean=mean, tail=tail, vocab=vocab, hardship=hardship), **slots)
+
+
+class PacedGenerator(ScriptedGenerator):
+    "A scripted generator in real time: each call of `step` takes the seconds that `cost(steps, prefill_tokens, decode_tokens)` states. Seconds in `stats` are measured."
+
+    def __init__(self, cost: Callable[[int, int, int], float], **script):
+        super().__init__(**script)
+        self.cost, self.measured = cost, 0.0
+
+    def step(self, n: int = 1) -> list[Result]:
+        "Up to `n` decode steps, then a pause."
+        began, prefilled, decoded = time.perf_counter(), self.prefilled, self.decoded
+        results = super().step(n)
+        time.sleep(self.cost(n, self.prefilled - prefilled, self.decoded - decoded))
+        self.measured += time.perf_counter() - began
+        return results
+
+    def stats(self) -> Stats:
+        "Counters."
+        return replace(super().stats(), seconds=self.measured)
 
 # %% ../nbs/11_generator.ipynb #generator-record
 def request_hash(request: Request) -> str:

@@ -1391,8 +1391,13 @@ def decide_send(state: LoopState, actions: list) -> None:
         if not able:
             waiting.append(i)
             continue
+        if member.waited and member.turns:
+            member = wake(state, member, actions)
+            able = [n for n in able if _may_run(state, group, up[n], bool(member.turns))]
+        if not able:  # it begins anew, and every generator with room has weights that are too old for that
+            waiting.append(member.id)
+            continue
         name = member.actor if member.actor in able else min(able, key=lambda n: up[n].load)
-        member = wake(state, member, actions) if member.waited and member.turns else member
         chosen.setdefault(name, []).append(_send(state, member, group, name))
         space[name] -= 1
         if not space[name]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from .batch import Arrays, Context, alphas, of_batch, prepare
 from .checkpoint import TRAINER, find_checkpoint, load_newest
-from .config import RunConfig, captured_functions, functions_of_files, load_config, named_by_file, read_config
+from .config import RunConfig, captured_functions, check_has_policy, functions_of_files, load_config, named_by_file, read_config
 from .correction import tis
 from .decode import Decoder, load_decoder, pieces
 from .driver import Kept
@@ -250,6 +250,7 @@ def queued_batch(folder: Path, rollout: int) -> StoredBatch:
 # %% ../nbs/63_losscard.ipynb #losscard-policy
 def with_policy(batch: StoredBatch) -> StoredBatch:
     "The batch with log-probabilities of the run's saved policy, else of its newest checkpoint, in place of those stored. ValueError if there is neither."
+    check_has_policy(batch.config, batch.folder.name, "to compute log-probabilities with")
     import torch
 
     from rlbench.model import kept_tokens, token_logprobs

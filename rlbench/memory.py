@@ -160,11 +160,14 @@ def machine_named(names: Sequence[str]) -> Machine:
 
 
 def machine_here(device: str = "auto") -> Machine:
-    "What is free on the machine at hand."
+    "What is free on the machine at hand. `device`: \"none\" for a run without a model, which asks for no GPU and no PyTorch."
+    host = Place("host", float(psutil.virtual_memory().available))
+    if device == "none":
+        return Machine((), host)
     import torch
 
     gpus = range(torch.cuda.device_count()) if device != "cpu" and torch.cuda.is_available() else ()
-    return Machine(tuple(Place(f"GPU {i}, {torch.cuda.get_device_name(i)}", float(torch.cuda.mem_get_info(i)[0])) for i in gpus), Place("host", float(psutil.virtual_memory().available)))
+    return Machine(tuple(Place(f"GPU {i}, {torch.cuda.get_device_name(i)}", float(torch.cuda.mem_get_info(i)[0])) for i in gpus), host)
 
 # %% ../nbs/59_memory.ipynb #memory-layout
 def homes(facts: Facts, machine: Machine) -> dict[str, Place]:
@@ -327,7 +330,7 @@ def plan_of(facts: Facts, shape: ModelShape, machine: Machine, prompt: int = 128
 
 def memory_plan(config: RunConfig, prompt: int = 128, on: Sequence[str] = ()) -> MemoryPlan:
     "Where the bytes of a run go, for prompts of `prompt` tokens; `on`: names of GPUs instead of the machine at hand. Raises what loading the model's configuration raises, and ValueError for an unknown GPU."
-    facts, machine = facts_of(config), machine_named(on) if on else machine_here(config.device)
+    facts, machine = facts_of(config), machine_named(on) if on else machine_here("none" if config.generator == "scripted" else config.device)
     check_served(config)
     shape, source = (MODELS["tiny"], "") if facts.generator == "scripted" else known_shape(config.model)
     others = {} if facts.generator == "scripted" else {name: known_shape(model, name != "reward_model")[0] for name, model in facts.asked}

@@ -169,9 +169,10 @@ def save_checkpoint_policy(run: Path, checkpoint: Path, folder: Path) -> None:
     "Write the policy of a run's checkpoint as a Hugging Face folder. FileExistsError if there is something."
     from rlbench.adapter import save_trained
     from rlbench.checkpoint import TRAINER, read_weights
-    from rlbench.config import read_config
+    from rlbench.config import check_has_policy, read_config
     from rlbench.worker import torch_policy
 
+    check_has_policy(read_config(run), run.name, "to save")
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name another folder")
     policy = torch_policy(read_config(run), "cpu")

@@ -7,14 +7,15 @@ __all__ = ['PUBLISH_TRIES', 'PUBLISH_PAUSE', 'HANDLE', 'WriteJob', 'GenerateJobs
            'AbortJob', 'FitJob', 'SaveJob', 'ConfigureJob', 'Ready', 'Written', 'BatchTrained', 'BatchFailed', 'Fitted',
            'WeightsWritten', 'WeightsLoaded', 'PolicySaved', 'Running', 'Held', 'CheckpointJob', 'CheckpointWritten',
            'ReferenceJob', 'ReferenceWritten', 'ReferenceRead', 'Writer', 'Learner', 'scripted_writer',
-           'scripted_learner', 'Functions', 'warm', 'objective_of', 'sound', 'device_of', 'torch_policy',
-           'new_generator', 'model_writer', 'critic_of', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of',
-           'make_trainer', 'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit',
-           'Worker', 'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'read',
+           'scripted_learner', 'stated_cost', 'wait_stated', 'scripted_text', 'paced_writer', 'scripted_metrics',
+           'paced_learner', 'Functions', 'warm', 'objective_of', 'sound', 'device_of', 'torch_policy', 'new_generator',
+           'model_writer', 'critic_of', 'step_rewards', 'replayed_groups', 'shown_of', 'beside_of', 'make_trainer',
+           'configure_trainer', 'rank_trainer', 'team_of', 'torch_learner', 'check_prompts', 'misfit', 'Worker',
+           'ready', 'memory_held', 'forget_peak', 'note_memory', 'timed', 'decode', 'written', 'response_text', 'read',
            'to_log', 'insist', 'rehearsed', 'cache_asleep', 'EnvironmentReady', 'Scorer', 'in_force', 'new_actor',
            'asks_for_pool', 'pool_of', 'open_pool', 'pool_folder', 'new_pooled', 'try_canaries', 'scorer_models',
-           'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'begin_at', 'version_of', 'worker_main',
-           'environment_main', 'scorer_main']
+           'reward_scores', 'judge_of', 'ScorerReady', 'Asker', 'build_halves', 'scripted_halves', 'begin_at',
+           'version_of', 'worker_main', 'environment_main', 'scorer_main']
 
 # %% ../nbs/54_worker.ipynb #worker-imports
 import errno
@@ -41,14 +42,14 @@ from .checkpoint import TRAINER, Manifest, link_or_copy, read_manifest, read_tra
 from .config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
 from .correction import tis
 from .codesets import ALL_SETS
-from .environment import Bell, EnvironmentActor, Forget, FunctionFailed, Owned, Pooled, ScoreResult, ScriptedEnvironment, SingleTurn, TurnResult, check_canaries, function_name, guarded
+from .environment import Bell, EnvironmentActor, Forget, FunctionFailed, Owned, Pooled, ScoreResult, ScriptedEnvironment, SingleTurn, TurnResult, check_canaries, function_name, guarded, is_scripted_right
 from .foreign import verifiers
-from .generator import Request, Result, ScriptedGenerator, scripted
+from .generator import PacedGenerator, Request, Result, ScriptedGenerator, scripted
 from .knobs import FileFunction, bind, ingredients_of, key_of
 from .ledger import FAILED_PUBLISH, WEIGHTS_FILE, drilled
 from .objective import PARTS, Objective
 from .placement import Spent, Turn, serve
-from .records import Group, Sampling, Segment, StopReason, TrainMetrics, response_segment
+from .records import Group, Sampling, Segment, StopReason, Task, TrainMetrics, response_segment, stream_key, uniforms
 from .sandbox.spec import Fault
 from .sandbox.task import read_code_task
 from .steps import pieces_of, place_steps
@@ -67,6 +68,7 @@ class WriteJob:
     before: np.ndarray | None = None
     partial: Segment | None = None  # what was written before it was stopped
     level: int = 0  # of the task, for scripted responses
+    task: Task | None = None  # in a run without a model on the real clock: a scripted response may end with its answer
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ class Writer:
     longest: int = 10**9  # tokens of the longest prompt it was built for
     observe: Callable[[str], np.ndarray] | None = None  # tokens of what an environment shows; None: as of a prompt
     room: int = 10**9  # tokens of a whole episode it was built for
+    say: Callable[[Task, int, np.ndarray], str] | None = None  # text of a scripted response by task, rollout and tokens; None: the tokens' own
 
 
 @dataclass
@@ -267,10 +270,10 @@ class Learner:
     reference: Callable[[int, str], None] = lambda version, file: None  # writes the weights alone, for a scorer
 
 # %% ../nbs/54_worker.ipynb #worker-scripted
-def scripted_writer(config: RunConfig) -> Writer:
-    "No model: scripted responses."
+def scripted_writer(config: RunConfig, kind: Callable[..., ScriptedGenerator] = ScriptedGenerator) -> Writer:
+    "No model: scripted responses, of a generator of this kind."
     v = config.virtual
-    generator = ScriptedGenerator(mean=v.scripted_length, tail=v.scripted_tail, hardship=v.scripted_hardship, slots=max(1024, config.concurrency), context=1_000_000)
+    generator = kind(mean=v.scripted_length, tail=v.scripted_tail, hardship=v.scripted_hardship, slots=max(1024, config.concurrency), context=1_000_000)
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
@@ -285,6 +288,78 @@ def scripted_writer(config: RunConfig) -> Writer:
 def scripted_learner() -> Learner:
     "No model: training that only counts."
     return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0, {}), lambda version: None, lambda folder: "", lambda config: None, "scripted")
+
+# %% ../nbs/54_worker.ipynb #worker-stated
+def stated_cost(config: RunConfig) -> Callable[[Spent], float]:
+    "Seconds that a configuration states for a piece of work."
+    v = config.virtual
+    rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "reference": v.publish / 2, "score": v.score, "forward": v.forward}
+    return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
+
+
+def wait_stated(config: RunConfig, work: str, units: float) -> float:
+    "Wait as long as a configuration states for a piece of work, at its pace; returns the seconds."
+    began = time.perf_counter()
+    time.sleep(config.virtual.scripted_pace * stated_cost(config)(Spent("", "", 0.0, work, units)))
+    return time.perf_counter() - began
+
+# %% ../nbs/54_worker.ipynb #worker-paced-writer
+def scripted_text(seed: int, task: Task, rollout: int, tokens: np.ndarray) -> str:
+    "What a scripted response says: its token ids, and the task's answer if the script has it right. A task on code is answered with its reference solution."
+    answer = task.answer
+    if answer.startswith("{"):
+        with suppress(ValueError):
+            answer = f"```\n{read_code_task(answer).reference}\n```"
+    said = answer if is_scripted_right(seed, task, rollout) else "no answer"
+    return f"{' '.join(map(str, tokens))}\n#### {said}"
+
+
+def paced_writer(config: RunConfig) -> Writer:
+    "No model, in real time: the responses of `scripted_writer`, with a text that can be judged, and with the stated waits."
+    v, cost = config.virtual, stated_cost(config)
+
+    def wait(steps: int, prefill: int, decoded: int) -> float:
+        return v.scripted_pace * cost(Spent("generator", "compute", 0.0, "decode", steps, prefill, decoded))
+
+    writer = scripted_writer(config, partial(PacedGenerator, wait))
+    load = writer.load
+
+    def load_slowly(version: int, cache: str) -> int:
+        wait_stated(config, "load", 1)
+        return load(version, cache)
+
+    return replace(writer, load=load_slowly, say=partial(scripted_text, config.seed))
+
+# %% ../nbs/54_worker.ipynb #worker-paced-learner
+def scripted_metrics(seed: int, version: int, learning_rate: float) -> TrainMetrics:
+    "Figures of a batch that nothing was learned from, drawn from the stream (seed, version): in the range of a healthy run."
+    loss, entropy, grad_norm, clipped, kl = uniforms(np.uint64(stream_key(seed, "trainer", version)), np.arange(5))
+    return TrainMetrics(
+        loss=0.02 * (loss - 0.5),
+        entropy=0.5 + 0.1 * entropy,
+        grad_norm=0.2 + 0.1 * grad_norm,
+        clip_high=0.01 * clipped,
+        kl_sampler=0.001 * kl,
+        learning_rate=learning_rate,
+    )
+
+
+def paced_learner(config: RunConfig, folder: Path | None) -> Learner:
+    "No model, in real time: training that takes the stated time and draws its metrics. There are no weights: publishing hands over the version alone, and a checkpoint of it holds no files."
+    in_force = [config]
+
+    def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
+        now = in_force[0]
+        seconds = wait_stated(now, "train", sum(r.length for g in groups for r in g.rollouts))
+        return scripted_metrics(now.seed, version, now.learning_rate), {}, seconds, {}
+
+    def publish(version: int) -> None:
+        wait_stated(in_force[0], "publish", 1)
+
+    def configure(config: RunConfig) -> None:
+        in_force[0] = config
+
+    return replace(scripted_learner(), train=train, publish=rehearsed(folder, publish), configure=configure)
 
 # %% ../nbs/54_worker.ipynb #worker-functions
 class Functions:
@@ -553,6 +628,7 @@ class Worker:
         self.control: deque = deque()  # takes effect between two decode steps
         self.heavy: deque = deque()  # train and save, in order
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
+        self.tasks: dict[tuple[int, int], Task] = {}  # of scripted responses that can be judged
         self.started, self.trained = False, trained  # trained: version of the policy's weights
         self.device = device_of(config) if config.generator != "scripted" and config.clock == "real" else ""  # whose memory is looked at
         self.held: dict[str, float] = {}  # most bytes by phase, as said
@@ -653,9 +729,17 @@ def decode(worker: Worker, said: list, spent: list) -> None:
 
 def written(worker: Worker, result: Result, rate: float) -> Written:
     "A result as the driver needs it; seconds are its tokens' share of the generator's time."
-    prompt, tokens = worker.prompts.pop(result.key), result.segment.tokens
-    text = worker.writer.decode(tokens) if result.reason is not StopReason.ABORTED else ""
-    return Written(result.key, prompt, result.segment, text, result.reason, result.decode_tokens * rate)
+    prompt, task = worker.prompts.pop(result.key), worker.tasks.pop(result.key, None)
+    return Written(result.key, prompt, result.segment, response_text(worker.writer, result, task), result.reason, result.decode_tokens * rate)
+
+
+def response_text(writer: Writer, result: Result, task: Task | None) -> str:
+    "The text of a response; empty if it was aborted. `task`: of a scripted one that can be judged."
+    if result.reason is StopReason.ABORTED:
+        return ""
+    if writer.say and task:
+        return writer.say(task, result.key[0], result.segment.tokens)
+    return writer.decode(result.segment.tokens)
 
 # %% ../nbs/54_worker.ipynb #worker-read
 def read(writer: Writer, job: WriteJob) -> tuple[np.ndarray, np.ndarray]:
@@ -674,6 +758,8 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
                 said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
                 continue
             worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
+            if job.task:
+                worker.tasks[job.key] = job.task
         except ValueError as error:  # the rollout's fault, not the worker's end
             to_log(f"generator: rollout {job.key[0]} is not written: {error}")
             said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
@@ -870,9 +956,9 @@ def in_force(scorer: Scorer, config: RunConfig) -> tuple:
 
 
 def new_actor(scorer: Scorer, config: RunConfig) -> EnvironmentActor:
-    "The actor that a configuration describes; verdicts are drawn where responses are, unless programs judge them."
+    "The actor that a configuration describes; on the virtual clock verdicts are drawn where responses are, unless programs judge them."
     verifier, reward, environment, kept, at_once = in_force(scorer, config)
-    if config.generator == "scripted" and kept is None:
+    if config.generator == "scripted" and config.clock == "virtual" and kept is None:
         return ScriptedEnvironment(config.seed, failures=config.virtual.scripted_errors, environment=environment)
     return EnvironmentActor(verifier, reward, environment, kept, at_once)
 
@@ -1030,7 +1116,7 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder. `start`: the checkpoint they go on from."
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
-        return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
+        return scripted_halves(config, writes, learns, folder, start)
     if config.transport == "ipc" and device_of(config) != "cuda":
         raise ValueError('transport: "ipc" hands weights from GPU to GPU, and this run has none; use transport = "file"')
     team = team_of(config, folder, start) if learns else None  # before the policy is loaded, which each rank does
@@ -1045,6 +1131,13 @@ def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], 
     gc.collect()
     gc.freeze()
     return writer, learner
+
+
+def scripted_halves(config: RunConfig, writes: bool, learns: bool, folder: Path | None, start: Path | None) -> tuple[Writer | None, Learner | None]:
+    "The halves of a run without a model, on either clock."
+    if config.clock == "virtual":
+        return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
+    return begin_at(paced_writer(config), start) if writes else None, paced_learner(config, folder) if learns else None
 
 
 def _in_memory(policy) -> tuple[Callable, Callable]:
@@ -1076,11 +1169,15 @@ def _through_file(policy, folder: Path, create: bool, device: str) -> tuple[Call
 # %% ../nbs/54_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
     "The writer, with the version of the checkpoint that its weights are from. `model`: that has them; None for a scripted one."
-    if start:
-        from rlbench.publish import hand_over
+    if not start:
+        return writer
+    writer.version = version_of(start)
+    if model is None:
+        writer.generator.load(writer.version, None, "keep")
+    else:
+        from rlbench.publish import hand_over  # brings PyTorch in
 
-        writer.version = version_of(start)
-        hand_over(model, writer.generator, writer.version) if model is not None else writer.generator.load(writer.version, None, "keep")
+        hand_over(model, writer.generator, writer.version)
     return writer
 
 

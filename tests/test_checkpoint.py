@@ -8,7 +8,9 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import given
 from inline import Told, inline_run
+from properties import RANDOMS, examples
 from test_loop import a_command, a_config
 
 from rlbench.bench_crashes import PHASES, SETTINGS, crash, untouched
@@ -174,17 +176,18 @@ def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
     assert [said.knob for said in said_of(read_table(killed, "commands"), BY_PLACE, 8)] == ["temperature"]
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_a_random_run_resumed_at_a_random_moment_closes_its_books(seed, tmp_path):
+@examples(16)
+@given(r=RANDOMS)
+def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_factory):
     "Whatever the configuration and the commands: what is resumed ends with closed books, and resumed again, too."
-    r = random.Random(5000 + seed)
+    folder = tmp_path_factory.mktemp("resumed")
     table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))},
                            "checkpoint_every": r.choice((1, 1, 2, 3)), "after_resume": r.choice(("keep", "keep", "drop")), "checkpoints_kept": r.choice((1, 2, 5))}
     told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [(r.randint(20, 200), "checkpoint", None, 0)] * r.choice((0, 1))
-    copies = {r.randint(30, 300): tmp_path / f"copy-{i}" for i in range(2)}
-    drive(a_run(tmp_path / "run", table, copies, told))
+    copies = {r.randint(30, 300): folder / f"copy-{i}" for i in range(2)}
+    drive(a_run(folder / "run", table, copies, told))
     for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
-        onward = {r.randint(30, 300): tmp_path / f"{copy.name}-onward"}
+        onward = {r.randint(30, 300): folder / f"{copy.name}-onward"}
         driver = taken_up(copy, 1, onward)
         drive(driver)
         check_resumed(driver)

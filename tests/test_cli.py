@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import Result
 from patience import until
+from scripted import SET_WITHOUT_MODEL
 from typer.testing import CliRunner
 
 import rlbench as rl
@@ -116,7 +117,7 @@ def test_commands_to_an_ended_run_are_refused(folder):
 
 
 def test_steering_a_live_run(folder):
-    told(folder, "run", "tiny", "--name", "live", "-d", "--set=steps=100000", "--set=eval=[]", "--set=preflight=0", "--set=batch=64", "--set=group=8")
+    told(folder, "run", "tiny", "--name", "live", "-d", *SET_WITHOUT_MODEL, "--set=steps=100000", "--set=eval=[]", "--set=preflight=0", "--set=batch=64", "--set=group=8")
     run = rl.attach("live", runs=folder / "runs")
     until(lambda: run.status and run.status.version >= 1)
     (row,) = told(folder, "set", "live", "temperature=0.9", "--over", 4, "--author", "me")["commands"]

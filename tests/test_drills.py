@@ -12,6 +12,7 @@ import pytest
 from inline import inline_run
 from test_bad_input import in_namespace
 from patience import until
+from scripted import WITHOUT_MODEL, SET_WITHOUT_MODEL
 from test_run import ended
 from typer.testing import CliRunner
 
@@ -51,7 +52,7 @@ def coded(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, coded):
     "A live run without sandboxes. It begins when the other one has ended."
-    run = live(tmp_path_factory, "tiny")
+    run = live(tmp_path_factory, "tiny", **WITHOUT_MODEL)
     yield run
     if run.state == "running":
         run.stop()
@@ -239,7 +240,7 @@ def test_the_books_close_and_an_ended_run_is_refused(plain):
 
 def test_a_run_that_ends_in_the_middle(tmp_path):
     "Its end is told, and is no pass."
-    run = rl.run("tiny", runs=tmp_path, **LIVE)
+    run = rl.run("tiny", runs=tmp_path, **LIVE, **WITHOUT_MODEL)
     until(lambda: run.status and run.status.version >= 1, 120)
     threading.Timer(1.0, run.stop).start()
     (told,) = drill(run.folder, ["full-disk"])
@@ -250,7 +251,7 @@ def test_a_run_that_ends_in_the_middle(tmp_path):
 SMALL_DISK = """
 set -e
 mount -t tmpfs -o size=40m none there
-{python} -m rlbench.cli run tiny --runs there --name small --detach --set steps=100000 --set eval=[] --set preflight=0 --set batch=64 --set group=8
+{python} -m rlbench.cli run tiny --runs there --name small --detach {settings} --set steps=100000 --set eval=[] --set preflight=0 --set batch=64 --set group=8
 for i in $(seq 600); do grep -q '"version": [1-9]' there/small/status.json && break; sleep 0.2; done
 {python} -m rlbench.cli drill there/small full-disk --json || true
 {python} -m rlbench.cli stop there/small
@@ -262,7 +263,7 @@ cp -r there/small kept
 def test_a_small_disk_is_filled_in_truth(tmp_path):
     "Nothing can be written for a while, by anybody; the run goes on, and loses no row."
     (tmp_path / "there").mkdir()
-    done = in_namespace(SMALL_DISK.format(python=sys.executable), tmp_path)
+    done = in_namespace(SMALL_DISK.format(python=sys.executable, settings=" ".join(SET_WITHOUT_MODEL)), tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, (done.stdout[-2000:], done.stderr[-2000:])
     (told,) = next(json.loads(line)["drills"] for line in lines if "drills" in json.loads(line))

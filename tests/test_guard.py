@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 from inline import check_books, inline_run
 from patience import until
+from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 from typer.testing import CliRunner
 
 import rlbench as rl
@@ -54,7 +55,7 @@ def room():
 
 def test_a_guard_pauses_turns_and_stops_a_live_run(tmp_path, room, monkeypatch):
     monkeypatch.setenv("ROOM_OF_THE_TEST", f"http://127.0.0.1:{room.server_port}/hook")
-    run = rl.run("tiny", runs=tmp_path, webhook="$ROOM_OF_THE_TEST", **SMALL)
+    run = rl.run("tiny", runs=tmp_path, webhook="$ROOM_OF_THE_TEST", **SMALL, **WITHOUT_MODEL)
     asked = run.guard("version >= 3", "pause", author="test")
     until(lambda: run.state == "paused")
     (pause,) = until(lambda: rows_of(run, "guard: version >= 3"))
@@ -218,7 +219,7 @@ def test_a_notebook_becomes_a_reward(tmp_path):
     assert module["functions"] == ["shorter", "steep", "shorter_by"] and (tmp_path / module["path"]).name == "my_rewards.py"
     table = "".join(f"{key} = {json.dumps(value)}\n" for key, value in SMALL.items())
     (tmp_path / "modules" / "mine.toml").write_text(table + 'reward = {name = "shorter", source = "my_rewards.py", w = 0.5}\n')
-    told(tmp_path, "run", "modules/mine.toml", "--name", "mine", "-d")
+    told(tmp_path, "run", "modules/mine.toml", "--name", "mine", "-d", *SET_WITHOUT_MODEL)
     spec = spec_from_file_location("my_rewards", tmp_path / "modules" / "my_rewards.py")
     spec.loader.exec_module(imported := module_from_spec(spec))
     assert "def shorter_by" in capture(imported.steep).source and "import" not in capture(imported.steep).source  # a run takes what lies beside it along

@@ -2,7 +2,10 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from inline import check_books, inline_run
+from properties import RANDOMS, examples
 from world import World
 
 from rlbench.config import RunConfig, make_config, to_toml
@@ -70,10 +73,11 @@ def a_world(seed: int, commands: bool, faults: bool) -> World:
     return World(config, seed, slots, told, lost, errors, pace, turns, waits)
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_books_bound_and_repeat(seed):
-    "Whatever happens: the watch in `world` looks at every action, the run ends, and it ends the same way twice."
-    commands, faults = seed % 3 > 0, seed % 3 > 1
+@examples(150)
+@given(RANDOMS, st.integers(0, 2))
+def test_books_bound_and_repeat(r, trouble):
+    "Whatever happens: the watch in `world` looks at every action, the run ends, and it ends the same way twice. `trouble`: none, commands, or faults, too."
+    seed, commands, faults = r.randrange(10**9), trouble > 0, trouble > 1
     world = a_world(seed, commands, faults).run()
     config = world.state.config
     if not commands and not faults:
@@ -89,14 +93,15 @@ def test_books_bound_and_repeat(seed):
     assert a_world(seed, commands, faults).run().record() == world.record()
 
 
-@pytest.mark.parametrize("seed", range(36))
-def test_driver_tables_close_and_repeat(seed, tmp_path):
+@examples(36)
+@given(r=RANDOMS)
+def test_driver_tables_close_and_repeat(r, tmp_path_factory):
     "The same through the driver: the tables on disk agree with the books, and a second run writes the same ones."
-    r = random.Random(1000 + seed)
+    folder = tmp_path_factory.mktemp("twice")
     table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))}}
     told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))]
     told += [(r.randint(1, 300), "stop", None, 0)] if told and r.random() < 0.3 else []
-    first, second = (inline_run(tmp_path, name, table, told) for name in ("a", "b"))
+    first, second = (inline_run(folder, name, table, told) for name in ("a", "b"))
     check_books(first)
     steps, again = (read_table(d.folder, "steps") for d in (first, second))
     assert steps.equals(again) and first.state.digest == second.state.digest
@@ -117,11 +122,12 @@ def small(**changes) -> RunConfig:
     return make_config(SMALL | changes)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_failing_process_still_closes_the_books(seed):
+@examples(20)
+@given(RANDOMS, st.integers(100, 300))
+def test_a_failing_process_still_closes_the_books(r, event):
     "`abandon` at any moment: every dispatched attempt has its fate and every token its book."
-    world = a_world(seed, True, True)
-    world.commands[100 + 10 * seed] = [("break", "test", "break")]
+    world = a_world(r.randrange(10**9), True, True)
+    world.commands[event] = [("break", "test", "break")]
 
     def broken(event):
         if getattr(event, "knob", "") != "break":

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ RUN_PROCESS = ("records", "knobs", "clock", "ledger", "tasks", "reward", "curric
 FACADE = 85  # `import rlbench` reaches up to run and ablation (80, 81): only what comes later may use it
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-every_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT / "rlbench").as_posix()[:-3])
+
+
+def offenders(paths: list[Path], faults: Callable[[Path], Iterator[str]]) -> list[str]:
+    "Everything that breaks a rule, file by file: the rules below yield a line for each fault, and a test shows all of them at once."
+    return [f"{path.relative_to(ROOT)}: {fault}" for path in paths for fault in faults(path)]
 
 
 def exported(path: Path) -> list[dict]:
@@ -53,57 +58,103 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     assert not differ, f"not what the notebooks export: {differ}; run nbdev_export"
 
 
-@every_notebook
-def test_notebook_is_clean(path):
-    "Readable cell ids, no traces of one execution, no widget state, nothing heavy."
+def faults_of_stored_cell(cell: dict) -> Iterator[str]:
+    "What of a cell should not be stored: an id nobody can read, metadata, traces of one execution."
+    name, outputs = cell["id"], cell.get("outputs", ())
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_.][A-Za-z0-9]+)+", name):
+        yield f"{name}: not a readable id"
+    if cell["metadata"]:
+        yield f"{name}: metadata"
+    if cell.get("execution_count") is not None or any(output.get("execution_count") is not None for output in outputs):
+        yield f"{name}: an execution count"
+    for output in outputs:
+        if output["output_type"] == "error":
+            yield f"{name}: an error is stored"
+        if any("widget" in kind for kind in output.get("data", ())):
+            yield f"{name}: a widget is stored"
+        if len(json.dumps(output)) > 30_000:
+            yield f"{name}: output over 30 kB"
+        if re.search(r"/tmp/|0x[0-9a-f]{9,}", json.dumps(output)):
+            yield f"{name}: a path or an address in an output"
+
+
+def faults_of_stored_notebook(path: Path) -> Iterator[str]:
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert set(notebook["metadata"]) <= {"kernelspec"}
+    if (notebook["nbformat"], notebook["nbformat_minor"]) != (4, 5):
+        yield "not of format 4.5"
+    if not set(notebook["metadata"]) <= {"kernelspec"}:
+        yield "metadata beside the kernel"
     ids = [cell["id"] for cell in notebook["cells"]]
-    assert len(set(ids)) == len(ids)
+    if len(set(ids)) < len(ids):
+        yield "two cells of one id"
     for cell in notebook["cells"]:
-        assert re.fullmatch(r"[a-z][a-z0-9]*([-_.][A-Za-z0-9]+)+", cell["id"]), f"{cell['id']}: not a readable id"
-        assert not cell["metadata"], f"{cell['id']}: metadata"
-        for output in cell.get("outputs", ()):
-            assert output["output_type"] != "error", f"{cell['id']}: an error is stored"
-            assert not any("widget" in kind for kind in output.get("data", ())), f"{cell['id']}: a widget is stored"
-            assert len(json.dumps(output)) <= 30_000, f"{cell['id']}: output over 30 kB"
-            assert not re.search(r"/tmp/|0x[0-9a-f]{9,}", json.dumps(output)), f"{cell['id']}: a path or an address in an output"
-        assert cell.get("execution_count") is None and all(output.get("execution_count") is None for output in cell.get("outputs", ())), cell["id"]
-    assert path.stat().st_size <= (60_000 if path.stem == "index" else 150_000)
+        yield from faults_of_stored_cell(cell)
+    most = 60_000 if path.stem == "index" else 150_000
+    if path.stat().st_size > most:
+        yield f"{path.stat().st_size} bytes, {most} at most"
 
 
-@every_notebook
-def test_code_cells_keep_the_rules(path):
-    "One idea per exported cell, imports in cells of their own, no star, only three directives."
+def test_notebooks_are_clean():
+    "Readable cell ids, no traces of one execution, no widget state, nothing heavy."
+    assert offenders(NOTEBOOKS, faults_of_stored_notebook) == []
+
+
+def faults_of_directives(cell: dict) -> Iterator[str]:
+    lines = cell["source"].splitlines()
+    directives = [line for line in lines if re.match(r"\s*#\s*\|", line)]
+    for line in directives:
+        if not re.fullmatch(r"#\| (export|hide|default_exp \S+)", line):
+            yield f"{cell['id']}: {line}"
+    if directives and lines[0] != directives[0]:
+        yield f"{cell['id']}: the directive is not the first line"
+    if len(lines) > 1 and "default_exp" in lines[0]:
+        yield f"{cell['id']}: default_exp has a cell of its own"
+    if re.search(r"^\s*from\s+\S+\s+import\s+\*", cell["source"], re.M):
+        yield f"{cell['id']}: star import"
+
+
+def faults_of_exported_cell(cell: dict) -> Iterator[str]:
+    body = ast.parse(cell["source"]).body
+    imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    if len(imports) not in (0, len(body)):
+        yield f"{cell['id']}: imports and code in one cell"
+    length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
+    most = 150 if len(body) == 1 and isinstance(body[0], ast.ClassDef) else 50  # a class is not cut
+    if length > most:
+        yield f"{cell['id']}: {length} lines, {most} at most"
+    if "@patch" in cell["source"]:
+        yield f"{cell['id']}: @patch"
+
+
+def faults_of_code(path: Path) -> Iterator[str]:
     for cell in cells(path, "code"):
-        lines = cell["source"].splitlines()
-        directives = [line for line in lines if re.match(r"\s*#\s*\|", line)]
-        for line in directives:
-            assert re.fullmatch(r"#\| (export|hide|default_exp \S+)", line), f"{cell['id']}: {line}"
-        assert not directives or lines[0] == directives[0], f"{cell['id']}: the directive is not the first line"
-        assert "default_exp" not in lines[0] if len(lines) > 1 else True, f"{cell['id']}: default_exp has a cell of its own"
-        assert not re.search(r"^\s*from\s+\S+\s+import\s+\*", cell["source"], re.M), f"{cell['id']}: star import"
+        yield from faults_of_directives(cell)
     for cell in exported(path):
-        body = ast.parse(cell["source"]).body
-        imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        assert len(imports) in (0, len(body)), f"{cell['id']}: imports and code in one cell"
-        length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
-        most = 150 if len(body) == 1 and isinstance(body[0], ast.ClassDef) else 50  # a class is not cut
-        assert length <= most, f"{cell['id']}: {length} lines, {most} at most"
-        assert "@patch" not in cell["source"], f"{cell['id']}: @patch"
+        yield from faults_of_exported_cell(cell)
 
 
-@every_notebook
-def test_notebook_tells_what_it_is(path):
-    "Exporting notebooks have a title, one line of purpose, the name of their module, and limits at the end."
+def test_code_cells_keep_the_rules():
+    "One idea per exported cell, imports in cells of their own, no star, only three directives."
+    assert offenders(NOTEBOOKS, faults_of_code) == []
+
+
+def faults_of_story(path: Path, modules: dict[str, int]) -> Iterator[str]:
     if not exported(path):
         return
     all_cells = cells(path)
-    first, after = all_cells[0], [cell["source"] for cell in all_cells[[cell["id"] for cell in all_cells].index(exported(path)[-1]["id"]) :]]
-    assert re.match(r"# \S+\n\n> \S.*", first["source"]), "title and purpose"
-    assert any(source.startswith("## Limits") for source in after), "the code is followed by ## Limits"
-    assert re.match(r"\d\d_(\w[\w.]*)$", path.stem)[1] in numbers(), "the module is named like its notebook"
+    last = [cell["id"] for cell in all_cells].index(exported(path)[-1]["id"])
+    if not re.match(r"# \S+\n\n> \S.*", all_cells[0]["source"]):
+        yield "no title and purpose"
+    if not any(cell["source"].startswith("## Limits") for cell in all_cells[last:]):
+        yield "the code is not followed by ## Limits"
+    if re.match(r"\d\d_(\w[\w.]*)$", path.stem)[1] not in modules:
+        yield "the module is not named like its notebook"
+
+
+def test_notebooks_tell_what_they_are():
+    "Exporting notebooks have a title, one line of purpose, the name of their module, and limits at the end."
+    modules = numbers()
+    assert offenders(NOTEBOOKS, lambda path: faults_of_story(path, modules)) == []
 
 
 def imported(path: Path) -> set[str]:
@@ -122,36 +173,52 @@ def imported(path: Path) -> set[str]:
     return {name.removeprefix("rlbench").removeprefix(".") for name in found if name.split(".")[0] == "rlbench"}
 
 
-@every_module
-def test_module_imports_only_lower_numbers(path):
-    "The numbers of the notebooks are the layers of the package."
-    order = numbers()
+def faults_of_imports(path: Path, order: dict[str, int]) -> Iterator[str]:
     own = order[".".join(path.relative_to(ROOT / "rlbench").with_suffix("").parts)]
     names = imported(path)
-    for name in names:
-        if name in order:
-            assert order[name] < own, f"imports {name} ({order[name]}), itself {own}"
-    if "" in names and not any(name in order or name.split(".")[0] == "data" for name in names - {""}):
-        assert own > FACADE, "imports rlbench itself"
+    for name in sorted(names & set(order)):
+        if order[name] >= own:
+            yield f"imports {name} ({order[name]}), itself {own}"
+    if "" in names and not any(name in order or name.split(".")[0] == "data" for name in names - {""}) and own <= FACADE:
+        yield "imports rlbench itself"
 
 
-@every_module
-def test_module_keeps_the_rules(path):
-    "Public things say what they are; nothing unfinished; no state in the module."
+def test_modules_import_only_lower_numbers():
+    "The numbers of the notebooks are the layers of the package."
+    order = numbers()
+    assert offenders(MODULES, lambda path: faults_of_imports(path, order)) == []
+
+
+def faults_of_public_name(node: ast.stmt) -> Iterator[str]:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+        return
+    if not ast.get_docstring(node):
+        yield f"{node.name}: no docstring"
+    for part in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_") and not part.decorator_list:
+            if not ast.get_docstring(part) and len(part.body) > 1:
+                yield f"{node.name}.{part.name}: no docstring"
+
+
+def faults_of_module(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    assert ast.get_docstring(tree), "no docstring"
+    if not ast.get_docstring(tree):
+        yield "no docstring"
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name}: no docstring"
-            for part in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_") and not part.decorator_list:
-                    assert ast.get_docstring(part) or len(part.body) == 1, f"{node.name}.{part.name}: no docstring"
+        yield from faults_of_public_name(node)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            value = ast.unparse(node.value)
-            assert value not in ("[]", "{}", "list()", "dict()", "set()"), f"module-level state: {ast.unparse(node)}"
-    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "global"
-    assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text), "unfinished"
+            if ast.unparse(node.value) in ("[]", "{}", "list()", "dict()", "set()"):
+                yield f"module-level state: {ast.unparse(node)}"
+    if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
+        yield "global"
+    if re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text):
+        yield "unfinished"
+
+
+def test_modules_keep_the_rules():
+    "Public things say what they are; nothing unfinished; no state in the module."
+    assert offenders(MODULES, faults_of_module) == []
 
 
 def loaded(statement: str) -> set[str]:

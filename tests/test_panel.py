@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fake_run import eval_rows, fake_run, step_row
 from patience import stands, until
+from scripted import WITHOUT_MODEL
 
 from rlbench.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.config import load_config, to_toml
@@ -21,8 +22,8 @@ SCRIPTED = {"generator": "scripted", "clock": "virtual", "group": 4, "batch": 32
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    "A real run of the embedded policy that goes on until it is stopped."
-    r = run("tiny", runs=tmp_path_factory.mktemp("runs"), name="live", steps=10_000, preflight=0, eval=[], filter="none", batch=64, group=8)
+    "A run in real processes, without a model, that goes on until it is stopped."
+    r = run("tiny", runs=tmp_path_factory.mktemp("runs"), name="live", steps=10_000, preflight=0, eval=[], filter="none", batch=64, group=8, **WITHOUT_MODEL)
     until(lambda: r.status and r.status.version >= 2, 120)
     yield r
     if r.state in ("running", "paused", "starting"):

@@ -7,6 +7,7 @@ import time
 
 import polars as pl
 import pytest
+from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 
@@ -114,7 +115,7 @@ def test_a_run_on_the_virtual_clock_repeats(tmp_path, staleness):
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory) -> rl.Run:
     "An ended run, asynchronous in real time, that was given a reward and a temperature while it lived."
-    run = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, "staleness": 1, "eval": []})
+    run = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, **WITHOUT_MODEL, "staleness": 1, "eval": []})
     at(run, 1)
     run.reward(brief)
     run.set(temperature=0.7, author="ana")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from inline import inline_run
 from patience import stands, until
+from scripted import WITHOUT_MODEL, SET_WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.ledger import living, read_table
@@ -92,6 +93,7 @@ def test_same_seed_same_digest(finished, tmp_path):
 
 PLACES = {"colocated": {"placement": "colocated", "eval": []}, "split": {"placement": "split", "eval": []},
           "two generators, every third version": {"placement": "split", "generators": 2, "publish_every": 3}}
+TRAINING = {"generator": "scripted", "virtual": {"decode": 0.002, "train": 0.0003}}  # a batch takes 0.5 s, and a response 0.05 s
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def asynchronous(tmp_path_factory):
 
     def run_of(place: str) -> rl.Run:
         if place not in made:
-            made[place] = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, "steps": 12, "staleness": 2, **PLACES[place]})
+            made[place] = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, **TRAINING, "steps": 12, "staleness": 2, **PLACES[place]})
         return ended(made[place])
 
     return run_of
@@ -157,7 +159,7 @@ def test_whoever_starts_or_changes_a_run_in_a_notebook_reads_the_notes(tmp_path,
 
 
 def test_steering(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000, "eval": []})
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, **WITHOUT_MODEL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 2)
     again = rl.attach("tiny-1", runs=tmp_path)
     again.set(temperature=0.7, author="test")
@@ -233,7 +235,7 @@ def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
 
 
 def test_a_killed_environment_is_started_again_and_sigterm_to_the_run_process_ends_a_run_as_stop_does(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, **{**SMALL, "steps": 100_000})
+    run = rl.run("tiny", runs=tmp_path, **{**SMALL, **WITHOUT_MODEL, "steps": 100_000})
     until(lambda: run.status and run.status.version >= 1)
     version = run.status.version
     worker_of(run, "environment").kill()
@@ -259,7 +261,7 @@ def test_whoever_kills_all_of_a_run_can_still_close_its_books(tmp_path):
 
 
 def test_interrupting_the_command_line_finishes_the_step(tmp_path):
-    command = [sys.executable, "-m", "rlbench.cli", "run", "tiny", "--json", "--set", "steps=100000", "--set", "batch=64", "--set", "group=8", "--name", "x"]
+    command = [sys.executable, "-m", "rlbench.cli", "run", "tiny", "--json", *SET_WITHOUT_MODEL, "--set", "steps=100000", "--set", "batch=64", "--set", "group=8", "--name", "x"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     folder = tmp_path / "runs" / "x"
     until(lambda: folder.exists() and (status := rl.Run(folder).status) and status.version >= 1)
@@ -292,7 +294,7 @@ def assert_no_reward(run: rl.Run, reward, words: str, log: str) -> None:
 
 
 def test_a_reward_that_crashes_ends_the_run_and_names_the_function(tmp_path):
-    run = ended(rl.run("tiny", runs=tmp_path, reward=crashing_reward, **{**SMALL, "score_retries": 0}), "failed")
+    run = ended(rl.run("tiny", runs=tmp_path, reward=crashing_reward, **{**SMALL, **WITHOUT_MODEL, "score_retries": 0}), "failed")
     assert_no_reward(run, crashing_reward, "ZeroDivisionError", (run.folder / "run.log").read_text())
 
 
@@ -308,7 +310,7 @@ def terse(r: rl.Rollout, *, weight: rl.Knob(0, 1) = 0.1) -> float:
 
 
 def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other_and_sigterm_to_its_supervisor_ends_it(tmp_path):
-    run = rl.run("tiny", runs=tmp_path, reward=terse, **{**SMALL, "steps": 100_000, "eval": []})
+    run = rl.run("tiny", runs=tmp_path, reward=terse, **{**SMALL, **WITHOUT_MODEL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 1)
     ids = run.set({"temperature": 0.8, "reward.weight": 0.5})
     rows = until(lambda: (found := [r for r in run.commands.to_dicts() if r["command"] in ids and r["status"] == "applied"]) and len(found) == 2 and found)
@@ -334,7 +336,7 @@ def hangs(r: rl.Rollout, *, seconds: rl.Knob(0, 600, unit="s") = 30.0) -> float:
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory) -> rl.Run:
     "A run whose reward hangs now and then."
-    settings = {**SMALL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}
+    settings = {**SMALL, **WITHOUT_MODEL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}
     return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), reward=hangs, **settings))
 
 

@@ -3,6 +3,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from properties import RANDOMS, examples
 
 from rlbench.bench_staleness import point_config, run_point
 from rlbench.config import make_config
@@ -35,11 +37,11 @@ def a_run(r: random.Random) -> dict:
             "on_resume": r.choice(("continue", "rewind", "restart")), "preflight": r.choice((0, 4)), "eval": [{"name": "held-out", "count": 3, "k": 1, "every": r.choice((0, 2))}] if r.random() < 0.3 else []}
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_any_run_in_any_world(seed):
+@examples(60)
+@given(RANDOMS)
+def test_any_run_in_any_world(r):
     "It ends, its books close (`check` is in `simulate`), and it is the same twice."
-    r = random.Random(seed)
-    config, world = make_config({**PLAIN, **a_run(r)}), a_world(r)
+    config, world, seed = make_config({**PLAIN, **a_run(r)}), a_world(r), r.randrange(10**9)
 
     def again():
         try:

@@ -14,6 +14,7 @@ import polars as pl
 import pytest
 from inline import check_books, inline_run
 from patience import until
+from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 import rlbench.environment
@@ -522,7 +523,7 @@ def test_a_run_whose_tools_wait_and_sometimes_hang(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATIENT_LOG", str(tmp_path / "log"))
     run = rl.run("tiny", name="patient", environment=patient, steps=4, group=4, batch=16, concurrency=32, staleness=2, preflight=0, eval=[], filter="none", score_deadline=2.0, score_retries=0, infra_stop=1.0,
-                 placement="split", tasks="addition", checkpoint_every=0)
+                 placement="split", tasks="addition", checkpoint_every=0, **WITHOUT_MODEL | {"virtual": {"scripted_pace": 0.2, "scripted_length": 8.0}})  # short: each has room for its second turn
     until(lambda: run.state in ("finished", "failed"), 400)
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-2000:]

@@ -227,6 +227,8 @@ class World:
     def do_markold(self, a: MarkOld) -> None:
         for key in a.keys if a.how == "mask" else ():
             self.watch.weightless.add(key)
+            self.watch.told[key] = (self.watch.told[key][0], -1, -1)  # of no version that counts, until it writes another turn
+            self.watch.marks[key] = [(tokens, -1, -1) for tokens, *_ in self.watch.marks.get(key, ())]
 
     def do_save(self, a: Save) -> None:
         assert a.version == self.state.version
@@ -253,6 +255,7 @@ class World:
         if isinstance(event, Generated):
             key = (event.rollout, event.attempt)
             self.watch.told[key] = (event.tokens, event.oldest, event.newest)
+            self.watch.weightless -= {key} if event.oldest >= 0 else set()
             self.watch.stopped.update({key} if event.reason is StopReason.ABORTED else ())
         self.step(event)
 
