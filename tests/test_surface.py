@@ -481,7 +481,7 @@ def test_names_and_folders_that_lead_elsewhere(hostile, tmp_path):
     (tmp_path / "runs").mkdir(exist_ok=True)
     runs, precious = tmp_path / "runs", tmp_path / "precious"
     ended = fake_run(runs, "ended", batches=1, rollouts=0, evals=False)
-    (ended / "config.toml").write_text(to_toml(make_config(SCRIPTED)))
+    (ended / "config.toml").write_text(to_toml(make_config({**SCRIPTED, "generator": "torch"})))
     precious.mkdir()
     (precious / "config.toml").write_text("")
     (runs / "project").mkdir()
