@@ -17,7 +17,9 @@ from html import escape
 from pathlib import Path
 
 from .ledger import ENDED, read_table
-from .listing import SORTS, ListedRun, age_text, date_text, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
+from rlbench.listing import (
+    SORTS, ListedRun, add_held_out, age_text, date_text, keep_where, order_by_family, read_brief, read_listed, runs_in_text, sort_runs,
+)
 from .refusals import describe_refusal, refuses_in_one_line
 from .run import Run
 from .runs_folder import find_run_folder, find_runs_folder, list_run_folders
@@ -30,10 +32,16 @@ CURVE_POINTS = 48
 
 @dataclass
 class SeenRun:
-    "What was read of a run, and the times of the files it was read from. `curve` is None until it is asked for."
-    listed: ListedRun
+    "What was read of a run, and the times of the files it was read from. `whole` and `curve` are None until they are asked for."
+    brief: ListedRun  # without held-out rates
     stamp: tuple[int, ...]
+    whole: ListedRun | None = None
     curve: tuple[float, ...] | None = None
+
+    @property
+    def listed(self) -> ListedRun:
+        "The line of the run as far as it was read."
+        return self.whole or self.brief
 
 
 def stamp_of(folder: Path) -> tuple[int, ...]:
@@ -51,7 +59,7 @@ def read_curve(folder: Path) -> tuple[float, ...]:
     "The served solve rate by version, thinned; empty where there is none or it cannot be read."
     try:
         rates = read_table(folder, "steps", ["solve_rate"])["solve_rate"].drop_nulls().to_list()
-    except (ValueError, OSError):
+    except (ValueError, TypeError, KeyError, OSError):
         return ()
     every = max(1, len(rates) // CURVE_POINTS)
     return tuple(rates[::every])
@@ -77,11 +85,18 @@ class RunsReader:
         settled = before is not None and before.listed.state in (*ENDED, "dead", "unreadable")
         if before is not None and before.stamp == stamp and settled:
             return False
-        listed = read_listed(folder)
-        if before is not None and before.stamp == stamp and before.listed == listed:
+        brief = read_brief(folder)
+        if before is not None and before.stamp == stamp and before.brief == brief:
             return False
-        self.seen[folder] = SeenRun(listed, stamp)
+        self.seen[folder] = SeenRun(brief, stamp)
         return True
+
+    def whole(self, folder: Path) -> ListedRun:
+        "The line of a run with its held-out rates, read when they are first asked for after the run has moved."
+        seen = self.seen[folder]
+        if seen.whole is None:
+            seen.whole = add_held_out(seen.brief)
+        return seen.whole
 
     def curve(self, folder: Path) -> tuple[float, ...]:
         "The curve of a run, read when it is first asked for after the run has moved."
@@ -162,9 +177,11 @@ class RunsTable:
         conditions = [word for word in words if any(sign in word for sign in "=<>")]
         plain = [word.lower() for word in words if word not in conditions]
         tag, state = self.parts["tag"].value, self.parts["state"].value
-        runs = keep_where([seen.listed for seen in self.reader.seen.values()], conditions, [tag] if tag else [])
-        fits = [run for run in runs if (not state or run.state == state) and all(word in search_text(run) for word in plain)]
         by = self.parts["sort"].value
+        rated = by == "held_out" or any("held_out" in condition for condition in conditions)
+        known = [self.reader.whole(folder) if rated else seen.listed for folder, seen in self.reader.seen.items()]
+        runs = keep_where(known, conditions, [tag] if tag else [])
+        fits = [run for run in runs if (not state or run.state == state) and all(word in search_text(run) for word in plain)]
         return sort_runs(fits, by)[::-1] if by in ("started", "heard") else sort_runs(fits, by)
 
     def fill(self) -> None:
@@ -249,7 +266,7 @@ def fill_table(table: RunsTable) -> None:
         found = []
         put_value(parts["message"], "value", escape(str(error)))
     table.first = max(0, min(table.first, (len(found) - 1) // PAGE * PAGE))
-    table.shown = found[table.first : table.first + PAGE]
+    table.shown = [table.reader.whole(run.folder) for run in found[table.first : table.first + PAGE]]
     table.filling = True
     for number, row in enumerate(parts["rows"]):
         run = table.shown[number] if number < len(table.shown) else None

@@ -2,15 +2,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import polars as pl
 import pytest
 from browser import MadeLab
+from fake_run import fake_run
 from playwright.sync_api import expect
 
 import rlbench as rl
@@ -373,6 +376,27 @@ def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
         expect(page.locator(".jupyter-widgets.rl-panel")).to_have_count(2)
     run.stop()
     assert run.wait(SLOW) == "stopped"
+    page.context.close()
+
+
+def test_two_hundred_runs_open_in_two_seconds(lab, shot):
+    "From the key that runs `rl.runs()` in a fresh kernel to fifteen rows with their curves."
+    first = fake_run(lab.folder / "many", "run-0", batches=60, rollouts=50)
+    for number in range(1, 200):
+        shutil.copytree(first, first.parent / f"run-{number}")
+    notebook(lab.notebooks / "many.ipynb", "import rlbench as rl", f"rl.runs({str(first.parent)!r})")
+    page = lab.open_notebook("many.ipynb")
+    run_cell(page, 0)
+    cell = code_cells(page).nth(1)
+    cell.locator(".jp-InputPrompt").click()
+    began = time.monotonic()
+    page.keyboard.press("Control+Enter")
+    cell.locator(".rl-runs-row .rl-spark polyline").nth(14).wait_for()
+    seconds = time.monotonic() - began
+    shot(page, "runs")
+    print(json.dumps({"runs": 200, "seconds": round(seconds, 2)}))
+    expect(cell).to_contain_text("1 to 15 of 200 runs")
+    assert seconds < 2
     page.context.close()
 
 
