@@ -423,7 +423,7 @@ def start_run_process(folder: Path, attempt: int, server: ForkServer | None) -> 
         server.let_go()
     return handle
 
-# %% ../nbs/65_process.ipynb #process-whole
+# %% ../nbs/65_process.ipynb #process-whole-report
 def report(folder: Path) -> None:
     "Write the report; a run that ended well must not fail for its picture."
     from rlbench.report import write_report
@@ -433,7 +433,7 @@ def report(folder: Path) -> None:
     except Exception:
         traceback.print_exc()
 
-
+# %% ../nbs/65_process.ipynb #process-whole
 def main(folder: Path, attempt: int = 0) -> int:
     "Run what a folder describes; `attempt` above 0 resumes it. Exit status 0 if it finished or was stopped, 1 if it failed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
