@@ -952,10 +952,10 @@ def note_served(driver: "Driver", row: Served) -> None:
 
 WRITE = {Served: note_served, RolloutRow: write_rollout, GroupRow: write_group, StepRow: write_step, EvalRow: write_eval, CommandRow: write_command}
 
-# %% ../nbs/55_driver.ipynb #driver-class
+# %% ../nbs/55_driver.ipynb #driver-opened
 OPENED = ("steps", "groups", "rollouts", "tokens", "commands", "evals", "events", "verdicts")  # tables, while there is room: a row for one that cannot be opened would be lost
 
-
+# %% ../nbs/55_driver.ipynb #driver-class
 class Driver:
     "Owns a run folder while its run is alive."
 

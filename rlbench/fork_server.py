@@ -222,10 +222,10 @@ class _Forked(popen_forkserver.Popen):
             set_spawning_popen(None)
         return buffer.getvalue()
 
-# %% ../nbs/47_fork_server.ipynb #fork-class
+# %% ../nbs/47_fork_server.ipynb #fork-ready-seconds
 READY_SECONDS = 60.0  # for the imports; a worker that waits longer is spawned
 
-
+# %% ../nbs/47_fork_server.ipynb #fork-class
 class ForkServer:
     "A server of forks that has imported `modules`, or is about to. Starting one returns at once."
 
