@@ -35,7 +35,7 @@ def shown(table: RunsTable) -> list[str]:
 
 
 def test_two_hundred_runs_open_in_two_seconds(many):
-    "The table with its first page; the browser's share comes on top (measured in JupyterLab in a fresh kernel: 0.9 s in all on two cores)."
+    "The table with its first page; the browser's share comes on top (in JupyterLab, fresh kernel, two cores: 0.8 to 1.0 s in all, up to 1.9 s at a load of 6)."
     taken = []
     for _ in range(2):  # the first imports polars, too
         began = time.perf_counter()
