@@ -1,7 +1,6 @@
 """The loop over random configurations: books that close, no deadlock, nothing trained over the bound, and the same run twice."""
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,9 +9,9 @@ from inline import check_books, inline_run
 from properties import RANDOMS, examples
 from world import World
 
-import rlbench.environment
 from rlbench.config import RunConfig, make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
+from rlbench.environment import EnvironmentActor
 from rlbench.ledger import create_run_folder, read_status, read_table, send_command
 from rlbench.loop import abandon, step
 from rlbench.state import Commanded, Lost, Started, books_closed, start_state
@@ -135,8 +134,7 @@ def test_a_run_on_the_virtual_clock_does_not_notice_a_slow_machine(tmp_path, mon
     "Scorings that fail are judged by what others had within the same minute: that is no minute of the machine."
     table, told = a_driven_run(random.Random(989))
     usual = inline_run(tmp_path, "usual", table, told)
-    slow_clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: 300 * time.monotonic()})
-    monkeypatch.setattr(rlbench.environment, "time", slow_clock)
+    monkeypatch.setattr(EnvironmentActor, "moment", lambda actor: 300 * time.monotonic())
     slow = inline_run(tmp_path, "slow", table, told)
     assert slow.state.digest == usual.state.digest and read_table(slow.folder, "steps").equals(read_table(usual.folder, "steps"))
 
