@@ -676,6 +676,10 @@ class EnvironmentActor:
         self.loop, self.bell, self.waited = EpisodeLoop(), Bell(), 0.0  # waited: seconds of the last turn in which there was nothing to do
         self.set(verifier, reward, environment, kept, at_once)
 
+    def moment(self) -> float:
+        "Seconds on this machine's clock."
+        return time.monotonic()
+
     def set(self, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn, kept: "Pooled | None" = None, at_once: int = AT_ONCE) -> None:
         "What counts from now on. What is under way stays."
         self.bare, self.reward, self.environment, self.kept, self.at_once = verifier, reward, environment, kept, at_once
@@ -819,7 +823,7 @@ def judge_over(actor: EnvironmentActor, under: UnderWay) -> list:
 
 def conclude(actor: EnvironmentActor, under: UnderWay, found: Judged) -> ScoreResult:
     "The verdict is there: the reward, unless it is there too, or comes later."
-    found = guard_masks(actor.masks, under.rollout, found)
+    found = guard_masks(actor.masks, under.rollout, found, actor.moment())
     whole = found.outcome is Outcome.OK and under.request.part == "all" and found.reward is None
     return replace(under.result, judged=and_rewarded(under.rollout, found, actor.reward, under.request.deadline) if whole else found)
 
@@ -905,7 +909,7 @@ def give_up(actor: EnvironmentActor, under: UnderWay, error: BaseException) -> l
         return [ScoreResult(under.request.key, Judged(False, 0.0, message=str(error), seconds=time.perf_counter() - under.began), "".join(text))]
     judged = failed(actor.environment, error, under.request.deadline, time.perf_counter() - under.began, under.turns)
     if under.live and under.live.started:  # what fails before the policy has said anything is not its doing
-        judged = guard_masks(actor.masks, under.request.rollout, judged)
+        judged = guard_masks(actor.masks, under.request.rollout, judged, actor.moment())
     return [ScoreResult(under.request.key, judged)]
 
 
@@ -913,13 +917,13 @@ def _version_judged(rollout: Rollout) -> int:
     return version_of(rollout.responses[-1]) if rollout.responses else -1
 
 
-def guard_masks(masks: Masks, rollout: Rollout, judged: Judged) -> Judged:
-    "The judgement of an episode or of a function; zero where it is missing for this answer, or this task, again and again while others in the same minute get theirs. Verdicts on code are guarded where canaries are; a function's own error is nobody's guess."
+def guard_masks(masks: Masks, rollout: Rollout, judged: Judged, moment: float) -> Judged:
+    "The judgement of an episode or of a function, given at a `moment` (seconds); zero where it is missing for this answer, or this task, again and again while others in the same minute get theirs. Verdicts on code are guarded where canaries are; a function's own error is nobody's guess."
     if judged.verdict is not None or judged.outcome is Outcome.FUNCTION_ERROR:
         return judged
     masked = judged.outcome is not Outcome.OK
     words = digest_of("\0".join(said(rollout) or (rollout.text,)))
-    sighting = Sighting(rollout.task.id, words, _version_judged(rollout), masked, time.monotonic())
+    sighting = Sighting(rollout.task.id, words, _version_judged(rollout), masked, moment)
     masks.note(sighting)
     why = masks.blame(sighting)
     return replace(judged, correct=False, reward=0.0, outcome=Outcome.OK, message=f"masked: {why}; {judged.message}") if why else judged
@@ -1151,6 +1155,10 @@ class ScriptedEnvironment(EnvironmentActor):
     def __init__(self, seed: int = 0, ease: float = SCRIPTED_EASE, failures: float = 0.0, seconds: float = 0.001, environment: Callable[[], Episode] = SingleTurn):
         super().__init__(exact, correct, environment, at_once=1)
         self.seed, self.ease, self.failures, self.seconds = seed, ease, failures, seconds
+
+    def moment(self) -> float:
+        "Always the same: what a run on the virtual clock does must not depend on how fast the machine is."
+        return 0.0
 
     def turn(self, patience: float = 0.0) -> list:
         "The oldest request."

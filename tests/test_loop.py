@@ -1,5 +1,6 @@
 """The loop over random configurations: books that close, no deadlock, nothing trained over the bound, and the same run twice."""
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from world import World
 
 from rlbench.config import RunConfig, make_config, to_toml
 from rlbench.driver import Driver, drive, make_pools
+from rlbench.environment import EnvironmentActor
 from rlbench.ledger import create_run_folder, read_status, read_table, send_command
 from rlbench.loop import abandon, step
 from rlbench.state import Commanded, Lost, Started, books_closed, start_state
@@ -93,14 +95,20 @@ def test_books_bound_and_repeat(r, trouble):
     assert a_world(seed, commands, faults).run().record() == world.record()
 
 
+def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
+    "A table, and commands at stated events."
+    table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))}}
+    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))]
+    told += [(r.randint(1, 300), "stop", None, 0)] if told and r.random() < 0.3 else []
+    return table, told
+
+
 @examples(36)
 @given(r=RANDOMS)
 def test_driver_tables_close_and_repeat(r, tmp_path_factory):
     "The same through the driver: the tables on disk agree with the books, and a second run writes the same ones."
     folder = tmp_path_factory.mktemp("twice")
-    table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))}}
-    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))]
-    told += [(r.randint(1, 300), "stop", None, 0)] if told and r.random() < 0.3 else []
+    table, told = a_driven_run(r)
     first, second = (inline_run(folder, name, table, told) for name in ("a", "b"))
     check_books(first)
     steps, again = (read_table(d.folder, "steps") for d in (first, second))
@@ -120,6 +128,15 @@ SMALL = {"clock": "virtual", "generator": "scripted", "group": 4, "batch": 16, "
 
 def small(**changes) -> RunConfig:
     return make_config(SMALL | changes)
+
+
+def test_a_run_on_the_virtual_clock_does_not_notice_a_slow_machine(tmp_path, monkeypatch):
+    "Scorings that fail are judged by what others had within the same minute: that is no minute of the machine."
+    table, told = a_driven_run(random.Random(989))
+    usual = inline_run(tmp_path, "usual", table, told)
+    monkeypatch.setattr(EnvironmentActor, "moment", lambda actor: 300 * time.monotonic())
+    slow = inline_run(tmp_path, "slow", table, told)
+    assert slow.state.digest == usual.state.digest and read_table(slow.folder, "steps").equals(read_table(usual.folder, "steps"))
 
 
 @examples(20)
