@@ -183,7 +183,9 @@ def machine_in_use(found: Neighbours | None = None) -> Check:
     found = neighbours_of() if found is None else found
     told = neighbours_in_words(found)
     free = f"no run is alive, and the load is {found.load:.1f} on {found.cores} cores"
-    return Check("in use", found.load <= BUSY * found.cores, told or free, needed=False)
+    is_free = found.load <= BUSY * found.cores
+    remedy = "" if is_free else "; wait until other programs have ended, or expect slower runs"
+    return Check("in use", is_free, (told or free) + remedy, needed=False)
 
 
 def system_checks() -> list[Check]:

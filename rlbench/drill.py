@@ -363,7 +363,7 @@ def hold_starts(scene: Scene) -> None:
 def starts_were_slow(scene: Scene) -> list[Sign]:
     "A start took as long as it was held, and another was asked for meanwhile."
     rows = since(scene, "sandboxes", ["kind", "before", "state", "seconds", "why"]).filter(kind="worker").rows()
-    slow = max((seconds for _, before, state, seconds, _ in rows if (before, state) == ("starting", "ready")), default=0.0)
+    slow = max((seconds for _, before, _, seconds, _ in rows if before == "starting"), default=0.0)
     hedged = sum(state == "starting" and why == "hedge" for _, _, state, _, why in rows)
     return [Sign(f"the slowest start took {slow:.1f} s", slow > HELD_SECONDS / 2), Sign(f"{hedged} starts were asked for a second time", hedged > 0), *changed_workers(scene), answered(scene), unpaid(scene), same_environment(scene)]
 
