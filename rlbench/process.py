@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'QUIET_SECONDS', 'END_FILE', 'WORKER_MODULES',
            'POLICY_MODULES', 'run_main', 'refuse_start', 'live', 'tell', 'newest', 'unfinished', 'close_books',
-           'published', 'rescue', 'has_saved_weights', 'save_checkpoint_policy', 'clear', 'silence_of', 'is_suspended',
-           'excused_seconds', 'restarts_of', 'supervise', 'end_group', 'sweep_pool', 'sinks_of', 'end_sidecar',
-           'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end', 'forget_end', 'worker_modules',
-           'begin_server', 'start_run_process', 'report', 'main']
+           'published', 'rescue', 'has_saved_weights', 'save_checkpoint_policy', 'clear', 'silence_of',
+           'processes_of_group', 'is_suspended', 'excused_seconds', 'restarts_of', 'supervise', 'end_group',
+           'sweep_pool', 'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end',
+           'forget_end', 'worker_modules', 'begin_server', 'start_run_process', 'report', 'main']
 
 # %% ../nbs/65_process.ipynb #process-imports
 import json
@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -229,11 +230,21 @@ def silence_of(folder: Path) -> float:
         return SILENCE_SECONDS
 
 # %% ../nbs/65_process.ipynb #process-suspended
+def processes_of_group(leader: int) -> list[psutil.Process]:
+    "All processes in the group of a leader: workers join the run process's, though a server beside it has forked them."
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.getpgid(process.pid) == leader:
+                found.append(process)
+    return found
+
+
 def is_suspended(leader: int) -> bool:
-    "True if a process and all that it has started are stopped by signals: somebody has suspended the run, and can continue it."
+    "True if a process and all that it has started, or that have joined its group, are stopped by signals: somebody has suspended the run, and can continue it."
     try:
         process = psutil.Process(leader)
-        states = {each.status() for each in (process, *process.children(recursive=True))}
+        states = {each.status() for each in (process, *process.children(recursive=True), *processes_of_group(leader))}
     except psutil.Error:  # one of them has just ended
         return False
     return states - {psutil.STATUS_ZOMBIE} == {psutil.STATUS_STOPPED}

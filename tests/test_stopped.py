@@ -84,3 +84,21 @@ def test_a_process_is_suspended_only_with_all_that_it_has_started():
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert not is_suspended(process.pid)
+
+
+def test_a_stopped_leader_is_not_suspended_while_its_group_runs():
+    "A forked worker is no child of the run process but in its group: while it runs, the run process hangs alone."
+    code = "print('up', flush=True); import time; time.sleep(60)"
+    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0)
+    joined = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=leader.pid)
+    try:
+        assert leader.stdout.readline() == joined.stdout.readline() == "up\n"
+        leader.send_signal(signal.SIGSTOP)
+        until(lambda: psutil.Process(leader.pid).status() == psutil.STATUS_STOPPED, 5)
+        assert not is_suspended(leader.pid)
+        joined.send_signal(signal.SIGSTOP)
+        until(lambda: is_suspended(leader.pid), 5)
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()
+        joined.wait()
