@@ -1528,7 +1528,12 @@ def close_session(z, head, rest, fds):
         z.kernel.call("umount2", place.removesuffix("/m").encode(), DETACH)
         os.rmdir(place.removesuffix("/m"))
     elif place:
-        return begin(z, head | {"path": place}, rest, fds)
+        closed = place + "-closed"
+        try:
+            os.rename(place, closed)  # all of it at once: a snapshot under way finds no folder, never half of one
+        except OSError:  # it is being opened
+            closed = place
+        return begin(z, head | {"path": closed}, rest, fds)
     say(z, {"ticket": head["ticket"], "kind": "done"})
 
 # %% ../../nbs/21_sandbox.zygote.ipynb #zygote-help
