@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WARMUP', 'TIMED', 'MARKER', 'QUIET', 'TRIES', 'NAMES', 'TrlArm', 'samples_per_second', 'time_to_solve', 'curve_gap',
            'open_folder', 'clean_environment', 'make_environment', 'ours_config', 'preset_config', 'served_tasks',
-           'trl_job', 'await_quiet', 'machine_seconds', 'watched', 'end', 'run_trl', 'read_steps', 'run_ours',
-           'dismiss', 'read_run', 'digest', 'sources', 'weights', 'kept', 'layouts', 'variants', 'choose',
-           'median_ratio', 'by_side', 'TrlBench', 'summarise', 'bench_trl', 'curves']
+           'trl_job', 'await_quiet', 'machine_seconds', 'watched', 'end', 'interrupts_held_back', 'started_process',
+           'run_trl', 'read_steps', 'run_ours', 'dismiss', 'read_run', 'digest', 'sources', 'weights', 'kept',
+           'layouts', 'variants', 'choose', 'median_ratio', 'by_side', 'TrlBench', 'summarise', 'bench_trl', 'curves']
 
 # %% ../nbs/88_bench_trl.ipynb #bench-trl-imports
 import importlib.metadata
@@ -15,12 +15,13 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -219,7 +220,7 @@ def watched(make: Callable[[], TrlArm], every: float = 0.5, busy: Callable[[], f
     others = (busy() - before - (sum(used.values()) - own)) / ((time.monotonic() - began) * psutil.cpu_count())
     return replace(arm, busy=round(min(1.0, max(0.0, others)), 3))  # the system counts in ticks
 
-# %% ../nbs/88_bench_trl.ipynb #bench-trl-run-trl
+# %% ../nbs/88_bench_trl.ipynb #bench-trl-processes
 def end(process: subprocess.Popen) -> None:
     "End a process and all that it started."
     try:
@@ -233,6 +234,35 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    "An interrupt that comes within is raised at the end, so that what was begun is known to those who have to end it."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def started_process(command: list[str], **options) -> Iterator[subprocess.Popen]:
+    "A process that ends with the block, and all that it started with it. `options`: those of `subprocess.Popen`."
+    process = None
+    try:
+        with interrupts_held_back():
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        yield process
+    finally:
+        if process is not None:
+            end(process)
+
+# %% ../nbs/88_bench_trl.ipynb #bench-trl-run-trl
 def run_trl(folder: Path, job: TrlJob, name: str, limit: float = 500.0) -> TrlArm:
     "Train with TRL. An arm with an `error` if the script fails or takes longer than `limit` seconds."
     place, s = folder / "jobs" / name, job.setting
@@ -244,14 +274,11 @@ def run_trl(folder: Path, job: TrlJob, name: str, limit: float = 500.0) -> TrlAr
     command = [folder / "venv/bin/python", "-I", *launcher, folder / "arm.py", place / "job.json", place / "steps.jsonl"]
     environment = clean_environment(OMP_NUM_THREADS=str(s.threads), TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     launched = time.time()
-    with open(place / "log", "wb") as log:
-        process = subprocess.Popen([str(each) for each in command], cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    try:
-        status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        status = f"no end within {limit:g} s"
-    finally:
-        end(process)
+    with open(place / "log", "wb") as log, started_process([str(each) for each in command], cwd=place, env=environment, stdout=log, stderr=log) as process:
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = f"no end within {limit:g} s"
     if status != 0:
         last = (place / "log").read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2] or "no word"
         return TrlArm("trl", job.seed, error=f"{status}: {last[:200]}; see {place / 'log'}")

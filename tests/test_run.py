@@ -152,6 +152,7 @@ def test_whoever_starts_or_changes_a_run_in_a_notebook_reads_the_notes(tmp_path,
     run.set(correction="none", staleness=3)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("note: correction: with staleness = 3")
+    until(lambda: (run.settings.correction["name"], run.settings.staleness) == ("none", 3))
     run.set(temperature=0.9)
     assert capfd.readouterr().err == ""
     run.stop()

@@ -85,7 +85,8 @@ def test_what_a_program_leaves_is_its_own_doing(cell, name):
     told = cell.turns(Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL)
     assert all(map(of_model, told.values())), told
     assert told["back"] == told["close"] == "done" and told["after back"].startswith("exited 0"), told
-    assert "next again" not in told or told["open again"] == "done" and told["next again"].startswith("exited 0"), told
+    too_full = cell.tier == "landlock" and name == "a full disk"  # it has no disk of its own: a look ends whatever program it meets in a workspace that is too full
+    assert "next again" not in told or told["open again"] == "done" and told["next again"].startswith(("exited 0", "output_limit") if too_full else "exited 0"), told
     assert cell.left() == 0
     after = cell.run(Program("print(6 * 7)"), Limits())
     assert (after.end, after.stdout) == (End.EXITED, b"42\n")

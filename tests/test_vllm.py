@@ -29,9 +29,16 @@ def test_families_are_served_as_transformers_computes_them(tmp_path):
         assert figures["logprob_max_diff"] <= 2e-3 and figures["after_swap"] <= 2e-3, f"{family}: {figures}"
 
 
-def asked(run) -> int:
-    "How often the generator that will be lost was asked for responses."
-    return sum(json.loads(f)["actor"] == "generator-1" for f in read_table(run.folder, "events").filter(pl.col("kind") == "Generate")["fields"])
+def in_flight(run, generator: str) -> int:
+    "Responses that a generator was asked for and has not handed over."
+    asked = {}
+    for kind, fields in read_table(run.folder, "events").select("kind", "fields").iter_rows():
+        told = json.loads(fields) if kind in ("Generate", "Generated") else {}
+        if kind == "Generate":
+            asked.update({(rollout, attempt): told["actor"] for rollout, attempt, _ in told["rollouts"]})
+        elif kind == "Generated":
+            asked.pop((told["rollout"], told["attempt"]), None)
+    return sum(actor == generator for actor in asked.values())
 
 
 def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
@@ -42,9 +49,8 @@ def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
     while r.state in ("starting", "running") and time.monotonic() < until:
         status = r.status
         if not struck and status and status.version >= 2:
-            os.kill(status.workers["generator-1"], signal.SIGSTOP)  # it finishes nothing any more, and is asked for its share
-            stopped, patience = asked(r), time.monotonic() + 4
-            while asked(r) == stopped and time.monotonic() < patience:  # it may have its share already
+            os.kill(status.workers["generator-1"], signal.SIGSTOP)  # it finishes nothing any more
+            while not in_flight(r, "generator-1") and r.state == "running" and time.monotonic() < until:
                 time.sleep(0.1)
             os.kill(status.workers["generator-1"], signal.SIGKILL)
             struck = True
