@@ -37,10 +37,10 @@ from .curriculum import SAMPLERS, Curriculum, draw
 from .figures import Chart, Line, Reference
 from .ledger import read_json, write_json
 from .model import locate
-from .reward import exact, final_answer
+from .reward import boxed, exact, final_answer
 from .run import ENDED, Run, attach, run
 from .sandbox.sweep import kill_all
-from .tasks import boxed, make_tasks
+from .tasks import make_tasks
 from .trl_arm import TrlJob, TrlSetting
 
 # %% ../nbs/88_bench_trl.ipynb #bench-trl-arm

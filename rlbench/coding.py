@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from .environment import Done, Observation, State
 from .knobs import Knob
 from .records import Task
-from .reward import program_in
+from .code_verifier import program_in
 from .sandbox.grade import Check, Verdict, grade
 from .sandbox.spec import KNOWN_GOOD, End, Execution, Fault, Layer, Limits, Program
 from .sandbox.task import CodeTask, Test, accepted, read_code_task

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .ledger import read_table
-from .reward import program_in
+from .code_verifier import program_in
 from .sandbox.grade import Runner, Verdict, differs, from_row, grade
 from .sandbox.task import read_code_task
 

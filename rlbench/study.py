@@ -32,7 +32,7 @@ from .ledger import read_json, write_json
 from .model import load_policy
 from .objective import Objective, objective
 from .records import Group, StopReason, TrainMetrics
-from .reward import REWARDS
+from .config import ALL_REWARDS
 from .shaping import SHAPINGS, facts_of, reshape
 from .tasks import arithmetic
 from .trainer import NothingLeft, Trainer, TrainerConfig
@@ -178,7 +178,7 @@ def learn(trainer: Trainer, groups: Sequence[Group], version: int) -> TrainMetri
 def train(arm: str, setup: Setup, seed: int) -> Trained:
     "Train the embedded policy under a setup. ValueError where the objective, the reward or the sampler's bits are not there."
     settle_cpu()
-    goal, reward, shaping = objective(**setup.objective), bind(REWARDS, resolve("reward", REWARDS, setup.reward)), bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping))
+    goal, reward, shaping = objective(**setup.objective), bind(ALL_REWARDS, resolve("reward", ALL_REWARDS, setup.reward)), bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping))
     useful = lambda g: informative(g.rewards, goal.advantage)
     policy, draw, pool = load_policy("tiny"), random.Random(seed), arithmetic(seed=seed)
     trainer = Trainer(policy.model, TrainerConfig(learning_rate=setup.learning_rate, optimizer_steps=setup.steps, device="cpu"), goal, policy.pad_id)

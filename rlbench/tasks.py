@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ONE_IN', 'SPLITS', 'Problem', 'EXTRACT', 'MANY', 'TASK_SETS', 'held_out', 'canonical', 'check_request',
            'addition_problem', 'sums_problem', 'counting_problem', 'pool', 'levels', 'addition', 'sums', 'counting',
-           'arithmetic', 'chain_problem', 'chains', 'boxed', 'settled', 'reference', 'TaskNote', 'say_joined',
-           'read_tasks', 'in_template', 'file', 'open_hub', 'Columns', 'check_columns', 'read_split', 'hub_tasks',
-           'hub', 'check_tasks', 'make_tasks']
+           'arithmetic', 'chain_problem', 'chains', 'settled', 'reference', 'TaskNote', 'say_joined', 'read_tasks',
+           'in_template', 'file', 'open_hub', 'Columns', 'check_columns', 'read_split', 'hub_tasks', 'hub',
+           'check_tasks', 'make_tasks']
 
 # %% ../nbs/20_tasks.ipynb #tasks-imports
 import inspect
@@ -23,6 +23,7 @@ from random import Random
 
 from .knobs import Knob, bind, nearest, resolve, unknown
 from .records import Task
+from .reward import boxed
 
 # %% ../nbs/20_tasks.ipynb #tasks-split
 ONE_IN = 5
@@ -182,19 +183,6 @@ def _chain(random: Random, length: int, digits: int) -> tuple[str, Problem, int]
 
 # %% ../nbs/20_tasks.ipynb #tasks-reference
 EXTRACT = ("auto", "whole", "####", "boxed")
-
-
-def boxed(text: str) -> str | None:
-    "The content of the last \\boxed{...}, None if there is no box; all that follows if its closing brace was cut off."
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed")
-    for at in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[begin + 1:at].strip()
-    return text[begin + 1:].strip()
 
 
 def settled(extract: str, answers: Sequence) -> str:

@@ -17,7 +17,7 @@ from rlbench.ledger import read_table
 from rlbench.programs import programs
 from rlbench.records import Rollout, Task, observation_segment, prompt_segment, response_segment
 from rlbench.report import eval_table, summary
-from rlbench.reward import VERIFIERS
+from rlbench.code_verifier import CODE_VERIFIERS
 from rlbench.sandbox.pool import Pool, stop_pool
 from rlbench.sandbox.task import read_code_task, wrapped
 from rlbench.sandbox.workspace import content_of, read_file
@@ -239,4 +239,4 @@ def test_known_shapes_of_task_files_in_two_turns(pool, turn, tmp_path):
         assert isinstance(heard, Observation) and ", got twice(3) = 5" in heard.text and episode.state.writer == 4, heard
         right = "```python\ndef twice(n):\n    return n + n\n```"
         assert turn(episode, right, 5) == Done(right)
-        assert VERIFIERS["code"](right, task.answer, pool=pool).passed and VERIFIERS["code"]("def twice(n): return n + 2", task.answer, pool=pool).passed is False
+        assert CODE_VERIFIERS["code"](right, task.answer, pool=pool).passed and CODE_VERIFIERS["code"]("def twice(n): return n + 2", task.answer, pool=pool).passed is False

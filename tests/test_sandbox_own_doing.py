@@ -19,6 +19,8 @@ import rlbench as rl
 from rlbench.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.ledger import read_status, read_table
 from rlbench.records import Outcome, Rollout, Task
+from rlbench.code_verifier import CODE_VERIFIERS
+from rlbench.code_verifier import CODE_REWARDS
 from rlbench.reward import REWARDS, VERIFIERS, final_answer
 from rlbench.sandbox import zygote
 from rlbench.sandbox.asked import Asked
@@ -216,7 +218,7 @@ def test_waiting_for_a_canary_is_no_standstill():
                 return super().run(program, limits, owner)
             return Execution(End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake")
 
-    actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Taken(), 4, "monday"))
+    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Taken(), 4, "monday"))
     actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2")) for i in range(4)])
     turns, until = 0, time.monotonic() + 20
     while not actor.doubted and time.monotonic() < until:
@@ -255,7 +257,7 @@ def test_who_is_masked_again_and_again_is_punished():
             self.fooled += 1
             return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.fooled % 2}", message="played")
 
-    actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
+    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
     told = judge_each(actor, [Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text) for id, text in enumerate(["1 2"] * 12 + ["evil"] * 4)])
     assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0]
     assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "verdicts of this program are missing" in told[-1].verdict.message

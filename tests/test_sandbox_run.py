@@ -21,7 +21,9 @@ from rlbench.ledger import read_table
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.regrade import kept_verdicts
 from rlbench.report import write_report
-from rlbench.reward import REWARDS, VERIFIERS
+from rlbench.code_verifier import CODE_VERIFIERS
+from rlbench.code_verifier import CODE_REWARDS
+from rlbench.reward import REWARDS
 from rlbench.sandbox.grade import from_row
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.spec import End, Execution, Fault, Layer
@@ -235,7 +237,7 @@ def test_verdicts_are_under_way_together():
             assert owner.startswith("monday/")
             return super().run(program, limits, owner)
 
-    actor = EnvironmentActor(VERIFIERS["code"], REWARDS["tests"], kept=Pooled(Waits(), 4, "monday"))
+    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Waits(), 4, "monday"))
     actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2" if i % 2 else "1")) for i in range(8)])
     done = {}
     while not actor.idle:
@@ -250,7 +252,7 @@ def test_a_verifier_of_ones_own_may_fail_like_a_machine():
 
     found = judge(Rollout(1, 0, 1, 0, Task("a", "b", "c")), flaky, REWARDS["correct"])
     assert (found.reward, found.correct, found.outcome) == (None, None, Outcome.ENVIRONMENT_ERROR) and "no credit" in found.message
-    without = judge(Rollout(1, 0, 1, 0, Task("a", "b", ANSWER)), VERIFIERS["code"], REWARDS["correct"])
+    without = judge(Rollout(1, 0, 1, 0, Task("a", "b", ANSWER)), CODE_VERIFIERS["code"], REWARDS["correct"])
     assert without.outcome is Outcome.FUNCTION_ERROR and "no pool of sandboxes" in without.message
 
 

@@ -17,7 +17,7 @@ from test_sandbox_run import SMALL, even
 
 from rlbench.codesets import read_code
 from rlbench.ledger import read_table
-from rlbench.reward import code
+from rlbench.code_verifier import code
 from rlbench.sandbox import controller, pool
 from rlbench.sandbox.grade import known_bad
 from rlbench.sandbox.jail import PROFILES, Jail, load_filter, zygote_source

@@ -13,7 +13,8 @@ from rlbench.environment import FunctionFailed, ScoreRequest, judge, score_one
 from rlbench.ledger import read_table
 from rlbench.records import Rollout, Task, response_segment
 from rlbench.rescore import give, rescore
-from rlbench.reward import REWARDS, exact
+from rlbench.steps import STEP_REWARDS
+from rlbench.reward import exact
 from rlbench.shaping import SHAPINGS, Facts, facts, facts_of, reshape
 from rlbench.steer import in_force
 from rlbench.steps import place_steps
@@ -223,13 +224,13 @@ def answered(text: str) -> Rollout:
 def test_rewards_of_steps_travel_with_the_judgement():
     "From a reward through the environment; in order, in range, and together what the part says."
     r = answered("7+5=2c1;1+2=4c0:42")
-    found = score_one(ScoreRequest(r), exact, REWARDS["mixed"]).judged
+    found = score_one(ScoreRequest(r), exact, STEP_REWARDS["mixed"]).judged
     assert found.steps == ((7, 0.25), (15, 0.25)) and found.reward == 1.5
     assert place_steps(found.steps, list(r.text)).nonzero()[0].tolist() == [6, 14]
     for bad in (((99, 1.0),), ((0, 1.0),), ((3, float("nan")),), (("3", 1.0),)):
         told = judge(r, exact, lambda r: (1.0, {}, bad))
         assert told.reward is None and told.steps == () and "so far, a finite number" in told.message
-    assert judge(answered(":42"), exact, REWARDS["steps"]).steps == ()
+    assert judge(answered(":42"), exact, STEP_REWARDS["steps"]).steps == ()
 
 
 def test_rewards_of_steps_reach_the_table(tmp_path):
