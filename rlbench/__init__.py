@@ -2,15 +2,59 @@
 
 __version__ = "0.1.0"
 
-from rlbench.ablation import ablate
-from rlbench.compare import compare
-from rlbench.config import ConfigError, RunConfig, load_config
-from rlbench.knobs import Knob
-from rlbench.records import Fate, Outcome, Rollout, Task
-from rlbench.run import Run, attach, run
-from rlbench.runs_table import runs
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "load_config", "run", "runs"]
+if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is imported when it is first used
+    from rlbench.knobs import Knob
+    from rlbench.loop.config import ConfigError, RunConfig, load_config
+    from rlbench.records import Fate, Outcome, Rollout, Task
+    from rlbench.views.comparison import compare
+    from rlbench.workbench.ablation import ablate
+    from rlbench.workbench.handle import Run, attach, run
+    from rlbench.workbench.runs_table import runs
+
+__all__ = [
+    "ConfigError",
+    "Fate",
+    "Knob",
+    "Outcome",
+    "Rollout",
+    "Run",
+    "RunConfig",
+    "Task",
+    "ablate",
+    "attach",
+    "compare",
+    "load_config",
+    "run",
+    "runs",
+]
+_HOMES = {
+    "ConfigError": "rlbench.loop.config",
+    "Fate": "rlbench.records",
+    "Knob": "rlbench.knobs",
+    "Outcome": "rlbench.records",
+    "Rollout": "rlbench.records",
+    "Run": "rlbench.workbench.handle",
+    "RunConfig": "rlbench.loop.config",
+    "Task": "rlbench.records",
+    "ablate": "rlbench.workbench.ablation",
+    "attach": "rlbench.workbench.handle",
+    "compare": "rlbench.views.comparison",
+    "load_config": "rlbench.loop.config",
+    "run": "rlbench.workbench.handle",
+    "runs": "rlbench.workbench.runs_table",
+}
+
+
+def __getattr__(name: str):
+    "Import a public name when it is first used. AttributeError for any other name."
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlbench.capacity import cpu_flags
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
+
+from rlbench.models.hardware import cpu_flags
 from rlbench.sandbox.sweep import kill_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,5 +74,5 @@ def no_run_outlives_the_tests(tmp_path_factory):
     for process in psutil.process_iter(["cmdline", "cwd"]):
         told = process.info
         line = told["cmdline"] or []
-        if {"rlbench.process", "rlbench.sinks", "rlbench.sandbox.controller"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
+        if {"rlbench.workbench.supervisor", "rlbench.views.sinks", "rlbench.sandbox.controller"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
             kill_all([process])

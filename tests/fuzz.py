@@ -19,17 +19,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 from inline import check_books
 from pydantic import BaseModel
 
-from rlbench.codesets import CODE_SETS
-from rlbench.config import FUNCTIONS, ConfigError, EvalConfig, RunConfig, make_config, read_config, to_toml, with_knob
-from rlbench.driver import CARRY, Driver, commands, drive, log, make_pools
+from rlbench.environments.code_datasets import CODE_SETS
+from rlbench.loop.config import FUNCTIONS, ConfigError, EvalConfig, RunConfig, make_config, read_config, to_toml, with_knob
+from rlbench.runtime.driver import CARRY, Driver, commands, drive, log, make_pools
 from rlbench.knobs import Knob, key_of, knobs_of
-from rlbench.ledger import create_run_folder, read_table
-from rlbench.loop import FINISHED, UNFINISHED, VERBS, step
-from rlbench.queue import capacity
-from rlbench.state import generators, live_groups
+from rlbench.base.ledger import create_run_folder, read_table
+from rlbench.loop.loop import FINISHED, UNFINISHED, VERBS, step
+from rlbench.loop.queue import capacity
+from rlbench.loop.state import generators, live_groups
 
 EVENTS = 1500  # after which a run is asked to stop
 PATIENCE = 6000  # events after that in which it has to have ended

@@ -1,8 +1,11 @@
-"""README.md is nbs/index.ipynb as Markdown: `make readme`, or `python tests/readme.py`."""
+"""README.md is nbs/index.ipynb as Markdown, and nbs/map.ipynb lists the notebooks: `make readme`, or `python tests/readme.py`."""
+import json
 import re
+import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from rooms import ROOT, map_sections
 
 
 def readme(notebook: Path) -> str:
@@ -26,5 +29,13 @@ def readme(notebook: Path) -> str:
     return "\n".join(line.rstrip() for line in re.sub(r"\n{3,}", "\n\n", text).strip().splitlines()) + "\n"
 
 
+def map_notebook() -> str:
+    "The text of the file nbs/map.ipynb."
+    cells = [{"cell_type": "markdown", "id": id, "metadata": {}, "source": text.splitlines(keepends=True)} for id, text in map_sections().items()]
+    kernel = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
+
+
 if __name__ == "__main__":
+    (ROOT / "nbs" / "map.ipynb").write_text(map_notebook(), encoding="utf-8")
     (ROOT / "README.md").write_text(readme(ROOT / "nbs" / "index.ipynb"), encoding="utf-8")

@@ -1,0 +1,235 @@
+"""Workers come out of a fork server: what it holds, when it ends, what a worker finds, and what happens where nothing can be forked."""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from patience import until
+
+import rlbench as rl
+from rlbench.bench.start import writes_again
+from rlbench.runtime.driver import may_be_forked
+from rlbench.runtime.fork_server import ForkServer
+from rlbench.base.ledger import living
+from rlbench.runtime.actors import ProcessHandle
+from rlbench.workbench.supervisor import worker_modules
+
+SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
+ENDLESS = {**SMALL, "steps": 100_000, "staleness": 2}
+SERVER = "serve_forks"  # on its command line
+
+OWNER = """
+import sys, time
+from rlbench.runtime.fork_server import ForkServer
+if __name__ == "__main__":
+    server = ForkServer()
+    assert server.why_unfit() == ""
+    worker = server.start({}, target=time.sleep, args=(600,), name="rlbench-sleeper", daemon=True)
+    print(server.pid, worker.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def server():
+    "A server without modules, ready."
+    made = ForkServer()
+    assert made.why_unfit() == ""
+    yield made
+    made.close()
+
+
+def server_of(run: rl.Run) -> psutil.Process:
+    "The fork server of a live run."
+    (found,) = [p for p in psutil.Process(run.status.supervisor).children() if SERVER in " ".join(p.cmdline())]
+    return found
+
+
+def open_files(process: psutil.Process) -> set[str]:
+    "What a process has open, by the names that the kernel gives."
+    folder = Path(f"/proc/{process.pid}/fd")
+    return {os.readlink(each) for each in folder.iterdir()}
+
+
+def write_place(path: str) -> None:
+    "In a worker: write down what it finds."
+    print("a line for the log", flush=True)
+    torch = sys.modules.get("torch")
+    found = {
+        "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "given": os.environ.get("GIVEN_LATER"),
+        "threads": torch.get_num_threads() if torch else 0,
+        "touched": torch.cuda.is_initialized() if torch else False,
+        "group": os.getpgrp(),
+        "folder": os.getcwd(),
+        "stdin": os.readlink("/proc/self/fd/0"),
+        "ignores_interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+        "name": Path("/proc/self/comm").read_text().strip(),
+        "draws": [random.random(), float(np.random.random())],
+    }
+    Path(path).write_text(json.dumps(found))
+
+
+def wait_to_be_told(connection) -> None:
+    "In a worker: end with the pipe."
+    try:
+        connection.recv()
+    except EOFError:
+        return
+
+
+def test_server_ends_with_an_owner_that_is_killed(script):
+    "Nobody can clean up after a SIGKILL; the server notices by itself, even while a worker that does not heed its pipe lives on."
+    owner = script(OWNER)
+    pid, worker = map(int, owner.stdout.readline().split())
+    server, child = psutil.Process(pid), psutil.Process(worker)
+    owner.kill()
+    until(lambda: not living([server]), 5)
+    assert living([child])
+    child.kill()
+
+
+def test_worker_takes_the_place_of_a_spawned_one(tmp_path, monkeypatch, capfd):
+    "Variables of the moment it is asked for, its own devices, threads, folder, group, name, input, output and random numbers."
+    server = ForkServer(["torch"])
+    assert server.why_unfit() == ""
+    monkeypatch.setenv("GIVEN_LATER", "yes")
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for number in range(2):
+        place = tmp_path / f"{number}.json"
+        variables = {"CUDA_VISIBLE_DEVICES": f"{number},7", "OMP_NUM_THREADS": str(number + 1)}
+        worker = server.start(variables, target=write_place, args=(str(place),), name="rlbench-trainer", daemon=True)
+        worker.join(30)
+        assert worker.exitcode == 0
+        told.append(json.loads(place.read_text()))
+    server.close()
+    first, second = told
+    assert (first["devices"], second["devices"]) == ("0,7", "1,7")
+    assert (first["threads"], second["threads"]) == (1, 2)
+    assert first["given"] == "yes" and not first["touched"] and not first["ignores_interrupt"]
+    assert first["group"] == os.getpgrp() and first["folder"] == str(tmp_path) and first["stdin"] == "/dev/null"
+    assert first["name"] == "rlbench-trainer"[:15]
+    assert first["draws"][0] != second["draws"][0] and first["draws"][1] != second["draws"][1]
+    assert capfd.readouterr().out.count("a line for the log") == 2
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != "0,7"
+
+
+def test_several_workers_fork_at_once_and_say_how_they_ended(server):
+    "Sixteen threads ask at the same moment; each gets a worker of its own and its exit status."
+    found = {}
+
+    def start(number: int) -> None:
+        worker = server.start({}, target=sys.exit, args=(number,), name=f"rlbench-{number}", daemon=True)
+        worker.join(30)
+        found[number] = worker.exitcode
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {number: number for number in range(16)}
+
+
+def test_worker_does_not_hold_the_pipes_of_another(server):
+    "A worker ends when its own pipe is closed, although workers that were forked later live."
+    first, second = (ProcessHandle(name, wait_to_be_told, server=server) for name in ("first", "second"))
+    first.hang_up()
+    first.process.join(10)
+    assert first.process.exitcode == 0 and second.process.is_alive()
+    second.close(5)
+
+
+def test_dead_server_is_replaced(server, capfd):
+    "The worker that meets it dead is spawned, and says so; the next one is forked by another server."
+    psutil.Process(server.pid).kill()
+    dead = server.pid
+    until(lambda: not living([psutil.Process(dead)]), 5)
+    handles = [ProcessHandle(name, wait_to_be_told, server=server) for name in ("first", "second")]
+    parents = [psutil.Process(handle.process.pid).ppid() for handle in handles]
+    assert server.pid != dead and parents == [os.getpid(), server.pid]
+    assert "rlbench-first is spawned, not forked" in capfd.readouterr().err
+    for handle in handles:
+        handle.close(5)
+
+
+def test_server_with_more_than_one_thread_refuses(tmp_path, monkeypatch):
+    "A module that starts a thread makes it unfit, and the reason names the threads."
+    (tmp_path / "starts_a_thread.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    server = ForkServer(["starts_a_thread"])
+    assert "started 1 more threads" in server.why_unfit()
+    with pytest.raises(OSError, match="more threads"):
+        server.start({}, target=os.getpid, name="rlbench-x", daemon=True)
+    server.close()
+
+
+def test_workers_of_vllm_are_spawned():
+    "Only those that hold its engine."
+    config = rl.load_config("tiny").model_copy(update={"generator": "vllm"})
+    assert not may_be_forked(config, ("trainer", "generator")) and not may_be_forked(config, ("generator-2",))
+    assert may_be_forked(config, ("trainer",)) and may_be_forked(config, ("environment",))
+    assert may_be_forked(rl.load_config("tiny"), ("generator",))
+
+
+def test_killed_generator_is_forked_again_and_the_server_holds_nothing(tmp_path):
+    "All workers of a run are the server's children; a killed one is replaced from it within seconds; the run's files are not its own; it ends with the run."
+    run = rl.run("tiny", runs=tmp_path, **ENDLESS)
+    until(lambda: run.status and run.status.version >= 1, 120)
+    server, before = server_of(run), run.status.workers
+    assert {psutil.Process(pid).ppid() for pid in before.values()} == {server.pid}
+    assert {os.getpgid(pid) for pid in before.values()} == {run.status.pid}
+    assert not [name for name in open_files(server) if name.startswith(str(tmp_path))]
+    assert str(run.folder / "run.log") in open_files(psutil.Process(before["generator"]))
+    assert server.num_threads() == 1
+    began = time.monotonic()
+    os.kill(before["generator"], signal.SIGKILL)
+    until(lambda: writes_again(run.table("events", ["kind"])["kind"].to_list()), 30)
+    seconds = time.monotonic() - began
+    after = run.status.workers
+    assert after["generator"] != before["generator"] and psutil.Process(after["generator"]).ppid() == server.pid
+    assert seconds < 10, f"{seconds:.1f} s; a spawned one imports torch for longer"
+    workers = [psutil.Process(pid) for pid in after.values()]
+    run.stop()
+    assert run.wait(60) == "stopped"
+    until(lambda: not living([server, *workers]), 10)
+
+
+def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
+    "Even a worker that is stopped, and hears nothing."
+    run = rl.run("tiny", runs=tmp_path, **ENDLESS, restarts=0)
+    until(lambda: run.status and run.status.version >= 1, 120)
+    family = [server_of(run), *map(psutil.Process, run.status.workers.values())]
+    os.kill(run.status.workers["trainer"], signal.SIGSTOP)
+    os.kill(run.status.pid, signal.SIGKILL)
+    until(lambda: not living(family), 20)
+    assert run.wait(60) == "failed" and run.status.books_closed
+
+
+def test_spawned_workers_give_the_same_run(tmp_path, monkeypatch):
+    "With two threads asked for, numpy starts its pool at import, so workers are spawned; a synchronous run has the same digest."
+    forked = rl.run("tiny", runs=tmp_path, name="forked", **SMALL)
+    assert forked.wait(120) == "finished"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    spawned = rl.run("tiny", runs=tmp_path, name="spawned", **SMALL)
+    assert spawned.wait(120) == "finished"
+    told = (spawned.folder / "run.log").read_text(), (forked.folder / "run.log").read_text()
+    assert all(f"rlbench-{name} is spawned, not forked" in told[0] for name in ("trainer", "generator", "environment"))
+    assert "spawned" not in told[1]
+    assert spawned.status.digest and spawned.status.digest == forked.status.digest
+    assert spawned.status.parts == forked.status.parts
+
+
+def test_workers_without_a_model_need_no_torch():
+    "The server of a scripted run imports what its workers import."
+    assert not {"torch", "peft"} & set(worker_modules(scripted=True, lora=True))
+    assert {"torch", "peft"} <= set(worker_modules(scripted=False, lora=True))
