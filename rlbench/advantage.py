@@ -33,9 +33,14 @@ def grpo(
     rewards_R,
     batch_R=None,
     *,
-    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    std: Knob(
+        choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G"
+    ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing. It prevents division by nearly 0") = 1e-6,
-    scale: Knob(choices=("group", "batch", "none"), help="divide by the standard deviation of the group, by that of the batch, or not at all") = "group",
+    scale: Knob(
+        choices=("group", "batch", "none"),
+        help="divide by the standard deviation of the group, by that of the batch, or not at all",
+    ) = "group",
 ) -> np.ndarray:
     "(reward - mean) / (std + eps) within the group, float64 [R], NaN as in `dr_grpo` (arXiv 2402.03300). `batch_R`: the batch's rewards; without them its spread is the group's."
     centred_R = dr_grpo(rewards_R)
@@ -77,8 +82,12 @@ def opo(rewards_R, lengths_R) -> np.ndarray:
 def pass_k(
     rewards_R,
     *,
-    scale: Knob(choices=("none", "group"), help="group: divide by the group's standard deviation; none: do not divide") = "none",
-    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    scale: Knob(
+        choices=("none", "group"), help="group: divide by the group's standard deviation; none: do not divide"
+    ) = "none",
+    std: Knob(
+        choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G"
+    ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Best reward minus second best for the best member, 0 for the others, float64 [R], NaN as in `dr_grpo` (arXiv 2503.19595)."
@@ -86,14 +95,18 @@ def pass_k(
     advantages_R = dr_grpo(rewards_R) * 0
     judged = np.sort(rewards_R[~np.isnan(advantages_R)])
     if len(judged):
-        spread = judged.std(ddof=1 if std == "sample" else 0) + eps if scale == "group" and judged[0] < judged[-1] else 1.0
+        spread = (
+            judged.std(ddof=1 if std == "sample" else 0) + eps if scale == "group" and judged[0] < judged[-1] else 1.0
+        )
         advantages_R[np.nanargmax(rewards_R)] = (judged[-1] - judged[-2]) / spread
     return advantages_R
 
 # %% ../nbs/05_advantage.ipynb #advantage-weights
 def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.ndarray:
     "The weight of each part, float64 [K], from text like 'correct=1, format=0.5'; 1 for those not named. ValueError for a part that is not there or a weight that is no number."
-    pairs = dict(pair.split("=", 1) if "=" in pair else (pair, "") for pair in map(str.strip, weights.split(",")) if pair)
+    pairs = dict(
+        pair.split("=", 1) if "=" in pair else (pair, "") for pair in map(str.strip, weights.split(",")) if pair
+    )
     found = {name.strip(): text.strip() for name, text in pairs.items()}
     names = [*names_K] if names_K is not None else [""] * parts
     for name, text in found.items():
@@ -112,7 +125,9 @@ def gdpo(
     names_K=None,
     *,
     weights: Knob(help="weights of the reward's parts, e.g. 'correct=1, format=0.5'; parts not named weigh 1") = "",
-    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    std: Knob(
+        choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G"
+    ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Each part of the reward (`parts_RK`, named `names_K`) normalised within the group, then added with weights, float64 [R], NaN as in `dr_grpo` (arXiv 2601.05242)."
@@ -148,7 +163,11 @@ def whiten(values_RT, mask_RT) -> np.ndarray:
     "(value - mean) / (population std + 1e-8) over the tokens of the mask that are not NaN, float64 [R, T]; 0 outside."
     mask_RT = np.asarray(mask_RT, bool)
     judged = values_RT[mask_RT & ~np.isnan(values_RT)]
-    return np.where(mask_RT, (values_RT - judged.mean()) / (judged.std() + 1e-8), 0.0) if len(judged) else np.where(mask_RT, values_RT, 0.0)
+    return (
+        np.where(mask_RT, (values_RT - judged.mean()) / (judged.std() + 1e-8), 0.0)
+        if len(judged)
+        else np.where(mask_RT, values_RT, 0.0)
+    )
 
 
 def by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
@@ -160,7 +179,9 @@ def by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
     return advantages_R
 
 # %% ../nbs/05_advantage.ipynb #advantage-pp
-def reinforce_pp(rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0) -> np.ndarray:
+def reinforce_pp(
+    rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0
+) -> np.ndarray:
     "Discounted sums of the token rewards, whitened over all tokens of the batch, float64 [R, T] (REINFORCE++, arXiv 2501.03262). Needs no group."
     return whiten(discounted(token_rewards(rewards_R, mask_RT, kl_RT, steps_RT), mask_RT, gamma), mask_RT)
 
@@ -188,14 +209,22 @@ def gae(
     steps_RT=None,
     *,
     gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0,
-    lam: Knob(0, 1, help="lambda of GAE. 1: return minus value (more variance); 0: one-step critic error (more bias)") = 0.95,
-    whitened: Knob(help="normalize advantages to mean 0 and deviation 1 over the batch's tokens; returns are not changed") = False,
+    lam: Knob(
+        0, 1, help="lambda of GAE. 1: return minus value (more variance); 0: one-step critic error (more bias)"
+    ) = 0.95,
+    whitened: Knob(
+        help="normalize advantages to mean 0 and deviation 1 over the batch's tokens; returns are not changed"
+    ) = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). `values_RT` are those of what precedes each token. Needs no group."
     mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
-    surprise_RT = token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
+    surprise_RT = (
+        token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
+    )
     advantages_RT = discounted(surprise_RT, mask_RT, gamma * lam)
-    return whiten(advantages_RT, mask_RT) if whitened else advantages_RT, np.where(mask_RT, advantages_RT + values_RT, 0.0)
+    return whiten(advantages_RT, mask_RT) if whitened else advantages_RT, np.where(
+        mask_RT, advantages_RT + values_RT, 0.0
+    )
 
 # %% ../nbs/05_advantage.ipynb #advantage-steps
 def steps(
@@ -206,22 +235,38 @@ def steps(
     *,
     process: Knob(0, 100, help="weight of the step rewards") = 1.0,
     outcome: Knob(0, 100, help="weight of the outcome reward") = 1.0,
-    std: Knob(choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G") = "sample",
+    std: Knob(
+        choices=("sample", "population"), help="standard deviation: sample divides by G - 1, population by G"
+    ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
     "Normalised rewards of the steps that are still to end, plus the normalised outcome, float64 [R, T] (process supervision of arXiv 2402.03300)."
-    mask_RT, steps_RT, rewards_R, groups_R = np.asarray(mask_RT, bool), np.asarray(steps_RT, float), np.asarray(rewards_R, float), np.asarray(groups_R)
+    mask_RT, steps_RT, rewards_R, groups_R = (
+        np.asarray(mask_RT, bool),
+        np.asarray(steps_RT, float),
+        np.asarray(rewards_R, float),
+        np.asarray(groups_R),
+    )
     ends_RT = ~np.isnan(steps_RT) if np.isnan(steps_RT).any() else steps_RT != 0
     ends_RT = ends_RT & mask_RT & ~np.isnan(rewards_R)[:, None]
     normal_RT = np.zeros(mask_RT.shape)
     for group in np.unique(groups_R):
         here_RT = ends_RT & (groups_R == group)[:, None]
         normal_RT[here_RT] = np.nan_to_num(grpo(steps_RT[here_RT], std=std, eps=eps))
-    outcome_R = np.where(np.isnan(rewards_R), np.nan, np.nan_to_num(by_group(lambda r: grpo(r, std=std, eps=eps), rewards_R, groups_R)))
+    outcome_R = np.where(
+        np.isnan(rewards_R), np.nan, np.nan_to_num(by_group(lambda r: grpo(r, std=std, eps=eps), rewards_R, groups_R))
+    )
     return np.where(mask_RT, process * discounted(normal_RT, mask_RT, 1.0) + outcome * outcome_R[:, None], 0.0)
 
 # %% ../nbs/05_advantage.ipynb #advantage-distill
-def distill(rewards_R, teacher_RT, sampler_RT, mask_RT, *, bound: Knob(0, 100, unit="nats", help="clip the advantage of each token to this size, up or down") = 10.0) -> np.ndarray:
+def distill(
+    rewards_R,
+    teacher_RT,
+    sampler_RT,
+    mask_RT,
+    *,
+    bound: Knob(0, 100, unit="nats", help="clip the advantage of each token to this size, up or down") = 10.0,
+) -> np.ndarray:
     "Teacher's minus sampler's log-probability at each token of the mask, within +-bound, float64 [R, T] (on-policy distillation, arXiv 2306.13649)."
     there_R1 = np.where(np.isnan(np.asarray(rewards_R, float)), np.nan, 0.0)[:, None]
     apart_RT = np.asarray(teacher_RT, float) - np.asarray(sampler_RT, float)
@@ -229,12 +274,34 @@ def distill(rewards_R, teacher_RT, sampler_RT, mask_RT, *, bound: Knob(0, 100, u
 
 # %% ../nbs/05_advantage.ipynb #advantage-names
 ADVANTAGES = {
-    "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce": reinforce, "maxrl": maxrl, "opo": opo, "pass_k": pass_k, "gdpo": gdpo,
-    "reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp_baseline, "gae": gae, "steps": steps, "distill": distill,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "maxrl": maxrl,
+    "opo": opo,
+    "pass_k": pass_k,
+    "gdpo": gdpo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": gae,
+    "steps": steps,
+    "distill": distill,
 }
 MIN_GROUP = {
-    "grpo": 2, "dr_grpo": 2, "rloo": 2, "reinforce": 1, "maxrl": 2, "opo": 2, "pass_k": 2, "gdpo": 2,
-    "reinforce_pp": 1, "reinforce_pp_baseline": 2, "gae": 1, "steps": 1, "distill": 1,
+    "grpo": 2,
+    "dr_grpo": 2,
+    "rloo": 2,
+    "reinforce": 1,
+    "maxrl": 2,
+    "opo": 2,
+    "pass_k": 2,
+    "gdpo": 2,
+    "reinforce_pp": 1,
+    "reinforce_pp_baseline": 2,
+    "gae": 1,
+    "steps": 1,
+    "distill": 1,
 }
 
 # %% ../nbs/05_advantage.ipynb #advantage-informative
@@ -274,11 +341,15 @@ def beta_log_likelihood(right: Sequence[int], tries: Sequence[int], a: np.ndarra
 MEAN_ENDS = (-9.0, 9.0)  # logit of the mean solve rate that is looked at
 TOTAL_ENDS = (0.002, 2000.0)  # a + b: from always right or always wrong to all tasks alike
 DEPTH_95 = 1.92  # log-likelihood below the top that a 95 % interval reaches down to, with many tasks
-DEPTH_FEW = 3.0  # with N tasks the interval reaches 1 + 3 / N times as deep, or it would cover too rarely (by simulation)
+DEPTH_FEW = (
+    3.0  # with N tasks the interval reaches 1 + 3 / N times as deep, or it would cover too rarely (by simulation)
+)
 GRID = 41  # points along each side of the grid
 
 
-def likely_betas(right: Sequence[int], tries: Sequence[int], depth: float, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+def likely_betas(
+    right: Sequence[int], tries: Sequence[int], depth: float, rounds: int
+) -> tuple[np.ndarray, np.ndarray]:
     "(a [K], b [K]) of a grid drawn finer `rounds` times: those with a log-likelihood at most `depth` below the best."
     ends, top = [MEAN_ENDS, tuple(np.log(TOTAL_ENDS))], -np.inf
     for _ in range(rounds):
@@ -288,7 +359,9 @@ def likely_betas(right: Sequence[int], tries: Sequence[int], depth: float, round
         likelihood = beta_log_likelihood(right, tries, a, b)
         top = max(top, likelihood.max())
         kept = (likelihood >= top - depth) | (likelihood == likelihood.max())
-        ends = [(side[max(0, at.min() - 1)], side[min(GRID - 1, at.max() + 1)]) for side, at in zip(sides, kept.nonzero())]
+        ends = [
+            (side[max(0, at.min() - 1)], side[min(GRID - 1, at.max() + 1)]) for side, at in zip(sides, kept.nonzero())
+        ]
     return a[kept], b[kept]
 
 

@@ -19,6 +19,7 @@ from .records import stream_key, uniforms
 @dataclass
 class Curriculum:
     "Evidence by task index and by level. `levels[i]` is the level of task i; counts fade."
+
     levels: list[int]
     seen: list[float] = field(default_factory=list)
     solved: list[float] = field(default_factory=list)
@@ -65,8 +66,14 @@ def uniform(curriculum: Curriculum, u: np.ndarray, band: tuple[float, float], pr
 
 
 def easy_to_hard(
-    curriculum: Curriculum, u: np.ndarray, band: tuple[float, float], progress: float,
-    *, until: Knob(0.01, 1, unit="of the run", help="share of the run after which every level is open", apply="dispatch") = 0.5,
+    curriculum: Curriculum,
+    u: np.ndarray,
+    band: tuple[float, float],
+    progress: float,
+    *,
+    until: Knob(
+        0.01, 1, unit="of the run", help="share of the run after which every level is open", apply="dispatch"
+    ) = 0.5,
 ) -> int:
     "Open one level after another, easiest first, on a schedule that does not look at solve rates."
     order = sorted(set(curriculum.levels))
@@ -78,9 +85,17 @@ def easy_to_hard(
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-band
 def band(
-    curriculum: Curriculum, u: np.ndarray, band: tuple[float, float], progress: float,
-    *, unexplored: Knob(0, 1, unit="share", help="share of served tasks that no rollout has tried before", apply="dispatch") = 0.1,
-    retired: Knob(0, 1, unit="share", help="share of served tasks whose solve rate is outside the band", apply="dispatch") = 0.05,
+    curriculum: Curriculum,
+    u: np.ndarray,
+    band: tuple[float, float],
+    progress: float,
+    *,
+    unexplored: Knob(
+        0, 1, unit="share", help="share of served tasks that no rollout has tried before", apply="dispatch"
+    ) = 0.1,
+    retired: Knob(
+        0, 1, unit="share", help="share of served tasks whose solve rate is outside the band", apply="dispatch"
+    ) = 0.05,
 ) -> int:
     "Mostly tasks whose estimated solve rate lies in the band (arXiv 2504.03380), some untried ones, a few outside."
     low, high = band

@@ -29,6 +29,7 @@ NO_IDS = np.zeros(0, np.int32)  # the sampling mask of a token that was drawn fr
 @dataclass(frozen=True, eq=False)
 class Request:
     "One response wanted. `key` is (rollout, attempt); `stream` comes from `records.stream_key`; a token of `stop` ends the response."
+
     key: tuple[int, int]
     prompt: np.ndarray  # int32 [T]
     sampling: Sampling
@@ -42,12 +43,16 @@ class Request:
         if not len(self.prompt):
             raise ValueError(f"prompt: request {self.key} has an empty one; give at least one token")
         if self.sampling.max_tokens <= self.done:
-            raise ValueError(f"max_tokens: {self.sampling.max_tokens} leaves request {self.key} nothing to write after {self.done} tokens; raise it")
+            raise ValueError(
+                f"max_tokens: {self.sampling.max_tokens} leaves request {self.key} nothing to write after {self.done} tokens; raise it"
+            )
         s = self.sampling
         if s.temperature < 0 or not 0 < s.top_p <= 1 or s.top_k < 0:
             raise ValueError(f"sampling: {s} needs temperature >= 0, 0 < top_p <= 1, top_k >= 0")
         if s.top_k > MOST_KEPT:
-            raise ValueError(f"top_k: {s.top_k} keeps more tokens than travel with a response; use {MOST_KEPT} or less, or 0 for all")
+            raise ValueError(
+                f"top_k: {s.top_k} keeps more tokens than travel with a response; use {MOST_KEPT} or less, or 0 for all"
+            )
 
     @property
     def done(self) -> int:
@@ -66,6 +71,7 @@ class Request:
 @dataclass(frozen=True, eq=False)
 class Result:
     "One finished, truncated or aborted response with what it cost."
+
     key: tuple[int, int]
     segment: Segment
     reason: StopReason
@@ -77,6 +83,7 @@ class Result:
 @dataclass(frozen=True)
 class Stats:
     "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into results and not into tokens, `prefix_hits` the prompt tokens that a cache spared."
+
     running: int
     waiting: int
     slots: int
@@ -120,7 +127,9 @@ class Generator(Protocol):
 def check_concurrency(value: int, slots: int) -> int:
     "The value, if it lies between 1 and `slots`."
     if not 1 <= value <= slots:
-        raise ValueError(f"concurrency: {value} is not between 1 and {slots}, the sequences the KV budget holds; lower it or raise the budget")
+        raise ValueError(
+            f"concurrency: {value} is not between 1 and {slots}, the sequences the KV budget holds; lower it or raise the budget"
+        )
     return int(value)
 
 
@@ -128,9 +137,13 @@ def check_request(request: Request, max_length: int, vocabulary: int, known: Col
     "ValueError for a request that is longer than `max_length` may hold, has tokens the model does not know, or a key that is there already."
     total = len(request.prompt) + request.sampling.max_tokens
     if total > max_length:
-        raise ValueError(f"max_length: {max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them")
+        raise ValueError(
+            f"max_length: {max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them"
+        )
     if not 0 <= request.prompt.min() <= request.prompt.max() < vocabulary:
-        raise ValueError(f"prompt: request {request.key} has token ids outside the model's 0 to {vocabulary - 1}; use the model's tokenizer")
+        raise ValueError(
+            f"prompt: request {request.key} has token ids outside the model's 0 to {vocabulary - 1}; use the model's tokenizer"
+        )
     if request.key in known:
         raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
 
@@ -160,6 +173,7 @@ def check_cache(cache: str) -> str:
 @dataclass(frozen=True, eq=False)
 class Script:
     "A whole response: tokens int32 [T], log-probabilities float32 [T], and why it ends."
+
     tokens: np.ndarray
     logprobs: np.ndarray
     reason: StopReason
@@ -214,8 +228,22 @@ def _played_segment(playing: _Playing, now: int, loads: list[tuple[int, int]]) -
 class PlayedGenerator:
     "Plays the scripts that `script(request)` gives; obeys the protocol. `context` is the size of a slot in tokens, for `kv_used` only."
 
-    def __init__(self, script: Callable[[Request], Script], slots: int = 16, concurrency: int | None = None, version: int = 0, step_seconds: float = 0.01, context: int = 256):
-        self.script, self.slots, self.step_seconds, self.context, self.version = script, slots, step_seconds, context, version
+    def __init__(
+        self,
+        script: Callable[[Request], Script],
+        slots: int = 16,
+        concurrency: int | None = None,
+        version: int = 0,
+        step_seconds: float = 0.01,
+        context: int = 256,
+    ):
+        self.script, self.slots, self.step_seconds, self.context, self.version = (
+            script,
+            slots,
+            step_seconds,
+            context,
+            version,
+        )
         self.concurrency = slots if concurrency is None else concurrency
         self.waiting: dict[tuple[int, int], _Playing] = {}
         self.running, self.heap = {}, []  # by key; (last step, ticket, sequence)
@@ -279,7 +307,10 @@ def _beyond(request: Request, script: Script) -> Script:
     "The script, or if a partial is as long already (another version writes shorter ones), the partial and one token more."
     if request.done < len(script.tokens):
         return script
-    tokens, logprobs = (np.concatenate([old, new[-1:]]) for old, new in ((request.partial.tokens, script.tokens), (request.partial.logprobs, script.logprobs)))
+    tokens, logprobs = (
+        np.concatenate([old, new[-1:]])
+        for old, new in ((request.partial.tokens, script.tokens), (request.partial.logprobs, script.logprobs))
+    )
     return Script(tokens, logprobs, script.reason)
 
 
@@ -353,8 +384,16 @@ def _played_load(g: PlayedGenerator, version: int, cache: str) -> None:
 
 def _played_stats(g: PlayedGenerator) -> Stats:
     resident = sum(len(p.request.prompt) + p.request.done + g.now - p.start for p in g.running.values())
-    return Stats(len(g.running), len(g.waiting), g.slots, g.concurrency, min(1.0, resident / (g.slots * g.context)),
-                 g.prefilled, g.decoded, g.now * g.step_seconds)
+    return Stats(
+        len(g.running),
+        len(g.waiting),
+        g.slots,
+        g.concurrency,
+        min(1.0, resident / (g.slots * g.context)),
+        g.prefilled,
+        g.decoded,
+        g.now * g.step_seconds,
+    )
 
 # %% ../nbs/03_generator.ipynb #generator-scripted
 class ScriptedGenerator(PlayedGenerator):
@@ -396,8 +435,12 @@ def record(path: str | Path, requests: Iterable[Request], results: Iterable[Resu
     done = [r for r in results if r.reason is not StopReason.ABORTED]
     with open(path, "a", encoding="utf-8") as file:
         for r in done:
-            row = {"key": request_hash(asked[r.key]), "tokens": r.segment.tokens.tolist(),
-                   "logprobs": [round(float(x), 7) for x in r.segment.logprobs], "reason": r.reason.value}
+            row = {
+                "key": request_hash(asked[r.key]),
+                "tokens": r.segment.tokens.tolist(),
+                "logprobs": [round(float(x), 7) for x in r.segment.logprobs],
+                "reason": r.reason.value,
+            }
             file.write(json.dumps(row) + "\n")
     return len(done)
 
@@ -405,7 +448,12 @@ def record(path: str | Path, requests: Iterable[Request], results: Iterable[Resu
 def read_recordings(path: str | Path) -> dict[str, Script]:
     "The recordings of a file by key; of a key recorded twice the last."
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return {row["key"]: Script(np.array(row["tokens"], np.int32), np.array(row["logprobs"], np.float32), StopReason(row["reason"])) for row in rows}
+    return {
+        row["key"]: Script(
+            np.array(row["tokens"], np.int32), np.array(row["logprobs"], np.float32), StopReason(row["reason"])
+        )
+        for row in rows
+    }
 
 
 class ReplayGenerator(PlayedGenerator):
@@ -417,7 +465,9 @@ class ReplayGenerator(PlayedGenerator):
         def find(request: Request) -> Script:
             key = request_hash(request)
             if key not in recordings:
-                raise KeyError(f"recording {key}: none in {path} for request {request.key}; prompt, sampling, stop tokens or stream differ from those recorded")
+                raise KeyError(
+                    f"recording {key}: none in {path} for request {request.key}; prompt, sampling, stop tokens or stream differ from those recorded"
+                )
             return recordings[key]
 
         super().__init__(find, **slots)
@@ -426,6 +476,7 @@ class ReplayGenerator(PlayedGenerator):
 @dataclass(frozen=True)
 class Subject:
     "What the checks need to know about a generator."
+
     make: Callable[[int], Generator]  # slots -> a new generator of version 0, always with the same weights
     requests: tuple[Request, ...]
     weights: Callable[[int], Mapping | None] = lambda version: None
@@ -461,12 +512,18 @@ def check_endings(subject: Subject) -> None:
     for request in subject.requests:
         r = results[request.key]
         tokens, at_stop = r.segment.tokens, np.isin(r.segment.tokens, request.stop)
-        assert len(tokens) == len(r.segment.logprobs) == len(r.segment.versions) == r.decode_tokens > 0, f"{r.key}: lengths of its arrays"
+        assert len(tokens) == len(r.segment.logprobs) == len(r.segment.versions) == r.decode_tokens > 0, (
+            f"{r.key}: lengths of its arrays"
+        )
         assert not at_stop[:-1].any(), f"{r.key}: went on after a stop token"
         assert at_stop[-1] == (r.reason is StopReason.STOP), f"{r.key}: reason {r.reason} but last token {tokens[-1]}"
-        assert len(tokens) <= request.sampling.max_tokens and (at_stop[-1] or len(tokens) == request.sampling.max_tokens), f"{r.key}: length {len(tokens)}"
+        assert len(tokens) <= request.sampling.max_tokens and (
+            at_stop[-1] or len(tokens) == request.sampling.max_tokens
+        ), f"{r.key}: length {len(tokens)}"
         assert (r.segment.logprobs <= 0).all() and np.isfinite(r.segment.logprobs).all(), f"{r.key}: log-probabilities"
-    assert {r.reason for r in results.values()} == {StopReason.STOP, StopReason.LENGTH}, "the requests do not show both endings; choose others"
+    assert {r.reason for r in results.values()} == {StopReason.STOP, StopReason.LENGTH}, (
+        "the requests do not show both endings; choose others"
+    )
 
 
 def check_independence(subject: Subject) -> None:
@@ -487,7 +544,9 @@ def check_slots(subject: Subject) -> None:
         before = generator.stats().decode_tokens
         results += generator.step()
         busy += 1
-        assert generator.stats().decode_tokens - before == min(3, left), f"step {busy}: a slot stood empty with requests waiting"
+        assert generator.stats().decode_tokens - before == min(3, left), (
+            f"step {busy}: a slot stood empty with requests waiting"
+        )
     stats = generator.stats()
     assert (stats.running, stats.waiting, stats.slots) == (0, 0, 3), "not empty at the end"
     assert stats.decode_tokens == sum(r.decode_tokens for r in results), "decode tokens do not add up"
@@ -528,9 +587,15 @@ def check_abort(subject: Subject) -> None:
     results = generator.step(3)
     keys = [r.key for r in subject.requests]
     aborted = generator.abort(keys)
-    assert {r.key for r in results + aborted} == set(keys) and all(r.reason is StopReason.ABORTED for r in aborted), "an abort has to answer for every sequence"
-    assert generator.idle and generator.abort(keys) == [] and generator.abort([(-1, 0)]) == [], "an abort of what is not there has to give nothing"
-    assert sum(r.decode_tokens for r in results + aborted) == generator.stats().decode_tokens, "aborted tokens are not counted"
+    assert {r.key for r in results + aborted} == set(keys) and all(r.reason is StopReason.ABORTED for r in aborted), (
+        "an abort has to answer for every sequence"
+    )
+    assert generator.idle and generator.abort(keys) == [] and generator.abort([(-1, 0)]) == [], (
+        "an abort of what is not there has to give nothing"
+    )
+    assert sum(r.decode_tokens for r in results + aborted) == generator.stats().decode_tokens, (
+        "aborted tokens are not counted"
+    )
     asked = {r.key: r for r in subject.requests}
     partials = [r for r in aborted if len(r.segment)]
     assert partials and any(not len(r.segment) for r in aborted), "no sequence ran, or none waited"
@@ -538,11 +603,15 @@ def check_abort(subject: Subject) -> None:
     resumed = {(r.key[0], r.key[1] - 1): r for r in drain(generator)}
     for p in partials:
         _same(subject, resumed[p.key].segment, whole[p.key].segment, f"{p.key} resumed")
-        assert resumed[p.key].decode_tokens == len(whole[p.key].segment) - len(p.segment), f"{p.key}: old tokens counted again"
+        assert resumed[p.key].decode_tokens == len(whole[p.key].segment) - len(p.segment), (
+            f"{p.key}: old tokens counted again"
+        )
     generator.submit([subject.requests[0]])
     generator.step(1)
     dropped = generator.abort([keys[0]], keep=False)
-    assert all(len(r.segment) == 0 and r.decode_tokens == 1 for r in dropped), "keep=False has to drop the tokens and count them"
+    assert all(len(r.segment) == 0 and r.decode_tokens == 1 for r in dropped), (
+        "keep=False has to drop the tokens and count them"
+    )
 
 # %% ../nbs/03_generator.ipynb #generator-check-load
 def check_load(subject: Subject) -> None:
@@ -557,16 +626,24 @@ def check_load(subject: Subject) -> None:
         generator.load(7, subject.weights(7), cache=cache)
         again = generator.stats().prefill_tokens - before.prefill_tokens
         assert (again > 0) == (cache == "rebuild"), f"{cache}: {again} tokens prefilled again"
-        assert generator.version == 7 and generator.stats().running == before.running, f"{cache}: running sequences have to go on"
+        assert generator.version == 7 and generator.stats().running == before.running, (
+            f"{cache}: running sequences have to go on"
+        )
         results += drain(generator)
         mixed = 0
         for r in results:
             versions = r.segment.versions
-            assert set(versions.tolist()) <= ({0} if r.key in early else {0, 7}) and (np.diff(versions) >= 0).all(), f"{r.key}: versions {versions}"
+            assert set(versions.tolist()) <= ({0} if r.key in early else {0, 7}) and (np.diff(versions) >= 0).all(), (
+                f"{r.key}: versions {versions}"
+            )
             old = int((versions == 0).sum())
-            assert r.segment.tokens[:old].tolist() == whole[r.key].segment.tokens[:old].tolist(), f"{r.key}: tokens of before the load changed"
+            assert r.segment.tokens[:old].tolist() == whole[r.key].segment.tokens[:old].tolist(), (
+                f"{r.key}: tokens of before the load changed"
+            )
             mixed += 0 < old < len(versions)
-            assert not 0 < old < len(versions) or ((old == 3 or early and old < 3) and r.segment.cache == cache), f"{r.key}: {old} old tokens, cache {r.segment.cache}"
+            assert not 0 < old < len(versions) or ((old == 3 or early and old < 3) and r.segment.cache == cache), (
+                f"{r.key}: {old} old tokens, cache {r.segment.cache}"
+            )
         assert mixed, "no response was in flight at the load; choose longer ones"
 
 # %% ../nbs/03_generator.ipynb #generator-conformance

@@ -31,12 +31,16 @@ from .untrusted import read_regular_file
 
 # %% ../nbs/02_knobs.ipynb #knobs-knob
 APPLY_POINTS = ("now", "dispatch", "version")
-MAX_NUMBER = {int: 2**63, float: 1e300}  # below it a table's column and a computer's number hold a value, whatever range a knob states
+MAX_NUMBER = {
+    int: 2**63,
+    float: 1e300,
+}  # below it a table's column and a computer's number hold a value, whatever range a knob states
 
 
 @dataclass(frozen=True)
 class Knob:
     "The annotation of a tunable parameter: inclusive range or choices, unit, help, apply point. `live` False: fixed at the start of a run."
+
     low: float | None = None
     high: float | None = None
     unit: str = ""
@@ -56,18 +60,24 @@ def check_value(field: str, knob: Knob, default, value):
     "Return `value` in the type of `default` if it satisfies the knob; else raise ValueError naming field, value and remedy."
     if knob.choices:
         if value not in knob.choices:
-            raise ValueError(f"{field}: {value!r} is not one of {', '.join(map(repr, knob.choices))}{nearest(value, knob.choices)}")
+            raise ValueError(
+                f"{field}: {value!r} is not one of {', '.join(map(repr, knob.choices))}{nearest(value, knob.choices)}"
+            )
         return value
     kind = float if isinstance(default, float) else type(default)
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{field}: {value!r} is a {type(value).__name__}; give a {'number' if kind is float else kind.__name__}")
+        raise ValueError(
+            f"{field}: {value!r} is a {type(value).__name__}; give a {'number' if kind is float else kind.__name__}"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{field}: {value!r} is not a finite number; give one")
     if knob.low is not None and value < knob.low or knob.high is not None and value > knob.high:
         raise ValueError(f"{field}: {value!r} is outside {_range(knob)}; choose a value inside")
     if kind in (int, float) and not abs(value) < MAX_NUMBER[kind]:
-        raise ValueError(f"{field}: {value!r:.60} is larger than a table can hold; choose a number below {MAX_NUMBER[kind]:.3g}")
+        raise ValueError(
+            f"{field}: {value!r:.60} is larger than a table can hold; choose a number below {MAX_NUMBER[kind]:.3g}"
+        )
     return kind(value)
 
 
@@ -94,7 +104,9 @@ def unknown(field: str, name, known) -> ValueError:
     "The error for a name that is not known, with the nearest known one and the list; of a long list, the three nearest."
     names = sorted(map(str, known))
     if len(names) > LISTED:
-        return ValueError(f"{field}: unknown name {name!r}{nearest(name, names)} (the nearest of {len(names)}: {', '.join(nearest_names(name, names))})")
+        return ValueError(
+            f"{field}: unknown name {name!r}{nearest(name, names)} (the nearest of {len(names)}: {', '.join(nearest_names(name, names))})"
+        )
     return ValueError(f"{field}: unknown name {name!r}{nearest(name, names)} (known: {', '.join(names)})")
 
 # %% ../nbs/02_knobs.ipynb #knobs-of
@@ -112,6 +124,7 @@ def knobs_of(function: Callable) -> dict[str, tuple[Knob, object]]:
 @dataclass(frozen=True)
 class Named:
     "A named function with all its parameters; `source` is the file it was captured to, empty for built-in ones."
+
     name: str
     params: tuple[tuple[str, object], ...] = ()
     source: str = ""
@@ -134,7 +147,9 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
             f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = {next(iter(functions))!r}}}"
         )
     if not isinstance(table.get("source", ""), str):
-        raise ValueError(f"{field}.source: {table['source']!r:.200} is no path; give that of a Python file as text, or leave source out")
+        raise ValueError(
+            f"{field}.source: {table['source']!r:.200} is no path; give that of a Python file as text, or leave source out"
+        )
     key, name, source = key_of(table), table.pop("name"), table.pop("source", "")
     if key not in functions:
         raise _in_one(field, key, functions) or unknown(field, key, functions)
@@ -142,7 +157,10 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
     for given in table:
         if given not in knobs:
             raise _no_knob(f"{field}.{name}", given, functions[key], knobs)
-    params = {key: check_value(f"{field}.{key}", knob, default, table.get(key, default)) for key, (knob, default) in knobs.items()}
+    params = {
+        key: check_value(f"{field}.{key}", knob, default, table.get(key, default))
+        for key, (knob, default) in knobs.items()
+    }
     return Named(name, tuple(params.items()), source)
 
 
@@ -151,14 +169,18 @@ def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueEr
     known, colon, knobs = name.partition(":")
     if not colon or known not in functions:
         return None
-    return ValueError(f"{field}: {name!r} is a name and its knobs in one; write {' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}")
+    return ValueError(
+        f"{field}: {name!r} is a name and its knobs in one; write {' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}"
+    )
 
 
 def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
     "The error for a parameter that cannot be set."
     found = inspect.signature(function).parameters.get(given)
     if found is not None and found.default is not found.empty and found.default is not None:
-        return ValueError(f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default")
+        return ValueError(
+            f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default"
+        )
     return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
 
 
@@ -170,7 +192,11 @@ def bind(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
 # %% ../nbs/02_knobs.ipynb #knobs-ingredients
 def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
     "Names of the parameters after the first `given` that carry no Knob, in order; True where the function cannot do without."
-    plain = [p for p in inspect.signature(function).parameters.values() if not isinstance(p.annotation, Knob) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    plain = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if not isinstance(p.annotation, Knob) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     return {p.name: p.default is p.empty for p in plain[given:]}
 
 
@@ -179,11 +205,16 @@ def supply(function: Callable, *args, **there):
     asked = ingredients_of(function, len(args))
     for name, needed in asked.items():
         if needed and there.get(name) is None:
-            raise ValueError(f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: needs {name!r}, which this run does not have")
+            raise ValueError(
+                f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: needs {name!r}, which this run does not have"
+            )
     return function(*args, **{name: there[name] for name in asked if there.get(name) is not None})
 
 # %% ../nbs/02_knobs.ipynb #knobs-free
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)  # both travel: `async def` is what a tool of an episode is written with
+DEFINITIONS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+)  # both travel: `async def` is what a tool of an episode is written with
 
 
 def free_names(source: str) -> list[str]:
@@ -198,7 +229,11 @@ def free_names(source: str) -> list[str]:
 
 def names_from_module(table: symtable.SymbolTable) -> set[str]:
     "Names that a piece of code and everything inside it look up in their module; a method hides no function of its name."
-    own = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table.get_type() == "module")}
+    own = {
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_referenced() and (s.is_global() or table.get_type() == "module")
+    }
     set_here = {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
     return own.union(*map(names_from_module, table.get_children())) - set_here
 
@@ -208,7 +243,9 @@ def _plain(value) -> bool:
         return all(map(_plain, value))
     if isinstance(value, dict):
         return all(_plain(k) and _plain(v) for k, v in value.items())
-    return value is None or isinstance(value, (bool, int, str, bytes)) or isinstance(value, float) and math.isfinite(value)
+    return (
+        value is None or isinstance(value, (bool, int, str, bytes)) or isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def _import_line(name: str, value) -> str | None:
@@ -232,9 +269,13 @@ def _source(function: Callable) -> str:
     except SyntaxError:  # a lambda inside a longer expression
         node = None
     if isinstance(node, ast.ClassDef):
-        raise ValueError(f"{node.name}: a class does not travel by itself; put it into a function that makes one: def make(): class {node.name}: ...; return {node.name}()")
+        raise ValueError(
+            f"{node.name}: a class does not travel by itself; put it into a function that makes one: def make(): class {node.name}: ...; return {node.name}()"
+        )
     if not isinstance(node, DEFINITIONS):
-        raise ValueError(f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def")
+        raise ValueError(
+            f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def"
+        )
     return "\n".join(text.splitlines()[node.lineno - 1 :])  # without decorators
 
 # %% ../nbs/02_knobs.ipynb #knobs-capture
@@ -280,7 +321,9 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
     if name not in scope:
         raise ValueError(f"{owner}: the name {name!r} is not defined; define it or import it inside the function")
     value = scope[name]
-    beside = isinstance(value, types.FunctionType) and value.__name__ == name and value.__module__ == scope.get("__name__")
+    beside = (
+        isinstance(value, types.FunctionType) and value.__name__ == name and value.__module__ == scope.get("__name__")
+    )
     line = None if beside and not value.__module__.startswith("rlbench.") else _import_line(name, value)
     if line:
         return line
@@ -290,7 +333,8 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
     if _plain(value):
         return f"{name} = {value!r}"
     raise ValueError(
-        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports" + (", and move the class into the function" if isinstance(value, type) else "")
+        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports"
+        + (", and move the class into the function" if isinstance(value, type) else "")
     )
 
 # %% ../nbs/02_knobs.ipynb #knobs-signature
@@ -316,7 +360,9 @@ def signature_of(source: str, name: str) -> inspect.Signature:
     stub = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
     a = stub.args
     positional = [*a.posonlyargs, *a.args]
-    plain = positional[: len(positional) - len(a.defaults)] + [k for k, default in zip(a.kwonlyargs, a.kw_defaults) if default is None]
+    plain = positional[: len(positional) - len(a.defaults)] + [
+        k for k, default in zip(a.kwonlyargs, a.kw_defaults) if default is None
+    ]
     for argument in [*plain, *filter(None, (a.vararg, a.kwarg))]:
         argument.annotation = None
     stub.returns, stub.body = None, [ast.Pass()]
@@ -351,7 +397,12 @@ class FileFunction:
         "The function as Python made it. Raises whatever its imports raise."
         if self._function is None:
             text = self.captured.source
-            linecache.cache[self.where] = (len(text), None, text.splitlines(True), self.where)  # tracebacks show its lines
+            linecache.cache[self.where] = (
+                len(text),
+                None,
+                text.splitlines(True),
+                self.where,
+            )  # tracebacks show its lines
             module = types.ModuleType(f"rlbench_function_{self.captured.hash}")
             exec(compile(parse_captured(text), self.where, "exec"), module.__dict__)
             self._function = getattr(module, self.captured.name)
@@ -364,7 +415,10 @@ class FileFunction:
             self.load()
         for node in (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)):
             with suppress(Exception):
-                exec(compile(ast.Module([node], []), self.where, "exec"), {"__name__": f"rlbench_function_{self.captured.hash}"})
+                exec(
+                    compile(ast.Module([node], []), self.where, "exec"),
+                    {"__name__": f"rlbench_function_{self.captured.hash}"},
+                )
 
     def __call__(self, *args, **kwargs):
         return self.load()(*args, **kwargs)
@@ -394,5 +448,10 @@ def load_function(path: Path) -> FileFunction:
         raise ValueError(f"{path.name}: its text does not match its hash; it was edited after it was captured")
     try:
         return FileFunction(captured, str(path))
-    except (Exception, SystemExit) as error:  # a file that nobody captured: no Python, no such function, defaults that cannot be computed
-        raise ValueError(f"{path.name}: it does not define {captured.name!r} ({type(error).__name__}: {error})") from None
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a file that nobody captured: no Python, no such function, defaults that cannot be computed
+        raise ValueError(
+            f"{path.name}: it does not define {captured.name!r} ({type(error).__name__}: {error})"
+        ) from None

@@ -21,6 +21,7 @@ import numpy as np
 # %% ../nbs/00_records.ipynb #records-reasons
 class StopReason(StrEnum):
     "Why the generator stopped."
+
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
@@ -29,6 +30,7 @@ class StopReason(StrEnum):
 
 class Outcome(StrEnum):
     "Whether a response could be judged. Only `OK` carries a reward; the others say whose fault it was."
+
     OK = "ok"
     TIMEOUT = "timeout"  # the verifier or the reward passed its deadline
     FUNCTION_ERROR = "function_error"  # the reward function raised
@@ -38,6 +40,7 @@ class Outcome(StrEnum):
 # %% ../nbs/00_records.ipynb #records-fates
 class Fate(StrEnum):
     "What became of a dispatched (rollout, attempt). Every one ends in exactly one of these."
+
     TRAINED = "trained"
     EVALUATED = "evaluated"
     FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
@@ -56,6 +59,7 @@ class Fate(StrEnum):
 @dataclass(frozen=True)
 class Task:
     "One question with its answer. `level` is the difficulty within its task set `set`."
+
     id: str
     prompt: str
     answer: str
@@ -66,6 +70,7 @@ class Task:
 @dataclass(frozen=True)
 class Sampling:
     "How a response is drawn. `top_k` 0 and `top_p` 1 switch truncation off; `max_tokens` counts response tokens."
+
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -107,7 +112,9 @@ def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> 
     "The mask of several stretches of positions, one behind the other; a stretch without one counts as drawn from the whole vocabulary."
     if all(mask is None for mask in masks):
         return None
-    counts = [np.zeros(length, np.int32) if mask is None else mask.counts for mask, length in zip(masks, lengths, strict=True)]
+    counts = [
+        np.zeros(length, np.int32) if mask is None else mask.counts for mask, length in zip(masks, lengths, strict=True)
+    ]
     return SamplingMask(np.concatenate(counts), np.concatenate([mask.ids for mask in masks if mask is not None]))
 
 # %% ../nbs/00_records.ipynb #records-segment
@@ -151,16 +158,26 @@ def observation_segment(text: str, turn: int, state: str = "", writer: int = -1,
     return Segment("observation", np.asarray(tokens, np.int32), turn=turn, state=state, writer=writer, text=text)
 
 
-def response_segment(tokens, logprobs, versions, turn: int = 0, cache: str = "keep", sampling_mask: SamplingMask | None = None) -> Segment:
+def response_segment(
+    tokens, logprobs, versions, turn: int = 0, cache: str = "keep", sampling_mask: SamplingMask | None = None
+) -> Segment:
     "A response's tokens with the log-probability and the policy version of each."
     return Segment(
-        "response", np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), np.asarray(versions, np.int32), None, turn, cache, sampling_mask=sampling_mask
+        "response",
+        np.asarray(tokens, np.int32),
+        np.asarray(logprobs, np.float32),
+        np.asarray(versions, np.int32),
+        None,
+        turn,
+        cache,
+        sampling_mask=sampling_mask,
     )
 
 # %% ../nbs/00_records.ipynb #records-rollout
 @dataclass(frozen=True, eq=False)
 class Rollout:
     "One response to one task. `seconds` is generation time, `reward` is None unless `outcome` is ok."
+
     id: int
     attempt: int
     group: int
@@ -177,7 +194,9 @@ class Rollout:
     outcome: Outcome = Outcome.OK
     temperature: float = 1.0
     scores: tuple[tuple[str, float], ...] = ()  # of other models, by name: a reward model's, a judge's
-    traces: tuple[tuple[str, np.ndarray], ...] = ()  # log-probabilities under other models, by name; float32, one per token of all segments
+    traces: tuple[
+        tuple[str, np.ndarray], ...
+    ] = ()  # log-probabilities under other models, by name; float32, one per token of all segments
     steps: tuple[tuple[int, float], ...] = ()  # rewards inside the response: (its characters so far, reward)
 
     @property
@@ -209,7 +228,9 @@ class Rollout:
         "What another model gave the response: `reward_model` or `judge`. ValueError if it was not asked."
         found = dict(self.scores)
         if name not in found:
-            raise ValueError(f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration")
+            raise ValueError(
+                f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration"
+            )
         return found[name]
 
 # %% ../nbs/00_records.ipynb #records-turns
@@ -234,6 +255,7 @@ def oldest_writer(rollout: Rollout) -> int:
 @dataclass(frozen=True)
 class Staleness:
     "How far a rollout is behind the weights it is trained on, in versions. `state` is None where no turn met another's writes."
+
     trajectory: int  # since it was dispatched
     token_mean: float  # over the tokens that carry weight
     token_max: int  # the oldest of them
@@ -262,12 +284,19 @@ def staleness(rollout: Rollout, version: int) -> Staleness:
     if ends is None:
         raise ValueError(f"rollout {rollout.id}: no token carries weight, so it has no staleness")
     mean = np.concatenate([s.versions[s.trained] for s in rollout.segments if s.versions is not None]).mean()
-    return Staleness(version - rollout.dispatched, version - float(mean), version - ends[0], ends[1] - ends[0], version - writer if writer >= 0 else None)
+    return Staleness(
+        version - rollout.dispatched,
+        version - float(mean),
+        version - ends[0],
+        ends[1] - ends[0],
+        version - writer if writer >= 0 else None,
+    )
 
 # %% ../nbs/00_records.ipynb #records-group
 @dataclass(frozen=True, eq=False)
 class Group:
     "The scored rollouts of one task, dispatched together."
+
     id: int
     task: Task
     rollouts: tuple[Rollout, ...]
@@ -298,6 +327,7 @@ def uniforms(keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class TrainMetrics:
     "What one finished batch reports; columns of the same name are described in `STEPS`."
+
     loss: float = 0.0
     entropy: float = 0.0
     grad_norm: float = 0.0
@@ -325,6 +355,7 @@ class TrainMetrics:
 @dataclass(frozen=True)
 class Meter:
     "How one actor has spent its time so far, in seconds, with the tokens it has handled; `units`: of its computing, decode steps of a generator and verdicts of an environment."
+
     compute: float = 0.0
     wait: float = 0.0
     publish: float = 0.0
@@ -337,13 +368,21 @@ class Meter:
         return Meter(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
     def __add__(self, other: "Meter") -> "Meter":
-        return Meter(self.compute + other.compute, self.wait + other.wait, self.publish + other.publish, self.overhead + other.overhead,
-                     self.prefill_tokens + other.prefill_tokens, self.decode_tokens + other.decode_tokens, self.units + other.units)
+        return Meter(
+            self.compute + other.compute,
+            self.wait + other.wait,
+            self.publish + other.publish,
+            self.overhead + other.overhead,
+            self.prefill_tokens + other.prefill_tokens,
+            self.decode_tokens + other.decode_tokens,
+            self.units + other.units,
+        )
 
 # %% ../nbs/00_records.ipynb #records-rows
 @dataclass(frozen=True)
 class RolloutRow:
     "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
+
     rollout: int
     attempt: int
     group: int
@@ -358,6 +397,7 @@ class RolloutRow:
 @dataclass(frozen=True)
 class GroupRow:
     "The end of a group."
+
     group: int
     pool: str
     task: int
@@ -372,6 +412,7 @@ class GroupRow:
 @dataclass(frozen=True)
 class StepRow:
     "A finished batch."
+
     version: int
     optimizer_steps: int
     groups: tuple[int, ...]
@@ -386,12 +427,14 @@ class StepRow:
 @dataclass(frozen=True)
 class Served:
     "A training group has its verdicts; what it is good for is decided in the same moment."
+
     group: int
 
 
 @dataclass(frozen=True)
 class EvalRow:
     "A finished evaluation: its rollouts are those of `groups`."
+
     eval: str
     version: int
     k: int
@@ -403,6 +446,7 @@ class EvalRow:
 @dataclass(frozen=True)
 class CommandRow:
     "What became of a command."
+
     id: str
     author: str
     knob: str
@@ -425,6 +469,7 @@ SCHEMA = 1  # raised when a column changes its meaning
 @dataclass(frozen=True)
 class Column:
     "One column of a table. `dtype` is one of int, float, str, bool, list[int], list[float]."
+
     name: str
     dtype: str
     unit: str
@@ -568,11 +613,26 @@ def _actor_columns(actor: str) -> tuple[Column, ...]:
 """)
 
 
-STEPS = (*ROW, *_STEPS_QUEUE, *_STEPS_TURNS, *_STEPS_AGE, *_STEPS_DROPPED, *_STEPS_MACHINE, *_STEPS_SERVED, *_STEPS_TRAINED, *_STEPS_TRAINING,
-         *_actor_columns("generator"), *_actor_columns("environment"), *_actor_columns("trainer"), *_actor_columns("scorer"))
+STEPS = (
+    *ROW,
+    *_STEPS_QUEUE,
+    *_STEPS_TURNS,
+    *_STEPS_AGE,
+    *_STEPS_DROPPED,
+    *_STEPS_MACHINE,
+    *_STEPS_SERVED,
+    *_STEPS_TRAINED,
+    *_STEPS_TRAINING,
+    *_actor_columns("generator"),
+    *_actor_columns("environment"),
+    *_actor_columns("trainer"),
+    *_actor_columns("scorer"),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables
-GROUPS = (*ROW, *_columns("""
+GROUPS = (
+    *ROW,
+    *_columns("""
 group | int | | group id
 task | str | | task id
 set | str | | task set
@@ -583,10 +643,13 @@ solved | int | rollouts | of them correct
 scored | int | rollouts | of them with a reward
 fate | str | | fate of the group
 tokens | int | tokens | response tokens
-"""))
+"""),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables-rollouts
-ROLLOUTS = (*ROW, *_columns("""
+ROLLOUTS = (
+    *ROW,
+    *_columns("""
 rollout | int | | rollout id
 try | int | | attempt of this rollout
 group | int | | group id, -1 in an evaluation
@@ -625,10 +688,13 @@ message | str | | why there is no reward, empty if there is one
 prompt | str | | prompt
 text | str | | response
 answer | str | | right answer
-"""))
+"""),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables-two
-TOKENS = (*ROW, *_columns("""
+TOKENS = (
+    *ROW,
+    *_columns("""
 rollout | int | | rollout id
 try | int | | attempt of this rollout
 prompt_tokens | list[int] | | token ids of the prompt
@@ -646,9 +712,12 @@ step_logprobs | list[float] | nats | at the optimizer step that took it, where t
 reference | list[float] | nats | under the reference policy, if there is one
 kept_counts | list[int] | tokens | how many tokens top_p and top_k left at each, 0: all; empty without them
 kept_ids | list[int] | | which ones, one token of the response behind the other
-"""))
+"""),
+)
 
-COMMANDS = (*ROW, *_columns("""
+COMMANDS = (
+    *ROW,
+    *_columns("""
 command | str | | command id
 author | str | | who asked
 knob | str | | what was to change, or a verb
@@ -662,10 +731,13 @@ dispatched | int | groups | groups dispatched when it took effect
 training | bool | | whether a batch was in training when it took effect
 event | int | | number of the loop's event at which it took effect
 heard | int | | number of the loop's event with which it came in, -1 if nobody sent it
-"""))
+"""),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables-three
-EVALS = (*ROW, *_columns("""
+EVALS = (
+    *ROW,
+    *_columns("""
 eval | str | | name of the evaluation set
 version | int | versions | policy version evaluated
 tasks | int | tasks | tasks in it
@@ -695,15 +767,21 @@ zero_advantage | float | share | share of groups expected to be all right or all
 zero_advantage_low | float | share | lower end of its 95 % interval
 zero_advantage_high | float | share | upper end
 after_failure | bool | | true if it was made after the run had failed, of the policy that it saved
-"""))
+"""),
+)
 
-EVENTS = (*ROW, *_columns("""
+EVENTS = (
+    *ROW,
+    *_columns("""
 kind | str | | name of the event or action
 fields | str | | its fields as JSON
-"""))
+"""),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables-pool
-EXECUTIONS = (*ROW, *_columns("""
+EXECUTIONS = (
+    *ROW,
+    *_columns("""
 clock | float | s | when it ended, since 1970
 owner | str | | for whom: run/rollout
 job | int | | number of what was asked for; its attempts share it
@@ -727,9 +805,12 @@ memory_mb | float | MiB | most memory
 hit | list[str] | | limits it ran into
 idle | float | cores | cores that had nothing to do meanwhile, mean
 message | str | | why, where the end needs words
-"""))
+"""),
+)
 
-SANDBOXES = (*ROW, *_columns("""
+SANDBOXES = (
+    *ROW,
+    *_columns("""
 clock | float | s | when, since 1970
 kind | str | | session or worker
 sandbox | str | | its name
@@ -740,10 +821,13 @@ before | str | | state it left
 state | str | | state it came to
 seconds | float | s | time in the state it left
 why | str | | cause, where it needs words
-"""))
+"""),
+)
 
 # %% ../nbs/00_records.ipynb #records-tables-verdicts
-VERDICTS = (*ROW, *_columns("""
+VERDICTS = (
+    *ROW,
+    *_columns("""
 rollout | int | | rollout id
 try | int | | attempt of this rollout
 task | str | | task id
@@ -778,25 +862,52 @@ pool_ready | int | places | free then
 pool_busy | int | programs | running then
 pool_lost | int | workers | lost so far
 message | str | | why there is no verdict
-"""))
+"""),
+)
 
-TABLES = {"steps": STEPS, "groups": GROUPS, "rollouts": ROLLOUTS, "tokens": TOKENS, "commands": COMMANDS, "evals": EVALS, "events": EVENTS, "verdicts": VERDICTS,
-          "executions": EXECUTIONS, "sandboxes": SANDBOXES}
+TABLES = {
+    "steps": STEPS,
+    "groups": GROUPS,
+    "rollouts": ROLLOUTS,
+    "tokens": TOKENS,
+    "commands": COMMANDS,
+    "evals": EVALS,
+    "events": EVENTS,
+    "verdicts": VERDICTS,
+    "executions": EXECUTIONS,
+    "sandboxes": SANDBOXES,
+}
 
 # %% ../nbs/00_records.ipynb #records-names
 ELSEWHERE = {
     "queue_depth": {"TRL": "buffer_qsize", "PipelineRL": "stats/queue/batches", "prime-rl": "dispatcher/queued"},
-    "trainer_wait": {"PipelineRL": "stats/time_waiting_for_data", "prime-rl": "time/wait_for_batch", "verl": "trainer/idle_ratio"},
+    "trainer_wait": {
+        "PipelineRL": "stats/time_waiting_for_data",
+        "prime-rl": "time/wait_for_batch",
+        "verl": "trainer/idle_ratio",
+    },
     "lag_trajectory": {"prime-rl": "off_policy/mean", "TRL": "staleness, from the start of the group"},
     "lag_in_flight": {"prime-rl": "off_policy/mean, in_flight part", "verl": "training/off_policy/trajectory_spans"},
     "lag_in_queue": {"prime-rl": "off_policy/mean, in_queue part", "verl": "training/off_policy/trajectory_staleness"},
-    "lag_max": {"prime-rl": "off_policy/max", "verl": "training/off_policy/trajectory_staleness_worst", "PipelineRL": "stats/lag"},
+    "lag_max": {
+        "prime-rl": "off_policy/max",
+        "verl": "training/off_policy/trajectory_staleness_worst",
+        "PipelineRL": "stats/lag",
+    },
     "all_pass": {"prime-rl": "train/*/solved_all", "TRL": "frac_reward_zero_std (with all_fail)"},
     "all_fail": {"prime-rl": "train/*/solved_none", "PipelineRL": "actor/always_or_never_success (with all_pass)"},
-    "length_mean": {"verl": "response_length/mean", "TRL": "completions/mean_length", "prime-rl": "num_total_tokens/mean"},
+    "length_mean": {
+        "verl": "response_length/mean",
+        "TRL": "completions/mean_length",
+        "prime-rl": "num_total_tokens/mean",
+    },
     "truncated": {"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio", "prime-rl": "is_truncated"},
     "kl_sampler": {"verl": "rollout_corr/k3_kl", "prime-rl": "mismatch_kl/mean", "PipelineRL": "rl/kl_new_old"},
     "ess": {"PipelineRL": "rl/ess", "verl": "rollout_corr/rollout_is_eff_sample_size"},
-    "publish_seconds": {"prime-rl": "time/broadcast_weights", "verl": "timing_s/update_weights", "TRL": "weight_sync_time_s"},
+    "publish_seconds": {
+        "prime-rl": "time/broadcast_weights",
+        "verl": "timing_s/update_weights",
+        "TRL": "weight_sync_time_s",
+    },
     "kv_used": {"prime-rl": "inference/agg/kv_cache_usage_perc"},
 }

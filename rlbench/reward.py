@@ -32,8 +32,8 @@ def boxed(text: str) -> str | None:
     for at in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
         if depth == 0:
-            return text[begin + 1:at].strip()
-    return text[begin + 1:].strip()
+            return text[begin + 1 : at].strip()
+    return text[begin + 1 :].strip()
 
 
 def final_answer(response: str) -> str:
@@ -68,16 +68,22 @@ def last_number(text: str) -> Fraction | None:
     if not found or len(found[-1][0]) > 1000:  # nobody's answer; a policy that repeats a digit writes such things
         return None
     top, bottom = (Fraction(found[-1][part].replace(",", "") if found[-1][part] else 1) for part in ("top", "bottom"))
-    subtracted = re.search(r"[\d)]\s*$", text[:found[-1].start()]) is not None
+    subtracted = re.search(r"[\d)]\s*$", text[: found[-1].start()]) is not None
     return None if bottom == 0 else (-top if found[-1]["minus"] and not subtracted else top) / bottom
 
 # %% ../nbs/04_reward.ipynb #reward-numeric
-def numeric(response: str, answer: str, *,
-            tolerance: Knob(0, 1, unit="share", help="largest error accepted, as a share of the answer (of 1 for smaller answers)") = 0.0) -> bool:
+def numeric(
+    response: str,
+    answer: str,
+    *,
+    tolerance: Knob(
+        0, 1, unit="share", help="largest error accepted, as a share of the answer (of 1 for smaller answers)"
+    ) = 0.0,
+) -> bool:
     "The last number of the final answer has the answer's value. Raises ValueError if the task's answer is no number."
     right = last_number(answer)
     if right is None:
-        raise ValueError(f"task: answer {answer!r} is not a number; use verifier = \"exact\" or \"math\"")
+        raise ValueError(f'task: answer {answer!r} is not a number; use verifier = "exact" or "math"')
     given = last_number(final_answer(response))
     return given is not None and abs(given - right) <= Fraction(tolerance) * max(Fraction(1), abs(right))
 
@@ -88,7 +94,25 @@ MOST_EXPONENT = 3.0  # decimal logarithm of an exponent, of the argument of a fa
 MOST_DIGITS = 4000  # of any number on the way; Python itself writes 4,300 at most
 MOST_TERMS = 300  # of a sum with letters, raised to a power and multiplied out
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:[eE][+-]?\d+)?|\\(?:[a-zA-Z]+|[,;:! |%])|\*\*|\S")
-_SILENT = frozenset(("|", "\\|", "%", "\\%", "'", "~", "\N{DEGREE SIGN}", "\\degree", "\\,", "\\;", "\\:", "\\!", "\\ ", "\\quad", "\\qquad"))  # between a number and a mark that makes it grow
+_SILENT = frozenset(
+    (
+        "|",
+        "\\|",
+        "%",
+        "\\%",
+        "'",
+        "~",
+        "\N{DEGREE SIGN}",
+        "\\degree",
+        "\\,",
+        "\\;",
+        "\\:",
+        "\\!",
+        "\\ ",
+        "\\quad",
+        "\\qquad",
+    )
+)  # between a number and a mark that makes it grow
 _OPEN, _CLOSE, _APART = frozenset("{(["), frozenset("})]"), frozenset("+-=,;&<>")
 _BETWEEN = (r"\choose", r"\brack", r"\brace")  # binomials and the like, written between their numbers
 _CHOOSE, _RANGED = (r"\binom", r"\dbinom", r"\tbinom"), (r"\sum", r"\prod")
@@ -118,7 +142,9 @@ def formula_excess(text: str) -> str:
     "Why a formula is too large to be evaluated, in words; empty if it is not. Never raises, evaluates nothing."
     if len(text) > MOST_CHARACTERS:
         return f"the final answer has {len(text):,} characters, {MOST_CHARACTERS:,} at most are read as a formula"
-    tokens = [token for token in _TOKEN.findall(text) if token not in _SILENT][::-1]  # the next one is the last of the list
+    tokens = [token for token in _TOKEN.findall(text) if token not in _SILENT][
+        ::-1
+    ]  # the next one is the last of the list
     try:
         while tokens:
             _sum_size(tokens, 0)
@@ -179,7 +205,7 @@ def _factor_size(tokens: list[str], depth: int) -> float:
         else:
             exponent = _small(_power_size(tokens, depth), "an exponent")
             _check_power(terms, exponent)
-            size = max(size, 0.3) * 10 ** exponent
+            size = max(size, 0.3) * 10**exponent
     return size
 
 
@@ -210,6 +236,7 @@ def _atom_size(tokens: list[str], depth: int) -> float:
 def _formulas(text: str) -> list:
     "What math-verify reads in `text`: a bare formula is read as a whole, prose is searched."
     from math_verify import parse
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-out is off; ours is on
     marked = any(mark in text for mark in ("$", "\\(", "\\["))
     prose = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", text) is not None
@@ -219,9 +246,10 @@ def _formulas(text: str) -> list:
 def math(response: str, answer: str) -> bool:
     "The final answer is mathematically the answer, by math-verify; False for one that is too large to be evaluated. Raises ValueError if the task's answer cannot be parsed."
     from math_verify import verify
+
     right = _formulas(answer)
     if not right:
-        raise ValueError(f"task: answer {answer!r} cannot be read as mathematics; use verifier = \"exact\"")
+        raise ValueError(f'task: answer {answer!r} cannot be read as mathematics; use verifier = "exact"')
     given = final_answer(response)
     if given.strip() != answer.strip() and formula_excess(given):
         return False
@@ -238,18 +266,27 @@ def marked_answer(response: str) -> str | None:
     "What the last mark with a number in it holds: the rest of a #### line, or a \\boxed{...}. None without such a mark."
     end = len(response)
     for mark in reversed(list(_MARKED.finditer(response))):
-        upto, end = response[mark.start():end], mark.start()
+        upto, end = response[mark.start() : end], mark.start()
         held = boxed(upto) if mark["line"] is None else boxed(mark["line"]) or mark["line"]
         if plain_numbers(held)[1]:
             return held
     return None
 
 
-def gsm8k(response: str, answer: str, *, strict: Knob(help="accept only a number after #### or in a box; false: also the last number of the response") = False) -> bool:
+def gsm8k(
+    response: str,
+    answer: str,
+    *,
+    strict: Knob(
+        help="accept only a number after #### or in a box; false: also the last number of the response"
+    ) = False,
+) -> bool:
     "The response's final number has the answer's value. Raises ValueError if the task's answer is no number."
     right = last_number(answer)
     if right is None:
-        raise ValueError(f"task: answer {answer!r} is not a number; use verifier = \"math\", or extract what follows its mark")
+        raise ValueError(
+            f'task: answer {answer!r} is not a number; use verifier = "math", or extract what follows its mark'
+        )
     held = marked_answer(response)
     if held is None:
         return not strict and last_number(response) == right
@@ -264,14 +301,22 @@ def correct(rollout: Rollout) -> float:
     return 1.0 if rollout.correct else 0.0
 
 # %% ../nbs/04_reward.ipynb #reward-brief
-def brief(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="reward subtracted for every `scale` tokens of the response") = 0.1,
-          scale: Knob(1, 131072, unit="tokens", help="response length that costs `weight`") = 512) -> tuple[float, dict[str, float]]:
+def brief(
+    rollout: Rollout,
+    *,
+    weight: Knob(0, 1, unit="reward", help="reward subtracted for every `scale` tokens of the response") = 0.1,
+    scale: Knob(1, 131072, unit="tokens", help="response length that costs `weight`") = 512,
+) -> tuple[float, dict[str, float]]:
     "Correct minus weight x length / scale."
     parts = {"correct": correct(rollout), "length": -weight * rollout.length / scale}
     return sum(parts.values()), parts
 
 # %% ../nbs/04_reward.ipynb #reward-early
-def early(rollout: Rollout, *, later: Knob(0, 1, unit="share", help="factor on the reward of a right answer for each turn after the first") = 0.5) -> float:
+def early(
+    rollout: Rollout,
+    *,
+    later: Knob(0, 1, unit="share", help="factor on the reward of a right answer for each turn after the first") = 0.5,
+) -> float:
     "1 for a right answer in the first turn, `later` in the second, its square in the third."
     return correct(rollout) * later ** max(0, len(rollout.responses) - 1)
 
@@ -283,8 +328,12 @@ def overlong_penalty(length: int, limit: int, cache: int) -> float:
     return min(0.0, (limit - cache - length) / cache) if cache else 0.0
 
 
-def soft_overlong(rollout: Rollout, *, cache: Knob(0, 4096, unit="tokens", help="length of the penalty's slope below the limit") = 20,
-                  limit: Knob(1, 131072, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64) -> tuple[float, dict[str, float]]:
+def soft_overlong(
+    rollout: Rollout,
+    *,
+    cache: Knob(0, 4096, unit="tokens", help="length of the penalty's slope below the limit") = 20,
+    limit: Knob(1, 131072, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64,
+) -> tuple[float, dict[str, float]]:
     "Correct plus DAPO's soft overlong penalty (arXiv 2503.14476)."
     cut = rollout.reason == StopReason.LENGTH
     parts = {"correct": correct(rollout), "overlong": -1.0 if cut else overlong_penalty(rollout.length, limit, cache)}
@@ -295,25 +344,42 @@ def has_form(response: str, pattern: str = "") -> bool:
     "Whether the whole response matches the regular expression; without one, whether it is a working and a marked answer. Raises re.error for a broken pattern."
     if pattern:
         return re.fullmatch(pattern, response, re.DOTALL) is not None
-    marks = [m for m in re.finditer(r"####|\\boxed\{|:", response)]
-    return bool(marks) and bool(response[:marks[-1].start()].strip()) and bool(final_answer(response))
+    marks = list(re.finditer(r"####|\\boxed\{|:", response))
+    return bool(marks) and bool(response[: marks[-1].start()].strip()) and bool(final_answer(response))
 
 
-def with_format(rollout: Rollout, *, weight: Knob(0, 1, unit="reward", help="reward for a response in the required format") = 0.1,
-                pattern: Knob(help="regular expression for the whole response; empty: a working followed by a marked answer", live=False) = "") -> tuple[float, dict[str, float]]:
+def with_format(
+    rollout: Rollout,
+    *,
+    weight: Knob(0, 1, unit="reward", help="reward for a response in the required format") = 0.1,
+    pattern: Knob(
+        help="regular expression for the whole response; empty: a working followed by a marked answer", live=False
+    ) = "",
+) -> tuple[float, dict[str, float]]:
     "Correct plus weight for keeping the form."
     parts = {"correct": correct(rollout), "format": weight * has_form(rollout.text, pattern)}
     return sum(parts.values()), parts
 
 # %% ../nbs/04_reward.ipynb #reward-scored
-def scored(rollout: Rollout, *, by: Knob(choices=("reward_model", "judge"), help="model whose score becomes the reward") = "reward_model",
-           correct_weight: Knob(0, 10, unit="reward", help="reward added for a right answer") = 0.0) -> tuple[float, dict[str, float]]:
+def scored(
+    rollout: Rollout,
+    *,
+    by: Knob(choices=("reward_model", "judge"), help="model whose score becomes the reward") = "reward_model",
+    correct_weight: Knob(0, 10, unit="reward", help="reward added for a right answer") = 0.0,
+) -> tuple[float, dict[str, float]]:
     "The number of a reward model or a judge, plus weight x correct. ValueError if that model was not asked."
     parts = {by: rollout.score(by), "correct": correct_weight * correct(rollout)}
     return sum(parts.values()), parts
 
 
-REWARDS = {"correct": correct, "brief": brief, "early": early, "soft_overlong": soft_overlong, "with_format": with_format, "scored": scored}
+REWARDS = {
+    "correct": correct,
+    "brief": brief,
+    "early": early,
+    "soft_overlong": soft_overlong,
+    "with_format": with_format,
+    "scored": scored,
+}
 
 # %% ../nbs/04_reward.ipynb #reward-checked
 StepRewards = tuple[tuple[int, float], ...]  # (characters of the response so far, reward)
@@ -339,27 +405,51 @@ def _finite(value) -> float | None:
 
 def checked_reward(value, function_name: str, characters: int | None = None) -> Checked:
     "Turn what a reward function returned into a `Checked`: finite numbers and bools, alone, with named parts or with steps, are rewards. `characters`: of the response, if that is one."
-    paired = isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[1], Mapping) and (len(value) == 2 or isinstance(value[2], Sequence))
+    paired = (
+        isinstance(value, tuple)
+        and len(value) in (2, 3)
+        and isinstance(value[1], Mapping)
+        and (len(value) == 2 or isinstance(value[2], Sequence))
+    )
     total, named, due = (*value, ())[:3] if paired else (value, {}, ())
     if _finite(total) is None:
-        return Checked(None, (), Outcome.INVALID_REWARD, f"reward {function_name}: returned {_show(total)}; {_remedy(total)}")
+        return Checked(
+            None, (), Outcome.INVALID_REWARD, f"reward {function_name}: returned {_show(total)}; {_remedy(total)}"
+        )
     for part, part_value in named.items():
         if _finite(part_value) is None:
             return Checked(
-                None, (), Outcome.INVALID_REWARD, f"reward {function_name}: part {part!r} is {_show(part_value)}; {_remedy(part_value)}"
+                None,
+                (),
+                Outcome.INVALID_REWARD,
+                f"reward {function_name}: part {part!r} is {_show(part_value)}; {_remedy(part_value)}",
             )
     for step in due:
         if not _is_step(step, characters):
             where = "" if characters is None else f" of {characters}"
-            return Checked(None, (), Outcome.INVALID_REWARD, f"reward {function_name}: step {_show(step)}; return (characters of the response{where} so far, a finite number) for each")
-    return Checked(_finite(total), tuple((str(part), _finite(v)) for part, v in named.items()), steps=tuple((int(end), float(reward)) for end, reward in due))
+            return Checked(
+                None,
+                (),
+                Outcome.INVALID_REWARD,
+                f"reward {function_name}: step {_show(step)}; return (characters of the response{where} so far, a finite number) for each",
+            )
+    return Checked(
+        _finite(total),
+        tuple((str(part), _finite(v)) for part, v in named.items()),
+        steps=tuple((int(end), float(reward)) for end, reward in due),
+    )
 
 
 def _is_step(step, characters: int | None) -> bool:
     "A whole number of characters, and a finite reward."
-    if not (isinstance(step, tuple | list) and len(step) == 2 and isinstance(step[0], int | np.integer) and not isinstance(step[0], bool)):
+    if not (
+        isinstance(step, tuple | list)
+        and len(step) == 2
+        and isinstance(step[0], int | np.integer)
+        and not isinstance(step[0], bool)
+    ):
         return False
-    return 1 <= step[0] and (characters is None or step[0] <= max(1, characters)) and _finite(step[1]) is not None
+    return step[0] >= 1 and (characters is None or step[0] <= max(1, characters)) and _finite(step[1]) is not None
 
 # %% ../nbs/04_reward.ipynb #reward-remedy
 def _show(value) -> str:

@@ -19,7 +19,14 @@ from pathlib import Path
 # characters visible that a terminal or a reader would obey, and leaves secrets out of what is shown.
 # What must hold: no function here waits for another process, follows a link, or reads more than it was allowed to.
 # It does not judge what a file or a text says; the callers do.
-KINDS = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+KINDS = {
+    stat.S_IFLNK: "link",
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
 
 
 def read_regular_file(path: str | Path, most_bytes: int, owners: tuple[int, ...] = ()) -> bytes:
@@ -51,7 +58,9 @@ def _check_plain(path: str | Path, found: os.stat_result, most_bytes: int, owner
         raise ValueError(f"has {found.st_size:,} bytes; {most_bytes:,} at most")
 
 # %% ../nbs/01_untrusted.ipynb #untrusted-text
-OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # control characters, writing direction, halves of pairs
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)  # control characters, writing direction, halves of pairs
 
 
 def make_visible(text: object) -> str:
@@ -72,8 +81,12 @@ def make_json_visible(text: str) -> str:
 
 # %% ../nbs/01_untrusted.ipynb #untrusted-secret
 HIDDEN = "(hidden)"
-SECRET_NAME = re.compile(r"(^|[._-])(webhook|key|api_?key|token|secret|password|passwd|credentials?|authorization)$", re.I)
-IN_ADDRESS = re.compile(r"(?<=://)[^/\s@\"']+@|(?<=[?&])([\w-]*(?:key|token|secret|password|signature)|sig|pw)=[^&\s\"']+", re.I)
+SECRET_NAME = re.compile(
+    r"(^|[._-])(webhook|key|api_?key|token|secret|password|passwd|credentials?|authorization)$", re.I
+)
+IN_ADDRESS = re.compile(
+    r"(?<=://)[^/\s@\"']+@|(?<=[?&])([\w-]*(?:key|token|secret|password|signature)|sig|pw)=[^&\s\"']+", re.I
+)
 
 
 def hide_secrets(value: object, name: str = "") -> object:

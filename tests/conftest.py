@@ -1,4 +1,5 @@
 """What all tests share: one compute thread, a place to work, and child processes that never outlive a test."""
+
 import os
 import subprocess
 import sys
@@ -74,5 +75,7 @@ def no_run_outlives_the_tests(tmp_path_factory):
     for process in psutil.process_iter(["cmdline", "cwd"]):
         told = process.info
         line = told["cmdline"] or []
-        if {"rlbench.workbench.supervisor", "rlbench.views.sinks", "rlbench.sandbox.controller"} & set(line) and any((place or "").startswith(base) for place in (told["cwd"], *line)):
+        if {"rlbench.workbench.supervisor", "rlbench.views.sinks", "rlbench.sandbox.controller"} & set(line) and any(
+            (place or "").startswith(base) for place in (told["cwd"], *line)
+        ):
             kill_all([process])

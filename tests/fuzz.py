@@ -18,19 +18,30 @@ import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 from inline import check_books
 from pydantic import BaseModel
 
-from rlbench.environments.code_datasets import CODE_SETS
-from rlbench.loop.config import FUNCTIONS, ConfigError, EvalConfig, RunConfig, make_config, read_config, to_toml, with_knob
-from rlbench.runtime.driver import CARRY, Driver, commands, drive, log, make_pools
-from rlbench.knobs import Knob, key_of, knobs_of
 from rlbench.base.ledger import create_run_folder, read_table
+from rlbench.environments.code_datasets import CODE_SETS
+from rlbench.knobs import Knob, key_of, knobs_of
+from rlbench.loop.config import (
+    FUNCTIONS,
+    ConfigError,
+    EvalConfig,
+    RunConfig,
+    make_config,
+    read_config,
+    to_toml,
+    with_knob,
+)
 from rlbench.loop.loop import FINISHED, UNFINISHED, VERBS, step
 from rlbench.loop.queue import capacity
 from rlbench.loop.state import generators, live_groups
+from rlbench.runtime.driver import CARRY, Driver, commands, drive, log, make_pools
 
 EVENTS = 1500  # after which a run is asked to stop
 PATIENCE = 6000  # events after that in which it has to have ended

@@ -1,4 +1,5 @@
 """README.md is nbs/index.ipynb as Markdown, and nbs/map.ipynb lists the notebooks: `make readme`, or `python tests/readme.py`."""
+
 import json
 import re
 import sys
@@ -25,15 +26,28 @@ def readme(notebook: Path) -> str:
             cell.outputs = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
     text, _ = MarkdownExporter(config=config).from_notebook_node(shown)
     inside = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)]+)(\))")
-    text = inside.sub(lambda link: f"{link[1]}{link[2][3:] if link[2].startswith('../') else f'{notebook.parent.name}/{link[2]}'}{link[3]}", text)
+    text = inside.sub(
+        lambda link: (
+            f"{link[1]}{link[2][3:] if link[2].startswith('../') else f'{notebook.parent.name}/{link[2]}'}{link[3]}"
+        ),
+        text,
+    )
     return "\n".join(line.rstrip() for line in re.sub(r"\n{3,}", "\n\n", text).strip().splitlines()) + "\n"
 
 
 def map_notebook() -> str:
     "The text of the file nbs/map.ipynb."
-    cells = [{"cell_type": "markdown", "id": id, "metadata": {}, "source": text.splitlines(keepends=True)} for id, text in map_sections().items()]
+    cells = [
+        {"cell_type": "markdown", "id": id, "metadata": {}, "source": text.splitlines(keepends=True)}
+        for id, text in map_sections().items()
+    ]
     kernel = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
-    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import numpy as np
 @dataclass(frozen=True, eq=False)
 class Line:
     "y over x; `lo` and `hi` are an interval around y. `dash` is an SVG dash pattern. NaN breaks the line, but not over versions."
+
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -42,6 +43,7 @@ class Line:
 @dataclass(frozen=True, eq=False)
 class Band:
     "The area between `lo` and `hi` over x; an area chart has `lo` 0."
+
     name: str
     x: Sequence[float]
     lo: Sequence[float]
@@ -53,6 +55,7 @@ class Band:
 @dataclass(frozen=True, eq=False)
 class Stack:
     "Areas on top of each other, the first at the bottom."
+
     names: tuple[str, ...]
     x: Sequence[float]
     ys: tuple[Sequence[float], ...]
@@ -62,6 +65,7 @@ class Stack:
 @dataclass(frozen=True, eq=False)
 class Bars:
     "One bar per label; `notes` are written at the bars' ends. Horizontal bars have no axes."
+
     labels: tuple[str, ...]
     values: tuple[float, ...]
     roles: tuple[str, ...]
@@ -72,6 +76,7 @@ class Bars:
 @dataclass(frozen=True, eq=False)
 class Ribbons:
     "One bar per row: (label, pieces), a piece being (length, number). Larger numbers are darker; a number is a policy version, or the place of a name in `names`. `cuts` are places along each row that a line marks; `notes` stand at the right."
+
     rows: tuple[tuple[str, tuple[tuple[float, int], ...]], ...]
     cuts: tuple[tuple[float, ...], ...] = ()
     names: tuple[str, ...] = ()
@@ -85,6 +90,7 @@ class Ribbons:
 @dataclass(frozen=True, eq=False)
 class Intervals:
     "A row per label: `values` with `lo` to `hi` around them, the single `points` behind each, `notes` at the right end."
+
     labels: tuple[str, ...]
     values: tuple[float, ...]
     lo: tuple[float, ...]
@@ -175,6 +181,7 @@ def colour(role: str) -> str:
 @dataclass(frozen=True, eq=False)
 class Thinned:
     "Bins of a series: mean x, and mean, smallest and largest y; NaN where a bin has no number."
+
     x: np.ndarray
     y: np.ndarray
     lo: np.ndarray
@@ -193,15 +200,24 @@ def thin(x: Sequence[float], y: Sequence[float], bins: int = 240) -> Thinned:
     known = np.isfinite(y)
     counts = np.maximum(1, np.add.reduceat(known, starts, dtype=int))
     some = np.add.reduceat(known, starts, dtype=int) > 0
-    mean, lo, hi = (np.where(some, cut, np.nan) for cut in (
-        np.add.reduceat(np.where(known, y, 0.0), starts) / counts,
-        np.minimum.reduceat(np.where(known, y, np.inf), starts), np.maximum.reduceat(np.where(known, y, -np.inf), starts)))
+    mean, lo, hi = (
+        np.where(some, cut, np.nan)
+        for cut in (
+            np.add.reduceat(np.where(known, y, 0.0), starts) / counts,
+            np.minimum.reduceat(np.where(known, y, np.inf), starts),
+            np.maximum.reduceat(np.where(known, y, -np.inf), starts),
+        )
+    )
     return Thinned(np.add.reduceat(x, starts) / np.diff([*starts, len(x)]), mean, lo, hi)
 
 
 def _floats(values) -> np.ndarray:
     "float64, None as NaN."
-    return np.array([math.nan if v is None else v for v in values], float) if not isinstance(values, np.ndarray) else values.astype(float)
+    return (
+        np.array([math.nan if v is None else v for v in values], float)
+        if not isinstance(values, np.ndarray)
+        else values.astype(float)
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-ticks
 def ticks(lo: float, hi: float, count: int = 4, whole: bool = False) -> list[float]:
@@ -243,7 +259,15 @@ def _plain(value: float, digits: int) -> str:
 def text_width(text: str, size: float = 11) -> float:
     "Estimated width in pixels of sans-serif text, rather too large than too small."
     return size * sum(
-        0.34 if c in "iljI.,:;'|! " else 0.43 if c in "rtf()[]-" else 0.98 if c in "mwMW@%—" else 0.73 if c.isupper() else 0.64
+        0.34
+        if c in "iljI.,:;'|! "
+        else 0.43
+        if c in "rtf()[]-"
+        else 0.98
+        if c in "mwMW@%—"
+        else 0.73
+        if c.isupper()
+        else 0.64
         for c in text
     )
 
@@ -323,7 +347,8 @@ def labels(chart: Chart) -> list[Label]:
         elif isinstance(s, Stack) and len(s.x):
             tops = np.cumsum([_floats(y)[-1] for y in s.ys])
             found += [
-                Label(n, top - _floats(y)[-1] / 2, r, "", 0.85, True) for n, r, top, y in zip(s.names, s.roles, tops, s.ys, strict=True)
+                Label(n, top - _floats(y)[-1] / 2, r, "", 0.85, True)
+                for n, r, top, y in zip(s.names, s.roles, tops, s.ys, strict=True)
             ]
     return found
 
@@ -349,6 +374,7 @@ SIZE, LINE = 11, 14  # font size and line height in pixels
 @dataclass(frozen=True, eq=False)
 class Frame:
     "The plot rectangle in pixels, the data range shown in it, and the texts around it."
+
     left: float
     right: float
     top: float
@@ -362,11 +388,15 @@ class Frame:
 
     def x(self, value):
         "Pixel of a data x."
-        return self.left + (np.asarray(value, float) - self.range[0]) / (self.range[1] - self.range[0]) * (self.right - self.left)
+        return self.left + (np.asarray(value, float) - self.range[0]) / (self.range[1] - self.range[0]) * (
+            self.right - self.left
+        )
 
     def y(self, value):
         "Pixel of a data y."
-        return self.bottom - (np.asarray(value, float) - self.range[2]) / (self.range[3] - self.range[2]) * (self.bottom - self.top)
+        return self.bottom - (np.asarray(value, float) - self.range[2]) / (self.range[3] - self.range[2]) * (
+            self.bottom - self.top
+        )
 
 
 def flow(items: Sequence[Label], width: float, top: float) -> tuple[tuple[float, float, Label], ...]:
@@ -389,7 +419,11 @@ def frame(chart: Chart, width: float, height: float) -> Frame:
     top = 4 + 16 * len(header) + LINE * len(notes) + 2
     named = labels(chart)
     room = max((text_width(item.text, SIZE) for item in named), default=0) + 22
-    direct = 0 < len(named) <= (height - top) / LINE - 3 and room <= 0.3 * width and all(math.isfinite(item.y) for item in named)
+    direct = (
+        0 < len(named) <= (height - top) / LINE - 3
+        and room <= 0.3 * width
+        and all(math.isfinite(item.y) for item in named)
+    )
     legend = () if direct else flow(named, width, top + 10)
     top = legend[-1][1] + 8 if legend else top
     top += LINE if any(m.label for m in chart.marks) else 5
@@ -399,13 +433,26 @@ def frame(chart: Chart, width: float, height: float) -> Frame:
         left = max((text_width(t, SIZE) for t in texts), default=0) + 8
         foot = 4 if isinstance(bars, Bars) else LINE * 2 + 4
         note = max((text_width(t, SIZE) for t in getattr(bars, "notes", ())), default=0) + 10
-        return Frame(min(left, 0.4 * width), width - note, top, height - foot, extent(chart), tuple(header), tuple(notes), (), (), ())
+        return Frame(
+            min(left, 0.4 * width),
+            width - note,
+            top,
+            height - foot,
+            extent(chart),
+            tuple(header),
+            tuple(notes),
+            (),
+            (),
+            (),
+        )
     bottom = height - (LINE * 2 + 4 if chart.x_label else LINE + 4 if chart.x_ticks else 6)
     area = extent(chart)
     marks = tuple(ticks(area[2], area[3], max(2, int((bottom - top) / 38))))
     left = max(text_width(number(t), SIZE) for t in marks) + 8 if marks else 8
     right = width - max(room + 4 if direct else 8, text_width(number(area[1], 4), SIZE) / 2 + 2)
-    return Frame(left, right, top, bottom, area, tuple(header), tuple(notes), tuple(named) if direct else (), legend, marks)
+    return Frame(
+        left, right, top, bottom, area, tuple(header), tuple(notes), tuple(named) if direct else (), legend, marks
+    )
 
 
 def _axis(label: str, unit: str) -> str:
@@ -422,7 +469,9 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
             before = None
             continue
         parts.append(
-            f"M{a / 10:g} {b / 10:g}" if before is None else f"l{(a - before[0]) / 10:g} {(b - before[1]) / 10:g}".replace(" -", "-")
+            f"M{a / 10:g} {b / 10:g}"
+            if before is None
+            else f"l{(a - before[0]) / 10:g} {(b - before[1]) / 10:g}".replace(" -", "-")
         )
         before = a, b
     return "".join(parts)
@@ -448,16 +497,24 @@ def _clip(f: Frame, y: np.ndarray) -> np.ndarray:
 # %% ../../nbs/base/10_charts.ipynb #figures-draw
 def _draw_line(f: Frame, s: Line, bins: int) -> str:
     t = thin(s.x, s.y, bins)
-    lo, hi = (thin(s.x, s.lo, bins).y, thin(s.x, s.hi, bins).y) if s.lo is not None and s.hi is not None else (t.lo, t.hi)
+    lo, hi = (
+        (thin(s.x, s.lo, bins).y, thin(s.x, s.hi, bins).y) if s.lo is not None and s.hi is not None else (t.lo, t.hi)
+    )
     x, y, ink = f.x(t.x), _clip(f, f.y(t.y)), colour(s.role)
-    shade = _area(x, _clip(f, f.y(lo)), _clip(f, f.y(hi))) if not s.whiskers and not np.array_equal(lo, hi, equal_nan=True) else ""
+    shade = (
+        _area(x, _clip(f, f.y(lo)), _clip(f, f.y(hi)))
+        if not s.whiskers and not np.array_equal(lo, hi, equal_nan=True)
+        else ""
+    )
     out = f'<path d="{shade}" fill="{ink}" fill-opacity="{0.16 * s.opacity:.2g}"/>' if shade else ""
     out += _whiskers(x, _clip(f, f.y(lo)), _clip(f, f.y(hi)), ink) if s.whiskers else ""
     dash = f' stroke-dasharray="{s.dash}"' if s.dash else ""
     faint = f' stroke-opacity="{s.opacity:g}"' if s.opacity < 1 else ""
-    out += f'<path d="{_path(x, y)}" fill="none" stroke="{ink}" stroke-width="1.8" stroke-linejoin="round"{dash}{faint}/>'
+    out += (
+        f'<path d="{_path(x, y)}" fill="none" stroke="{ink}" stroke-width="1.8" stroke-linejoin="round"{dash}{faint}/>'
+    )
     known = np.isfinite(x) & np.isfinite(y)
-    lonely = known & ~np.append(known[1:], False) & ~np.append(False, known[:-1])[:len(known)]
+    lonely = known & ~np.append(known[1:], False) & ~np.append(False, known[:-1])[: len(known)]
     for a, b in zip(x[known if s.dots else lonely], y[known if s.dots else lonely], strict=True):
         out += f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.4" fill="{ink}"/>'
     return out
@@ -465,7 +522,10 @@ def _draw_line(f: Frame, s: Line, bins: int) -> str:
 
 def _whiskers(x: np.ndarray, lo: np.ndarray, hi: np.ndarray, ink: str) -> str:
     known = np.isfinite(x) & np.isfinite(lo) & np.isfinite(hi)
-    bars = "".join(f"M{a - 4:.1f} {b:.1f}h8M{a:.1f} {b:.1f}V{c:.1f}M{a - 4:.1f} {c:.1f}h8" for a, b, c in zip(x[known], lo[known], hi[known], strict=True))
+    bars = "".join(
+        f"M{a - 4:.1f} {b:.1f}h8M{a:.1f} {b:.1f}V{c:.1f}M{a - 4:.1f} {c:.1f}h8"
+        for a, b, c in zip(x[known], lo[known], hi[known], strict=True)
+    )
     return f'<path d="{bars}" fill="none" stroke="{ink}" stroke-width="1.2"/>' if bars else ""
 
 
@@ -481,7 +541,11 @@ def _draw_stack(f: Frame, s: Stack, bins: int) -> str:
         t = thin(s.x, np.nan_to_num(_floats(y)), bins)
         below = np.zeros_like(t.y) if below is None else below
         d = _area(f.x(t.x), _clip(f, f.y(below)), _clip(f, f.y(below + t.y)))
-        out += f'<path d="{d}" fill="{colour(role)}" fill-opacity="0.85" stroke="{GROUND}" stroke-width="0.6"/>' if d else ""
+        out += (
+            f'<path d="{d}" fill="{colour(role)}" fill-opacity="0.85" stroke="{GROUND}" stroke-width="0.6"/>'
+            if d
+            else ""
+        )
         below = below + t.y
     return out
 
@@ -497,7 +561,9 @@ def _horizontal(f: Frame, s: Bars) -> str:
         y, long = f.top + i * pitch, max(0.0, value) / top * (f.right - f.left) if math.isfinite(value) else 0.0
         note = s.notes[i] if s.notes else number(value)
         out += f'<rect x="{f.left:.1f}" y="{y + 2:.1f}" width="{max(long, 0.8 if value else 0):.1f}" height="{pitch - 5:.1f}" fill="{colour(role)}" rx="1.5"/>'
-        out += _text(f.left - 6, y + pitch / 2 + 3.5, label, anchor="end") + _text(f.left + long + 5, y + pitch / 2 + 3.5, note, "s")
+        out += _text(f.left - 6, y + pitch / 2 + 3.5, label, anchor="end") + _text(
+            f.left + long + 5, y + pitch / 2 + 3.5, note, "s"
+        )
     return out
 
 
@@ -505,9 +571,7 @@ def _vertical(f: Frame, s: Bars) -> str:
     half, base, out = 0.38 * float(f.x(1) - f.x(0)), float(f.y(max(0.0, f.range[2]))), ""
     for i, (label, value, role) in enumerate(zip(s.labels, s.values, s.roles, strict=True)):
         x, y = float(f.x(i)), float(_clip(f, f.y(value)))
-        out += (
-            f'<rect x="{x - half:.1f}" y="{min(y, base):.1f}" width="{2 * half:.1f}" height="{abs(base - y):.1f}" fill="{colour(role)}"/>'
-        )
+        out += f'<rect x="{x - half:.1f}" y="{min(y, base):.1f}" width="{2 * half:.1f}" height="{abs(base - y):.1f}" fill="{colour(role)}"/>'
         out += _text(x, f.bottom + LINE, label, "s", "middle")
     return out
 
@@ -524,15 +588,25 @@ def _draw_ribbons(f: Frame, s: Ribbons, bins: int) -> str:
             depth = 0.3 + 0.7 * numbers.index(n) / max(1, len(numbers) - 1)
             out += f'<rect x="{x:.1f}" y="{y + 2:.1f}" width="{max(0.5, wide - 1):.1f}" height="{pitch - 4:.1f}" fill="{colour("blue")}" fill-opacity="{depth:.2g}"/>'
             need = text_width(s.name(n)) + 6
-            left = max((cut for cut in cuts if x < cut < x + need), default=x)  # a name stands beside a line, not under it
-            out += _text(left + 4, y + pitch / 2 + 3.5, s.name(n), "g" if depth > 0.6 else "") if left + need < x + wide else ""
+            left = max(
+                (cut for cut in cuts if x < cut < x + need), default=x
+            )  # a name stands beside a line, not under it
+            out += (
+                _text(left + 4, y + pitch / 2 + 3.5, s.name(n), "g" if depth > 0.6 else "")
+                if left + need < x + wide
+                else ""
+            )
             at += length
         out += _text(f.right + 6, y + pitch / 2 + 3.5, s.notes[i], "s") if s.notes else ""
-        out += "".join(f'<path d="M{cut:.1f} {y:.1f}v{pitch:.1f}" fill="none" stroke="{INK}" stroke-width="1.5"/>' for cut in cuts)
+        out += "".join(
+            f'<path d="M{cut:.1f} {y:.1f}v{pitch:.1f}" fill="none" stroke="{INK}" stroke-width="1.5"/>' for cut in cuts
+        )
     return out
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", size: int = SIZE, extra: str = "") -> str:
+def _text(
+    x: float, y: float, text: str, kind: str = "", anchor: str = "start", size: int = SIZE, extra: str = ""
+) -> str:
     'Text of a kind: "" ordinary, s soft, g in the ground\'s colour, h small with a halo.'
     where = (
         (f' class="{kind}"' if kind else "")
@@ -546,7 +620,9 @@ def _draw_intervals(f: Frame, s: Intervals, bins: int) -> str:
     pitch, out = min(34.0, (f.bottom - f.top) / max(1, len(s.labels))), ""
     for i, (label, value, lo, hi, role) in enumerate(zip(s.labels, s.values, s.lo, s.hi, s.roles, strict=True)):
         y, ink = f.top + (i + 0.5) * pitch, colour(role)
-        out += _text(f.left - 6, y + 3.5, label, anchor="end") + (_text(f.right + 6, y + 3.5, s.notes[i], "s") if s.notes else "")
+        out += _text(f.left - 6, y + 3.5, label, anchor="end") + (
+            _text(f.right + 6, y + 3.5, s.notes[i], "s") if s.notes else ""
+        )
         for point in (p for p in (s.points[i] if s.points else ()) if math.isfinite(p)):
             out += f'<circle cx="{float(f.x(point)):.1f}" cy="{y + 6:.1f}" r="1.8" fill="{ink}" fill-opacity="0.45"/>'
         if math.isfinite(lo) and math.isfinite(hi):
@@ -585,7 +661,9 @@ def _furniture(f: Frame, chart: Chart) -> str:
     for r in chart.references:
         if f.range[2] <= r.y <= f.range[3]:
             y = float(f.y(r.y))
-            front += f'<path d="M{f.left:.1f} {y:.1f}H{f.right:.1f}" stroke="{colour("vermilion")}" stroke-dasharray="5 4"/>'
+            front += (
+                f'<path d="M{f.left:.1f} {y:.1f}H{f.right:.1f}" stroke="{colour("vermilion")}" stroke-dasharray="5 4"/>'
+            )
             front += _text(f.left + 4, y + 12 if y - f.top < 14 else y - 4, r.label, "s h") if r.label else ""
     edge, lines = -math.inf, ""
     for m in sorted((m for m in chart.marks if f.range[0] <= m.x <= f.range[1]), key=lambda m: m.x):
@@ -611,7 +689,8 @@ def _names(f: Frame) -> str:
     out = "".join(_swatch(x, y - 3.5, item) + _text(x + 20, y, item.text, "s") for x, y, item in f.legend)
     places = spread([float(_clip(f, f.y(item.y))) for item in f.direct], 13, f.top + 4, f.bottom)
     return out + "".join(
-        _swatch(f.right + 4, y, item) + _text(f.right + 23, y + 3.5, item.text) for y, item in zip(places, f.direct, strict=True)
+        _swatch(f.right + 4, y, item) + _text(f.right + 23, y + 3.5, item.text)
+        for y, item in zip(places, f.direct, strict=True)
     )
 
 
@@ -622,7 +701,9 @@ def spoken(chart: Chart) -> str:
     if extent(chart) is None:
         return f"{chart.title}: {chart.empty}"
     lines = [s for s in chart.series if isinstance(s, Line)]
-    ends = [(s.name, y[np.isfinite(y)][-1:]) for s in lines for y in (_floats(s.y),) if s.name or len(lines) == 1]  # beside named lines one without a name is a guide
+    ends = [
+        (s.name, y[np.isfinite(y)][-1:]) for s in lines for y in (_floats(s.y),) if s.name or len(lines) == 1
+    ]  # beside named lines one without a name is a guide
     parts = [f"{name} {number(y[0] if len(y) else math.nan)}".strip() for name, y in ends]
     for s in chart.series:
         if isinstance(s, Stack):
@@ -630,13 +711,22 @@ def spoken(chart: Chart) -> str:
         elif isinstance(s, Bars):
             parts += [f"{label} {s.notes[i] if s.notes else number(s.values[i])}" for i, label in enumerate(s.labels)]
         elif isinstance(s, Intervals):
-            parts += [f"{label} {number(v)} ({number(a)} to {number(b)})" for label, v, a, b in zip(s.labels, s.values, s.lo, s.hi, strict=True)]
+            parts += [
+                f"{label} {number(v)} ({number(a)} to {number(b)})"
+                for label, v, a, b in zip(s.labels, s.values, s.lo, s.hi, strict=True)
+            ]
         elif isinstance(s, Ribbons):
-            parts += [f"{label} {note}" for (label, _), note in zip(s.rows, s.notes)] if s.notes else [f"{len(s.rows)} responses"]
+            parts += (
+                [f"{label} {note}" for (label, _), note in zip(s.rows, s.notes)]
+                if s.notes
+                else [f"{len(s.rows)} responses"]
+            )
     parts += [f"{r.label} {number(r.y)}" for r in chart.references if r.label and number(r.y) not in r.label]
     unit = f" {chart.y_unit}" if chart.y_unit and chart.y_unit != "share" else ""
     newest, count = "newest " if any(isinstance(s, (Line, Stack)) for s in chart.series) else "", len(chart.marks)
-    return f"{chart.title}: {newest}{', '.join(parts)}{unit}" + (f"; {count} command{'s' if count > 1 else ''} marked" if count else "")
+    return f"{chart.title}: {newest}{', '.join(parts)}{unit}" + (
+        f"; {count} command{'s' if count > 1 else ''} marked" if count else ""
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-gaps
 def bridge_gaps(chart: Chart) -> Chart:
@@ -657,7 +747,14 @@ def _known_points(s):
     return replace(s, x=_floats(s.x)[known], **{name: y[known] for name, y in values.items()})
 
 # %% ../../nbs/base/10_charts.ipynb #figures-svg
-_DRAW = {Line: _draw_line, Band: _draw_band, Stack: _draw_stack, Bars: _draw_bars, Ribbons: _draw_ribbons, Intervals: _draw_intervals}
+_DRAW = {
+    Line: _draw_line,
+    Band: _draw_band,
+    Stack: _draw_stack,
+    Bars: _draw_bars,
+    Ribbons: _draw_ribbons,
+    Intervals: _draw_intervals,
+}
 
 
 def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
@@ -671,7 +768,9 @@ def to_svg(chart: Chart, width: float = 640, height: float = 240) -> str:
     behind, front = _furniture(f, chart).split("\0")
     grid = _grid(f, chart) if f.y_ticks or any(isinstance(s, (Ribbons, Intervals)) for s in chart.series) else ""
     body = "".join(_DRAW[type(s)](f, s, bins) for s in chart.series)
-    return f"{head}{_header(f.header, f.notes)}{behind}{grid}{body}{front}{_names(f)}</svg>".replace('"', "'")  # needs no escaping in JSON
+    return f"{head}{_header(f.header, f.notes)}{behind}{grid}{body}{front}{_names(f)}</svg>".replace(
+        '"', "'"
+    )  # needs no escaping in JSON
 
 
 def _header(title: Sequence[str], notes: Sequence[str]) -> str:
@@ -684,7 +783,11 @@ def _empty(chart: Chart, width: float, height: float) -> str:
     top = 8 + 16 * len(title)
     middle = (top + height) / 2 - LINE * (len(lines) - 1) / 2 + 4
     box = f'<rect x="0.5" y="{top}" width="{width - 1:g}" height="{height - top - 2:g}" rx="4" fill="none" stroke="{GRID}" stroke-dasharray="4 4"/>'
-    return _header(title, ()) + box + "".join(_text(width / 2, middle + LINE * i, line, "s", "middle", 12) for i, line in enumerate(lines))
+    return (
+        _header(title, ())
+        + box
+        + "".join(_text(width / 2, middle + LINE * i, line, "s", "middle", 12) for i, line in enumerate(lines))
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-plotly
 PLOTLY_GRID = "rgba(128,128,128,0.25)"
@@ -796,28 +899,75 @@ def _traces(s) -> list:
         return _between(s.x, s.lo, s.hi, s.role, s.name, s.opacity)
     if isinstance(s, Stack):
         return [
-            go.Scatter(x=_floats(s.x), y=_floats(y), name=name, stackgroup="one", mode="lines", line={"width": 0.5, "color": COLOURS[role]})
+            go.Scatter(
+                x=_floats(s.x),
+                y=_floats(y),
+                name=name,
+                stackgroup="one",
+                mode="lines",
+                line={"width": 0.5, "color": COLOURS[role]},
+            )
             for name, y, role in zip(s.names, s.ys, s.roles, strict=True)
         ]
     if isinstance(s, Bars):
         across = (
-            {"x": list(s.values), "y": list(s.labels), "orientation": "h"} if s.horizontal else {"x": list(s.labels), "y": list(s.values)}
+            {"x": list(s.values), "y": list(s.labels), "orientation": "h"}
+            if s.horizontal
+            else {"x": list(s.labels), "y": list(s.values)}
         )
-        return [go.Bar(**across, text=list(s.notes) or None, marker_color=[COLOURS[r] for r in s.roles], name="", showlegend=False)]
+        return [
+            go.Bar(
+                **across,
+                text=list(s.notes) or None,
+                marker_color=[COLOURS[r] for r in s.roles],
+                name="",
+                showlegend=False,
+            )
+        ]
     names = [label + "\u200b" * i for i, (label, _) in enumerate(s.rows)]  # rows of one name stay rows of their own
     pieces = [(label, length, n) for label, (_, row) in zip(names, s.rows, strict=True) for length, n in row]
     bars = [
-        go.Bar(x=[length], y=[label], orientation="h", name=s.name(n), text=s.name(n), marker_color=COLOURS["blue"], showlegend=False)
+        go.Bar(
+            x=[length],
+            y=[label],
+            orientation="h",
+            name=s.name(n),
+            text=s.name(n),
+            marker_color=COLOURS["blue"],
+            showlegend=False,
+        )
         for label, length, n in pieces
     ]
     cuts = [(cut, label) for label, row in zip(names, s.cuts) for cut in row]
     line = {"symbol": "line-ns", "size": 16, "line": {"width": 2, "color": "black"}}
-    return [*bars, *([go.Scatter(x=[x for x, _ in cuts], y=[y for _, y in cuts], mode="markers", marker=line, name="", showlegend=False)] if cuts else [])]
+    return [
+        *bars,
+        *(
+            [
+                go.Scatter(
+                    x=[x for x, _ in cuts],
+                    y=[y for _, y in cuts],
+                    mode="markers",
+                    marker=line,
+                    name="",
+                    showlegend=False,
+                )
+            ]
+            if cuts
+            else []
+        ),
+    ]
 
 # %% ../../nbs/base/10_charts.ipynb #figures-plotly-three
 def _error(value, lo, hi) -> dict:
     "Error bars as plotly wants them."
-    return {"type": "data", "symmetric": False, "array": _floats(hi) - _floats(value), "arrayminus": _floats(value) - _floats(lo), "thickness": 1.4}
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": _floats(hi) - _floats(value),
+        "arrayminus": _floats(value) - _floats(lo),
+        "thickness": 1.4,
+    }
 
 
 def _interval_traces(s: Intervals) -> list:
@@ -825,10 +975,31 @@ def _interval_traces(s: Intervals) -> list:
     import plotly.graph_objects as go
 
     rows = list(zip(s.labels, s.values, s.lo, s.hi, s.roles, s.points or ((),) * len(s.labels), strict=True))[::-1]
-    single = [go.Scatter(x=points, y=[label] * len(points), mode="markers", opacity=0.4, marker={"size": 5, "color": COLOURS[role]}, name=f"{label}, single", showlegend=False)
-              for label, _, _, _, role, points in rows if points]
-    return single + [go.Scatter(x=[value], y=[label], mode="markers", marker={"size": 10, "color": COLOURS[role]}, error_x=_error([value], [lo], [hi]), name=label, showlegend=False)
-                     for label, value, lo, hi, role, _ in rows]
+    single = [
+        go.Scatter(
+            x=points,
+            y=[label] * len(points),
+            mode="markers",
+            opacity=0.4,
+            marker={"size": 5, "color": COLOURS[role]},
+            name=f"{label}, single",
+            showlegend=False,
+        )
+        for label, _, _, _, role, points in rows
+        if points
+    ]
+    return single + [
+        go.Scatter(
+            x=[value],
+            y=[label],
+            mode="markers",
+            marker={"size": 10, "color": COLOURS[role]},
+            error_x=_error([value], [lo], [hi]),
+            name=label,
+            showlegend=False,
+        )
+        for label, value, lo, hi, role, _ in rows
+    ]
 
 # %% ../../nbs/base/10_charts.ipynb #figures-columns
 def column(table, name: str) -> np.ndarray:
@@ -847,7 +1018,7 @@ def _names_of(table) -> Sequence[str]:
 
 
 def axis(table, x: str) -> np.ndarray:
-    "The x axis of a table: its versions, or minutes since the run began for `x` \"minutes\"."
+    'The x axis of a table: its versions, or minutes since the run began for `x` "minutes".'
     return column(table, "at") / 60 if x == "minutes" else column(table, x)
 
 
@@ -870,7 +1041,15 @@ def _said(value: str) -> str:
     except (TypeError, ValueError):
         return str(value)
     found = found.get("name", "") if isinstance(found, dict) else found
-    return "" if found is None else "–".join(f"{v}" for v in found) if isinstance(found, list) else f"{found:g}" if isinstance(found, float) else str(found)
+    return (
+        ""
+        if found is None
+        else "–".join(f"{v}" for v in found)
+        if isinstance(found, list)
+        else f"{found:g}"
+        if isinstance(found, float)
+        else str(found)
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-trained
 def trained_line(steps, name: str, x: str = "version") -> tuple[Line, ...]:
@@ -883,20 +1062,45 @@ def _x_axis(x: str) -> dict:
     return {"x_label": "time", "x_unit": "min"} if x == "minutes" else {"x_label": "version", "x_unit": "versions"}
 
 
-def solve_rate(steps, evals=None, eval_name: str = "", band: tuple[float, float] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+def solve_rate(
+    steps,
+    evals=None,
+    eval_name: str = "",
+    band: tuple[float, float] | None = None,
+    marks: tuple[Mark, ...] = (),
+    x: str = "version",
+) -> Chart:
     "Held-out solve rate with its 95 % interval (evaluation `eval_name`), and the served one with the target band."
-    mine = [i for i, name in enumerate(items(evals, "eval")) if name == eval_name or not eval_name and name != "preflight"]
-    pick = {name: (axis(evals, x) if name == x else column(evals, name))[mine] if mine else [] for name in (x, "avg", "avg_low", "avg_high")}
+    mine = [
+        i for i, name in enumerate(items(evals, "eval")) if name == eval_name or not eval_name and name != "preflight"
+    ]
+    pick = {
+        name: (axis(evals, x) if name == x else column(evals, name))[mine] if mine else []
+        for name in (x, "avg", "avg_low", "avg_high")
+    }
     series = [Line("served", axis(steps, x), column(steps, "solve_rate"), "amber", "2 2.5")]
     series += trained_line(steps, "trained_solve_rate", x)
     if mine:
-        series.append(Line("held-out", pick[x], pick["avg"], "blue", "", pick["avg_low"], pick["avg_high"], 1.0, len(mine) <= 40))
+        series.append(
+            Line("held-out", pick[x], pick["avg"], "blue", "", pick["avg_low"], pick["avg_high"], 1.0, len(mine) <= 40)
+        )
     spans = (Span(*band, f"target of tasks served, {band[0]:g} to {band[1]:g}"),) if band else ()
-    return Chart("Solve rate", tuple(series), "held-out with its 95 % interval" if mine else "of the tasks served; no evaluation", y_label="share correct", y_range=(0, 1),
-                 spans=spans, marks=marks, empty="no batch trained and no evaluation made", **_x_axis(x))
+    return Chart(
+        "Solve rate",
+        tuple(series),
+        "held-out with its 95 % interval" if mine else "of the tasks served; no evaluation",
+        y_label="share correct",
+        y_range=(0, 1),
+        spans=spans,
+        marks=marks,
+        empty="no batch trained and no evaluation made",
+        **_x_axis(x),
+    )
 
-
-def served_by_level(steps, band: tuple[float, float] | None = None, marks: tuple[Mark, ...] = (), x: str = "version", lines: int = 5) -> Chart:
+# %% ../../nbs/base/10_charts.ipynb #figures-solve-part-2
+def served_by_level(
+    steps, band: tuple[float, float] | None = None, marks: tuple[Mark, ...] = (), x: str = "version", lines: int = 5
+) -> Chart:
     "Solve rate of the tasks served by difficulty level; neighbouring levels are averaged so that at most `lines` lines are drawn."
     levels, rates = items(steps, "solve_levels"), items(steps, "solve_rates")
     table = [dict(zip(a or (), b or (), strict=True)) for a, b in zip(levels, rates, strict=True)]
@@ -906,9 +1110,28 @@ def served_by_level(steps, band: tuple[float, float] | None = None, marks: tuple
         values = [[row[k] for k in part.tolist() if row.get(k) is not None] for row in table]
         name = f"level {part[0]:g}" if len(part) == 1 else f"levels {part[0]:g}–{part[-1]:g}"
         fade = 1 - 0.6 * i / max(1, min(lines, len(known)) - 1)
-        series.append(Line(name, axis(steps, x), [sum(v) / len(v) if v else math.nan for v in values], "blue", DASHES[i % len(DASHES)], opacity=round(fade, 2)))
+        series.append(
+            Line(
+                name,
+                axis(steps, x),
+                [sum(v) / len(v) if v else math.nan for v in values],
+                "blue",
+                DASHES[i % len(DASHES)],
+                opacity=round(fade, 2),
+            )
+        )
     spans = (Span(*band, f"target {band[0]:g} to {band[1]:g}"),) if band else ()
-    return Chart("Solve rate by level", tuple(series), "of the tasks served", y_label="share correct", y_range=(0, 1), spans=spans, marks=marks, empty="no levels served yet", **_x_axis(x))
+    return Chart(
+        "Solve rate by level",
+        tuple(series),
+        "of the tasks served",
+        y_label="share correct",
+        y_range=(0, 1),
+        spans=spans,
+        marks=marks,
+        empty="no levels served yet",
+        **_x_axis(x),
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-groups
 def zero_signal(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
@@ -938,7 +1161,9 @@ def lengths(steps, cap: float | None = None, marks: tuple[Mark, ...] = (), x: st
         *trained_line(steps, "trained_length", x),
     )
     truncated = column(steps, "truncated")
-    subtitle = f"{100 * truncated[-1]:.1f} % cut at the limit" if len(truncated) and math.isfinite(truncated[-1]) else ""
+    subtitle = (
+        f"{100 * truncated[-1]:.1f} % cut at the limit" if len(truncated) and math.isfinite(truncated[-1]) else ""
+    )
     return Chart(
         "Response length",
         series,
@@ -988,7 +1213,9 @@ def queue_depth(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Char
     )
 
 
-def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+def staleness(
+    steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version"
+) -> Chart:
     "Mean lag in flight and in queue, stacked, the largest lag of each batch, and the bound: a number, or (x, bound) where it changed."
     at, flight, waited = axis(steps, x), column(steps, "lag_in_flight"), column(steps, "lag_in_queue")
     series = [
@@ -1007,38 +1234,101 @@ def staleness(steps, bound: float | Sequence[tuple[float, float]] | None = None,
     )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-levels
-def staleness_levels(steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
+def staleness_levels(
+    steps, bound: float | Sequence[tuple[float, float]] | None = None, marks: tuple[Mark, ...] = (), x: str = "version"
+) -> Chart:
     "Mean staleness of trajectory, tokens and environment state, and the bound, which is on the oldest token."
     at = axis(steps, x)
-    views = (("trajectory", "lag_trajectory", "blue", ""), ("tokens", "lag_token", "amber", "2 2.5"), ("environment state", "lag_state", "purple", "8 3 2 3"))
-    lines = [Line(name, at, y, role, dash) for name, key, role, dash in views if np.isfinite(y := column(steps, key)).any()]
+    views = (
+        ("trajectory", "lag_trajectory", "blue", ""),
+        ("tokens", "lag_token", "amber", "2 2.5"),
+        ("environment state", "lag_state", "purple", "8 3 2 3"),
+    )
+    lines = [
+        Line(name, at, y, role, dash) for name, key, role, dash in views if np.isfinite(y := column(steps, key)).any()
+    ]
     mixed = column(steps, "mixed_share")[-1:]
     note = f"{100 * mixed[0]:.0f} % of rollouts mixed" if np.isfinite(mixed).any() else ""
-    return Chart("Staleness at three levels", (*lines, *bound_line(at, bound)) if lines else (), note, y_label="versions", y_range=(0, None), marks=marks, empty="no batch trained yet", **_x_axis(x))
+    return Chart(
+        "Staleness at three levels",
+        (*lines, *bound_line(at, bound)) if lines else (),
+        note,
+        y_label="versions",
+        y_range=(0, None),
+        marks=marks,
+        empty="no batch trained yet",
+        **_x_axis(x),
+    )
 
 
 def discards(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "What ended unused by discarding, in attempts and in tokens, and what was unfinished when the batch was full: three meters that are often taken for one."
-    at, names = axis(steps, x), (("attempts", "discard_count", "blue", ""), ("tokens", "discard_tokens", "vermilion", "6 3"), ("unfinished at fill", "unfinished_at_fill", "grey", "2 2.5"))
-    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
-    return Chart("Discarded", lines, "since the batch before", y_label="share", y_range=(0, 1), marks=marks, empty="no batch trained yet", **_x_axis(x))
+    at, names = (
+        axis(steps, x),
+        (
+            ("attempts", "discard_count", "blue", ""),
+            ("tokens", "discard_tokens", "vermilion", "6 3"),
+            ("unfinished at fill", "unfinished_at_fill", "grey", "2 2.5"),
+        ),
+    )
+    lines = tuple(
+        Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any()
+    )
+    return Chart(
+        "Discarded",
+        lines,
+        "since the batch before",
+        y_label="share",
+        y_range=(0, 1),
+        marks=marks,
+        empty="no batch trained yet",
+        **_x_axis(x),
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-drop-bias
 def drop_bias(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> Chart:
     "The gaps between what is trained and what is generated; below 0 the trained are shorter, easier, of fewer turns."
-    at, names = axis(steps, x), (("length", "bias_length", "blue", ""), ("difficulty", "bias_level", "amber", "6 3"), ("turns", "bias_turns", "purple", "2 2.5"))
-    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
+    at, names = (
+        axis(steps, x),
+        (
+            ("length", "bias_length", "blue", ""),
+            ("difficulty", "bias_level", "amber", "6 3"),
+            ("turns", "bias_turns", "purple", "2 2.5"),
+        ),
+    )
+    lines = tuple(
+        Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any()
+    )
     widest = max((float(np.nanmax(np.abs(line.y))) for line in lines), default=0.0)
     edge = max(0.2, np.ceil(10 * widest) / 10)
     zero = (Line("", at, np.zeros(len(at)), "grey"),) if lines else ()
-    return Chart("Drop bias", (*zero, *lines), "below 0: trained are shorter, easier", y_label="gap", y_range=(-edge, edge), marks=marks, empty="no batch trained yet", **_x_axis(x))
+    return Chart(
+        "Drop bias",
+        (*zero, *lines),
+        "below 0: trained are shorter, easier",
+        y_label="gap",
+        y_range=(-edge, edge),
+        marks=marks,
+        empty="no batch trained yet",
+        **_x_axis(x),
+    )
 
 
 def who_pays(lost: Mapping[int, tuple[int, float]]) -> Chart:
     "Share of its attempts that each difficulty level loses, from {level: (attempts, share)}."
-    bars = Bars(tuple(f"level {level}" for level in lost), tuple(100 * share for _, share in lost.values()), ("vermilion",) * len(lost), tuple(f"{100 * share:.0f} % of {n:,}" for n, share in lost.values()))
+    bars = Bars(
+        tuple(f"level {level}" for level in lost),
+        tuple(100 * share for _, share in lost.values()),
+        ("vermilion",) * len(lost),
+        tuple(f"{100 * share:.0f} % of {n:,}" for n, share in lost.values()),
+    )
     total = sum(n for n, _ in lost.values())
-    return Chart("Who pays", (bars,) if lost else (), f"attempts dropped, of the newest {total:,}" if lost else "", empty="nothing has ended yet")
+    return Chart(
+        "Who pays",
+        (bars,) if lost else (),
+        f"attempts dropped, of the newest {total:,}" if lost else "",
+        empty="nothing has ended yet",
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-time
 ACTORS = ("generator", "environment", "trainer", "scorer")
@@ -1053,15 +1343,26 @@ def actors_of(steps) -> tuple[str, ...]:
 
 def actor_time(steps, actor: str, marks: tuple[Mark, ...] = (), x: str = "version", colocated: bool = False) -> Chart:
     "Shares of compute, wait (in a colocated run the other's turn included), publish and overhead in the time of one actor."
-    names = tuple("waits or the other's turn" if part == "wait" and actor in TURNS and colocated else part for part in PARTS)
+    names = tuple(
+        "waits or the other's turn" if part == "wait" and actor in TURNS and colocated else part for part in PARTS
+    )
     parts = [np.nan_to_num(column(steps, f"{actor}_{part}")) for part in PARTS]
     total = np.sum(parts, axis=0) if len(parts[0]) else np.zeros(0)
     shares = tuple(np.divide(p, total, out=np.zeros_like(p), where=total > 0) for p in parts)
     overall = np.sum(parts, axis=1) / np.sum(parts) if np.sum(parts) > 0 else []
     said = ", ".join(f"{part} {100 * share:.0f} %" for part, share in zip(names, overall, strict=False))
     series = (Stack(names, axis(steps, x), shares, tuple(PARTS.values())),) if np.sum(parts) > 0 else ()
-    return Chart(f"Time of the {actor}", series, "", y_label="share of time", y_range=(0, 1), marks=marks, empty="no time booked yet",
-                 aria=f"Time of the {actor}, whole run: {said}" if said else "", **_x_axis(x))
+    return Chart(
+        f"Time of the {actor}",
+        series,
+        "",
+        y_label="share of time",
+        y_range=(0, 1),
+        marks=marks,
+        empty="no time booked yet",
+        aria=f"Time of the {actor}, whole run: {said}" if said else "",
+        **_x_axis(x),
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-fates
 FATES = {
@@ -1084,7 +1385,9 @@ FATES = {
 def tokens_by_fate(books: Mapping[str, Mapping[str, float]]) -> Chart:
     "Response tokens by fate, from the books {fate: {count, tokens, seconds}}; fates that never happened are left out."
     found = [
-        (fate, books[fate]["tokens"]) for fate in (*FATES, *(f for f in books if f not in FATES)) if fate in books and books[fate]["count"]
+        (fate, books[fate]["tokens"])
+        for fate in (*FATES, *(f for f in books if f not in FATES))
+        if fate in books and books[fate]["count"]
     ]
     total = sum(tokens for _, tokens in found) or 1
     bars = Bars(
@@ -1094,16 +1397,34 @@ def tokens_by_fate(books: Mapping[str, Mapping[str, float]]) -> Chart:
         tuple(f"{100 * tokens / total:.1f} %" for _, tokens in found),
     )
     return Chart(
-        "Tokens by fate", (bars,) if found else (), f"{number(sum(t for _, t in found))} response tokens in all", empty="nothing booked yet"
+        "Tokens by fate",
+        (bars,) if found else (),
+        f"{number(sum(t for _, t in found))} response tokens in all",
+        empty="nothing booked yet",
     )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-memory
 def memory(steps, marks: tuple[Mark, ...] = (), x: str = "version", colocated: bool = False) -> Chart:
     "Most memory held while generating and while training, in GB."
     at = axis(steps, x)
-    lines = tuple(Line(name, at, column(steps, f"memory_{phase}") / 1e9, role, dash) for name, phase, role, dash in (("generating", "generate", "blue", ""), ("training", "train", "vermilion", "6 3")))
+    lines = tuple(
+        Line(name, at, column(steps, f"memory_{phase}") / 1e9, role, dash)
+        for name, phase, role, dash in (
+            ("generating", "generate", "blue", ""),
+            ("training", "train", "vermilion", "6 3"),
+        )
+    )
     known = any(np.isfinite(line.y).any() for line in lines)
-    return Chart("Memory by phase", lines if known else (), "peaks of one worker, which takes turns" if colocated else "peaks of two workers", y_label="GB", y_range=(0, None), marks=marks, empty="not measured yet", **_x_axis(x))
+    return Chart(
+        "Memory by phase",
+        lines if known else (),
+        "peaks of one worker, which takes turns" if colocated else "peaks of two workers",
+        y_label="GB",
+        y_range=(0, None),
+        marks=marks,
+        empty="not measured yet",
+        **_x_axis(x),
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-sandbox
 PHASES = ("queued", "started", "opened")  # of a start; `ran` is the program's own
@@ -1119,8 +1440,17 @@ def held_by(tiers: Iterable[str]) -> str:
 
 def _starts(verdicts) -> list[tuple[str, dict[str, float]]]:
     "(rollout, phase -> ms of an execution on average) of each verdict that ran something."
-    rows = zip(items(verdicts, "rollout"), items(verdicts, "phase_names"), items(verdicts, "phase_seconds"), items(verdicts, "runs"))
-    return [(f"#{rollout}", {name: 1000 * took / max(1, runs or 1) for name, took in zip(names, seconds) if name != "ran"}) for rollout, names, seconds, runs in rows if names]
+    rows = zip(
+        items(verdicts, "rollout"),
+        items(verdicts, "phase_names"),
+        items(verdicts, "phase_seconds"),
+        items(verdicts, "runs"),
+    )
+    return [
+        (f"#{rollout}", {name: 1000 * took / max(1, runs or 1) for name, took in zip(names, seconds) if name != "ran"})
+        for rollout, names, seconds, runs in rows
+        if names
+    ]
 
 
 def sandbox_starts(verdicts) -> Chart:
@@ -1130,10 +1460,18 @@ def sandbox_starts(verdicts) -> Chart:
         for name, took in phases.items():
             found.setdefault(name, []).append(took)
     cuts = {name: (float(np.median(took)), float(np.quantile(took, 0.99))) for name, took in found.items()}
-    bars = Bars(tuple(f"{name} {which}" for name in cuts for which in ("p50", "p99")), tuple(value for pair in cuts.values() for value in pair), ("blue", "sky") * len(cuts),
-                tuple(f"{number(value)} ms" for pair in cuts.values() for value in pair))
+    bars = Bars(
+        tuple(f"{name} {which}" for name in cuts for which in ("p50", "p99")),
+        tuple(value for pair in cuts.values() for value in pair),
+        ("blue", "sky") * len(cuts),
+        tuple(f"{number(value)} ms" for pair in cuts.values() for value in pair),
+    )
     warm = [bool(w) for w in items(verdicts, "warm") if w is not None]
-    said = f"by phase, of {len(starts):,} verdicts; {100 * sum(warm) / len(warm):.0f} % found a child waiting" if warm and starts else ""
+    said = (
+        f"by phase, of {len(starts):,} verdicts; {100 * sum(warm) / len(warm):.0f} % found a child waiting"
+        if warm and starts
+        else ""
+    )
     return Chart("Starts of sandboxes", (bars,) if cuts else (), said, empty="no code judged yet")
 
 
@@ -1144,16 +1482,40 @@ def sandbox_slowest(verdicts, count: int = 10) -> Chart:
     rows = tuple((name, tuple((took, names.index(phase)) for phase, took in phases.items())) for name, phases in slow)
     notes = tuple(f"{' + '.join(number(took, 2) for took in phases.values())} ms" for _, phases in slow)
     there = any(took > 0 for _, phases in slow for took in phases.values())
-    said = f"{' + '.join(dict.fromkeys(phase for _, phases in slow for phase in phases))}, an execution of the rollout's"
-    return Chart("Slowest starts", (Ribbons(rows, names=names, notes=notes),) if there else (), said, x_label="ms", empty="no code judged yet")
+    said = (
+        f"{' + '.join(dict.fromkeys(phase for _, phases in slow for phase in phases))}, an execution of the rollout's"
+    )
+    return Chart(
+        "Slowest starts",
+        (Ribbons(rows, names=names, notes=notes),) if there else (),
+        said,
+        x_label="ms",
+        empty="no code judged yet",
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-sandbox-two
 def sandbox_pool(verdicts) -> Chart:
     "What the pool was doing when code was judged: starting, free, busy, lost so far."
     at = column(verdicts, "at")
-    lines = tuple(Line(name, at, y, role, dash) for name, role, dash in (("busy", "blue", ""), ("ready", "green", "6 3"), ("starting", "amber", "2 2.5"), ("lost", "vermilion", "8 3 2 3"))
-                  if np.isfinite(y := column(verdicts, f"pool_{name}")).any())
-    return Chart("Pool of sandboxes", lines, x_label="time", x_unit="s", y_label="places", y_range=(0, None), empty="the pool has not told yet")
+    lines = tuple(
+        Line(name, at, y, role, dash)
+        for name, role, dash in (
+            ("busy", "blue", ""),
+            ("ready", "green", "6 3"),
+            ("starting", "amber", "2 2.5"),
+            ("lost", "vermilion", "8 3 2 3"),
+        )
+        if np.isfinite(y := column(verdicts, f"pool_{name}")).any()
+    )
+    return Chart(
+        "Pool of sandboxes",
+        lines,
+        x_label="time",
+        x_unit="s",
+        y_label="places",
+        y_range=(0, None),
+        empty="the pool has not told yet",
+    )
 
 
 def sandbox_ends(verdicts) -> Chart:
@@ -1164,25 +1526,63 @@ def sandbox_ends(verdicts) -> Chart:
             counts[end] = counts.get(end, 0) + 1
     order = sorted(counts, key=lambda end: (end not in OF_PROGRAM, -counts[end]))
     total = sum(counts.values())
-    bars = Bars(tuple(end.replace("_", " ") for end in order), tuple(float(counts[end]) for end in order), tuple("blue" if end in OF_PROGRAM else "vermilion" for end in order), tuple(f"{100 * counts[end] / total:.1f} %" for end in order))
+    bars = Bars(
+        tuple(end.replace("_", " ") for end in order),
+        tuple(float(counts[end]) for end in order),
+        tuple("blue" if end in OF_PROGRAM else "vermilion" for end in order),
+        tuple(f"{100 * counts[end] / total:.1f} %" for end in order),
+    )
     bad = sum(n for end, n in counts.items() if end not in OF_PROGRAM)
-    return Chart("How programs ended", (bars,) if counts else (), f"{total:,} executions, {bad:,} by the machine's doing" if counts else "", empty="no code judged yet")
+    return Chart(
+        "How programs ended",
+        (bars,) if counts else (),
+        f"{total:,} executions, {bad:,} by the machine's doing" if counts else "",
+        empty="no code judged yet",
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-sandbox-three
-def sandbox_failures(steps, marks: tuple[Mark, ...] = (), x: str = "version", warn: float | None = None, stop: float | None = None) -> Chart:
+def sandbox_failures(
+    steps, marks: tuple[Mark, ...] = (), x: str = "version", warn: float | None = None, stop: float | None = None
+) -> Chart:
     "Shares that the machine failed: of verdicts, later tries included, and of rollouts, which are left without a reward."
-    at, names = axis(steps, x), (("verdicts failed", "infra_failed", "amber", "6 3"), ("rollouts masked", "infra_masked", "vermilion", ""))
-    lines = tuple(Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any())
-    bounds = tuple(Reference(value, name, False) for value, name in ((warn, "alert"), (stop, "stop")) if value is not None)
-    told = lines if any(np.nan_to_num(line.y).any() for line in lines) or np.isfinite(column(steps, "infra_failed")).any() else ()
-    top = max([1.4 * value for value in (warn, stop) if value is not None] + [float(np.nanmax(line.y)) for line in told], default=0.0)
-    return Chart("What the machine failed", told, "no reward, and not a reward of 0", y_label="share", y_range=(0, min(top, 1.0) or None), marks=marks, references=bounds, empty="the machine failed nothing", **_x_axis(x))
+    at, names = (
+        axis(steps, x),
+        (("verdicts failed", "infra_failed", "amber", "6 3"), ("rollouts masked", "infra_masked", "vermilion", "")),
+    )
+    lines = tuple(
+        Line(name, at, y, role, dash) for name, key, role, dash in names if np.isfinite(y := column(steps, key)).any()
+    )
+    bounds = tuple(
+        Reference(value, name, False) for value, name in ((warn, "alert"), (stop, "stop")) if value is not None
+    )
+    told = (
+        lines
+        if any(np.nan_to_num(line.y).any() for line in lines) or np.isfinite(column(steps, "infra_failed")).any()
+        else ()
+    )
+    top = max(
+        [1.4 * value for value in (warn, stop) if value is not None] + [float(np.nanmax(line.y)) for line in told],
+        default=0.0,
+    )
+    return Chart(
+        "What the machine failed",
+        told,
+        "no reward, and not a reward of 0",
+        y_label="share",
+        y_range=(0, min(top, 1.0) or None),
+        marks=marks,
+        references=bounds,
+        empty="the machine failed nothing",
+        **_x_axis(x),
+    )
 
-
+# %% ../../nbs/base/10_charts.ipynb #figures-sandbox-three-part-2
 def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Chart:
     "The rate of each tripwire by policy version, the most frequent ones."
     seen: dict[int, list] = {}
-    for version, score, found in zip(items(verdicts, "version"), items(verdicts, "score"), items(verdicts, "tripwires")):
+    for version, score, found in zip(
+        items(verdicts, "version"), items(verdicts, "score"), items(verdicts, "tripwires")
+    ):
         if score is not None and version is not None and version >= 0:
             seen.setdefault(version, []).append(found or ())
     at = sorted(seen)
@@ -1191,30 +1591,96 @@ def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Cha
         for sign in found:
             totals[sign] = totals.get(sign, 0) + 1
     names = sorted(totals, key=lambda sign: (-totals[sign], sign))[:signs]
-    styles = (("vermilion", ""), ("amber", "6 3"), ("purple", "2 2.5"), ("grey", "8 3 2 3"), ("blue", "1 3"), ("green", "10 4"))
-    lines = tuple(Line(sign, at, [sum(sign in f for f in seen[v]) / len(seen[v]) for v in at], *style) for sign, style in zip(names, styles))
-    return Chart("Tripwires", lines, "share of programs with a sign; no verdict by itself", x_label="version", x_unit="versions", y_range=(0, None), marks=marks, empty="no sign of cheating" if at else "no code judged yet")
+    styles = (
+        ("vermilion", ""),
+        ("amber", "6 3"),
+        ("purple", "2 2.5"),
+        ("grey", "8 3 2 3"),
+        ("blue", "1 3"),
+        ("green", "10 4"),
+    )
+    lines = tuple(
+        Line(sign, at, [sum(sign in f for f in seen[v]) / len(seen[v]) for v in at], *style)
+        for sign, style in zip(names, styles)
+    )
+    return Chart(
+        "Tripwires",
+        lines,
+        "share of programs with a sign; no verdict by itself",
+        x_label="version",
+        x_unit="versions",
+        y_range=(0, None),
+        marks=marks,
+        empty="no sign of cheating" if at else "no code judged yet",
+    )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-turns
 def turns_and_tools(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
     "Length by turn, seconds waited for tools, the generator's stalled time, prefill for each decoded token, context that waits, useful tokens per slot and second."
-    at, of = axis(steps, x), lambda name: found if len(found := column(steps, name)) else np.full(len(axis(steps, x)), np.nan)
-    seconds, decoded, several = of("seconds"), of("decode_tokens"), np.isfinite(of("length_last"))  # a run of an older version has no such columns
+    at, of = (
+        axis(steps, x),
+        lambda name: found if len(found := column(steps, name)) else np.full(len(axis(steps, x)), np.nan),
+    )
+    seconds, decoded, several = (
+        of("seconds"),
+        of("decode_tokens"),
+        np.isfinite(of("length_last")),
+    )  # a run of an older version has no such columns
     common = {"marks": marks, "empty": "no rollout of several turns yet", "y_range": (0, None), **_x_axis(x)}
 
     def lines(*named) -> tuple[Line, ...]:
-        return tuple(Line(name, at, np.where(several, y, np.nan), role, dash) for name, y, role, dash in named) if several.any() else ()
+        return (
+            tuple(Line(name, at, np.where(several, y, np.nan), role, dash) for name, y, role, dash in named)
+            if several.any()
+            else ()
+        )
 
     with np.errstate(divide="ignore", invalid="ignore"):
         stalled, prefill, context = of("stalled") / seconds, of("prefill_tokens") / decoded, of("tool_kv") / seconds
         hits = of("prefix_hits") / decoded
     return (
-        Chart("Length by turn", lines(("first", of("length_first"), "blue", ""), ("last", of("length_last"), "amber", "6 3")), "mean of the batch", y_label="tokens", **common),
-        Chart("Waiting for tools", lines(("", of("tool_seconds"), "blue", "")), "by a rollout, over all its turns", y_label="s", **common),
-        Chart("Generator held up", lines(("", stalled, "vermilion", "")), "share of its time: nothing to do, and somebody waits for a tool", y_label="share", **common),
-        Chart("Read for each written token", lines(("computed", prefill, "blue", ""), ("from the cache", hits, "green", "6 3")), "prompt tokens", y_label="tokens", **common),
-        Chart("Context that waits", lines(("", context, "purple", "")), "of rollouts with a tool, mean over time", y_label="tokens", **common),
-        Chart("Useful tokens", lines(("", of("efficiency"), "blue", "")), "trained, per slot and second", y_label="tokens/s", **common),
+        Chart(
+            "Length by turn",
+            lines(("first", of("length_first"), "blue", ""), ("last", of("length_last"), "amber", "6 3")),
+            "mean of the batch",
+            y_label="tokens",
+            **common,
+        ),
+        Chart(
+            "Waiting for tools",
+            lines(("", of("tool_seconds"), "blue", "")),
+            "by a rollout, over all its turns",
+            y_label="s",
+            **common,
+        ),
+        Chart(
+            "Generator held up",
+            lines(("", stalled, "vermilion", "")),
+            "share of its time: nothing to do, and somebody waits for a tool",
+            y_label="share",
+            **common,
+        ),
+        Chart(
+            "Read for each written token",
+            lines(("computed", prefill, "blue", ""), ("from the cache", hits, "green", "6 3")),
+            "prompt tokens",
+            y_label="tokens",
+            **common,
+        ),
+        Chart(
+            "Context that waits",
+            lines(("", context, "purple", "")),
+            "of rollouts with a tool, mean over time",
+            y_label="tokens",
+            **common,
+        ),
+        Chart(
+            "Useful tokens",
+            lines(("", of("efficiency"), "blue", "")),
+            "trained, per slot and second",
+            y_label="tokens/s",
+            **common,
+        ),
     )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-health
@@ -1239,7 +1705,10 @@ def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Cha
     "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss; with a critic also its loss and the variance it explains."
     at = axis(steps, x)
     common = {"marks": marks, "empty": "no batch trained yet", **_x_axis(x)}
-    line = lambda name, role="blue", dash="", label="": Line(label, at, column(steps, name), role, dash)
+
+    def line(name, role="blue", dash="", label=""):
+        return Line(label, at, column(steps, name), role, dash)
+
     return (
         Chart("Entropy", (line("entropy"),), "of the policy", y_label="nats", **common),
         Chart("Gradient norm", (line("grad_norm"),), "before clipping", y_range=(0, None), **common),
@@ -1251,13 +1720,26 @@ def health(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Cha
             y_range=(0, None),
             **common,
         ),
-        Chart("KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common),
+        Chart(
+            "KL, sampler to trainer", (line("kl_sampler"),), "k3 estimate", y_label="nats", y_range=(0, None), **common
+        ),
         Chart("Effective sample size", (line("ess"),), "1 is on-policy", y_label="share", y_range=(0, 1.05), **common),
         Chart("Loss", (line("loss"),), "not a measure of progress", **common),
-        *((
-            Chart("Value loss", (line("value_loss"),), "of the critic", y_range=(0, None), **common),
-            Chart("Explained variance", (line("value_explained"),), "of the returns by the critic, before it learned", y_label="share", y_range=(None, 1.05), **common),
-        ) if np.isfinite(column(steps, "value_loss")).any() else ()),
+        *(
+            (
+                Chart("Value loss", (line("value_loss"),), "of the critic", y_range=(0, None), **common),
+                Chart(
+                    "Explained variance",
+                    (line("value_explained"),),
+                    "of the returns by the critic, before it learned",
+                    y_label="share",
+                    y_range=(None, 1.05),
+                    **common,
+                ),
+            )
+            if np.isfinite(column(steps, "value_loss")).any()
+            else ()
+        ),
     )
 
 # %% ../../nbs/base/10_charts.ipynb #figures-tokens
@@ -1285,7 +1767,9 @@ def staleness_histogram(lags: Iterable[int], bound: int | None = None) -> Chart:
     )
 
 
-def version_ribbons(names: Sequence[str], versions: Sequence[Sequence[int]], turns: Sequence[Sequence[int]] = ()) -> Chart:
+def version_ribbons(
+    names: Sequence[str], versions: Sequence[Sequence[int]], turns: Sequence[Sequence[int]] = ()
+) -> Chart:
     "A ribbon per response from the version of each of its tokens. `turns`, where given, holds the turn of each token, or nothing for a response of one turn; a line stands where a turn begins."
     rows, starts = [], tuple(tuple((np.flatnonzero(np.diff(np.asarray(row, int))) + 1.0).tolist()) for row in turns)
     for name, row in zip(names, versions, strict=True):

@@ -19,6 +19,7 @@ HEAD = '{"chat": ['
 @dataclass(frozen=True)
 class Chat:
     "Messages as OpenAI's API has them (role, content, of an assistant perhaps tool_calls, of a tool tool_call_id), and the tools that may be called."
+
     messages: tuple[dict, ...]
     tools: tuple[dict, ...] = ()
 
@@ -28,9 +29,16 @@ def write_chat(chat: Chat) -> str:
     if len(chat.messages) == 1 and not chat.tools:
         (message,) = chat.messages
         plain = message.get("content")
-        if message.keys() == {"role", "content"} and message["role"] == "user" and isinstance(plain, str) and not plain.startswith(HEAD):
+        if (
+            message.keys() == {"role", "content"}
+            and message["role"] == "user"
+            and isinstance(plain, str)
+            and not plain.startswith(HEAD)
+        ):
             return plain
-    return json.dumps({"chat": list(chat.messages)} | ({"tools": list(chat.tools)} if chat.tools else {}), ensure_ascii=False)
+    return json.dumps(
+        {"chat": list(chat.messages)} | ({"tools": list(chat.tools)} if chat.tools else {}), ensure_ascii=False
+    )
 
 
 def read_chat(text: str) -> Chat:
@@ -51,7 +59,9 @@ def content_text(content) -> str:
         return content or ""
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, Sequence) else [{}]
     if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError(f"content: {str(content)[:60]!r} is neither a text nor a list of parts of text; only text is served")
+        raise ValueError(
+            f"content: {str(content)[:60]!r} is neither a text nor a list of parts of text; only text is served"
+        )
     return "".join(part["text"] for part in parts)
 
 
@@ -66,6 +76,7 @@ CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 @dataclass(frozen=True)
 class Call:
     "A tool that is called; `arguments` is JSON, unless the model wrote something else."
+
     name: str
     arguments: str
 
@@ -88,5 +99,8 @@ def read_calls(text: str) -> tuple[str, tuple[Call, ...]]:
 def answer_message(text: str, turn: int) -> dict:
     "What the policy wrote in turn `turn`, as a message of the assistant; calls are numbered by turn and place."
     content, calls = read_calls(text)
-    made = [{"id": f"call_{turn}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for i, call in enumerate(calls)]
+    made = [
+        {"id": f"call_{turn}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for i, call in enumerate(calls)
+    ]
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})

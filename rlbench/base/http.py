@@ -74,7 +74,15 @@ class _BySecure(opening.HTTPSHandler):
 def _opener() -> opening.OpenerDirector:
     "Opens http and https alone: no file, no ftp, no data."
     opener = opening.OpenerDirector()
-    for handler in (opening.ProxyHandler, opening.UnknownHandler, opening.HTTPDefaultErrorHandler, opening.HTTPErrorProcessor, _Stay, _ByPlain, _BySecure):
+    for handler in (
+        opening.ProxyHandler,
+        opening.UnknownHandler,
+        opening.HTTPDefaultErrorHandler,
+        opening.HTTPErrorProcessor,
+        _Stay,
+        _ByPlain,
+        _BySecure,
+    ):
         opener.add_handler(handler())
     return opener
 
@@ -87,9 +95,15 @@ class Unanswered(Exception):
         self.status, self.why, self.said, self.late = status, why, said, late
 
 
-def exchange(url: str, body: bytes | None = None, token: str = "", timeout: float = 30.0, most: int = 64 << 20) -> bytes:
+def exchange(
+    url: str, body: bytes | None = None, token: str = "", timeout: float = 30.0, most: int = 64 << 20
+) -> bytes:
     "POST bytes that are JSON (GET without any) and return those that are answered, `most` at most; `timeout` in seconds for each wait. Redirects are not followed. Raises Unanswered."
-    headers = {"Content-Type": "application/json", "User-Agent": "rlbench", **({"Authorization": f"Bearer {token}"} if token else {})}
+    headers = {
+        "Content-Type": "application/json",
+        "User-Agent": "rlbench",
+        **({"Authorization": f"Bearer {token}"} if token else {}),
+    }
     try:
         if is_metadata(urlsplit(url).hostname or ""):
             raise OSError("a link-local address, which is never asked")
@@ -97,8 +111,12 @@ def exchange(url: str, body: bytes | None = None, token: str = "", timeout: floa
             found = answer.read(most + 1)
             status, missing = answer.status, answer.length  # bytes that were announced and have not come
     except HTTPError as error:
-        moved = ": a redirect, which is not followed; give the address that it leads to" if 300 <= error.code < 400 else ""
-        raise Unanswered(error.code, _without(url, token, str(error.reason)[:200]) + moved, _without(url, token, _beginning(error))) from None
+        moved = (
+            ": a redirect, which is not followed; give the address that it leads to" if 300 <= error.code < 400 else ""
+        )
+        raise Unanswered(
+            error.code, _without(url, token, str(error.reason)[:200]) + moved, _without(url, token, _beginning(error))
+        ) from None
     except (ValueError, InvalidURL):
         raise Unanswered(0, "no address that can be asked; it begins with http:// or https://") from None
     except (OSError, HTTPException) as error:
@@ -125,7 +143,12 @@ def _beginning(error: HTTPError) -> str:
 def _without(url: str, token: str, said: str) -> str:
     "Another's words without what only the asker should know: the token, and the long parts of the address."
     parts = urlsplit(url)
-    known = [token, parts.username or "", parts.password or "", *(each for each in re.split("[/&=]", f"{parts.path}/{parts.query}") if len(each) >= 16)]
+    known = [
+        token,
+        parts.username or "",
+        parts.password or "",
+        *(each for each in re.split("[/&=]", f"{parts.path}/{parts.query}") if len(each) >= 16),
+    ]
     for secret in sorted(filter(None, known), key=len, reverse=True):
         said = said.replace(secret, "***")
     return make_visible(said)

@@ -56,7 +56,12 @@ def with_absolute_paths(table: Mapping[str, object], base: Path | None = None) -
         elif field in TABLE_PATHS:
             found[field] = _absolute_inner(field, value, base)
         elif field == "eval" and isinstance(value, (list, tuple)):
-            inner = [{**each, "tasks": _absolute_inner("tasks", each.get("tasks"), base)} if isinstance(each, Mapping) and each.get("tasks") else each for each in value]
+            inner = [
+                {**each, "tasks": _absolute_inner("tasks", each.get("tasks"), base)}
+                if isinstance(each, Mapping) and each.get("tasks")
+                else each
+                for each in value
+            ]
             found[field] = type(value)(inner)
     return found
 
@@ -90,6 +95,7 @@ def hash_input(path: Path) -> str:
 # %% ../../nbs/base/04_inputs.ipynb #inputs-changes
 def input_paths(table: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
     "(dotted field, path) of every absolute path that a configuration's table names."
+
     def paths_in(prefix: str, inner: Mapping[str, object], keys: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
         for key in keys:
             value = inner.get(key)
@@ -119,7 +125,9 @@ def check_inputs(name: str, table: Mapping[str, object]) -> list[str]:
         if before is None:
             continue
         if not path.exists():
-            raise FileNotFoundError(f"{field}: {str(path)!r} is gone, and the run {name!r} needs it; put it back, or link its new place there: ln -s NEW {path}")
+            raise FileNotFoundError(
+                f"{field}: {str(path)!r} is gone, and the run {name!r} needs it; put it back, or link its new place there: ln -s NEW {path}"
+            )
         if (now := hash_input(path)) != before:
             said.append(f"{field}: {str(path)!r} has changed since the run {name!r} began (hash {before}, now {now})")
     return said

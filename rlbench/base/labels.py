@@ -25,6 +25,7 @@ _TAG = re.compile(r"[\w][\w.:+-]{0,39}")
 @dataclass(frozen=True)
 class Labels:
     "What people wrote on a run."
+
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -34,7 +35,9 @@ def checked_labels(tags: Iterable[str], note: str) -> Labels:
     words = (tags,) if isinstance(tags, str) else tuple(tags)
     for word in words:
         if not isinstance(word, str) or not _TAG.fullmatch(word):
-            raise ValueError(f"tags: {word!r} cannot be a tag; use one word of at most 40 letters, digits, '.', ':', '+', '_' or '-'")
+            raise ValueError(
+                f"tags: {word!r} cannot be a tag; use one word of at most 40 letters, digits, '.', ':', '+', '_' or '-'"
+            )
     if len(note) > MOST_NOTE:
         raise ValueError(f"note: {len(note)} characters; use at most {MOST_NOTE}")
     return Labels(tuple(dict.fromkeys(words)), note.strip())

@@ -48,7 +48,9 @@ def _room(folder: Path):
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise DiskFull(error.errno, "machine: no space left for the run folder; free some room and flush again", str(folder)) from error
+        raise DiskFull(
+            error.errno, "machine: no space left for the run folder; free some room and flush again", str(folder)
+        ) from error
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-drilled
 FAULTS, FULL_DISK, FAILED_PUBLISH = "faults", "full-disk", "failed-publish"
@@ -109,7 +111,9 @@ WEIGHTS_FILE = "weights.mapped"
 def create_run_folder(root: str | Path, name: str) -> Path:
     "Makes `root/name` with its subfolders, mode 0700. Raises ValueError (bad name), FileExistsError (in use) or the OSError of the root."
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name: {name!r} cannot name a run; use 1 to 100 letters, digits, '.', '_' or '-', a letter or digit first")
+        raise ValueError(
+            f"name: {name!r} cannot name a run; use 1 to 100 letters, digits, '.', '_' or '-', a letter or digit first"
+        )
     folder = Path(root) / name
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -124,7 +128,9 @@ def create_run_folder(root: str | Path, name: str) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, "runs: not a folder; name another folder for runs", str(root)) from None
     except OSError as error:
         raise OSError(
-            error.errno, f"runs: cannot make a run folder here ({os.strerror(error.errno)}); name another folder for runs", str(root)
+            error.errno,
+            f"runs: cannot make a run folder here ({os.strerror(error.errno)}); name another folder for runs",
+            str(root),
         ) from error
     return folder
 
@@ -202,8 +208,15 @@ def _strings_text(values) -> str:
 # %% ../../nbs/base/03_ledger.ipynb #ledger-kinds
 def _texts(table: str) -> dict[str, Callable[[object], str]]:
     floats = _rounded_text if table == "tokens" else _floats_text
-    kinds = {"int": _int_text, "float": _float_text, "bool": _bool_text, "str": _str_text,
-             "list[int]": _ints_text, "list[float]": floats, "list[str]": _strings_text}
+    kinds = {
+        "int": _int_text,
+        "float": _float_text,
+        "bool": _bool_text,
+        "str": _str_text,
+        "list[int]": _ints_text,
+        "list[float]": floats,
+        "list[str]": _strings_text,
+    }
     return {column.name: kinds[column.dtype] for column in _columns(table)}
 
 
@@ -218,10 +231,14 @@ def _unknown(table: str, name: str) -> str:
         return f"{table}.{name}: set by the ledger; leave it out"
     names = [column.name for column in TABLES[table]]
     near = get_close_matches(str(name), names, 1)
-    return f"{table}.{name}: no such column" + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}")
+    return f"{table}.{name}: no such column" + (
+        f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}"
+    )
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-row
-def _line(table: str, texts: Mapping[str, Callable[[object], str]], seq: int, attempt: int, row: Mapping[str, object]) -> bytes:
+def _line(
+    table: str, texts: Mapping[str, Callable[[object], str]], seq: int, attempt: int, row: Mapping[str, object]
+) -> bytes:
     cells = [f'"seq":{seq},"attempt":{attempt}']
     for name, value in row.items():
         if name not in texts or name in ("seq", "attempt"):
@@ -314,7 +331,9 @@ def _seal(tail: _Tail, table: str) -> None:
         packed, last = BytesIO(), tail.sealed + len(fresh)
         frame, rows = _frame(fresh, table, None)
         if rows < len(fresh):
-            raise OSError(errno.EIO, "machine: the tail of a table was damaged while the run wrote it", str(tail.folder))
+            raise OSError(
+                errno.EIO, "machine: the tail of a table was damaged while the run wrote it", str(tail.folder)
+            )
         frame.write_parquet(packed, compression="zstd", compression_level=1)
         _put(tail.folder / f"{tail.sealed + 1:012d}-{last:012d}.parquet", packed.getvalue())
         tail.sealed = last
@@ -380,7 +399,9 @@ def _check_schema(folder: Path, writing: bool = False) -> None:
             write_json(folder / "ledger" / "schema.json", {"schema": SCHEMA})
         return
     if schema > SCHEMA:
-        raise ValueError(f"{folder}: its ledger has schema {schema}, this rlbench reads up to {SCHEMA}; install a newer rlbench")
+        raise ValueError(
+            f"{folder}: its ledger has schema {schema}, this rlbench reads up to {SCHEMA}; install a newer rlbench"
+        )
     if writing and schema < SCHEMA:
         raise ValueError(
             f"{folder}: its ledger has schema {schema}, this rlbench writes {SCHEMA}; write to it with the rlbench that began it, or begin another run"
@@ -390,7 +411,14 @@ def _check_schema(folder: Path, writing: bool = False) -> None:
 class Ledger:
     "The one writer of a run's tables. `attempt` counts the (re)starts of the run. A row is kept once `append` returned, and visible to readers after `flush`."
 
-    def __init__(self, folder: str | Path, attempt: int, seal_rows: int = 4096, seal_bytes: int = 16_000_000, hold_bytes: int = 1_000_000):
+    def __init__(
+        self,
+        folder: str | Path,
+        attempt: int,
+        seal_rows: int = 4096,
+        seal_bytes: int = 16_000_000,
+        hold_bytes: int = 1_000_000,
+    ):
         self.folder, self.attempt = Path(folder), attempt
         self.seal_rows, self.seal_bytes, self.hold_bytes = seal_rows, seal_bytes, hold_bytes
         self._tails: dict[str, _Tail] = {}
@@ -405,7 +433,9 @@ class Ledger:
     def extend(self, table: str, rows: Iterable[Mapping[str, object]], /) -> None:
         "Adds rows, all or (if one is wrong) none. Raises as `append`. Writes by itself only when `hold_bytes` wait."
         tail = self._tail(table)
-        lines = [_line(table, self._texts[table], tail.next + index, self.attempt, row) for index, row in enumerate(rows)]
+        lines = [
+            _line(table, self._texts[table], tail.next + index, self.attempt, row) for index, row in enumerate(rows)
+        ]
         tail.pending += lines
         tail.next += len(lines)
         self._held += sum(map(len, lines))
@@ -476,6 +506,7 @@ def _close_tails(tails: "dict[str, _Tail]") -> None:
 @dataclass(frozen=True)
 class Place:
     "How far a reader of one table has come: the last row seen, and the offset reached in the tail that begins with row `first`."
+
     seq: int = -1
     first: int = -1
     offset: int = 0
@@ -509,10 +540,14 @@ def _tail_rows(
     return frame, count, sum(map(len, lines[:count]))
 
 
-def _segment_rows(paths: list[Path], table: str, columns: Sequence[str] | None, since: int, every: int) -> "pl.DataFrame":
+def _segment_rows(
+    paths: list[Path], table: str, columns: Sequence[str] | None, since: int, every: int
+) -> "pl.DataFrame":
     import polars as pl
 
-    scan = pl.scan_parquet(paths, schema=polars_schema(table), missing_columns="insert", extra_columns="ignore", glob=False)
+    scan = pl.scan_parquet(
+        paths, schema=polars_schema(table), missing_columns="insert", extra_columns="ignore", glob=False
+    )
     wanted = (pl.col("seq") > since) & (pl.col("seq") % every == 0)
     return scan.filter(wanted).select(list(polars_schema(table, columns))).collect()
 
@@ -520,6 +555,7 @@ def _segment_rows(paths: list[Path], table: str, columns: Sequence[str] | None, 
 @dataclass(frozen=True)
 class Resume:
     "One resume: the rows of a table after `last` and before `first` are lost; `void` are rows of rollouts whose attempts live on."
+
     attempt: int  # the one that it began
     checkpoint: str
     version: int
@@ -539,7 +575,10 @@ def read_resumes(folder: str | Path) -> list[Resume]:
 
 def note_resume(folder: str | Path, resume: Resume) -> None:
     "Add a resume to those of the run. Raises `DiskFull`."
-    write_json(Path(folder) / "ledger" / "resumes.json", {"resumes": [asdict(each) for each in (*read_resumes(folder), resume)]})
+    write_json(
+        Path(folder) / "ledger" / "resumes.json",
+        {"resumes": [asdict(each) for each in (*read_resumes(folder), resume)]},
+    )
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-surviving
 _KEPT_WHOLE = ("events", "commands", "tokens")
@@ -552,13 +591,21 @@ def _surviving(resumes: Sequence[Resume], table: str, frame: "pl.DataFrame") -> 
     if not resumes or table in _KEPT_WHOLE or not len(frame):
         return frame
     resumes = [r for r in resumes if table in r.last]
-    spans = [r for i, r in enumerate(resumes) if not any(s.last[table] <= r.last[table] < s.first[table] for s in resumes[i + 1 :])]
+    spans = [
+        r
+        for i, r in enumerate(resumes)
+        if not any(s.last[table] <= r.last[table] < s.first[table] for s in resumes[i + 1 :])
+    ]
     lost = pl.any_horizontal((pl.col("seq") > r.last[table]) & (pl.col("seq") < r.first[table]) for r in spans)
     if table != "rollouts":
         return frame.filter(~lost)
     changed = {"fate": pl.lit("lost_resume"), "trained_at": pl.lit(-1)}
     void = [seq for r in spans for seq in r.void]
-    told = [pl.when(lost).then(value.cast(frame[name].dtype)).otherwise(pl.col(name)).alias(name) for name, value in changed.items() if name in frame.columns]
+    told = [
+        pl.when(lost).then(value.cast(frame[name].dtype)).otherwise(pl.col(name)).alias(name)
+        for name, value in changed.items()
+        if name in frame.columns
+    ]
     return frame.with_columns(told).filter(~pl.col("seq").is_in(void))
 
 
@@ -566,7 +613,9 @@ def _with_seq(columns: Sequence[str] | None) -> Sequence[str] | None:
     return columns if columns is None or "seq" in columns else [*columns, "seq"]
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-scan
-def _scan(folder: Path, table: str, place: Place, columns: Sequence[str] | None, every: int) -> "tuple[pl.DataFrame, Place, str]":
+def _scan(
+    folder: Path, table: str, place: Place, columns: Sequence[str] | None, every: int
+) -> "tuple[pl.DataFrame, Place, str]":
     "(new rows, where the reader is now, what is missing if anything is)."
     import polars as pl
 
@@ -589,14 +638,23 @@ def _scan(folder: Path, table: str, place: Place, columns: Sequence[str] | None,
     return pl.concat([*frames, rows]), place_after, missing
 
 
-def read_table(folder: str | Path, table: str, columns: Sequence[str] | None = None, since: int = -1, every: int = 1, lost: bool = False) -> "pl.DataFrame":
+def read_table(
+    folder: str | Path,
+    table: str,
+    columns: Sequence[str] | None = None,
+    since: int = -1,
+    every: int = 1,
+    lost: bool = False,
+) -> "pl.DataFrame":
     """The rows of a run's table with `seq` > `since`, every n-th; empty and typed if there are none. `lost`: also those that a resume has taken back, as they were written.
     Raises ValueError for unknown names, a newer schema, missing rows."""
     _check_schema(Path(folder))
     resumes = [] if lost else read_resumes(folder)
     frame, _, missing = _scan(Path(folder), table, Place(since), _with_seq(columns) if resumes else columns, every)
     if missing:
-        raise ValueError(f"{folder}: {missing} of table {table} are missing; a segment was removed or is not visible here yet")
+        raise ValueError(
+            f"{folder}: {missing} of table {table} are missing; a segment was removed or is not visible here yet"
+        )
     return _surviving(resumes, table, frame).select(list(polars_schema(table, columns))) if resumes else frame
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-count
@@ -609,7 +667,9 @@ def count_rows(folder: str | Path, table: str) -> int:
     return max(sealed, start + len(lines))
 
 # %% ../../nbs/base/03_ledger.ipynb #ledger-rows
-def read_rows(folder: str | Path, table: str, seqs: Iterable[int], columns: Sequence[str] | None = None) -> "pl.DataFrame":
+def read_rows(
+    folder: str | Path, table: str, seqs: Iterable[int], columns: Sequence[str] | None = None
+) -> "pl.DataFrame":
     "The rows of a table with these `seq`, in that table's order; numbers that are not there are left out. Raises ValueError as `read_table`."
     import polars as pl
 
@@ -643,7 +703,9 @@ class Follower:
         _check_schema(self.folder)
         fresh = {}
         for table, columns in self.columns.items():
-            frame, self.places[table], _ = _scan(self.folder, table, self.places[table], _with_seq(columns) if self.resumes else columns, self.every)
+            frame, self.places[table], _ = _scan(
+                self.folder, table, self.places[table], _with_seq(columns) if self.resumes else columns, self.every
+            )
             fresh[table] = _surviving(self.resumes, table, frame).select(list(polars_schema(table, columns)))
         return fresh
 
@@ -680,6 +742,7 @@ class Ballast:
 @dataclass(frozen=True)
 class Status:
     "What a run says about itself. `state`: starting, running, paused, finished, stopped or failed; times in seconds since 1970."
+
     state: str
     version: int = 0
     attempt: int = 0
@@ -697,10 +760,14 @@ class Status:
     parts: dict[str, str] = field(default_factory=dict)  # part of the digest -> its hash, empty where none is known yet
     supervisor: int = 0  # the process that closes the books if process `pid` cannot
     workers: dict[str, int] = field(default_factory=dict)  # worker -> its process
-    changed: dict[str, list] = field(default_factory=dict)  # knob -> value in force, version since which, of knobs that were turned
+    changed: dict[str, list] = field(
+        default_factory=dict
+    )  # knob -> value in force, version since which, of knobs that were turned
     ramps: dict[str, list] = field(default_factory=dict)  # knob -> value it goes to, version at which it gets there
     asked: dict[str, object] = field(default_factory=dict)  # knob -> value that waits for its apply point
-    guards: list[dict[str, object]] = field(default_factory=list)  # as in `guard.Guard`: condition, action, whether it is armed
+    guards: list[dict[str, object]] = field(
+        default_factory=list
+    )  # as in `guard.Guard`: condition, action, whether it is armed
 
 
 def write_status(folder: str | Path, status: Status) -> None:
@@ -807,7 +874,11 @@ def _problem(told: object) -> str:
         return f"at: {told['at']!r} is no time; give the seconds since 1970"
     if not 0 <= told.get("over", 0) <= MAX_VERSIONS:
         return f"over: {told['over']} versions; use 0 to {MAX_VERSIONS}"
-    return f"value: lists and tables more than {MAX_DEPTH} deep in one another; write a flatter one" if is_deeper(told.get("value"), MAX_DEPTH) else ""
+    return (
+        f"value: lists and tables more than {MAX_DEPTH} deep in one another; write a flatter one"
+        if is_deeper(told.get("value"), MAX_DEPTH)
+        else ""
+    )
 
 
 def _check_data(value: object) -> None:
@@ -839,10 +910,14 @@ def _as_command(path: Path) -> Command | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        return Command(path.stem, error=f"command: {path.name} cannot be read ({make_visible(error)}); write a table in JSON")
+        return Command(
+            path.stem, error=f"command: {path.name} cannot be read ({make_visible(error)}); write a table in JSON"
+        )
     if problem := _problem(told):
         return Command(path.stem, error=make_visible(problem))
-    return Command(path.stem, **{f.name: told[f.name] for f in fields(Command) if f.name in told and f.name not in ("id", "error")})
+    return Command(
+        path.stem, **{f.name: told[f.name] for f in fields(Command) if f.name in told and f.name not in ("id", "error")}
+    )
 
 
 def _misnamed(commands: Path, name: str) -> Command | None:
@@ -852,7 +927,10 @@ def _misnamed(commands: Path, name: str) -> Command | None:
         os.rename(commands / name, commands / f"{id}.json")
     except OSError:
         return None
-    return Command(id, error=f"command: {reprlib.repr(make_visible(name))} is no name of a command's file; use letters, digits, '.', '_' or '-'")
+    return Command(
+        id,
+        error=f"command: {reprlib.repr(make_visible(name))} is no name of a command's file; use letters, digits, '.', '_' or '-'",
+    )
 
 
 def read_commands(folder: str | Path, seen: Iterable[str] = ()) -> list[Command]:
@@ -863,7 +941,10 @@ def read_commands(folder: str | Path, seen: Iterable[str] = ()) -> list[Command]
     except OSError:
         return []
     waiting = [name for name in names if name[:-5] not in seen][:AT_ONCE]
-    read = [_as_command(commands / name) if _COMMAND_ID.fullmatch(name[:-5]) else _misnamed(commands, name) for name in waiting]
+    read = [
+        _as_command(commands / name) if _COMMAND_ID.fullmatch(name[:-5]) else _misnamed(commands, name)
+        for name in waiting
+    ]
     return [command for command in read if command is not None]
 
 

@@ -31,6 +31,7 @@ ALONE_BUSY = 2.0  # and from which on a run that is alone is told: its own worke
 @dataclass(frozen=True)
 class Neighbours:
     "Other users of a machine: names of other live runs, load of the last minute, cores, and processes of others on its GPUs."
+
     runs: tuple[str, ...] = ()
     load: float = 0.0
     cores: int = 1
@@ -101,14 +102,18 @@ def neighbours_in_words(found: Neighbours, most: int = 3) -> str:
         several = len(found.runs) != 1
         who = f"{len(found.runs)} other run{'s are' if several else ' is'} alive on this machine ({names})"
         if slow_each_other(found):
-            told.append(f"{who}, and {machine}: they slow each other; pause one, and the other is faster (rlbench pause {found.runs[0]})")
+            told.append(
+                f"{who}, and {machine}: they slow each other; pause one, and the other is faster (rlbench pause {found.runs[0]})"
+            )
         else:
             told.append(f"{who}; {machine}")
     elif found.load > ALONE_BUSY * found.cores:
         told.append(f"{machine[0].upper()}{machine[1:]}, and no other run is alive: other programs slow this run")
     if found.gpu_processes:
         count = found.gpu_processes
-        told.append(f"{count} process{'es' * (count != 1)} of others compute{'s' * (count == 1)} on the GPU: memory and time are shared")
+        told.append(
+            f"{count} process{'es' * (count != 1)} of others compute{'s' * (count == 1)} on the GPU: memory and time are shared"
+        )
     return "".join(f"{sentence}. " for sentence in told).strip()
 
 

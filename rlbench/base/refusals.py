@@ -29,6 +29,7 @@ def refusal_lines(error: BaseException) -> list[str]:
 
 def refuses_in_one_line(function: Callable) -> Callable:
     "The same function, whose ValueError and OSError a notebook shows in one line."
+
     @functools.wraps(function)
     def called(*arguments, **named):
         try:

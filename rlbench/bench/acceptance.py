@@ -12,18 +12,37 @@ __all__ = ['PRIME', 'SLIME', 'SEEDS', 'VERSIONS', 'POINTS', 'ROWS', 'SIMULATED',
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..models.hardware import HARDWARE, MODELS, TABLES, kv_bytes_per_token, training_flops, utilisation
 from ..loop.config import RunConfig, make_config
-from ..planning.cost import Batch, Fleet, Owned, capital_hourly, latency_billed, owned_hourly, token_priced, wall_clock
+from ..models.hardware import HARDWARE, MODELS, TABLES, kv_bytes_per_token, training_flops, utilisation
+from rlbench.planning.cost import (
+    Batch,
+    Fleet,
+    Owned,
+    capital_hourly,
+    latency_billed,
+    owned_hourly,
+    token_priced,
+    wall_clock,
+)
 from ..planning.planfile import OWN_FIELDS, load_plan, with_value
 from ..planning.planner import SKIP, change_words, changing, flags, memory_of, seen, settled, simulated
-from ..planning.queueing import cut_off, drop_oldest_form, group_shares, hit_share, hold_form, last_ready_seconds, trainer_shares, unfinished_at_fill
+from rlbench.planning.queueing import (
+    cut_off,
+    drop_oldest_form,
+    group_shares,
+    hit_share,
+    hold_form,
+    last_ready_seconds,
+    trainer_shares,
+    unfinished_at_fill,
+)
 from ..planning.simulator import Spread, Step, World, ended, simulate, summary
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-row
 @dataclass(frozen=True)
 class Figure:
     "One number of a row: what it is, what was expected, what came out, the largest difference that is allowed, its unit."
+
     name: str
     expected: float
     got: float
@@ -39,6 +58,7 @@ class Figure:
 @dataclass(frozen=True)
 class Row:
     "A statement to meet: its name, what it is about, whether it is met, and both sides as text; `figures` behind it."
+
     id: str
     what: str
     ok: bool
@@ -51,56 +71,104 @@ def text_of(value: float, unit: str) -> str:
     "A number with four digits at most, and its unit: % of a share, $ before."
     if unit == "%":
         return f"{float(f'{100 * value:.4g}'):,.10g} %"
-    return ("$" if unit == "$" else "") + (f"{value:,.2f}" if unit == "$" else f"{float(f'{value:.4g}') if abs(value) < 1e4 else round(value):,.10g}") + (f" {unit}" if unit not in ("", "$") else "")
+    return (
+        ("$" if unit == "$" else "")
+        + (f"{value:,.2f}" if unit == "$" else f"{float(f'{value:.4g}') if abs(value) < 1e4 else round(value):,.10g}")
+        + (f" {unit}" if unit not in ("", "$") else "")
+    )
 
 
 def row(name: str, what: str, figures: Iterable[Figure]) -> Row:
     "A row out of its figures."
     figures = tuple(figures)
-    expected, got = (", ".join(f"{f.name} {text_of(getattr(f, side), f.unit)}".strip() for f in figures) for side in ("expected", "got"))
+    expected, got = (
+        ", ".join(f"{f.name} {text_of(getattr(f, side), f.unit)}".strip() for f in figures)
+        for side in ("expected", "got")
+    )
     return Row(name, what, all(f.ok for f in figures), expected, got, figures)
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-arithmetic
 def balance_row() -> Row:
     "A1: rates of trainer and generators give wait, step and compute."
     got = trainer_shares(512, 1.95, 512 / 2.75)
-    return row("A1", "1.95 of 2.75 rollouts a second, batches of 512", [Figure("wait", 0.291, got.wait, 0.001, "%"), Figure("step", 262.6, got.step, 0.5, "s"), Figure("compute", 186.2, got.compute * got.step, 0.5, "s")])
+    return row(
+        "A1",
+        "1.95 of 2.75 rollouts a second, batches of 512",
+        [
+            Figure("wait", 0.291, got.wait, 0.001, "%"),
+            Figure("step", 262.6, got.step, 0.5, "s"),
+            Figure("compute", 186.2, got.compute * got.step, 0.5, "s"),
+        ],
+    )
 
 
 def mfu_row() -> Row:
     "A3: the share of the peak, attention off and on."
     shape, gpu, tokens = MODELS["Qwen3-235B-A22B"], HARDWARE["H200"], 2.75 * 18_294
     off, on = (utilisation(training_flops(shape, tokens, context), 1, gpu, 64) for context in (0, 18_294))
-    return row("A3", "MFU of 64 H200, without and with attention", [Figure("without", 0.105, off, 0.001, "%"), Figure("with", 0.172, on, 0.003, "%")])
+    return row(
+        "A3",
+        "MFU of 64 H200, without and with attention",
+        [Figure("without", 0.105, off, 0.001, "%"), Figure("with", 0.172, on, 0.003, "%")],
+    )
 
 
-PRIME, SLIME = Batch(512, 512 * 18_294, 576.0, 512 / 1.95, 512 * 5_591), Batch(64, 64 * 20_164, 492.2, 492.2, 64 * 7_932)
+PRIME, SLIME = (
+    Batch(512, 512 * 18_294, 576.0, 512 / 1.95, 512 * 5_591),
+    Batch(64, 64 * 20_164, 492.2, 492.2, 64 * 7_932),
+)
 
 
 def dollars_row() -> Row:
     "A4: the first experiment's price in both conventions."
     fleet = Fleet(256, 1.59)
-    return row("A4", "256 H200 at $1.59, a million tokens", [Figure("by latency", 6.95, latency_billed(fleet, PRIME), 0.0695, "$"), Figure("by the clock", 3.17, wall_clock(fleet, PRIME), 0.0317, "$")])
+    return row(
+        "A4",
+        "256 H200 at $1.59, a million tokens",
+        [
+            Figure("by latency", 6.95, latency_billed(fleet, PRIME), 0.0695, "$"),
+            Figure("by the clock", 3.17, wall_clock(fleet, PRIME), 0.0317, "$"),
+        ],
+    )
 
-
+# %% ../../nbs/bench/01_acceptance.ipynb #acceptance-arithmetic-part-2
 def fourth_row() -> Row:
     "A5: the fourth experiment's price."
-    return row("A5", "96 H200 at $1.59, a million tokens", [Figure("by latency", 16.17, latency_billed(Fleet(96, 1.59), SLIME), 0.1617, "$")])
+    return row(
+        "A5",
+        "96 H200 at $1.59, a million tokens",
+        [Figure("by latency", 16.17, latency_billed(Fleet(96, 1.59), SLIME), 0.1617, "$")],
+    )
 
 
 def listed_row() -> Row:
     "A6: the same tokens by a price list, and how much dearer own machines were printed to be. Both readings of the own price are taken."
     prices = TABLES.prices["Tinker Qwen3-235B-A22B-Instruct-2507"]
     first, second = token_priced(prices, PRIME), token_priced(prices, SLIME)
-    own = ((latency_billed(Fleet(256, 1.59), PRIME), 6.90, first), (latency_billed(Fleet(96, 1.59), SLIME), 16.23, second))
-    ratios = [Figure(f"{name} ({what})", middle, each / listed, 0.015) for (ours, printed, listed), middle, name in zip(own, (2.02, 4.85), ("first", "fourth")) for what, each in (("ours", ours), ("printed", printed))]
-    return row("A6", "the same tokens by a price list, and own machines over that", [Figure("first", 3.43, first, 0.01, "$"), Figure("fourth", 3.34, second, 0.01, "$"), *ratios])
+    own = (
+        (latency_billed(Fleet(256, 1.59), PRIME), 6.90, first),
+        (latency_billed(Fleet(96, 1.59), SLIME), 16.23, second),
+    )
+    ratios = [
+        Figure(f"{name} ({what})", middle, each / listed, 0.015)
+        for (ours, printed, listed), middle, name in zip(own, (2.02, 4.85), ("first", "fourth"))
+        for what, each in (("ours", ours), ("printed", printed))
+    ]
+    return row(
+        "A6",
+        "the same tokens by a price list, and own machines over that",
+        [Figure("first", 3.43, first, 0.01, "$"), Figure("fourth", 3.34, second, 0.01, "$"), *ratios],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-memory
 def cache_row() -> Row:
     "A11: bytes of cache a token."
     told = {"Qwen3-235B-A22B": 192_512, "GLM-5": 89_856, "Qwen3-8B": 147_456}
-    return row("A11", "bytes of keys and values a token", [Figure(name, bytes_, kv_bytes_per_token(MODELS[name]), 0) for name, bytes_ in told.items()])
+    return row(
+        "A11",
+        "bytes of keys and values a token",
+        [Figure(name, bytes_, kv_bytes_per_token(MODELS[name]), 0) for name, bytes_ in told.items()],
+    )
 
 
 def engine_row() -> Row:
@@ -108,20 +176,41 @@ def engine_row() -> Row:
     plan = load_plan("prime-qwen3-235b")
     memory = memory_of(plan)
     _, limit = settled(plan, memory)
-    return row("A12", "an engine of 8 H200; memory does not bind at 1,178", [Figure("tokens", 1.90e6, memory.tokens, 0.03 * 1.90e6), Figure("full sequences", 58, memory.reserved / memory.engines, 0.03 * 58), Figure("memory binds", 0, float(limit.name == "memory"), 0)])
+    return row(
+        "A12",
+        "an engine of 8 H200; memory does not bind at 1,178",
+        [
+            Figure("tokens", 1.90e6, memory.tokens, 0.03 * 1.90e6),
+            Figure("full sequences", 58, memory.reserved / memory.engines, 0.03 * 58),
+            Figure("memory binds", 0, float(limit.name == "memory"), 0),
+        ],
+    )
 
 
 def crowded_row() -> Row:
     "A14: the third experiment's cache, and 960 rollouts at a time."
     plan = replace(load_plan("verl-gb300", {"run.concurrency": 960}), ranges={})
+
     def at(context: float):
         return replace(plan, rollouts=replace(plan.rollouts, prompt=context, response=1e-9, latency=0.0))
+
     fits = {context: memory_of(at(context)).sequences for context in (131_072, 40_000)}
-    said = {context: any("over capacity" in flag for flag in flags(at(context), memory_of(at(context)))) for context in (15_500, 17_000)}
+    said = {
+        context: any("over capacity" in flag for flag in flags(at(context), memory_of(at(context))))
+        for context in (15_500, 17_000)
+    }
     memory = memory_of(plan)
-    return row("A14", "six replicas of 4 GB300: sequences that fit; 960 flagged above 16,000 tokens", [
-        Figure("at 128K", 119, fits[131_072], 0.05 * 119), Figure("at 40K", 390, fits[40_000], 0.05 * 390), Figure("context of 960", 16_300, memory.engines * memory.tokens / 960, 0.05 * 16_300),
-        Figure("flagged at 15,500", 0, float(said[15_500]), 0), Figure("flagged at 17,000", 1, float(said[17_000]), 0)])
+    return row(
+        "A14",
+        "six replicas of 4 GB300: sequences that fit; 960 flagged above 16,000 tokens",
+        [
+            Figure("at 128K", 119, fits[131_072], 0.05 * 119),
+            Figure("at 40K", 390, fits[40_000], 0.05 * 390),
+            Figure("context of 960", 16_300, memory.engines * memory.tokens / 960, 0.05 * 16_300),
+            Figure("flagged at 15,500", 0, float(said[15_500]), 0),
+            Figure("flagged at 17,000", 1, float(said[17_000]), 0),
+        ],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-meters
 def bare(**knobs) -> RunConfig:
@@ -133,7 +222,17 @@ def cut_row() -> Row:
     "A9: a batch of which 2.5 times as many are started, cut off when it is full."
     cuts = {sigma: cut_off(2.5, 604.0, sigma) for sigma in (0.3, 0.5, 0.7, 1.0)}
     counts = [Figure(f"rollouts, sigma {sigma:g}", 0.6, cut.rollouts, 1e-12, "%") for sigma, cut in cuts.items()]
-    return row("A9", "cut off at 2.5 times a batch: thrown away", [*counts, *(Figure(f"tokens, sigma {sigma:g}", told, cuts[sigma].tokens, 0.01, "%") for sigma, told in zip(cuts, (0.65, 0.67, 0.70, 0.73)))])
+    return row(
+        "A9",
+        "cut off at 2.5 times a batch: thrown away",
+        [
+            *counts,
+            *(
+                Figure(f"tokens, sigma {sigma:g}", told, cuts[sigma].tokens, 0.01, "%")
+                for sigma, told in zip(cuts, (0.65, 0.67, 0.70, 0.73))
+            ),
+        ],
+    )
 
 
 def unfinished_row(seeds: Sequence[int] = (0, 1, 2, 3)) -> Row:
@@ -141,32 +240,72 @@ def unfinished_row(seeds: Sequence[int] = (0, 1, 2, 3)) -> Row:
     config = bare(batch=512, group=1, concurrency=768, queue_batches=1, staleness=16)
     runs = [simulate(config, World(latency=Spread(604.0, 0.3), train=186.2), seed, until=20).steps for seed in seeds]
     lost = sum(entry[0] for steps in runs for fate, entry in ended(steps, SKIP).items() if fate != "trained")
-    return row("A10", "1,280 in the system, batches of 512", [Figure("unfinished, form", 0.6, unfinished_at_fill(1280, 512), 1e-12, "%"), Figure("unfinished, loop", 0.6, sum(summary(steps, SKIP).unfinished for steps in runs) / len(runs), 5e-4, "%"), Figure("lost", 0, lost, 0)])
+    return row(
+        "A10",
+        "1,280 in the system, batches of 512",
+        [
+            Figure("unfinished, form", 0.6, unfinished_at_fill(1280, 512), 1e-12, "%"),
+            Figure(
+                "unfinished, loop", 0.6, sum(summary(steps, SKIP).unfinished for steps in runs) / len(runs), 5e-4, "%"
+            ),
+            Figure("lost", 0, lost, 0),
+        ],
+    )
 
 
 def solved_row() -> Row:
     "A18: groups that teach nothing."
     got = group_shares((1.08, 0.19), 16)
-    return row("A18", "solve rates Beta(1.08, 0.19), groups of 16", [Figure("all right", 0.55, got.all_pass, 0.01, "%"), Figure("all wrong", 0.01, got.all_fail, 0.01, "%"), Figure("accepted", 0.44, got.accepted, 0.01, "%")])
+    return row(
+        "A18",
+        "solve rates Beta(1.08, 0.19), groups of 16",
+        [
+            Figure("all right", 0.55, got.all_pass, 0.01, "%"),
+            Figure("all wrong", 0.01, got.all_fail, 0.01, "%"),
+            Figure("accepted", 0.44, got.accepted, 0.01, "%"),
+        ],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-tails
 def quota_row() -> Row:
     "A13: when the last of a wave has its sandbox. In the loop: when the first batch is full, less the time of a rollout."
+
     def last(asked: int) -> float:
         config = bare(batch=asked, group=1, concurrency=asked, staleness=0)
         return simulate(config, World(latency=Spread(400.0), sandboxes=96), until=1).steps[0].wait - 400.0
-    return row("A13", "a quota of 96 sandboxes, rollouts of 400 s: the last one ready", [Figure("of 960, form", 3600, last_ready_seconds(960, 96, 400), 180, "s"), Figure("of 960, loop", 3600, last(960), 180, "s"), Figure("of 96, form", 0, last_ready_seconds(96, 96, 400), 1e-6, "s"), Figure("of 96, loop", 0, last(96), 1e-6, "s")])
+
+    return row(
+        "A13",
+        "a quota of 96 sandboxes, rollouts of 400 s: the last one ready",
+        [
+            Figure("of 960, form", 3600, last_ready_seconds(960, 96, 400), 180, "s"),
+            Figure("of 960, loop", 3600, last(960), 180, "s"),
+            Figure("of 96, form", 0, last_ready_seconds(96, 96, 400), 1e-6, "s"),
+            Figure("of 96, loop", 0, last(96), 1e-6, "s"),
+        ],
+    )
 
 
 def hit_row() -> Row:
     "A15: a rare straggler at scale."
-    return row("A15", "one straggler in a thousand hits a batch of", [Figure(str(count), told, hit_share(0.001, count), 0.02, "%") for count, told in ((96, 0.09), (960, 0.62))])
+    return row(
+        "A15",
+        "one straggler in a thousand hits a batch of",
+        [Figure(str(count), told, hit_share(0.001, count), 0.02, "%") for count, told in ((96, 0.09), (960, 0.62))],
+    )
 
 
 def capital_row() -> Row:
     "A16: an hour of an H200 out of the price of a server."
     server = Owned(361_000, gpus=8, years=6, rate=0.1024, operations=0.437)
-    return row("A16", "a server of $361,000 for six years", [Figure("an hour", 1.59, owned_hourly(server), 0.01, "$"), Figure("capital", 0.725, capital_hourly(server) / owned_hourly(server), 0.00629, "%")])
+    return row(
+        "A16",
+        "a server of $361,000 for six years",
+        [
+            Figure("an hour", 1.59, owned_hourly(server), 0.01, "$"),
+            Figure("capital", 0.725, capital_hourly(server) / owned_hourly(server), 0.00629, "%"),
+        ],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-simulated
 SEEDS, VERSIONS = (0, 1, 2, 3), 60  # SKIP of the versions are left out
@@ -182,9 +321,16 @@ def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Row:
     "A2: the first experiment."
     plan = load_plan("prime-qwen3-235b")
     runs = [simulated(plan, seed, versions).steps for seed in seeds]
-    return row("A2", "1,178 rollouts of 604 s under way, simulated", [
-        Figure("rate", 1.95, together(runs, lambda steps: summary(steps, SKIP).rate), 0.03 * 1.95, "/s"), Figure("wait", 0.29, together(runs, lambda steps: summary(steps, SKIP).wait), 0.015, "%"),
-        Figure("staleness", 4.5, together(runs, lambda steps: summary(steps, SKIP).staleness), 0.3), Figure("older than 16", 0, float(sum(step.oldest > 16 for steps in runs for step in steps)), 0)])
+    return row(
+        "A2",
+        "1,178 rollouts of 604 s under way, simulated",
+        [
+            Figure("rate", 1.95, together(runs, lambda steps: summary(steps, SKIP).rate), 0.03 * 1.95, "/s"),
+            Figure("wait", 0.29, together(runs, lambda steps: summary(steps, SKIP).wait), 0.015, "%"),
+            Figure("staleness", 4.5, together(runs, lambda steps: summary(steps, SKIP).staleness), 0.3),
+            Figure("older than 16", 0, float(sum(step.oldest > 16 for steps in runs for step in steps)), 0),
+        ],
+    )
 
 
 def second(sync: float, seeds: Sequence[int], versions: int) -> list[Sequence[Step]]:
@@ -196,26 +342,47 @@ def second(sync: float, seeds: Sequence[int], versions: int) -> list[Sequence[St
 def glm_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Row:
     "A7: the second experiment."
     plan, runs = load_plan("prime-glm-5"), second(50.0, seeds, versions)
-    return row("A7", "the second experiment, weights travel for 50 s", [
-        Figure("wait", 0.74, together(runs, lambda steps: summary(steps, SKIP).wait), 0.02, "%"), Figure("could take / gets", 5.0, together(runs, lambda steps: 1 / summary(steps, SKIP).compute), 0.2),
-        Figure("delivered", 0.60, together(runs, lambda steps: summary(steps, SKIP).rate), 0.03, "/s"), Figure("teach nothing", 0.55, together(runs, lambda steps: seen(plan, steps).zero_advantage), 0.02, "%")])
+    return row(
+        "A7",
+        "the second experiment, weights travel for 50 s",
+        [
+            Figure("wait", 0.74, together(runs, lambda steps: summary(steps, SKIP).wait), 0.02, "%"),
+            Figure("could take / gets", 5.0, together(runs, lambda steps: 1 / summary(steps, SKIP).compute), 0.2),
+            Figure("delivered", 0.60, together(runs, lambda steps: summary(steps, SKIP).rate), 0.03, "/s"),
+            Figure("teach nothing", 0.55, together(runs, lambda steps: seen(plan, steps).zero_advantage), 0.02, "%"),
+        ],
+    )
 
 
 def two_states_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Row:
     "A8: the same without the time in which weights travel."
     runs = second(0.0, seeds, versions)
-    return row("A8", "the same in no time: the wait grows, the ratio stays", [Figure("wait", 0.80, together(runs, lambda steps: summary(steps, SKIP).wait), 0.02, "%"), Figure("could take / gets", 5.0, together(runs, lambda steps: 1 / summary(steps, SKIP).compute), 0.2)])
+    return row(
+        "A8",
+        "the same in no time: the wait grows, the ratio stays",
+        [
+            Figure("wait", 0.80, together(runs, lambda steps: summary(steps, SKIP).wait), 0.02, "%"),
+            Figure("could take / gets", 5.0, together(runs, lambda steps: 1 / summary(steps, SKIP).compute), 0.2),
+        ],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-queue
-POINTS = tuple(("drop_oldest", rho, q) for rho in (0.5, 0.9, 1.1, 1.5) for q in (1, 2)) + tuple(("hold", rho, q) for rho in (1.1, 1.5) for q in (1, 2))
+POINTS = tuple(("drop_oldest", rho, q) for rho in (0.5, 0.9, 1.1, 1.5) for q in (1, 2)) + tuple(
+    ("hold", rho, q) for rho in (1.1, 1.5) for q in (1, 2)
+)
 
 
 def staleness_at(backlog: str, rho: float, q: int, seeds: Sequence[int], versions: int = VERSIONS) -> Figure:
     "Mean staleness in the loop at a point, beside the form of its discipline."
     config = bare(batch=120, group=1, concurrency=120, staleness=64, backlog=backlog, queue_batches=q)
-    runs = [simulate(config, World(latency=Spread(100.0, 0.5), train=100.0 * rho), seed, until=versions).steps for seed in seeds]
+    runs = [
+        simulate(config, World(latency=Spread(100.0, 0.5), train=100.0 * rho), seed, until=versions).steps
+        for seed in seeds
+    ]
     form = hold_form(120, 120, q) if backlog == "hold" else drop_oldest_form(rho, 120, 120, q)
-    return Figure(f"{backlog} {rho:g} q{q}", form, together(runs, lambda steps: summary(steps, SKIP).staleness), 0.05 * form)
+    return Figure(
+        f"{backlog} {rho:g} q{q}", form, together(runs, lambda steps: summary(steps, SKIP).staleness), 0.05 * form
+    )
 
 
 def queue_row(seeds: Sequence[int] = SEEDS, points: Sequence[tuple[str, float, int]] = POINTS) -> Row:
@@ -223,23 +390,62 @@ def queue_row(seeds: Sequence[int] = SEEDS, points: Sequence[tuple[str, float, i
     figures = [staleness_at(*point, seeds) for point in points]
     peaks = []
     for q in sorted({q for backlog, _, q in points if backlog == "drop_oldest"}):
-        got = {rho: figure.got for (backlog, rho, size), figure in zip(points, figures) if backlog == "drop_oldest" and size == q}
+        got = {
+            rho: figure.got
+            for (backlog, rho, size), figure in zip(points, figures)
+            if backlog == "drop_oldest" and size == q
+        }
         peaks.append(Figure(f"oldest near, q{q}", 1.0, max(got, key=got.get), 0.1 + 1e-9))
-    return row("A17", "staleness by what is made over what is taken, each discipline against its form", [*figures, *peaks])
+    return row(
+        "A17", "staleness by what is made over what is taken, each discipline against its form", [*figures, *peaks]
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-drift
 def drift_row(seeds: Sequence[int] = SEEDS) -> Row:
     "A19: the second experiment as it drifts, with weights that travel in no time."
-    whole = load_plan("prime-glm-5", {"run.batch": 128, "run.concurrency": 384, "trainer.seconds": 171.3 / 4, "trainer.sync": 0.0, "run.filter": "none"})
+    whole = load_plan(
+        "prime-glm-5",
+        {
+            "run.batch": 128,
+            "run.concurrency": 384,
+            "trainer.seconds": 171.3 / 4,
+            "trainer.sync": 0.0,
+            "run.filter": "none",
+        },
+    )
     found = [changing(whole, seed, 20) for seed in seeds]
     falls = sum(each.before.rate for each in found) / sum(each.after.rate for each in found)
     named = sum(change_words(whole, each).startswith("The drift decides, not the mean: latency") for each in found)
-    return row("A19", "rollouts slow down from 352 to 1,941 s over 25 versions", [Figure("the rate falls, times", 5.5, falls, 0.55), Figure("named as the cause, of all seeds", len(seeds), named, 0)])
+    return row(
+        "A19",
+        "rollouts slow down from 352 to 1,941 s over 25 versions",
+        [
+            Figure("the rate falls, times", 5.5, falls, 0.55),
+            Figure("named as the cause, of all seeds", len(seeds), named, 0),
+        ],
+    )
 
 # %% ../../nbs/bench/01_acceptance.ipynb #acceptance-check
 ROWS: Mapping[str, Callable[[], Row]] = {
-    "A1": balance_row, "A2": prime_row, "A3": mfu_row, "A4": dollars_row, "A5": fourth_row, "A6": listed_row, "A7": glm_row, "A8": two_states_row, "A9": cut_row, "A10": unfinished_row, "A11": cache_row,
-    "A12": engine_row, "A13": quota_row, "A14": crowded_row, "A15": hit_row, "A16": capital_row, "A17": queue_row, "A18": solved_row, "A19": drift_row,
+    "A1": balance_row,
+    "A2": prime_row,
+    "A3": mfu_row,
+    "A4": dollars_row,
+    "A5": fourth_row,
+    "A6": listed_row,
+    "A7": glm_row,
+    "A8": two_states_row,
+    "A9": cut_row,
+    "A10": unfinished_row,
+    "A11": cache_row,
+    "A12": engine_row,
+    "A13": quota_row,
+    "A14": crowded_row,
+    "A15": hit_row,
+    "A16": capital_row,
+    "A17": queue_row,
+    "A18": solved_row,
+    "A19": drift_row,
 }
 SIMULATED = ("A2", "A7", "A8", "A10", "A13", "A17", "A19")
 

@@ -15,16 +15,29 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ..models.hardware import machine
-from ..loop.config import load_config, make_config, to_toml
-from ..runtime.driver import Driver, drive, make_pools
 from ..base.ledger import create_run_folder, read_json, read_table, write_json
+from ..loop.config import load_config, make_config, to_toml
+from ..models.hardware import machine
+from ..runtime.driver import Driver, drive, make_pools
 from ..workbench.handle import ending, free_name, run
 
 # %% ../../nbs/bench/05_balance.ipynb #bench-balance-cases
 LAG, STEPS, SETTLE = 2.0, 120, 40  # versions: target of the lag, length of a run, and those left out as the way there
 COSTS = dict(decode=0.01, sequence=0.0001, train=0.0001, prefill=0.0, publish=0.05, score=0.0005, scripted_length=40.0)
-BASE = dict(name="", clock="virtual", generator="scripted", placement="split", steps=STEPS, group=4, batch=32, preflight=0, eval=[], correction="tis", filter="none", max_tokens=400)
+BASE = dict(
+    name="",
+    clock="virtual",
+    generator="scripted",
+    placement="split",
+    steps=STEPS,
+    group=4,
+    batch=32,
+    preflight=0,
+    eval=[],
+    correction="tis",
+    filter="none",
+    max_tokens=400,
+)
 CASES: dict[str, dict] = {
     "generator slow": dict(concurrency=4, staleness=1, virtual=COSTS),
     "generator fast": dict(concurrency=256, staleness=6, oversample=1.0, virtual={**COSTS, "train": 0.001}),
@@ -36,6 +49,7 @@ GRID = dict(concurrency=(16, 48, 96, 192), staleness=(1, 2, 4))
 @dataclass(frozen=True)
 class Played:
     "A run on the virtual clock: shares of waiting and mean lags, settled and whole; seconds on its clock; moves made."
+
     settings: dict
     wait: float
     lag: float
@@ -55,9 +69,18 @@ def played(table: Mapping, **settings) -> Played:
         drive(driver)
         steps, commands = read_table(folder, "steps"), read_table(folder, "commands")
         parts = (steps.filter(steps["version"] > begin) for begin in (min(SETTLE, config.steps // 3), 1))
-        figures = [(rows["trainer_wait"].sum() / rows["seconds"].sum(), (rows["lag_in_flight"] + rows["lag_in_queue"]).mean()) for rows in parts]
-        moves = [f"version {version}: {reason}" for version, author, reason in commands.select("version", "author", "reason").iter_rows() if author == "balance"]
-        return Played(dict(settings), *(round(x, 4) for pair in figures for x in pair), round(driver.clock.now(), 1), tuple(moves))
+        figures = [
+            (rows["trainer_wait"].sum() / rows["seconds"].sum(), (rows["lag_in_flight"] + rows["lag_in_queue"]).mean())
+            for rows in parts
+        ]
+        moves = [
+            f"version {version}: {reason}"
+            for version, author, reason in commands.select("version", "author", "reason").iter_rows()
+            if author == "balance"
+        ]
+        return Played(
+            dict(settings), *(round(x, 4) for pair in figures for x in pair), round(driver.clock.now(), 1), tuple(moves)
+        )
 
 
 def kept(path: Path, make: Callable[[], Played]) -> Played:
@@ -72,6 +95,7 @@ def kept(path: Path, make: Callable[[], Played]) -> Played:
 @dataclass(frozen=True)
 class Case:
     "A bad start: balanced, left alone, and the best fixed setting of the grid whose lag is under the target."
+
     case: str
     wait_gap: float
     wait_gap_whole: float
@@ -82,8 +106,10 @@ class Case:
 
     def __str__(self) -> str:
         best = ", ".join(f"{knob} {value}" for knob, value in self.best.settings.items())
-        return (f"{self.case}: trainer waits {self.balanced.wait:.1%} balanced, {self.alone.wait:.1%} left alone, {self.best.wait:.1%} at best ({best}); "
-                f"lag {self.balanced.lag:.2f}, {self.alone.lag:.2f}, {self.best.lag:.2f}; gap {self.wait_gap:+.3f} ({self.wait_gap_whole:+.3f} over the whole run)")
+        return (
+            f"{self.case}: trainer waits {self.balanced.wait:.1%} balanced, {self.alone.wait:.1%} left alone, {self.best.wait:.1%} at best ({best}); "
+            f"lag {self.balanced.lag:.2f}, {self.alone.lag:.2f}, {self.best.lag:.2f}; gap {self.wait_gap:+.3f} ({self.wait_gap_whole:+.3f} over the whole run)"
+        )
 
 
 def best_of(grid: list[Played]) -> Played:
@@ -102,9 +128,22 @@ def bench_case(name: str, folder: Path, say: Callable[[str], None]) -> Case:
     grid = []
     for values in product(*GRID.values()):
         settings = dict(zip(GRID, values))
-        grid.append(kept(folder / f"{stem}-{'-'.join(map(str, values))}.json", lambda: played({**table, "oversample": 0.0}, **settings)))
+        grid.append(
+            kept(
+                folder / f"{stem}-{'-'.join(map(str, values))}.json",
+                lambda: played({**table, "oversample": 0.0}, **settings),
+            )
+        )
     best = best_of(grid)
-    found = Case(name, round(balanced.wait - best.wait, 4), round(balanced.wait_whole - best.wait_whole, 4), balanced, alone, best, len(grid))
+    found = Case(
+        name,
+        round(balanced.wait - best.wait, 4),
+        round(balanced.wait_whole - best.wait_whole, 4),
+        balanced,
+        alone,
+        best,
+        len(grid),
+    )
     say(str(found))
     return found
 
@@ -117,6 +156,7 @@ PATIENCE = 300.0  # seconds for a run to start
 @dataclass(frozen=True)
 class Timed:
     "A real run: trained rollouts a minute, the trainer's share of waiting, mean lag, and the settings at the end."
+
     start: str
     pair: int
     mode: str
@@ -130,12 +170,20 @@ class Timed:
 
 def timed(start: str, pair: int, mode: str, runs: Path, seconds: float) -> Timed:
     "Start a run, let it train for `seconds` from its first batch on, stop it. TimeoutError if it does not start."
-    table = {**load_config("tiny").model_dump(), **REAL, **STARTS[start], "name": free_name(runs, f"{start}-{mode}-{pair}"), "balance": {"mode": mode, "lag": LAG}}
+    table = {
+        **load_config("tiny").model_dump(),
+        **REAL,
+        **STARTS[start],
+        "name": free_name(runs, f"{start}-{mode}-{pair}"),
+        "balance": {"mode": mode, "lag": LAG},
+    }
     with ending(run(table, runs=runs)) as live:
         limit = time.monotonic() + PATIENCE
         while (status := live.status) is None or status.version < 1:
             if time.monotonic() > limit or live.state not in ("starting", "running"):
-                raise TimeoutError(f"run {live.name!r}: no batch within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log")
+                raise TimeoutError(
+                    f"run {live.name!r}: no batch within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log"
+                )
             time.sleep(0.1)
         time.sleep(seconds)
         config = live.settings
@@ -143,10 +191,26 @@ def timed(start: str, pair: int, mode: str, runs: Path, seconds: float) -> Timed
     rows = live.steps.filter((live.steps["version"] > 1) & (live.steps["at"] <= first + seconds))
     if not len(rows):
         raise TimeoutError(f"run {live.name!r}: one batch took longer than {seconds:g} s; give more seconds")
-    moves = [f"version {version}: {reason}" for version, author, reason in live.commands.select("version", "author", "reason").iter_rows() if author == "balance"]
+    moves = [
+        f"version {version}: {reason}"
+        for version, author, reason in live.commands.select("version", "author", "reason").iter_rows()
+        if author == "balance"
+    ]
     spent = rows["at"].max() - first
-    return Timed(start, pair, mode, round(60 * rows["trained_rollouts"].sum() / spent, 1), round(rows["trainer_wait"].sum() / spent, 4), round((rows["lag_in_flight"] + rows["lag_in_queue"]).mean(), 3),
-                 len(rows), {knob: getattr(config, knob) for knob in ("concurrency", "staleness", "oversample", "decode_steps", "publish_every")}, tuple(moves))
+    return Timed(
+        start,
+        pair,
+        mode,
+        round(60 * rows["trained_rollouts"].sum() / spent, 1),
+        round(rows["trainer_wait"].sum() / spent, 4),
+        round((rows["lag_in_flight"] + rows["lag_in_queue"]).mean(), 3),
+        len(rows),
+        {
+            knob: getattr(config, knob)
+            for knob in ("concurrency", "staleness", "oversample", "decode_steps", "publish_every")
+        },
+        tuple(moves),
+    )
 
 # %% ../../nbs/bench/05_balance.ipynb #bench-balance-pairs
 def bench_pairs(start: str, pairs: int, folder: Path, seconds: float, say: Callable[[str], None]) -> list[Timed]:
@@ -160,7 +224,9 @@ def bench_pairs(start: str, pairs: int, folder: Path, seconds: float, say: Calla
                 write_json(path, asdict(timed(start, pair, mode, folder / "runs", seconds)))
             told = read_json(path)
             found.append(Timed(**{**told, "moves": tuple(told["moves"])}))
-            say(f"{start}, pair {pair + 1}, {mode}: {found[-1].rate:.0f} rollouts a minute, trainer waits {found[-1].wait:.0%}, concurrency {found[-1].settings['concurrency']} at the end")
+            say(
+                f"{start}, pair {pair + 1}, {mode}: {found[-1].rate:.0f} rollouts a minute, trainer waits {found[-1].wait:.0%}, concurrency {found[-1].settings['concurrency']} at the end"
+            )
     return found
 
 
@@ -174,6 +240,7 @@ def ratio(timings: list[Timed]) -> float | None:
 @dataclass(frozen=True)
 class BalanceBench:
     "The worst gap over the bad starts, settled and over whole runs; ratios of real rates, none if those were left out."
+
     worst_wait_gap: float
     worst_wait_gap_whole: float
     worst_lag: float
@@ -184,18 +251,34 @@ class BalanceBench:
     machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [*map(str, self.cases), f"worst gap {self.worst_wait_gap:+.3f}, {self.worst_wait_gap_whole:+.3f} over whole runs; lag {self.worst_lag:.2f} of {LAG:g} at most"]
+        lines = [
+            *map(str, self.cases),
+            f"worst gap {self.worst_wait_gap:+.3f}, {self.worst_wait_gap_whole:+.3f} over whole runs; lag {self.worst_lag:.2f} of {LAG:g} at most",
+        ]
         for name, told in (("a bad start", self.bad_start_ratio), ("a balanced one", self.balanced_ratio)):
             lines += [f"from {name}: {told:.2f} times the trained rollouts a minute"] if told else []
         return "\n".join(lines)
 
 
-def bench_balance(folder: str | Path = "bench-balance", pairs: int = 3, seconds: float = 45.0, say: Callable[[str], None] = lambda line: None) -> BalanceBench:
+def bench_balance(
+    folder: str | Path = "bench-balance",
+    pairs: int = 3,
+    seconds: float = 45.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> BalanceBench:
     "Both measurements; `pairs` 0 leaves the real runs out. Finished pieces are kept in `folder`. ValueError for fewer than 0 pairs or less than 5 s."
     if pairs < 0 or seconds < 5:
         raise ValueError(f"pairs: {pairs}, seconds: {seconds:g}; give 0 or more pairs of at least 5 s")
     folder = Path(folder)
     cases = [bench_case(name, folder / "virtual", say) for name in CASES]
     real = {start: bench_pairs(start, pairs, folder / "real", seconds, say) for start in STARTS}
-    return BalanceBench(max(c.wait_gap for c in cases), max(c.wait_gap_whole for c in cases), max(c.balanced.lag for c in cases), ratio(real["bad_start"]), ratio(real["balanced"]),
-                        tuple(cases), tuple(t for timings in real.values() for t in timings), machine("torch"))
+    return BalanceBench(
+        max(c.wait_gap for c in cases),
+        max(c.wait_gap_whole for c in cases),
+        max(c.balanced.lag for c in cases),
+        ratio(real["bad_start"]),
+        ratio(real["balanced"]),
+        tuple(cases),
+        tuple(t for timings in real.values() for t in timings),
+        machine("torch"),
+    )

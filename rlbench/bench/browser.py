@@ -35,7 +35,15 @@ def chromium() -> str:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if not found:
         raise ValueError(f"browser: none of {', '.join(NAMES)} is on PATH; install Debian's package chromium")
-    missing = [package for package, module in (("playwright", "playwright"), ("jupyterlab", "jupyterlab"), ("ipywidgets", "ipywidgets")) if find_spec(module) is None]
+    missing = [
+        package
+        for package, module in (
+            ("playwright", "playwright"),
+            ("jupyterlab", "jupyterlab"),
+            ("ipywidgets", "ipywidgets"),
+        )
+        if find_spec(module) is None
+    ]
     if missing:
         raise ValueError(f"browser: {', '.join(missing)} not installed; pip install {' '.join(missing)}")
     return found
@@ -63,9 +71,14 @@ def until(condition: Callable, seconds: float = SLOW, every: float = 0.1, page: 
 # %% ../../nbs/bench/09_browser.ipynb #browser-notebook
 def notebook(path: Path, *cells: str) -> Path:
     "Write a notebook of code cells."
-    told = [{"cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": text, "outputs": [], "execution_count": None} for i, text in enumerate(cells)]
+    told = [
+        {"cell_type": "code", "id": f"cell-{i}", "metadata": {}, "source": text, "outputs": [], "execution_count": None}
+        for i, text in enumerate(cells)
+    ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
-    path.write_text(json.dumps({"cells": told, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"cells": told, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}), encoding="utf-8"
+    )
     return path
 
 
@@ -78,36 +91,67 @@ def settle(state: Path) -> dict[str, str]:
     place.mkdir(parents=True, exist_ok=True)
     for name, values in SETTINGS.items():
         (place / f"{name}.jupyterlab-settings").write_text(json.dumps(values), encoding="utf-8")
-    parts = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime", "JUPYTERLAB_SETTINGS_DIR": "settings",
-             "JUPYTERLAB_WORKSPACES_DIR": "workspaces", "IPYTHONDIR": "ipython"}
+    parts = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
     return {name: str(state / part) for name, part in parts.items()}
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-lab
 class Lab:
     "A JupyterLab server on `folder/nbs`, and a Chromium. `command(arguments)`: how it is started. Raises ValueError for what is missing, RuntimeError if the server ends."
 
-    def __init__(self, folder: Path, command: Callable[[list[str]], Sequence[str]] | None = None, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        command: Callable[[list[str]], Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
         path, self.folder, self.notebooks = chromium(), folder, folder / "nbs"
         self.port, self.token, self.state = free_port(), secrets.token_hex(8), folder / "jupyter"
         self.notebooks.mkdir(parents=True, exist_ok=True)
         told = {**os.environ, **settle(self.state), **(environment or {})}
         with open(folder / "server.log", "wb") as log:
-            self.server = subprocess.Popen((command or self.command)(arguments(self.port, self.token)), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=told)
+            self.server = subprocess.Popen(
+                (command or self.command)(arguments(self.port, self.token)),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=told,
+            )
         from playwright.sync_api import sync_playwright
 
         self.playwright = sync_playwright().start()
-        self.browser = self.playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        self.browser = self.playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
         until(self.answers)
 
     def command(self, arguments: list[str]) -> list[str]:
         "JupyterLab of this environment."
         root = ["--allow-root"] if os.getuid() == 0 else []
-        return [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={self.notebooks}", "--LanguageServerManager.autodetect=False", *root, *arguments]
+        return [
+            sys.executable,
+            "-m",
+            "jupyter",
+            "lab",
+            f"--notebook-dir={self.notebooks}",
+            "--LanguageServerManager.autodetect=False",
+            *root,
+            *arguments,
+        ]
 
     def answers(self) -> bool:
         "Whether the server listens."
         if self.server.poll() is not None:
-            raise RuntimeError("browser: JupyterLab ended:\n" + (self.folder / "server.log").read_text(errors="replace")[-3000:])
+            raise RuntimeError(
+                "browser: JupyterLab ended:\n" + (self.folder / "server.log").read_text(errors="replace")[-3000:]
+            )
         with socket.socket() as one:
             return one.connect_ex(("127.0.0.1", self.port)) == 0
 
@@ -128,7 +172,13 @@ class Lab:
 # %% ../../nbs/bench/09_browser.ipynb #browser-lab-parts
 def arguments(port: int, token: str) -> list[str]:
     "What makes a server reachable at one port, and only there."
-    return ["--no-browser", "--ServerApp.ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
+    return [
+        "--no-browser",
+        "--ServerApp.ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={token}",
+    ]
 
 
 def open_notebook(lab: Lab, page: "Page", name: str) -> "Page":
@@ -173,7 +223,9 @@ def code_cells(page: "Page") -> "Locator":
 
 def unrun(page: "Page") -> int:
     "Code cells with the prompt of a cell that nobody ran."
-    return sum(text.strip() == "[ ]:" for text in page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_inner_texts())
+    return sum(
+        text.strip() == "[ ]:" for text in page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_inner_texts()
+    )
 
 
 def run_all(page: "Page", clicks: int = 5) -> None:

@@ -20,18 +20,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..models.hardware import machine
-from ..studies.delay import respond, solve_rate
 from ..base.charts import Chart, Line, to_svg
-from ..engines.torch import TorchGenerator, settle_cpu
 from ..base.ledger import ENDED, read_json, write_json
-from ..models.model import load_policy
-from ..training.reward_model import save_reward_model, train_reward_model, verifier_pairs
-from ..records import Group, StopReason
-from ..workbench.handle import Run, ending, free_name, run, wait
+from ..engines.torch import TorchGenerator, settle_cpu
 from ..environments.step_verifier import agrees, share_right, steps_of
-from ..training.sft import FitSettings, Judged, rejection, tune
 from ..environments.tasks import arithmetic
+from ..models.hardware import machine
+from ..models.model import load_policy
+from ..records import Group, StopReason
+from ..studies.delay import respond, solve_rate
+from ..training.reward_model import save_reward_model, train_reward_model, verifier_pairs
+from ..training.sft import FitSettings, Judged, rejection, tune
+from ..workbench.handle import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
     from rlbench.models.model import Policy
@@ -43,6 +43,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Course:
     "One run, a number per examined version: solve rate, mean score (none without a reward model), share whose answer follows from the working, share of the working that is right, length, tokens written for training until then, KL from the start in nats per token (none without a reference), share of (right, wrong) pairs of responses in which the right one scores higher (none without a reward model, or if all are right)."
+
     arm: str
     seed: int
     versions: tuple[int, ...]
@@ -96,18 +97,33 @@ def course_of(arm: str, seed: int, ended: Run) -> Course:
     if ended.state != "finished":
         raise RuntimeError(f"run: {ended.folder} is {ended.state}: {ended.status.reason}; see its run.log")
     rows, steps = ended.rollouts.sort("rollout"), ended.steps
-    exams = {version: part for (version,), part in rows.filter(pl.col("fate") == "evaluated").group_by("dispatched", maintain_order=True)}
+    exams = {
+        version: part
+        for (version,), part in rows.filter(pl.col("fate") == "evaluated").group_by("dispatched", maintain_order=True)
+    }
     written = rows.filter(pl.col("group") >= 0)
     moved = dict(zip(steps["version"], steps["kl_reference"])) if ended.config.reference else {}
     scores = lambda part: round(part["score_values"].list.first().mean(), 5) if ended.config.reward_model else None  # noqa: E731
     told = lambda part: part.select("text", "prompt").iter_rows()  # noqa: E731
-    return Course(arm, seed, tuple(exams), tuple(round(p["correct"].mean(), 5) for p in exams.values()), tuple(map(scores, exams.values())), tuple(mean(_follows(*two) for two in told(p)) for p in exams.values()), tuple(mean(_right(*two) for two in told(p)) for p in exams.values()),
-                  tuple(round(p["length"].mean(), 3) for p in exams.values()), tuple(int(written.filter(pl.col("dispatched") < v)["length"].sum()) for v in exams),
-                  tuple(round(moved[v], 6) if moved.get(v) is not None else None for v in exams), tuple(_ranks(p) if ended.config.reward_model else None for p in exams.values()))
+    return Course(
+        arm,
+        seed,
+        tuple(exams),
+        tuple(round(p["correct"].mean(), 5) for p in exams.values()),
+        tuple(map(scores, exams.values())),
+        tuple(mean(_follows(*two) for two in told(p)) for p in exams.values()),
+        tuple(mean(_right(*two) for two in told(p)) for p in exams.values()),
+        tuple(round(p["length"].mean(), 3) for p in exams.values()),
+        tuple(int(written.filter(pl.col("dispatched") < v)["length"].sum()) for v in exams),
+        tuple(round(moved[v], 6) if moved.get(v) is not None else None for v in exams),
+        tuple(_ranks(p) if ended.config.reward_model else None for p in exams.values()),
+    )
 
 
 def _ranks(rows) -> float | None:
-    right, wrong = ([row[0] for row in rows.filter(rows["correct"] == verdict)["score_values"]] for verdict in (True, False))
+    right, wrong = (
+        [row[0] for row in rows.filter(rows["correct"] == verdict)["score_values"]] for verdict in (True, False)
+    )
     return mean((a > b) + 0.5 * (a == b) for a in right for b in wrong) if right and wrong else None
 
 
@@ -119,6 +135,7 @@ def load_course(table: Mapping) -> Course:
 @dataclass(frozen=True)
 class Length:
     "How long the runs are: versions, versions between two examinations, rollouts of a batch and of a group, held-out tasks."
+
     versions: int = 40
     every: int = 5
     batch: int = 64
@@ -127,8 +144,19 @@ class Length:
 
     def knobs(self, seed: int) -> dict[str, object]:
         "The fields of a run of that length, synchronous and repeatable."
-        return {"seed": seed, "steps": self.versions, "batch": self.batch, "group": self.group, "eval": [{"name": "held_out", "count": self.exam, "every": self.every}], "preflight": 0, "checkpoint_every": 0,
-                "clock": "virtual", "staleness": 0, "correction": "none", "device": "cpu"}
+        return {
+            "seed": seed,
+            "steps": self.versions,
+            "batch": self.batch,
+            "group": self.group,
+            "eval": [{"name": "held_out", "count": self.exam, "every": self.every}],
+            "preflight": 0,
+            "checkpoint_every": 0,
+            "clock": "virtual",
+            "staleness": 0,
+            "correction": "none",
+            "device": "cpu",
+        }
 
 
 def place_of(folder: Path, arm: str, seed: int, knobs: Mapping[str, object]) -> Path:
@@ -137,7 +165,9 @@ def place_of(folder: Path, arm: str, seed: int, knobs: Mapping[str, object]) -> 
     return folder / f"{arm.replace(', ', '-').replace(' ', '-').replace(chr(39), '')}-{seed}-{made}.json"
 
 
-def course(folder: Path, arm: str, seed: int, knobs: Mapping[str, object], say: Say, steer: Callable[[Run], None] | None = None) -> Course:
+def course(
+    folder: Path, arm: str, seed: int, knobs: Mapping[str, object], say: Say, steer: Callable[[Run], None] | None = None
+) -> Course:
     "The stored course of an arm, or a new one. `steer` is called with the live run."
     path = place_of(folder, arm, seed, knobs)
     if not path.exists():
@@ -169,7 +199,19 @@ def write(policy: "Policy", tasks: Sequence, k: int, stream: int, max_tokens: in
 
 def judged(groups: Sequence[Group]) -> list[Judged]:
     "As pairs and rejection sampling want them."
-    return [Judged(g.task.prompt, r.text, bool(r.correct), float(r.correct), g.task.id, length=r.length, stopped=r.reason == StopReason.STOP) for g in groups for r in g.rollouts]
+    return [
+        Judged(
+            g.task.prompt,
+            r.text,
+            bool(r.correct),
+            float(r.correct),
+            g.task.id,
+            length=r.length,
+            stopped=r.reason == StopReason.STOP,
+        )
+        for g in groups
+        for r in g.rollouts
+    ]
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-reward
 def exploitable(folder: Path, pairs: int, tasks: int, say: Say) -> tuple[Path, dict]:
@@ -185,14 +227,18 @@ def exploitable(folder: Path, pairs: int, tasks: int, say: Say) -> tuple[Path, d
         model, result = train_reward_model(policy, made.sample(found, pairs), FitSettings(epochs=4, held_out=0.2))
         save_reward_model(model, place, result)
     told = read_json(place / "reward_model.json")
-    say(f"reward model: {told['fit']['trained_on']} pairs, accuracy {told['held_out']['accuracy']:.3f} and ECE {told['held_out']['ece']:.3f} on {told['held_out']['pairs']} held-out pairs")
+    say(
+        f"reward model: {told['fit']['trained_on']} pairs, accuracy {told['held_out']['accuracy']:.3f} and ECE {told['held_out']['ece']:.3f} on {told['held_out']['pairs']} held-out pairs"
+    )
     return place.resolve(), told
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-over
 KL_WEIGHTS = (0.0, 0.1, 0.4)
 
 
-def over_arms(reward: Path, weights: Sequence[float] = KL_WEIGHTS, learning_rate: float = 1e-3) -> dict[str, dict[str, object]]:
+def over_arms(
+    reward: Path, weights: Sequence[float] = KL_WEIGHTS, learning_rate: float = 1e-3
+) -> dict[str, dict[str, object]]:
     "The settings of the arms by name."
     base = {"reward_model": str(reward), "reference": "start", "learning_rate": learning_rate}
     proxy = base | {"reward": {"name": "scored", "by": "reward_model"}}
@@ -204,6 +250,7 @@ def over_arms(reward: Path, weights: Sequence[float] = KL_WEIGHTS, learning_rate
 @dataclass(frozen=True)
 class OverBench:
     "The reward model's figures, the runs, and where the figure is."
+
     reward: dict
     courses: tuple[Course, ...]
     figure: str
@@ -212,16 +259,36 @@ class OverBench:
     def __str__(self) -> str:
         lines = [f"{c}; after its best it lost {c.lost:.3f} while the proxy went {c.gained:+.3f}" for c in self.courses]
         trust = self.reward["held_out"]
-        return "\n".join([f"reward model: accuracy {trust['accuracy']:.3f}, ECE {trust['ece']:.3f} on {trust['pairs']} held-out pairs", *lines, self.figure])
+        return "\n".join(
+            [
+                f"reward model: accuracy {trust['accuracy']:.3f}, ECE {trust['ece']:.3f} on {trust['pairs']} held-out pairs",
+                *lines,
+                self.figure,
+            ]
+        )
 
 
-def bench_chain(folder: str | Path = "bench-chain", pairs: int = 100, tasks: int = 200, seeds: int = 1, length: Length = Length(), weights: Sequence[float] = KL_WEIGHTS, say: Say = lambda line: None) -> OverBench:
+def bench_chain(
+    folder: str | Path = "bench-chain",
+    pairs: int = 100,
+    tasks: int = 200,
+    seeds: int = 1,
+    length: Length = Length(),
+    weights: Sequence[float] = KL_WEIGHTS,
+    say: Say = lambda line: None,
+) -> OverBench:
     "Pairs, reward model, RL against it with every weight of the divergence and against the verifier; pieces are kept in `folder`, the figure beside them. ValueError for too few pairs or no seeds."
     if seeds < 1 or pairs < 10 or not weights:
-        raise ValueError(f"seeds: {seeds}, pairs: {pairs}, weights: {list(weights)}; give at least 1 seed, 10 pairs and one weight")
+        raise ValueError(
+            f"seeds: {seeds}, pairs: {pairs}, weights: {list(weights)}; give at least 1 seed, 10 pairs and one weight"
+        )
     place, told = exploitable(Path(folder), pairs, tasks, say)
     arms = over_arms(place, weights)
-    found = tuple(course(Path(folder), arm, seed, knobs | length.knobs(seed), say) for seed in range(seeds) for arm, knobs in arms.items())
+    found = tuple(
+        course(Path(folder), arm, seed, knobs | length.knobs(seed), say)
+        for seed in range(seeds)
+        for arm, knobs in arms.items()
+    )
     page = page_of("Proxy and true reward", over_charts(found), Path(folder) / "over_optimisation.html")
     return OverBench(told, found, str(page), machine("torch", "transformers"))
 
@@ -241,24 +308,57 @@ def by_arm(courses: Sequence[Course]) -> dict[str, list[Course]]:
     return {arm: [c for c in courses if c.arm == arm] for arm in dict.fromkeys(c.arm for c in courses)}
 
 
-def curves(title: str, courses: Sequence[Course], of: Callable[[Course], Sequence], y_label: str, subtitle: str = "", x: Callable[[Course], Sequence] | None = None, x_label: str = "version", y_range=(None, None)) -> Chart:
+def curves(
+    title: str,
+    courses: Sequence[Course],
+    of: Callable[[Course], Sequence],
+    y_label: str,
+    subtitle: str = "",
+    x: Callable[[Course], Sequence] | None = None,
+    x_label: str = "version",
+    y_range=(None, None),
+) -> Chart:
     "A line per arm, mean over its seeds."
-    lines = tuple(Line(arm, average(mine, x or (lambda c: c.versions)), average(mine, of), ROLES[i % len(ROLES)], dots=True) for i, (arm, mine) in enumerate(by_arm(courses).items()))
+    lines = tuple(
+        Line(arm, average(mine, x or (lambda c: c.versions)), average(mine, of), ROLES[i % len(ROLES)], dots=True)
+        for i, (arm, mine) in enumerate(by_arm(courses).items())
+    )
     return Chart(title, lines, subtitle, x_label=x_label, y_label=y_label, y_range=y_range)
 
 
 def over_charts(courses: Sequence[Course]) -> tuple[Chart, ...]:
     "Proxy, true reward, and true reward over the distance from the start."
     distance = lambda c: [0.0, *(math.nan if d is None else math.sqrt(max(0.0, d)) for d in c.distance[1:])]  # noqa: E731
-    return (curves("The proxy: what the reward model says", courses, lambda c: c.proxy, "mean score", "held-out tasks"),
-            curves("The truth: what the verifier says of the same responses", courses, lambda c: c.true, "solve rate", "held-out tasks", y_range=(0, 1)),
-            curves("The truth over the distance from the start", courses, lambda c: c.true, "solve rate", "held-out tasks", distance, "square root of the KL per token, nats", (0, 1)))
+    return (
+        curves("The proxy: what the reward model says", courses, lambda c: c.proxy, "mean score", "held-out tasks"),
+        curves(
+            "The truth: what the verifier says of the same responses",
+            courses,
+            lambda c: c.true,
+            "solve rate",
+            "held-out tasks",
+            y_range=(0, 1),
+        ),
+        curves(
+            "The truth over the distance from the start",
+            courses,
+            lambda c: c.true,
+            "solve rate",
+            "held-out tasks",
+            distance,
+            "square root of the KL per token, nats",
+            (0, 1),
+        ),
+    )
 
 
 def page_of(title: str, charts: Sequence[Chart], path: Path) -> Path:
     "Write charts as a page that stands alone; returns its path."
     drawn = "".join(f"<div>{to_svg(chart, 680, 280)}</div>" for chart in charts)
-    path.write_text(f"<!doctype html><meta charset='utf-8'><title>{title}</title><style>{PAGE}</style><h1>{title}</h1>{drawn}\n", encoding="utf-8")
+    path.write_text(
+        f"<!doctype html><meta charset='utf-8'><title>{title}</title><style>{PAGE}</style><h1>{title}</h1>{drawn}\n",
+        encoding="utf-8",
+    )
     return path
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-distill
@@ -267,13 +367,27 @@ def examined(arm: str, seed: int, version: int, tokens: int, policy: "Policy", e
     groups = write(policy, arithmetic(split="held_out", count=exam, seed=seed)[:exam], 1, 10**6 + seed)
     texts = [(r.text, g.task.prompt) for g in groups for r in g.rollouts]
     lengths = [r.length for g in groups for r in g.rollouts]
-    return Course(arm, seed, (version,), (round(solve_rate(groups), 5),), (None,), (mean(_follows(*two) for two in texts),), (mean(_right(*two) for two in texts),), (mean(lengths),), (tokens,), (None,), (None,))
+    return Course(
+        arm,
+        seed,
+        (version,),
+        (round(solve_rate(groups), 5),),
+        (None,),
+        (mean(_follows(*two) for two in texts),),
+        (mean(_right(*two) for two in texts),),
+        (mean(lengths),),
+        (tokens,),
+        (None,),
+        (None,),
+    )
 
 
 def joined(points: Sequence[Course]) -> Course:
     "Points of one arm, one after the other."
     fields = [f for f in asdict(points[0]) if f not in ("arm", "seed")]
-    return Course(points[0].arm, points[0].seed, **{name: tuple(getattr(p, name)[0] for p in points) for name in fields})
+    return Course(
+        points[0].arm, points[0].seed, **{name: tuple(getattr(p, name)[0] for p in points) for name in fields}
+    )
 
 
 def stored(folder: Path, name: str, make: Callable[[], Course], say: Say) -> Course:
@@ -291,7 +405,7 @@ def written_until(policy: "Policy", tokens: int, seed: int, k: int = 4, at_once:
     "Groups of responses to training tasks, until they have so many tokens in all."
     pool, groups, spent = arithmetic(seed=seed), [], 0
     while spent < tokens and len(groups) + at_once <= len(pool):
-        more = write(policy, pool[len(groups):len(groups) + at_once], k, 77 + seed)
+        more = write(policy, pool[len(groups) : len(groups) + at_once], k, 77 + seed)
         groups, spent = groups + more, spent + sum(r.length for g in more for r in g.rollouts)
     return groups
 
@@ -304,11 +418,18 @@ def tokens_of(groups: Sequence[Group]) -> int:
 def from_samples(teacher: Path, budgets: Sequence[int], seed: int, exam: int) -> Course:
     "The start policy fine-tuned on all that the teacher writes within each budget of tokens; the first point is the start policy."
     settle_cpu()
-    groups, points = written_until(load_policy(str(teacher)), max(budgets), seed), [examined("teacher's samples", seed, 0, 0, load_policy("tiny"), exam)]
+    groups, points = (
+        written_until(load_policy(str(teacher)), max(budgets), seed),
+        [examined("teacher's samples", seed, 0, 0, load_policy("tiny"), exam)],
+    )
     for place, budget in enumerate(sorted(budgets), 1):
         part = [g for i, g in enumerate(groups) if i == 0 or tokens_of(groups[: i + 1]) <= budget]
         policy = load_policy("tiny")
-        tune(policy, [d for j in [judged(part)] for d in rejection([replace(each, correct=True) for each in j])], FitSettings(epochs=3, held_out=0.1))
+        tune(
+            policy,
+            [d for j in [judged(part)] for d in rejection([replace(each, correct=True) for each in j])],
+            FitSettings(epochs=3, held_out=0.1),
+        )
         points.append(examined("teacher's samples", seed, place, tokens_of(part), policy, exam))
     return joined(points)
 
@@ -321,7 +442,7 @@ def by_rejection(rounds: int, budget: int, seed: int, exam: int) -> Course:
     for place in range(1, rounds + 1):
         groups = []
         while spent + tokens_of(groups) < budget * place / rounds and used + 16 <= len(pool):
-            groups, used = groups + write(policy, pool[used:used + 16], 4, 900 * place + seed), used + 16
+            groups, used = groups + write(policy, pool[used : used + 16], 4, 900 * place + seed), used + 16
         tune(policy, rejection(judged(groups)), FitSettings(epochs=2, held_out=0.1))
         spent += tokens_of(groups)
         points.append(examined("rejection sampling", seed, place, spent, policy, exam))
@@ -331,6 +452,7 @@ def by_rejection(rounds: int, budget: int, seed: int, exam: int) -> Course:
 @dataclass(frozen=True)
 class DistillBench:
     "The teacher's held-out solve rate by seed, and the courses of all ways to learn."
+
     teacher: dict[str, float]
     courses: tuple[Course, ...]
     figure: str
@@ -341,7 +463,14 @@ class DistillBench:
         return "\n".join([f"teacher: {rates}", *(f"{c}; {c.tokens[-1]:,} tokens" for c in self.courses), self.figure])
 
 
-def bench_distill(folder: str | Path = "bench-distill", seeds: int = 1, length: Length = Length(20, 4), teaching: int = 40, rounds: int = 4, say: Say = lambda line: None) -> DistillBench:
+def bench_distill(
+    folder: str | Path = "bench-distill",
+    seeds: int = 1,
+    length: Length = Length(20, 4),
+    teaching: int = 40,
+    rounds: int = 4,
+    say: Say = lambda line: None,
+) -> DistillBench:
     "A teacher from RL of `teaching` versions, a student taught on its own responses, fine-tuning on the teacher's, rejection sampling; pieces are kept in `folder`. ValueError for no seeds or rounds."
     if seeds < 1 or rounds < 1:
         raise ValueError(f"seeds: {seeds}, rounds: {rounds}; give at least 1 of each")
@@ -352,27 +481,56 @@ def bench_distill(folder: str | Path = "bench-distill", seeds: int = 1, length: 
         teacher, reached[str(seed)] = (run_of(folder, "RL", taught, seed).folder / "policy").resolve(), rl.true[-1]
         taught = {"advantage": "distill", "teacher": str(teacher), "filter": "none", **length.knobs(seed)}
         student = course(folder, "distilled", seed, taught, say)
-        several = [course(folder, arm, seed, knobs | {"optimizer_steps": 4}, say) for arm, knobs in (("distilled, 4 steps", taught), ("RL, 4 steps", length.knobs(seed)))]
+        several = [
+            course(folder, arm, seed, knobs | {"optimizer_steps": 4}, say)
+            for arm, knobs in (("distilled, 4 steps", taught), ("RL, 4 steps", length.knobs(seed)))
+        ]
         budgets = tuple(t for t in student.tokens[1:] if t)
         name = f"{seed}-{teaching}-{length.exam}-{max(budgets)}"
         tuned = stored(folder, f"samples-{name}", lambda: from_samples(teacher, budgets, seed, length.exam), say)
-        rounded = stored(folder, f"rejection-{name}-{rounds}", lambda: by_rejection(rounds, max(budgets), seed, length.exam), say)
+        rounded = stored(
+            folder, f"rejection-{name}-{rounds}", lambda: by_rejection(rounds, max(budgets), seed, length.exam), say
+        )
         found += [student, *several, tuned, rounded, rl]
-    chart = curves("What the tokens buy", found, lambda c: c.true, "solve rate", "held-out tasks, over the response tokens that were generated", lambda c: c.tokens, "generated tokens", (0, 1))
-    return DistillBench(reached, tuple(found), str(page_of("A teacher, and what else the tokens buy", (chart,), folder / "distillation.html")), machine("torch", "transformers"))
+    chart = curves(
+        "What the tokens buy",
+        found,
+        lambda c: c.true,
+        "solve rate",
+        "held-out tasks, over the response tokens that were generated",
+        lambda c: c.tokens,
+        "generated tokens",
+        (0, 1),
+    )
+    return DistillBench(
+        reached,
+        tuple(found),
+        str(page_of("A teacher, and what else the tokens buy", (chart,), folder / "distillation.html")),
+        machine("torch", "transformers"),
+    )
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-process
 def process_arms() -> dict[str, dict[str, object]]:
     "The settings of the arms by name."
-    weigh = lambda outcome, process, **more: {"reward": {"name": "mixed", "outcome": outcome, "process": process, **more}}  # noqa: E731
+
+    def weigh(outcome, process, **more):
+        return {"reward": {"name": "mixed", "outcome": outcome, "process": process, **more}}  # noqa: E731
+
     placed = {"advantage": {"name": "steps", "outcome": 0.0}}
-    return {"outcome": weigh(1.0, 0.0), "process": weigh(0.0, 1.0), "both": weigh(1.0, 0.5),
-            "steps": weigh(0.0, 1.0) | placed, "steps, wrong ones priced": weigh(0.0, 1.0, wrong=1.0) | placed,
-            "steps and outcome": weigh(1.0, 1.0, wrong=1.0) | {"advantage": "steps"}, "process, then outcome": weigh(0.0, 1.0)}
+    return {
+        "outcome": weigh(1.0, 0.0),
+        "process": weigh(0.0, 1.0),
+        "both": weigh(1.0, 0.5),
+        "steps": weigh(0.0, 1.0) | placed,
+        "steps, wrong ones priced": weigh(0.0, 1.0, wrong=1.0) | placed,
+        "steps and outcome": weigh(1.0, 1.0, wrong=1.0) | {"advantage": "steps"},
+        "process, then outcome": weigh(0.0, 1.0),
+    }
 
 
 def at_version(version: int, changes: Mapping[str, object]) -> Callable[[Run], None]:
     "Changes knobs of a live run once it has reached a version. TimeoutError if it does not get there in an hour."
+
     def steer(live: Run) -> None:
         began = time.monotonic()
         while live.state not in (*ENDED, "dead") and (live.status is None or live.status.version < version):
@@ -380,26 +538,44 @@ def at_version(version: int, changes: Mapping[str, object]) -> Callable[[Run], N
                 raise TimeoutError(f"run: {live.name} has not reached version {version}")
             time.sleep(0.02)
         live.set(dict(changes), author="bench")
+
     return steer
 
 
 @dataclass(frozen=True)
 class ProcessBench:
     "The runs, and what the journal of the steered ones says: (seed, version, knob, value)."
+
     courses: tuple[Course, ...]
     journal: tuple[tuple[int, int, str, str], ...]
     figure: str
     machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return "\n".join([*(f"{c}; answer follows from the working {c.agree[0]:.3f} to {c.agree[-1]:.3f}, working right {c.working[-1]:.3f}" for c in self.courses),
-                          *(f"seed {seed}: {knob} = {value} at version {version}" for seed, version, knob, value in self.journal), self.figure])
+        return "\n".join(
+            [
+                *(
+                    f"{c}; answer follows from the working {c.agree[0]:.3f} to {c.agree[-1]:.3f}, working right {c.working[-1]:.3f}"
+                    for c in self.courses
+                ),
+                *(f"seed {seed}: {knob} = {value} at version {version}" for seed, version, knob, value in self.journal),
+                self.figure,
+            ]
+        )
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-process-bench
-def bench_process(folder: str | Path = "bench-process", seeds: int = 1, length: Length = Length(), arms: Sequence[str] = (), say: Say = lambda line: None) -> ProcessBench:
+def bench_process(
+    folder: str | Path = "bench-process",
+    seeds: int = 1,
+    length: Length = Length(),
+    arms: Sequence[str] = (),
+    say: Say = lambda line: None,
+) -> ProcessBench:
     "Rewards for outcome, process and both, and weights that change in the running run; `arms`: some of them, empty for all. Pieces are kept in `folder`. ValueError for no seeds or an unknown arm."
     if seeds < 1 or set(arms) - set(process_arms()):
-        raise ValueError(f"seeds: {seeds}, arms: {list(arms)}; give at least 1 seed and of the arms {', '.join(process_arms())}")
+        raise ValueError(
+            f"seeds: {seeds}, arms: {list(arms)}; give at least 1 seed and of the arms {', '.join(process_arms())}"
+        )
     folder, found, journal = Path(folder), [], []
     turn = at_version(length.versions // 2, {"reward.outcome": 1.0, "reward.process": 0.0})
     for seed in range(seeds):
@@ -407,12 +583,38 @@ def bench_process(folder: str | Path = "bench-process", seeds: int = 1, length: 
             knobs = process_arms()[arm] | length.knobs(seed)
             found.append(course(folder, arm, seed, knobs, say, turn if "then" in arm else None))
             journal += [(seed, *row) for row in commands_of(run_of(folder, arm, knobs, seed))]
-    charts = (curves("The answer", found, lambda c: c.true, "solve rate", "held-out tasks", y_range=(0, 1)), curves("The answer follows from the working", found, lambda c: c.agree, "share of the responses", "held-out tasks", y_range=(0, 1)),
-              curves("The working is right", found, lambda c: c.working, "share of its steps", "up to the first wrong one, held-out tasks", y_range=(0, 1)))
-    return ProcessBench(tuple(found), tuple(journal), str(page_of("Rewards on the steps", charts, folder / "process_rewards.html")), machine("torch", "transformers"))
+    charts = (
+        curves("The answer", found, lambda c: c.true, "solve rate", "held-out tasks", y_range=(0, 1)),
+        curves(
+            "The answer follows from the working",
+            found,
+            lambda c: c.agree,
+            "share of the responses",
+            "held-out tasks",
+            y_range=(0, 1),
+        ),
+        curves(
+            "The working is right",
+            found,
+            lambda c: c.working,
+            "share of its steps",
+            "up to the first wrong one, held-out tasks",
+            y_range=(0, 1),
+        ),
+    )
+    return ProcessBench(
+        tuple(found),
+        tuple(journal),
+        str(page_of("Rewards on the steps", charts, folder / "process_rewards.html")),
+        machine("torch", "transformers"),
+    )
 
 
 def commands_of(live: Run) -> list[tuple[int, str, str]]:
     "(version, knob, value) of the commands that took effect."
     rows = live.commands
-    return [(int(row["version"]), row["knob"], str(row["value"])) for row in rows.iter_rows(named=True) if row["status"] == "applied" and row["author"] == "bench"]
+    return [
+        (int(row["version"]), row["knob"], str(row["value"]))
+        for row in rows.iter_rows(named=True)
+        if row["status"] == "applied" and row["author"] == "bench"
+    ]

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from ..models.hardware import machine
 from ..base.ledger import ENDED, Follower, read_json, read_table, write_json
+from ..models.hardware import machine
 from ..workbench.handle import Run, ending, run, wait
 
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-phase
@@ -31,6 +31,7 @@ PHASES = ("generation", "training", "publish or save")
 @dataclass
 class Under:
     "What is under way in a run."
+
     train: int = -1  # version that is being made
     publishes: dict[str, int] = field(default_factory=dict)  # generator -> version sent
     saving: bool = False
@@ -77,6 +78,7 @@ VICTIMS = ("run process", "run process", "trainer", "everything")
 @dataclass(frozen=True)
 class Kill:
     "One kill: in which phase it was meant to fall and did, who was killed, the version reached, and the one resumed from."
+
     meant: str
     phase: str
     victim: str
@@ -88,8 +90,10 @@ def strike(struck: Run, victim: str) -> bool:
     "Kill it. False if nothing of it was alive any more."
     status = struck.status
     trains = status.workers.get("trainer") or status.workers.get("worker")
-    pids = {"trainer": [trains], "everything": [status.supervisor, *status.workers.values(), status.pid]}.get(victim, [status.pid])
-    return any([killed(pid) for pid in pids if pid])
+    pids = {"trainer": [trains], "everything": [status.supervisor, *status.workers.values(), status.pid]}.get(
+        victim, [status.pid]
+    )
+    return any(killed(pid) for pid in pids if pid)
 
 
 def killed(pid: int) -> bool:
@@ -101,7 +105,9 @@ def killed(pid: int) -> bool:
     return True
 
 
-def kill_in(struck: Run, meant: str, victim: str, r: random.Random, version: int = 0, patience: float = 300.0) -> Kill | None:
+def kill_in(
+    struck: Run, meant: str, victim: str, r: random.Random, version: int = 0, patience: float = 300.0
+) -> Kill | None:
     "Wait until the run has made a version, has a checkpoint and is in a phase, and kill; None if it has ended before."
     limit = time.monotonic() + patience
     while not (struck.status and struck.status.workers and struck.status.version >= version and struck.checkpoints):
@@ -134,7 +140,10 @@ def exactness(ended: Run) -> list[str]:
     evaluated = set(rows.filter(pl.col("group") < 0)["rollout"])
     finals = Counter(rows.filter(~pl.col("fate").is_in(NOT_FINAL))["rollout"])
     below = [rollout for rollout in range((trained["rollout"].max() or 0) + 1) if rollout not in evaluated]
-    groups, steps = read_table(ended.folder, "groups", ["group"])["group"], read_table(ended.folder, "steps", ["version"])["version"]
+    groups, steps = (
+        read_table(ended.folder, "groups", ["group"])["group"],
+        read_table(ended.folder, "steps", ["version"])["version"],
+    )
     wrong = {
         "a rollout was trained twice": trained.select("task", "rollout").is_duplicated().any(),
         "a rollout was skipped": any(not finals[rollout] for rollout in below),
@@ -150,7 +159,9 @@ def open_books(ended: Run) -> list[str]:
     import polars as pl
 
     status, rows = ended.status, read_table(ended.folder, "rollouts", ["rollout", "try", "fate", "length"])
-    counted = {fate: (n, tokens) for fate, n, tokens in rows.group_by("fate").agg(pl.len(), pl.col("length").sum()).iter_rows()}
+    counted = {
+        fate: (n, tokens) for fate, n, tokens in rows.group_by("fate").agg(pl.len(), pl.col("length").sum()).iter_rows()
+    }
     booked = {fate: (entry["count"], entry["tokens"]) for fate, entry in status.books.items()}
     wrong = {
         "the status does not say that they are closed": not status.books_closed,
@@ -162,14 +173,29 @@ def open_books(ended: Run) -> list[str]:
     return [problem for problem, so in wrong.items() if so]
 
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-run
-SETTINGS = dict(steps=8, batch=32, group=4, max_tokens=32, preflight=8, preflight_k=2, eval=[{"name": "held_out", "count": 16, "every": 4}], checkpoint_every=1, checkpoints_kept=2)
+SETTINGS = dict(
+    steps=8,
+    batch=32,
+    group=4,
+    max_tokens=32,
+    preflight=8,
+    preflight_k=2,
+    eval=[{"name": "held_out", "count": 16, "every": 4}],
+    checkpoint_every=1,
+    checkpoints_kept=2,
+)
+
+
 PLACES = (("colocated", 0), ("split", 2), ("split", 0), ("colocated", 2))  # placement, bound
+
+
 KILLS_A_RUN = 4
 
 
 @dataclass(frozen=True)
 class Crashed:
     "A run that was killed and resumed, and what is wrong with it. `equal`: its digest is that of the untouched run; None if it is asynchronous."
+
     number: int
     placement: str
     staleness: int
@@ -191,22 +217,33 @@ def untouched(folder: Path, settings: dict) -> str:
     path = folder / f"untouched-{tag_of(settings)}.json"
     if not path.exists():
         shutil.rmtree(folder / "untouched", ignore_errors=True)
-        with ending(run("tiny", runs=folder, name="untouched", placement="colocated", staleness=0, **settings)) as whole:
+        with ending(
+            run("tiny", runs=folder, name="untouched", placement="colocated", staleness=0, **settings)
+        ) as whole:
             state = whole.wait(600)
         if state != "finished":
             raise RuntimeError(f"the run that nobody kills is {state}: {whole.status.reason}")
         write_json(path, {"digest": whole.status.digest})
     return read_json(path)["digest"]
 
-
+# %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-run-part-2
 def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings: dict, seed: int = 0) -> Crashed:
     "Start a run, kill it in these phases one after the other and resume it each time, lead it to its end, check."
-    (placement, staleness), r, began, kills = PLACES[number % len(PLACES)], random.Random(f"{seed} {number}"), time.monotonic(), []
+    (placement, staleness), r, began, kills = (
+        PLACES[number % len(PLACES)],
+        random.Random(f"{seed} {number}"),
+        time.monotonic(),
+        [],
+    )
     shutil.rmtree(folder / f"run-{number:02d}", ignore_errors=True)
     meant = list(meant)
-    with ending(run("tiny", runs=folder, name=f"run-{number:02d}", placement=placement, staleness=staleness, **settings)) as struck:
+    with ending(
+        run("tiny", runs=folder, name=f"run-{number:02d}", placement=placement, staleness=staleness, **settings)
+    ) as struck:
         for i, phase in enumerate(meant):
-            if (kill := kill_in(struck, phase, r.choice(VICTIMS), r, 1 + i * (settings["steps"] - 2) // len(meant))) is None:
+            if (
+                kill := kill_in(struck, phase, r.choice(VICTIMS), r, 1 + i * (settings["steps"] - 2) // len(meant))
+            ) is None:
                 break
             kills.append(kill)
             if struck.state == "finished":  # it had done all it was for, and died on the way out
@@ -215,12 +252,23 @@ def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings
         state = wait(struck, 600)
     ended = () if state == "finished" else (f"it ended as {state}: {struck.status.reason}",)
     equal = None if staleness else struck.status.digest == digest
-    return Crashed(number, placement, staleness, tuple(kills), state, (*ended, *exactness(struck)), tuple(open_books(struck)), equal, round(time.monotonic() - began, 1))
+    return Crashed(
+        number,
+        placement,
+        staleness,
+        tuple(kills),
+        state,
+        (*ended, *exactness(struck)),
+        tuple(open_books(struck)),
+        equal,
+        round(time.monotonic() - began, 1),
+    )
 
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-many
 @dataclass(frozen=True)
 class CrashBench:
     "Kills, and after how many of them all was exact, the books closed and (of the `synchronous` ones) the digest was that of the untouched run; kills by phase and by victim."
+
     kills: int
     exact: int
     books_closed: int
@@ -233,20 +281,40 @@ class CrashBench:
 
     def __str__(self) -> str:
         by = ", ".join(f"{count} in {phase}" for phase, count in self.phases.items())
-        return (f"{self.kills} kills ({by}): exact after {self.exact}, books closed after {self.books_closed}; "
-                f"digest of the untouched run after {self.digest_equal} of {self.synchronous} synchronous ones")
+        return (
+            f"{self.kills} kills ({by}): exact after {self.exact}, books closed after {self.books_closed}; "
+            f"digest of the untouched run after {self.digest_equal} of {self.synchronous} synchronous ones"
+        )
 
 
 def summed(runs: Iterable[Crashed]) -> CrashBench:
     "The sums over runs."
     runs = tuple(runs)
-    count = lambda kept: sum(len(each.kills) for each in runs if kept(each))
+
+    def count(kept):
+        return sum(len(each.kills) for each in runs if kept(each))
+
     kills = [kill for each in runs for kill in each.kills]
-    return CrashBench(len(kills), count(lambda c: not c.exact), count(lambda c: not c.books), count(lambda c: c.equal is True), count(lambda c: c.equal is not None),
-                      {phase: sum(kill.phase == phase for kill in kills) for phase in PHASES}, dict(Counter(kill.victim for kill in kills)), runs, machine("torch"))
+    return CrashBench(
+        len(kills),
+        count(lambda c: not c.exact),
+        count(lambda c: not c.books),
+        count(lambda c: c.equal is True),
+        count(lambda c: c.equal is not None),
+        {phase: sum(kill.phase == phase for kill in kills) for phase in PHASES},
+        dict(Counter(kill.victim for kill in kills)),
+        runs,
+        machine("torch"),
+    )
 
-
-def bench_crashes(kills: int = 30, seed: int = 0, folder: str | Path = "bench-crashes", say: Callable[[str], None] = lambda line: None, **settings) -> CrashBench:
+# %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-many-part-2
+def bench_crashes(
+    kills: int = 30,
+    seed: int = 0,
+    folder: str | Path = "bench-crashes",
+    say: Callable[[str], None] = lambda line: None,
+    **settings,
+) -> CrashBench:
     "Kill runs until there have been `kills`, a fair share of them in each phase. ValueError for less than 1."
     if kills < 1:
         raise ValueError(f"kills: {kills} is no number of kills; give 1 or more")
@@ -256,15 +324,29 @@ def bench_crashes(kills: int = 30, seed: int = 0, folder: str | Path = "bench-cr
     while so_far.kills < kills:
         path = folder / f"{seed}-{tag_of(settings)}-{len(runs):02d}.json"
         if not path.exists():
-            write_json(path, asdict(crash(len(runs), _meant(so_far, kills), folder, untouched(folder, settings), settings, seed)))
+            write_json(
+                path,
+                asdict(crash(len(runs), _meant(so_far, kills), folder, untouched(folder, settings), settings, seed)),
+            )
         told = read_json(path)
-        runs.append(Crashed(**{**told, "kills": tuple(Kill(**kill) for kill in told["kills"]), "exact": tuple(told["exact"]), "books": tuple(told["books"])}))
+        runs.append(
+            Crashed(
+                **{
+                    **told,
+                    "kills": tuple(Kill(**kill) for kill in told["kills"]),
+                    "exact": tuple(told["exact"]),
+                    "books": tuple(told["books"]),
+                }
+            )
+        )
         so_far, last = summed(runs), runs[-1]
-        say(f"{so_far.kills:3d}/{kills}  {last.placement}, bound {last.staleness}: killed in {', '.join(k.phase for k in last.kills) or 'no phase'}; "
-            f"{', '.join((*last.exact, *last.books)) or 'exact, books closed'}{'' if last.equal is None else ', same digest' if last.equal else ', ANOTHER DIGEST'} ({last.seconds:.0f} s)")
+        say(
+            f"{so_far.kills:3d}/{kills}  {last.placement}, bound {last.staleness}: killed in {', '.join(k.phase for k in last.kills) or 'no phase'}; "
+            f"{', '.join((*last.exact, *last.books)) or 'exact, books closed'}{'' if last.equal is None else ', same digest' if last.equal else ', ANOTHER DIGEST'} ({last.seconds:.0f} s)"
+        )
     return so_far
 
-
+# %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-many-part-3
 def _meant(so_far: CrashBench, kills: int) -> list[str]:
     "The phases of the next kills: always the one that has had the fewest."
     counts, meant = Counter(so_far.phases), []

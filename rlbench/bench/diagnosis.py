@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..models.hardware import machine
-from ..runtime.diagnosis import Change, Course, Diagnosis, Exams, Unused, course_of, diagnose
 from ..base.ledger import read_json, write_json
+from ..models.hardware import machine
 from ..records import Rollout
-from ..workbench.handle import ending, free_name, run, wait
+from ..runtime.diagnosis import Course, Diagnosis, Exams, Unused, course_of, diagnose
 from ..runtime.run_reader import View
+from ..workbench.handle import ending, free_name, run, wait
 
 if TYPE_CHECKING:
     import polars as pl
@@ -46,6 +46,7 @@ def pay_wrong_answers(rollout: Rollout) -> float:
 @dataclass(frozen=True)
 class FaultyArm:
     "A run with one fault: what it changes in the preset, how many versions it is given, and the cause to be named."
+
     cause: str
     steps: int
     knobs: Mapping[str, object]
@@ -92,6 +93,7 @@ HEALTHY: dict[str, dict[str, object]] = {
 @dataclass(frozen=True)
 class RecordedArm:
     "A run as it was: its course, when versions and examinations came (seconds), and its alerts as (version, condition)."
+
     name: str
     seed: int
     state: str
@@ -115,7 +117,9 @@ def record_arm(name: str, seed: int, folder: Path) -> RecordedArm:
     if seen.state not in ("finished", "failed"):
         raise RuntimeError(f"run: {folder} is {seen.state}; see its run.log")
     rows = seen.commands.filter(seen.commands["knob"] == "alert") if len(seen.commands) else seen.commands
-    fired = tuple((version, author.removeprefix("guard: ")) for version, author in rows.select("version", "author").rows())
+    fired = tuple(
+        (version, author.removeprefix("guard: ")) for version, author in rows.select("version", "author").rows()
+    )
     return RecordedArm(name, seed, seen.state, course_of(seen), seen.steps["at"], seen.evals["at"].to_numpy(), fired)
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-store
@@ -159,7 +163,15 @@ def read_arm(told: Mapping) -> RecordedArm:
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-sign
 WATCHED = (
-    "entropy", "grad_norm", "kl_sampler", "ess", "solve_rate", "length_mean", "truncated", "all_pass", "all_fail",
+    "entropy",
+    "grad_norm",
+    "kl_sampler",
+    "ess",
+    "solve_rate",
+    "length_mean",
+    "truncated",
+    "all_pass",
+    "all_fail",
 )
 MARGIN = 0.5  # of the width of what is usual
 
@@ -208,6 +220,7 @@ class ArmRow:
     """What was said of an arm. `cause`: the truth, empty for a healthy one; `sign` and `figure`: its first sign; `named_at`: the version
     from which on the right cause was said, -1 if it was not; `late`: versions from the sign to the name; `verdicts`: each with the
     version at which it was first said; `alarms`: what came up in a healthy run."""
+
     arm: str
     seed: int
     state: str
@@ -253,12 +266,15 @@ def judge_arm(arm: RecordedArm, cause: str, healthy: Sequence[RecordedArm]) -> A
         return ArmRow(*common, -1, "", -1, 0, turns_of(said), alerts, alarms + alerts)
     sign, figure = first_sign(arm, healthy)
     named_at = named_from(said, cause)
-    return ArmRow(*common, sign, figure, named_at, max(0, named_at - sign) if named_at >= 0 else 0, turns_of(said), alerts)
+    return ArmRow(
+        *common, sign, figure, named_at, max(0, named_at - sign) if named_at >= 0 else 0, turns_of(said), alerts
+    )
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-bench
 @dataclass(frozen=True)
 class DiagnosisBench:
     "`named`: faulty arms whose cause was said; `late_versions`: the latest of them; `false_alarms`: healthy arms with an alarm."
+
     named: int
     late_versions: int
     false_alarms: int

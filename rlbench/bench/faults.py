@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from ..base.ledger import living, read_json, write_json
-from ..workbench.supervisor import unfinished
-from ..workbench.handle import Run, free_name, run, wait
 from ..sandbox.sweep import kill_all
+from ..workbench.handle import Run, free_name, run, wait
+from ..workbench.supervisor import unfinished
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-blow
 TARGETS = ("generator", "trainer", "run process", "environment", "supervisor")
@@ -32,6 +32,7 @@ GOES_ON = ("generator", "environment")  # lost ones are started again
 @dataclass(frozen=True)
 class Blow:
     "One process struck in one run, and what became of the run. `problems` is empty if every promise was kept."
+
     number: int
     target: str
     signal: str
@@ -78,9 +79,12 @@ def book_problems(ended: Run) -> list[str]:
         "dispatched is not the sum of fates": sum(n for n, _ in booked.values()) == status.dispatched,
         "an attempt has two fates": not rows.select("rollout", "try").is_duplicated().any(),
         "an attempt that was dispatched has no fate": not unfinished(ended.folder),
-        "steps and rollouts differ on what was trained": steps["trained_rollouts"].sum() == (rows["fate"] == "trained").sum(),
+        "steps and rollouts differ on what was trained": steps["trained_rollouts"].sum()
+        == (rows["fate"] == "trained").sum(),
         "a step is missing": steps["version"].to_list() == list(range(1, len(steps) + 1)),
-        "a trained rollout was too old": not ((rows["trained_at"] - 1 - rows["oldest"]).filter(rows["fate"] == "trained") > ended.config.staleness).any(),
+        "a trained rollout was too old": not (
+            (rows["trained_at"] - 1 - rows["oldest"]).filter(rows["fate"] == "trained") > ended.config.staleness
+        ).any(),
         "there is no report": (ended.folder / "report.html").exists(),
     }
     return [problem for problem, kept in checks.items() if not kept]
@@ -105,18 +109,37 @@ def fall(struck: Run, target: str, name: str, processes: list[psutil.Process]) -
     elif (target, name) != ("supervisor", "SIGSTOP"):
         return []
     again = struck.status.version
-    return [] if _until(lambda: struck.status.version >= again + 2, 60) else [f"{name} to the {target}, and the run did not go on"]
+    return (
+        []
+        if _until(lambda: struck.status.version >= again + 2, 60)
+        else [f"{name} to the {target}, and the run did not go on"]
+    )
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-strike
-ENDLESS = dict(steps=100_000, batch=64, group=8, preflight=8, preflight_k=2, staleness=2, placement="split", eval=[],
-               deadlines={"silence": 5.0, "start": 60.0})
+ENDLESS = dict(
+    steps=100_000,
+    batch=64,
+    group=8,
+    preflight=8,
+    preflight_k=2,
+    staleness=2,
+    placement="split",
+    eval=[],
+    deadlines={"silence": 5.0, "start": 60.0},
+)
 MOMENTS = 6.0  # the blow falls within so many seconds after the workers are up
 
 
-def strike(number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = (), **settings) -> Blow:
+def strike(
+    number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = (), **settings
+) -> Blow:
     "Start a run, strike one of its processes, wait for the end, check the promises. `first`: (target, signal) of blows before it, which the run must outlive."
     struck = run("tiny", runs=runs, name=f"{number:02d}-{target.replace(' ', '-')}-{name}", **ENDLESS | settings)
-    problems = [] if _until(lambda: struck.status and struck.status.workers and struck.state == "running", 120) else ["it did not start"]
+    problems = (
+        []
+        if _until(lambda: struck.status and struck.status.workers and struck.state == "running", 120)
+        else ["it did not start"]
+    )
     time.sleep(after)
     status = struck.status
     processes = [psutil.Process(p) for p in (status.pid, status.supervisor, *status.workers.values())]
@@ -124,7 +147,11 @@ def strike(number: int, target: str, name: str, runs: Path, after: float, first:
         problems += fall(struck, *each, processes)
     began, version = time.monotonic(), struck.status.version
     problems += fall(struck, target, name, processes)
-    if struck.state == "running" and target not in ("trainer", "run process") and (target, name) != ("supervisor", "SIGKILL"):
+    if (
+        struck.state == "running"
+        and target not in ("trainer", "run process")
+        and (target, name) != ("supervisor", "SIGKILL")
+    ):
         struck.stop(author="the test")
     return _told(number, target, name, after, version, began, struck, processes, problems)
 
@@ -136,20 +163,43 @@ def _told(number, target, name, after, version, began, struck: Run, processes, p
     except TimeoutError:
         problems.append("it did not end")
     seconds, status = time.monotonic() - began, struck.status
-    expected = {"trainer": "trainer lost", "run process": "run process lost", "generator": "stopped by", "environment": "stopped by",
-                "supervisor": "stopped by"}[target]
+    expected = {
+        "trainer": "trainer lost",
+        "run process": "run process lost",
+        "generator": "stopped by",
+        "environment": "stopped by",
+        "supervisor": "stopped by",
+    }[target]
     problems += [] if expected in status.reason else [f"the reason does not say {expected!r}"]
-    problems += ["what was learned is lost"] if status.version > 1 and struck.config.generator != "scripted" and not (struck.folder / "policy" / "config.json").exists() else []
+    problems += (
+        ["what was learned is lost"]
+        if status.version > 1
+        and struck.config.generator != "scripted"
+        and not (struck.folder / "policy" / "config.json").exists()
+        else []
+    )
     problems += leftovers(processes, struck.folder) + book_problems(struck)
     counts = {fate: int(entry["count"]) for fate, entry in status.books.items()}
     kill_all(living(processes))  # whatever is left must not disturb the next one
-    return Blow(number, target, name, round(after, 2), version, status.state, status.reason, round(seconds, 1), counts.get("left_at_stop", 0),
-                counts.get("lost_generator", 0) + counts.get("lost_environment", 0), tuple(problems))
+    return Blow(
+        number,
+        target,
+        name,
+        round(after, 2),
+        version,
+        status.state,
+        status.reason,
+        round(seconds, 1),
+        counts.get("left_at_stop", 0),
+        counts.get("lost_generator", 0) + counts.get("lost_environment", 0),
+        tuple(problems),
+    )
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-many
 @dataclass(frozen=True)
 class FaultBench:
     "Blows struck, and those after which a promise was broken."
+
     times: int
     kept: int
     broken: tuple[Blow, ...]
@@ -167,7 +217,9 @@ def plan(times: int, seed: int) -> list[tuple[str, str, float]]:
     return [(*pair, r.uniform(0, MOMENTS)) for pair in order[:times]]
 
 
-def bench_faults(times: int = 20, seed: int = 0, folder: str | Path = "bench-faults", say: Callable[[str], None] = lambda line: None) -> FaultBench:
+def bench_faults(
+    times: int = 20, seed: int = 0, folder: str | Path = "bench-faults", say: Callable[[str], None] = lambda line: None
+) -> FaultBench:
     "Strike `times` runs; finished ones are kept in `folder`. ValueError if `times` is less than 1."
     if times < 1:
         raise ValueError(f"times: {times} is no number of blows; give 1 or more")
@@ -176,9 +228,13 @@ def bench_faults(times: int = 20, seed: int = 0, folder: str | Path = "bench-fau
         path = Path(folder) / f"{seed}-{number:02d}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            write_json(path, asdict(strike(number, target, name, Path(folder) / free_name(Path(folder), "runs"), after)))  # a half-done blow is not in its way
+            write_json(
+                path, asdict(strike(number, target, name, Path(folder) / free_name(Path(folder), "runs"), after))
+            )  # a half-done blow is not in its way
         blow = Blow(**{**(told := read_json(path)), "problems": tuple(told["problems"])})
         blows.append(blow)
-        say(f"{number + 1:3d}/{times}  {name} to the {target} after {blow.after:.1f} s: {blow.state} within {blow.seconds:.0f} s; {', '.join(blow.problems) or 'all kept'}")
+        say(
+            f"{number + 1:3d}/{times}  {name} to the {target} after {blow.after:.1f} s: {blow.state} within {blow.seconds:.0f} s; {', '.join(blow.problems) or 'all kept'}"
+        )
     broken = tuple(b for b in blows if b.problems)
     return FaultBench(times, times - len(broken), broken, tuple(blows), max(b.seconds for b in blows))

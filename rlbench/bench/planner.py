@@ -23,19 +23,20 @@ from pathlib import Path
 
 import numpy as np
 
-from .environment import late_tool
-from ..models.hardware import machine
-from ..loop.config import make_config, to_toml
-from ..runtime.driver import Driver, drive, make_pools
-from ..planning.fit import LEAST, Fitted, fit, jackknife, predict, replayed
-from ..runtime.forecasts import Figures, Prediction, errors, filling, happened
 from ..base.ledger import create_run_folder, read_json, read_table, write_json
+from .environment import late_tool
+from ..loop.config import make_config, to_toml
+from ..models.hardware import machine
+from ..planning.fit import LEAST, Fitted, fit, jackknife, predict, replayed
+from ..runtime.driver import Driver, drive, make_pools
+from ..runtime.forecasts import Figures, Prediction, errors, filling, happened
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-regimes
 @dataclass(frozen=True)
 class Regime:
     "A run to be predicted: its knobs, the concurrencies of its opening, its changes. `plateau`: whether its policy is trained before."
+
     name: str
     knobs: dict
     opening: tuple[int, ...]
@@ -43,17 +44,77 @@ class Regime:
     plateau: bool = False
 
 
-STILL = dict(placement="split", steps=1_000_000, preflight=0, eval=[], filter="none", sampler="uniform", staleness=4, group=8, batch=32, checkpoint_every=0)
-LATE = {"tasks": "addition", "verifier": "exact", "reward": "correct", "max_tokens": 160, "observation_tokens": 64, "environment": late_tool, "environment.median": 0.45, "environment.sigma": 0.8, "environment.turns": 4, "environment.alike": False}
-SUMS = {"name": "arithmetic", "additions": 0.0, "low_terms": 12, "high_terms": 20}  # longer than the policy has learned: its responses take a while to write
-REGIMES = (
-    Regime("tools", {**STILL, **LATE, "learning_rate": 0.0, "concurrency": 16}, (2, 4),
-           {"bound 2": {"staleness": 2}, "bound 8": {"staleness": 8}, "twice the batch": {"batch": 64}, "groups of 16": {"group": 16}, "half the concurrency": {"concurrency": 8}}),
-    Regime("processor", {**STILL, "tasks": SUMS, "max_tokens": 190, "learning_rate": 0.0, "concurrency": 12}, (4, 16, 8),
-           {"bound 1": {"staleness": 1}, "twice the batch": {"batch": 64}, "groups of 16": {"group": 16}, "half the concurrency": {"concurrency": 6}, "twice the concurrency": {"concurrency": 24}}, True),
+STILL = dict(
+    placement="split",
+    steps=1_000_000,
+    preflight=0,
+    eval=[],
+    filter="none",
+    sampler="uniform",
+    staleness=4,
+    group=8,
+    batch=32,
+    checkpoint_every=0,
 )
+
+
+LATE = {
+    "tasks": "addition",
+    "verifier": "exact",
+    "reward": "correct",
+    "max_tokens": 160,
+    "observation_tokens": 64,
+    "environment": late_tool,
+    "environment.median": 0.45,
+    "environment.sigma": 0.8,
+    "environment.turns": 4,
+    "environment.alike": False,
+}
+
+# %% ../../nbs/bench/20_planner.ipynb #bench-planner-regimes-part-2
+SUMS = {
+    "name": "arithmetic",
+    "additions": 0.0,
+    "low_terms": 12,
+    "high_terms": 20,
+}  # longer than the policy has learned: its responses take a while to write
+
+
+REGIMES = (
+    Regime(
+        "tools",
+        {**STILL, **LATE, "learning_rate": 0.0, "concurrency": 16},
+        (2, 4),
+        {
+            "bound 2": {"staleness": 2},
+            "bound 8": {"staleness": 8},
+            "twice the batch": {"batch": 64},
+            "groups of 16": {"group": 16},
+            "half the concurrency": {"concurrency": 8},
+        },
+    ),
+    Regime(
+        "processor",
+        {**STILL, "tasks": SUMS, "max_tokens": 190, "learning_rate": 0.0, "concurrency": 12},
+        (4, 16, 8),
+        {
+            "bound 1": {"staleness": 1},
+            "twice the batch": {"batch": 64},
+            "groups of 16": {"group": 16},
+            "half the concurrency": {"concurrency": 6},
+            "twice the concurrency": {"concurrency": 24},
+        },
+        True,
+    ),
+)
+
+
 LEARNING = {**STILL, "batch": 64, "concurrency": 16}
+
+# %% ../../nbs/bench/20_planner.ipynb #bench-planner-regimes-part-3
 TURNS = 3  # how often each change is made
+
+
 PATIENCE = 300.0  # seconds for a run to start, or to make enough versions
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-trained
@@ -74,7 +135,9 @@ def reaches(live: Run, version: int) -> None:
     limit = time.monotonic() + PATIENCE
     while (status := live.status) is None or status.version < version:
         if time.monotonic() > limit or live.state not in ("starting", "running"):
-            raise TimeoutError(f"run {live.name!r}: no version {version} within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log")
+            raise TimeoutError(
+                f"run {live.name!r}: no version {version} within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log"
+            )
         time.sleep(0.1)
 
 
@@ -92,7 +155,10 @@ def settled(made: Run, first: int, until: int | None = None) -> tuple[Figures, F
     steps = steps.filter((steps["version"] > first) & (steps["version"] <= (until or 2**31)))
     if len(steps) < 2:
         raise RuntimeError(f"run {made.name!r}: {len(steps)} versions after {first}; give more seconds")
-    told = lambda found: np.array([found.wait, found.rate, found.staleness])
+
+    def told(found):
+        return np.array([found.wait, found.rate, found.staleness])
+
     value, wrong = jackknife(len(steps), lambda keep: told(happened(steps.filter(keep))))
     return Figures(*map(float, value)), Figures(*map(float, wrong)), len(steps)
 
@@ -109,6 +175,7 @@ def mean_of(each: Sequence[Figures]) -> Figures:
 class Row:
     """A move: what was predicted by simulation (with its 90 % range) and by formula, what was measured and its standard errors; predicted less measured as share of the time, share of the rate, versions.
     `versions`: measured over so many; `turns`: of each turn, those three errors."""
+
     regime: str
     move: str
     knobs: dict
@@ -128,27 +195,53 @@ class Row:
 
     def __str__(self) -> str:
         p, m, e = self.predicted, self.measured, self.error
-        return (f"{self.move:22s}{p.wait:5.0%} {m.wait:5.0%} ±{1.96 * e.wait:3.0%}  {p.rate:6.0f} {m.rate:6.0f} ±{1.96 * e.rate / m.rate:3.0%} {self.rate_error:+5.0%}   {p.staleness:4.2f} {m.staleness:4.2f}   "
-                f"{'inside' if self.inside else 'outside'}{'' if self.kind == 'move' else ', not counted'}")
+        return (
+            f"{self.move:22s}{p.wait:5.0%} {m.wait:5.0%} ±{1.96 * e.wait:3.0%}  {p.rate:6.0f} {m.rate:6.0f} ±{1.96 * e.rate / m.rate:3.0%} {self.rate_error:+5.0%}   {p.staleness:4.2f} {m.staleness:4.2f}   "
+            f"{'inside' if self.inside else 'outside'}{'' if self.kind == 'move' else ', not counted'}"
+        )
 
 
 HEAD = f"{'':22s}{'trainer waits':18s}{'rollouts a minute':28s}{'staleness':12s}\n{'move':22s} said  came        said   came        off   said came"
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-row-of
-def row_of(regime: str, move: str, knobs: dict, turns: Sequence[tuple[Prediction, tuple[Figures, Figures, int]]], kind: str = "move") -> Row:
+def row_of(
+    regime: str,
+    move: str,
+    knobs: dict,
+    turns: Sequence[tuple[Prediction, tuple[Figures, Figures, int]]],
+    kind: str = "move",
+) -> Row:
     "The row of a move from its turns: each a prediction, and what was measured with its error and its number of versions."
     said, came = [said for said, _ in turns], [came for _, came in turns]
     simulated, measured = mean_of([each.simulated for each in said]), mean_of([each[0] for each in came])
     wrong = [each[1] for each in came]
-    error = Figures(*(sum(getattr(one, name) ** 2 for one in wrong) ** 0.5 / len(wrong) for name in ("wait", "rate", "staleness")))
+    error = Figures(
+        *(sum(getattr(one, name) ** 2 for one in wrong) ** 0.5 / len(wrong) for name in ("wait", "rate", "staleness"))
+    )
     off, each = errors(simulated, measured), [errors(s.simulated, c[0]) for s, c in turns]
-    return Row(regime, move, dict(knobs), simulated, *(mean_of([getattr(one, name) for one in said]) for name in ("low", "high", "formula")), measured, error, sum(one[2] for one in came),
-               off.wait, off.rate, off.staleness, off.inside, tuple((one.wait, one.rate, one.staleness) for one in each), kind)
+    return Row(
+        regime,
+        move,
+        dict(knobs),
+        simulated,
+        *(mean_of([getattr(one, name) for one in said]) for name in ("low", "high", "formula")),
+        measured,
+        error,
+        sum(one[2] for one in came),
+        off.wait,
+        off.rate,
+        off.staleness,
+        off.inside,
+        tuple((one.wait, one.rate, one.staleness) for one in each),
+        kind,
+    )
 
 
 def read_row(told: dict) -> Row:
     "A row as it was stored."
-    return Row(**{**told, **{name: Figures(**told[name]) for name in FIGURES}, "turns": tuple(map(tuple, told["turns"]))})
+    return Row(
+        **{**told, **{name: Figures(**told[name]) for name in FIGURES}, "turns": tuple(map(tuple, told["turns"]))}
+    )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-moved
 def moved(live: Run, base: dict, knobs: dict, seconds: float) -> tuple[Figures, Figures, int]:
@@ -168,7 +261,16 @@ def base_run(regime: Regime, runs: Path, seconds: float, say: Callable[[str], No
     base, moves = regime.knobs, {"as it is": {}, **regime.moves}
     turns: dict[str, list] = {name: [] for name in moves}
     known = {"model": trained(runs, say)} if regime.plateau else {}
-    rest = lambda live: (time.sleep(seconds), reaches(live, live.status.version + max(0, LEAST + filling(base["staleness"]) + 2 - (live.status.version - back))))
+
+    def rest(live):
+        return (
+            time.sleep(seconds),
+            reaches(
+                live,
+                live.status.version + max(0, LEAST + filling(base["staleness"]) + 2 - (live.status.version - back)),
+            ),
+        )
+
     with training(runs, regime.name, **known, **{**base, "concurrency": regime.opening[0]}) as live:
         for level in (*regime.opening[1:], base["concurrency"]):
             time.sleep(seconds / 2)
@@ -182,7 +284,9 @@ def base_run(regime: Regime, runs: Path, seconds: float, say: Callable[[str], No
                 say(f"turn {turn + 1}, {row_of(regime.name, name, knobs, turns[name][-1:])}")
         back = live.status.version
         rest(live)
-    return live, [row_of(regime.name, name, knobs, turns[name], "move" if knobs else "unchanged") for name, knobs in moves.items()]
+    return live, [
+        row_of(regime.name, name, knobs, turns[name], "move" if knobs else "unchanged") for name, knobs in moves.items()
+    ]
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-answer
 def answer_seconds(fitted: Fitted, folder: Path, moves: dict[str, dict]) -> dict[str, float]:
@@ -202,12 +306,15 @@ def drifting_row(runs: Path, seconds: float) -> Row:
         time.sleep(4 * seconds)
     at, versions = live.steps["at"], live.steps["version"]
     half = int(versions.filter(at <= (at[0] + at[-1]) / 2).max())
-    return row_of("processor", "learning", {}, [(predict(fit(live.folder, until=half)), settled(live, half))], "drifting")
+    return row_of(
+        "processor", "learning", {}, [(predict(fit(live.folder, until=half)), settled(live, half))], "drifting"
+    )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-bench
 @dataclass(frozen=True)
 class PlannerBench:
     "A row per change; by regime: how many of the counted ones came true, of how many; what was fitted; seconds of an answer, simulated and by formula."
+
     rows: tuple[Row, ...]
     inside: dict[str, int]
     moves: dict[str, int]
@@ -219,7 +326,11 @@ class PlannerBench:
         told = [HEAD]
         for regime, count in self.moves.items():
             took = self.seconds[regime]
-            told += ["", f"{regime}: {self.inside[regime]} of {count} inside; an answer took {took['simulated']:.2f} s, by formula {1000 * took['formula']:.0f} ms", *(str(row) for row in self.rows if row.regime == regime)]
+            told += [
+                "",
+                f"{regime}: {self.inside[regime]} of {count} inside; an answer took {took['simulated']:.2f} s, by formula {1000 * took['formula']:.0f} ms",
+                *(str(row) for row in self.rows if row.regime == regime),
+            ]
         return "\n".join(told)
 
 
@@ -228,22 +339,41 @@ def bench_of(parts: Sequence[dict], learning: dict, where: dict[str, str]) -> Pl
     rows = [read_row(row) for row in (*(row for part in parts for row in part["rows"]), learning)]
     names = [part["rows"][0]["regime"] for part in parts]
     counted = {name: [row for row in rows if row.regime == name and row.kind == "move"] for name in names}
-    return PlannerBench(tuple(rows), {name: sum(row.inside for row in counted[name]) for name in names}, {name: len(counted[name]) for name in names},
-                        {name: part["fitted"] for name, part in zip(names, parts)}, {name: part["seconds"] for name, part in zip(names, parts)}, where)
+    return PlannerBench(
+        tuple(rows),
+        {name: sum(row.inside for row in counted[name]) for name in names},
+        {name: len(counted[name]) for name in names},
+        {name: part["fitted"] for name, part in zip(names, parts)},
+        {name: part["seconds"] for name, part in zip(names, parts)},
+        where,
+    )
 
-
-def bench_planner(folder: str | Path = "bench-planner", seconds: float = 30.0, say: Callable[[str], None] = lambda line: None) -> PlannerBench:
+# %% ../../nbs/bench/20_planner.ipynb #bench-planner-bench-part-2
+def bench_planner(
+    folder: str | Path = "bench-planner", seconds: float = 30.0, say: Callable[[str], None] = lambda line: None
+) -> PlannerBench:
     "All changes of both runs, each three times for `seconds`, and what is not counted; finished runs are kept in `folder`. ValueError for less than 10 s."
     if seconds < 10:
         raise ValueError(f"seconds: {seconds:g}; a run needs 10 or more to fill up and be looked at")
     folder = Path(folder)
-    runs, learning, parts = folder / "runs", folder / f"learning-{seconds:g}s.json", [folder / f"{regime.name}-{seconds:g}s.json" for regime in REGIMES]
+    runs, learning, parts = (
+        folder / "runs",
+        folder / f"learning-{seconds:g}s.json",
+        [folder / f"{regime.name}-{seconds:g}s.json" for regime in REGIMES],
+    )
     runs.mkdir(parents=True, exist_ok=True)
     for regime, part in zip(REGIMES, parts):
         if not part.exists():
             made, rows = base_run(regime, runs, seconds, say)
             fitted = fit(made.folder)
-            write_json(part, {"rows": [asdict(row) for row in rows], "fitted": {name: asdict(each) for name, each in fitted.estimates.items()}, "seconds": answer_seconds(fitted, made.folder, regime.moves)})
+            write_json(
+                part,
+                {
+                    "rows": [asdict(row) for row in rows],
+                    "fitted": {name: asdict(each) for name, each in fitted.estimates.items()},
+                    "seconds": answer_seconds(fitted, made.folder, regime.moves),
+                },
+            )
             say(str(fitted))
     if not learning.exists():
         write_json(learning, asdict(drifting_row(runs, seconds)))
@@ -253,7 +383,18 @@ def bench_planner(folder: str | Path = "bench-planner", seconds: float = 30.0, s
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-drawn
 DRAWN, CHANGES, SEED = 40, 10, 2026  # runs on the virtual clock, changes of each, what they are drawn by
 STRATEGIES = ("in_flight", "wait", "oversample", "requeue", "partial")
-PLAIN = {"clock": "virtual", "generator": "scripted", "placement": "split", "tasks": {"name": "arithmetic"}, "sampler": "uniform", "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0, "advantage": "dr_grpo"}
+PLAIN = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "placement": "split",
+    "tasks": {"name": "arithmetic"},
+    "sampler": "uniform",
+    "preflight": 0,
+    "eval": [],
+    "alerts": False,
+    "checkpoint_every": 0,
+    "advantage": "dr_grpo",
+}
 
 
 def spaced(r: random.Random, low: float, high: float) -> float:
@@ -270,25 +411,82 @@ def any_table(r: random.Random) -> dict:
     beside = r.choice((0.0, spaced(r, 0.1, 2.0)))
     rate = generators * slots / (0.01 * (1 + beside)) / length  # rollouts a second
     asked = spaced(r, 0.3, 2.5) * rate
-    virtual = {"decode": 0.01, "sequence": 0.01 * beside / slots, "prefill": r.choice((0.0, 1e-4, 1e-3)), "train": 1 / asked / length, "publish": spaced(r, 0.01, 0.4) * batch / asked, "score": max(1e-6, spaced(r, 0.003, 0.3) / rate),
-               "scripted_length": length, "scripted_tail": r.uniform(0.1, 0.9), "scripted_hardship": r.choice((1.0, 1.0, 1.2))}
-    return {**PLAIN, "seed": r.randint(0, 10**6), "group": group, "batch": batch, "concurrency": slots, "generators": generators, "staleness": bound, "decode_steps": r.randint(1, 16), "stragglers": stragglers,
-            "straggler_unit": r.choice(("group", "rollout")), "old_tokens": r.choice(("train", "correct", "mask")) if stragglers == "partial" else "train", "oversample": round(r.uniform(0.2, 1.0), 2) if stragglers == "oversample" else 0.0,
-            "backlog": r.choice(("hold", "hold", "drop_oldest")), "queue_batches": r.choice((0, 0, 1, 2)), "overdue": r.choice(("drop", "wait")), "publish_every": r.randint(1, min(3, bound + 1)),
-            "filter": r.choice(("none", "zero_advantage")), "max_tokens": r.choice((2000, max(8, round(1.5 * length)))), "virtual": virtual}
+    virtual = {
+        "decode": 0.01,
+        "sequence": 0.01 * beside / slots,
+        "prefill": r.choice((0.0, 1e-4, 1e-3)),
+        "train": 1 / asked / length,
+        "publish": spaced(r, 0.01, 0.4) * batch / asked,
+        "score": max(1e-6, spaced(r, 0.003, 0.3) / rate),
+        "scripted_length": length,
+        "scripted_tail": r.uniform(0.1, 0.9),
+        "scripted_hardship": r.choice((1.0, 1.0, 1.2)),
+    }
+    return {
+        **PLAIN,
+        "seed": r.randint(0, 10**6),
+        "group": group,
+        "batch": batch,
+        "concurrency": slots,
+        "generators": generators,
+        "staleness": bound,
+        "decode_steps": r.randint(1, 16),
+        "stragglers": stragglers,
+        "straggler_unit": r.choice(("group", "rollout")),
+        "old_tokens": r.choice(("train", "correct", "mask")) if stragglers == "partial" else "train",
+        "oversample": round(r.uniform(0.2, 1.0), 2) if stragglers == "oversample" else 0.0,
+        "backlog": r.choice(("hold", "hold", "drop_oldest")),
+        "queue_batches": r.choice((0, 0, 1, 2)),
+        "overdue": r.choice(("drop", "wait")),
+        "publish_every": r.randint(1, min(3, bound + 1)),
+        "filter": r.choice(("none", "zero_advantage")),
+        "max_tokens": r.choice((2000, max(8, round(1.5 * length)))),
+        "virtual": virtual,
+    }
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-drawn-changes
 def any_change(r: random.Random, table: Mapping) -> dict:
     "One knob or two at another value."
     group = table["group"]
-    knob = r.choice(("staleness", "batch", "group", "concurrency", "concurrency", "generators", "decode_steps", "publish_every", "stragglers", "backlog", "filter", "queue_batches", "two"))
+    knob = r.choice(
+        (
+            "staleness",
+            "batch",
+            "group",
+            "concurrency",
+            "concurrency",
+            "generators",
+            "decode_steps",
+            "publish_every",
+            "stragglers",
+            "backlog",
+            "filter",
+            "queue_batches",
+            "two",
+        )
+    )
     if knob == "two":
         return {**any_change(r, table), **any_change(r, table)}
-    value = {"staleness": lambda: r.randint(1, 10), "batch": lambda: group * max(1, round(table["batch"] * r.choice((0.5, 2)) / group)), "group": lambda: r.choice([n for n in (2, 4, 8, 16) if table["batch"] % n == 0] or [group]),
-             "concurrency": lambda: max(2, round(table["concurrency"] * r.choice((0.5, 0.75, 1.5, 2)))), "generators": lambda: 3 - table["generators"], "decode_steps": lambda: r.randint(1, 16), "publish_every": lambda: r.randint(1, 3),
-             "stragglers": lambda: r.choice(STRATEGIES), "backlog": lambda: "hold" if table["backlog"] == "drop_oldest" else "drop_oldest", "filter": lambda: "none" if table["filter"] != "none" else "zero_advantage",
-             "queue_batches": lambda: r.choice((0, 1, 2, 3))}[knob]()
-    more = {"oversample": 0.5} if value == "oversample" else {"oversample": 0.0} if knob == "stragglers" and table["oversample"] else {}
+    value = {
+        "staleness": lambda: r.randint(1, 10),
+        "batch": lambda: group * max(1, round(table["batch"] * r.choice((0.5, 2)) / group)),
+        "group": lambda: r.choice([n for n in (2, 4, 8, 16) if table["batch"] % n == 0] or [group]),
+        "concurrency": lambda: max(2, round(table["concurrency"] * r.choice((0.5, 0.75, 1.5, 2)))),
+        "generators": lambda: 3 - table["generators"],
+        "decode_steps": lambda: r.randint(1, 16),
+        "publish_every": lambda: r.randint(1, 3),
+        "stragglers": lambda: r.choice(STRATEGIES),
+        "backlog": lambda: "hold" if table["backlog"] == "drop_oldest" else "drop_oldest",
+        "filter": lambda: "none" if table["filter"] != "none" else "zero_advantage",
+        "queue_batches": lambda: r.choice((0, 1, 2, 3)),
+    }[knob]()
+    more = (
+        {"oversample": 0.5}
+        if value == "oversample"
+        else {"oversample": 0.0}
+        if knob == "stragglers" and table["oversample"]
+        else {}
+    )
     return {knob: value, **more}
 
 
@@ -325,7 +523,9 @@ def came_of(table: Mapping, folder: Path) -> Figures | None:
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        config = make_config({**table, "steps": last + table["staleness"] + ceil(table["oversample"]) + 2})  # it ends after what is looked at
+        config = make_config(
+            {**table, "steps": last + table["staleness"] + ceil(table["oversample"]) + 2}
+        )  # it ends after what is looked at
         (create_run_folder(folder.parent, folder.name) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         drive(Driver(folder, config, make_pools(config)))
         (folder / "done").write_text("", encoding="utf-8")
@@ -350,6 +550,7 @@ def is_near(figures: Figures, came: Figures) -> bool:
 @dataclass(frozen=True)
 class Drawn:
     "A change of a drawn run, none for the run as it is: the figures predicted (with their 90 % range) and by formula, and those that came; by figure, whether they came inside the range, and how wide it is (share of time, share of the rate, versions)."
+
     index: int
     knobs: dict
     predicted: Figures
@@ -357,7 +558,9 @@ class Drawn:
     high: Figures
     formula: Figures
     came: Figures
-    replayed: Figures | None = None  # of the run as it is: when the fitted world makes it once more, with the lengths and verdicts it had
+    replayed: Figures | None = (
+        None  # of the run as it is: when the fitted world makes it once more, with the lengths and verdicts it had
+    )
 
     @property
     def off(self) -> tuple[float, float, float]:
@@ -372,12 +575,19 @@ class Drawn:
     @property
     def inside(self) -> tuple[bool, bool, bool]:
         "Whether each figure is inside its range."
-        return tuple(getattr(self.low, name) <= getattr(self.came, name) <= getattr(self.high, name) for name in ("wait", "rate", "staleness"))
+        return tuple(
+            getattr(self.low, name) <= getattr(self.came, name) <= getattr(self.high, name)
+            for name in ("wait", "rate", "staleness")
+        )
 
     @property
     def width(self) -> tuple[float, float, float]:
         "How wide the ranges are."
-        return self.high.wait - self.low.wait, (self.high.rate - self.low.rate) / self.came.rate, self.high.staleness - self.low.staleness
+        return (
+            self.high.wait - self.low.wait,
+            (self.high.rate - self.low.rate) / self.came.rate,
+            self.high.staleness - self.low.staleness,
+        )
 
     def __str__(self) -> str:
         off, marks = self.off, "".join("x" if each else "." for each in self.inside)
@@ -401,7 +611,13 @@ def drawn_rows(task: tuple[Path, int, int]) -> list[dict]:
         luck = {"seed": table["seed"] + number}  # a prediction is of a run to come, which has luck of its own
         measured = came_of({**table, **move, **luck}, folder / f"{SEED}-{index}-{number}")
         said = predict(fitted, move)
-        figures = {"predicted": said.simulated, "low": said.low, "high": said.high, "formula": said.formula, "came": measured}
+        figures = {
+            "predicted": said.simulated,
+            "low": said.low,
+            "high": said.high,
+            "formula": said.formula,
+            "came": measured,
+        }
         figures |= {"replayed": replayed(fitted)} if not move else {}
         rows.append({"index": index, "knobs": move, **{name: asdict(each) for name, each in figures.items()}})
     write_json(kept, rows)
@@ -413,6 +629,7 @@ class VirtualBench:
     """Share of the drawn runs that their fitted world makes again (rate, waiting and staleness, each within `NEAR`), and that it
     predicts as near without knowing their lengths and verdicts; share of the changes' figures inside their range, how wide these
     are in the mean, how far the formulas are off in the mean, and by figure the coverage (waiting, rate, staleness)."""
+
     as_it_is: float
     as_predicted: float
     coverage: float
@@ -425,18 +642,48 @@ class VirtualBench:
     machine: dict[str, str]
 
     def __str__(self) -> str:
-        told = lambda parts: f"{100 * parts['wait']:.1f} points of waiting, {parts['rate']:.1%} of the rate, {parts['staleness']:.2f} versions"
-        return "\n".join([*map(str, self.rows), "", f"as it is: {self.as_it_is:.1%} of {self.runs} runs are made again, {self.as_predicted:.1%} are predicted; {self.coverage:.1%} of the figures of {self.changes} changes are inside their 90 % range", f"ranges are {told(self.width)} wide; the formulas are off by {told(self.formula)}"])
+        def told(parts):
+            return f"{100 * parts['wait']:.1f} points of waiting, {parts['rate']:.1%} of the rate, {parts['staleness']:.2f} versions"
+
+        return "\n".join(
+            [
+                *map(str, self.rows),
+                "",
+                f"as it is: {self.as_it_is:.1%} of {self.runs} runs are made again, {self.as_predicted:.1%} are predicted; {self.coverage:.1%} of the figures of {self.changes} changes are inside their 90 % range",
+                f"ranges are {told(self.width)} wide; the formulas are off by {told(self.formula)}",
+            ]
+        )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-virtual
 def virtual_of(rows: Sequence[Drawn], where: dict[str, str]) -> VirtualBench:
     "The bench from its rows."
     own, moves = [row for row in rows if not row.knobs], [row for row in rows if row.knobs]
-    named = lambda values: dict(zip(("wait", "rate", "staleness"), (round(float(each), 4) for each in values)))
-    off = [(abs(row.formula.wait - row.came.wait), abs(row.formula.rate / row.came.rate - 1), abs(row.formula.staleness - row.came.staleness)) for row in moves]
+
+    def named(values):
+        return dict(zip(("wait", "rate", "staleness"), (round(float(each), 4) for each in values)))
+
+    off = [
+        (
+            abs(row.formula.wait - row.came.wait),
+            abs(row.formula.rate / row.came.rate - 1),
+            abs(row.formula.staleness - row.came.staleness),
+        )
+        for row in moves
+    ]
     covered = np.mean([row.inside for row in moves], 0)
     again = float(np.mean([is_near(row.replayed or row.predicted, row.came) for row in own]))
-    return VirtualBench(round(again, 4), round(float(np.mean([row.near for row in own])), 4), round(float(covered.mean()), 4), named(np.mean([row.width for row in moves], 0)), named(np.mean(off, 0)), named(covered), len(own), len(moves), tuple(rows), where)
+    return VirtualBench(
+        round(again, 4),
+        round(float(np.mean([row.near for row in own])), 4),
+        round(float(covered.mean()), 4),
+        named(np.mean([row.width for row in moves], 0)),
+        named(np.mean(off, 0)),
+        named(covered),
+        len(own),
+        len(moves),
+        tuple(rows),
+        where,
+    )
 
 
 def drawn_row(row: Mapping) -> Drawn:
@@ -444,7 +691,13 @@ def drawn_row(row: Mapping) -> Drawn:
     return Drawn(**{name: Figures(**part) if name not in ("index", "knobs") else part for name, part in row.items()})
 
 
-def bench_virtual(folder: str | Path = "bench-planner", runs: int = DRAWN, changes: int = CHANGES, processes: int = 2, say: Callable[[str], None] = lambda line: None) -> VirtualBench:
+def bench_virtual(
+    folder: str | Path = "bench-planner",
+    runs: int = DRAWN,
+    changes: int = CHANGES,
+    processes: int = 2,
+    say: Callable[[str], None] = lambda line: None,
+) -> VirtualBench:
     "Drawn runs on the virtual clock, and as many changes of each, predicted and made; finished ones are kept in `folder`, and gone on from. ValueError for none."
     if runs < 1 or changes < 1:
         raise ValueError(f"runs: {runs} with {changes} changes each are nothing to look at; give at least one of both")

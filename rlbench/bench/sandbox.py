@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ..models.hardware import machine
 from ..sandbox.jail import BEGIN, Jail, as_user, bwrap_command, sealed, self_test, unprivileged, zygote_source
-from ..sandbox.pool_rules import Policy, PoolSpec
 from ..sandbox.pool import Pool, stop_pool
+from ..sandbox.pool_rules import Policy, PoolSpec
 from ..sandbox.types import Order, Program, Reply
 from ..sandbox.workspace import Store, put_files
 
@@ -53,7 +53,8 @@ def answers(made: Sequence[Jail], orders: Sequence[Order], patience: float = 60.
         if time.monotonic() > end:
             raise TimeoutError(f"no answer within {patience:g} s")
         for jail in select.select(made, [], [], 1.0)[0]:
-            found |= {jail.name: reply for reply in jail.poll()}
+            for reply in jail.poll():
+                found[jail.name] = reply
     return [found[jail.name] for jail in made]
 
 
@@ -84,6 +85,7 @@ for line in sys.stdin:
 @dataclass(frozen=True)
 class Starts:
     "Seconds, by what was started: medians are taken over the lists, which were filled in turns."
+
     fork: list[float]
     hardened: list[float]
     caller: list[float]
@@ -98,7 +100,15 @@ def floor() -> Iterator[tuple[Callable[[], float], float]]:
     found = self_test()
     source = sealed(zygote_source(), "zygote")
     bare = [found.python.path, "-I", "-S", "-E", "-c"]
-    child = subprocess.Popen([*bare, BEGIN % source, *bare, FLOOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env={}, pass_fds=(source,))
+    child = subprocess.Popen(
+        [*bare, BEGIN % source, *bare, FLOOR],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env={},
+        pass_fds=(source,),
+    )
     os.close(source)
 
     def once() -> float:
@@ -108,7 +118,11 @@ def floor() -> Iterator[tuple[Callable[[], float], float]]:
 
     try:
         once()
-        size = next(int(line.split()[1]) for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+        size = next(
+            int(line.split()[1])
+            for line in Path(f"/proc/{child.pid}/status").read_text().splitlines()
+            if line.startswith("VmRSS")
+        )
         yield once, size / 1024
     finally:
         child.kill()
@@ -117,7 +131,10 @@ def floor() -> Iterator[tuple[Callable[[], float], float]]:
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-starts-b
 def measure_starts(number: int, say: Callable[[str], None]) -> Starts:
     "Programs and forks in turns, programs and fresh jails in turns, then programs for armed children."
-    command, user = [*bwrap_command(self_test().python), self_test().python.path, "-I", "-S", "-E", "-c", PRINTS.code], unprivileged()
+    command, user = (
+        [*bwrap_command(self_test().python), self_test().python.path, "-I", "-S", "-E", "-c", PRINTS.code],
+        unprivileged(),
+    )
     made, bwrap = {"fork": [], "hardened": [], "caller": [], "warm": []}, []
     with jails(1) as (jail,), floor() as (fork, size):
         for i in range(-10, number):
@@ -135,13 +152,16 @@ def measure_starts(number: int, say: Callable[[str], None]) -> Starts:
             time.sleep(0.01)  # so that another is armed
             done = timed(jail, Order(3, "exec", program=PRINTS))[1].value
             made["warm"] += [done.wall_s] if done.warm else []
-    say(f"starts: fork {1e3 * statistics.median(made['fork']):.2f} ms, hardened {1e3 * statistics.median(made['hardened']):.2f} ms, warm {1e3 * statistics.median(made['warm']):.2f} ms, bwrap {1e3 * statistics.median(bwrap):.1f} ms")
+    say(
+        f"starts: fork {1e3 * statistics.median(made['fork']):.2f} ms, hardened {1e3 * statistics.median(made['hardened']):.2f} ms, warm {1e3 * statistics.median(made['warm']):.2f} ms, bwrap {1e3 * statistics.median(bwrap):.1f} ms"
+    )
     return Starts(**made, bwrap=bwrap, floor_mb=size)
 
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-burst
 @dataclass(frozen=True)
 class Burst:
     "Seconds from the start of the burst until each answer; how many never came, and how many the machine failed."
+
     number: int
     running: int
     seconds: list[float]
@@ -162,17 +182,22 @@ def measure_burst(number: int, running: int, say: Callable[[str], None], patienc
                 for i, future in enumerate(asked):
                     future.add_done_callback(lambda done, i=i: ends.setdefault(i, time.perf_counter() - began))
                 done, _ = wait(asked, patience)
-                right = sum(future.result().end.of_model and future.result().stdout == f"{i}\n".encode() for i, future in enumerate(asked) if future in done)
+                right = sum(
+                    future.result().end.of_model and future.result().stdout == f"{i}\n".encode()
+                    for i, future in enumerate(asked)
+                    if future in done
+                )
         finally:
             stop_pool(place)
     seconds = sorted(ends.values())
     say(f"burst: {len(done)} of {number} in {seconds[-1]:.2f} s")
-    return Burst(number, running, seconds[:len(done)], number - len(done), len(done) - right)
+    return Burst(number, running, seconds[: len(done)], number - len(done), len(done) - right)
 
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-workspaces
 @dataclass(frozen=True)
 class Workspaces:
     "Seconds of each operation, with `number` sessions open."
+
     number: int
     files: int
     open: list[float]
@@ -195,14 +220,19 @@ def measure_workspaces(number: int, files: int, say: Callable[[str], None]) -> W
                 took, reply = timed(jail, Order(5, "snapshot", f"s{i}", turn=1))
                 kept.append(took)
                 back.append(timed(jail, Order(6, "restore", f"s{i}", layers=(reply.value.digest,)))[0])
-            assert timed(jail, Order(7, "read", f"s{number - 1}", path=f"pkg1/module{number - 1}.py"))[1].value.startswith(b"VALUE = -1")
-    say(f"workspaces: open {1e3 * statistics.median(opened):.2f} ms, snapshot {1e3 * statistics.median(kept):.2f} ms, restore {1e3 * statistics.median(back):.2f} ms with {number} open")
+            assert timed(jail, Order(7, "read", f"s{number - 1}", path=f"pkg1/module{number - 1}.py"))[
+                1
+            ].value.startswith(b"VALUE = -1")
+    say(
+        f"workspaces: open {1e3 * statistics.median(opened):.2f} ms, snapshot {1e3 * statistics.median(kept):.2f} ms, restore {1e3 * statistics.median(back):.2f} ms with {number} open"
+    )
     return Workspaces(number, files, opened, kept, back)
 
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-result
 @dataclass(frozen=True)
 class SandboxBench:
     "What the measurements say; times in ms unless the name ends in `_s`."
+
     tier: str
     hardened_to_fork: float
     vs_bwrap_python: float
@@ -231,25 +261,47 @@ class SandboxBench:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        return "\n".join([
-            f"hardened / fork    {self.hardened_to_fork:.2f} x   {self.hardened_ms:.2f} ms and {self.fork_ms:.2f} ms, in {self.tier}; the caller sees {self.caller_ms:.2f} ms",
-            f"armed              {self.warm_ms:.2f} ms",
-            f"fresh jail+Python  {self.vs_bwrap_python:.1f} x as long: {self.bwrap_python_ms:.1f} ms",
-            f"{self.burst} at once        p50 {self.burst_p50_s:.2f} s, p99 {self.burst_p99_s:.2f} s, {self.burst_per_s:,.0f} a second; {self.burst_lost} lost, {self.burst_infra} failed by the machine",
-            f"{self.workspaces} workspaces     open {self.open_ms:.2f} ms, snapshot {self.snapshot_ms:.2f} ms, restore {self.restore_ms:.2f} ms",
-            *[f"others kept {self.load:.1f} cores busy before it; repeat it at a quiet time with a new folder"] * (self.load > 0.3),
-            f"{self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
-        ])
+        return "\n".join(
+            [
+                f"hardened / fork    {self.hardened_to_fork:.2f} x   {self.hardened_ms:.2f} ms and {self.fork_ms:.2f} ms, in {self.tier}; the caller sees {self.caller_ms:.2f} ms",
+                f"armed              {self.warm_ms:.2f} ms",
+                f"fresh jail+Python  {self.vs_bwrap_python:.1f} x as long: {self.bwrap_python_ms:.1f} ms",
+                f"{self.burst} at once        p50 {self.burst_p50_s:.2f} s, p99 {self.burst_p99_s:.2f} s, {self.burst_per_s:,.0f} a second; {self.burst_lost} lost, {self.burst_infra} failed by the machine",
+                f"{self.workspaces} workspaces     open {self.open_ms:.2f} ms, snapshot {self.snapshot_ms:.2f} ms, restore {self.restore_ms:.2f} ms",
+                *[f"others kept {self.load:.1f} cores busy before it; repeat it at a quiet time with a new folder"]
+                * (self.load > 0.3),
+                f"{self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
+            ]
+        )
 
-
+# %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-result-part-2
 def sandbox_summary(tier: str, starts: Starts, burst: Burst, spaces: Workspaces, load: float) -> SandboxBench:
     "The result of finished parts."
-    ms = {name: 1e3 * statistics.median(getattr(starts, name)) for name in ("fork", "hardened", "warm", "caller", "bwrap")}
+    ms = {
+        name: 1e3 * statistics.median(getattr(starts, name)) for name in ("fork", "hardened", "warm", "caller", "bwrap")
+    }
     seconds = burst.seconds or [float("inf")]
     kept = {name: round(1e3 * statistics.median(getattr(spaces, name)), 3) for name in ("open", "snapshot", "restore")}
-    return SandboxBench(tier, round(ms["hardened"] / ms["fork"], 3), round(ms["bwrap"] / ms["caller"], 3), *(round(ms[name], 3) for name in ("fork", "hardened", "warm", "caller", "bwrap")), round(starts.floor_mb, 1), burst.number, burst.running,
-                        burst.lost, burst.infra, round(statistics.median(seconds), 3), round(seconds[int(0.99 * (len(seconds) - 1))], 3), round(len(burst.seconds) / seconds[-1], 1), spaces.number, kept["open"], kept["snapshot"], kept["restore"],
-                        load, machine())
+    return SandboxBench(
+        tier,
+        round(ms["hardened"] / ms["fork"], 3),
+        round(ms["bwrap"] / ms["caller"], 3),
+        *(round(ms[name], 3) for name in ("fork", "hardened", "warm", "caller", "bwrap")),
+        round(starts.floor_mb, 1),
+        burst.number,
+        burst.running,
+        burst.lost,
+        burst.infra,
+        round(statistics.median(seconds), 3),
+        round(seconds[int(0.99 * (len(seconds) - 1))], 3),
+        round(len(burst.seconds) / seconds[-1], 1),
+        spaces.number,
+        kept["open"],
+        kept["snapshot"],
+        kept["restore"],
+        load,
+        machine(),
+    )
 
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-bench
 def kept_part(path: Path, kind: type, measure: Callable[[], object]) -> object:
@@ -263,16 +315,37 @@ def kept_part(path: Path, kind: type, measure: Callable[[], object]) -> object:
     return made
 
 
-def bench_sandbox(folder: str | Path = "bench-sandbox", starts: int = 300, burst: int = 960, running: int = 3, workspaces: int = 300, files: int = 300, say: Callable[[str], None] = lambda line: None) -> SandboxBench:
+def bench_sandbox(
+    folder: str | Path = "bench-sandbox",
+    starts: int = 300,
+    burst: int = 960,
+    running: int = 3,
+    workspaces: int = 300,
+    files: int = 300,
+    say: Callable[[str], None] = lambda line: None,
+) -> SandboxBench:
     "Measure the sandbox of this machine; finished parts are kept in `folder`. ValueError for a number below 1; Fault if there is no tier that isolates."
-    for name, value in (("starts", starts), ("burst", burst), ("running", running), ("workspaces", workspaces), ("files", files)):
+    for name, value in (
+        ("starts", starts),
+        ("burst", burst),
+        ("running", running),
+        ("workspaces", workspaces),
+        ("files", files),
+    ):
         if value < 1:
             raise ValueError(f"{name}: {value} is too little; give at least 1")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     load, found = round(os.getloadavg()[0], 2), self_test()
-    told = (kept_part(folder / f"starts-{starts}.json", Starts, lambda: measure_starts(starts, say)), kept_part(folder / f"burst-{burst}-{running}.json", Burst, lambda: measure_burst(burst, running, say)),
-            kept_part(folder / f"workspaces-{workspaces}-{files}.json", Workspaces, lambda: measure_workspaces(workspaces, files, say)))
+    told = (
+        kept_part(folder / f"starts-{starts}.json", Starts, lambda: measure_starts(starts, say)),
+        kept_part(folder / f"burst-{burst}-{running}.json", Burst, lambda: measure_burst(burst, running, say)),
+        kept_part(
+            folder / f"workspaces-{workspaces}-{files}.json",
+            Workspaces,
+            lambda: measure_workspaces(workspaces, files, say),
+        ),
+    )
     result = sandbox_summary(found.tier, *told, load)
     (folder / "result.json").write_text(result.to_json() + "\n", encoding="utf-8")
     return result

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..models.hardware import machine
 from ..loop.config import RunConfig, make_config
+from ..models.hardware import machine
 from ..planning.simulator import Decode, Simulation, Spread, World, advance, begin, check, simulate, uncollected
 
 # %% ../../nbs/bench/02_simulator.ipynb #bench-simulator-one
@@ -22,14 +22,39 @@ IN_ENGINE, GROUP, WINDOWS = 64, 16, 5
 
 def setting(live: int) -> tuple[RunConfig, World]:
     "A configuration and a world with `live` rollouts under way: engines of 64, batches of two fifths of them."
-    config = make_config({"clock": "virtual", "generator": "scripted", "placement": "split", "group": GROUP, "batch": live * 2 // 5 // GROUP * GROUP, "concurrency": live, "staleness": 16, "steps": 100_000, "filter": "none",
-                          "sampler": "uniform", "advantage": "dr_grpo", "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0, "max_tokens": 100_000})
-    return config, World(tokens=Spread(12_704, 0.3), decode=Decode(0.02, 0.0004), engines=max(1, live // IN_ENGINE), train=186.2, sync=10.0)
+    config = make_config(
+        {
+            "clock": "virtual",
+            "generator": "scripted",
+            "placement": "split",
+            "group": GROUP,
+            "batch": live * 2 // 5 // GROUP * GROUP,
+            "concurrency": live,
+            "staleness": 16,
+            "steps": 100_000,
+            "filter": "none",
+            "sampler": "uniform",
+            "advantage": "dr_grpo",
+            "preflight": 0,
+            "eval": [],
+            "alerts": False,
+            "checkpoint_every": 0,
+            "max_tokens": 100_000,
+        }
+    )
+    return config, World(
+        tokens=Spread(12_704, 0.3),
+        decode=Decode(0.02, 0.0004),
+        engines=max(1, live // IN_ENGINE),
+        train=186.2,
+        sync=10.0,
+    )
 
 
 @dataclass(frozen=True)
 class Pace:
     "Rollouts under way, engines, events a second of the clock on the wall (median of the windows), of the processor's, and events in a window."
+
     live: int
     engines: int
     events_per_s: float
@@ -60,6 +85,7 @@ def pace(live: int, window: int = 20_000, windows: int = WINDOWS) -> Pace:
 @dataclass(frozen=True)
 class Whole:
     "A whole run: GPUs, versions, rollouts that ended, events, seconds that passed in it, and seconds that its simulation took."
+
     name: str
     gpus: int
     versions: int
@@ -73,13 +99,23 @@ def whole(name: str, gpus: int, config: RunConfig, world: World, versions: int) 
     "Simulate a run of so many versions."
     start = time.perf_counter()
     seen = simulate(config, world, until=versions)
-    return Whole(name, gpus, versions, int(sum(count for count, *_ in seen.books.values())), seen.heard, round(seen.seconds), round(time.perf_counter() - start, 2))
+    return Whole(
+        name,
+        gpus,
+        versions,
+        int(sum(count for count, *_ in seen.books.values())),
+        seen.heard,
+        round(seen.seconds),
+        round(time.perf_counter() - start, 2),
+    )
 
 
 def largest_published() -> Whole:
     "GLM-5 with Prime RL: 25 versions."
     config = setting(1536)[0].model_copy(update={"batch": 512, "filter": "zero_advantage"})
-    return whole("GLM-5, Prime RL", 256, config, World(latency=Spread(1156, 0.4), solve=(1.08, 0.19), train=171.3, sync=50.0), 25)
+    return whole(
+        "GLM-5, Prime RL", 256, config, World(latency=Spread(1156, 0.4), solve=(1.08, 0.19), train=171.3, sync=50.0), 25
+    )
 
 
 def a_million() -> Whole:
@@ -94,6 +130,7 @@ LIVE = (1_280, 10_240, 100_000)
 @dataclass(frozen=True)
 class SimulatorBench:
     "`events_per_s`: with 1,280 rollouts under way. `flat`: what an event costs with most of them over what it costs with 1,280. `published_s`, `million_s`: seconds that the whole runs took (a million: None if left out)."
+
     events_per_s: float
     flat: float
     published_s: float
@@ -103,12 +140,28 @@ class SimulatorBench:
     machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{p.live:>9,} rollouts under way in {p.engines:>5,} engines: {p.events_per_s:>7,.0f} events/s ({p.events_per_cpu_s:,.0f} a second of the processor)" for p in self.rows]
-        lines += [f"{r.name}: {r.rollouts:,} rollouts on {r.gpus:,} GPUs, {r.versions} versions, {r.simulated_s / 3600:.1f} hours, {r.events:,} events in {r.seconds:.1f} s" for r in self.runs]
-        return "\n".join([*lines, f"an event with {self.rows[-1].live:,} under way costs {self.flat:.2f} times one with {self.rows[0].live:,}"])
+        lines = [
+            f"{p.live:>9,} rollouts under way in {p.engines:>5,} engines: {p.events_per_s:>7,.0f} events/s ({p.events_per_cpu_s:,.0f} a second of the processor)"
+            for p in self.rows
+        ]
+        lines += [
+            f"{r.name}: {r.rollouts:,} rollouts on {r.gpus:,} GPUs, {r.versions} versions, {r.simulated_s / 3600:.1f} hours, {r.events:,} events in {r.seconds:.1f} s"
+            for r in self.runs
+        ]
+        return "\n".join(
+            [
+                *lines,
+                f"an event with {self.rows[-1].live:,} under way costs {self.flat:.2f} times one with {self.rows[0].live:,}",
+            ]
+        )
 
 
-def bench_simulator(live: tuple[int, ...] = LIVE, million: bool = True, say: Callable[[str], None] = lambda line: None, window: int = 20_000) -> SimulatorBench:
+def bench_simulator(
+    live: tuple[int, ...] = LIVE,
+    million: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+    window: int = 20_000,
+) -> SimulatorBench:
     "Every size, then the whole runs. `window`: events that are timed together."
     rows, runs = [], []
     for n in live:
@@ -117,4 +170,12 @@ def bench_simulator(live: tuple[int, ...] = LIVE, million: bool = True, say: Cal
     for make in (largest_published, *([a_million] if million else [])):
         runs.append(make())
         say(f"{runs[-1].name}: {runs[-1].seconds:.1f} s")
-    return SimulatorBench(rows[0].events_per_s, round(rows[0].events_per_cpu_s / rows[-1].events_per_cpu_s, 3), runs[0].seconds, runs[1].seconds if million else None, tuple(rows), tuple(runs), machine())
+    return SimulatorBench(
+        rows[0].events_per_s,
+        round(rows[0].events_per_cpu_s / rows[-1].events_per_cpu_s, 3),
+        runs[0].seconds,
+        runs[1].seconds if million else None,
+        tuple(rows),
+        tuple(runs),
+        machine(),
+    )

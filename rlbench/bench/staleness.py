@@ -12,20 +12,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import rmtree
 
-from ..models.hardware import machine
-from ..loop.config import make_config, read_config, to_toml
-from ..runtime.driver import Driver, drive, make_pools
 from ..base.ledger import create_run_folder, read_json, read_table, write_json
+from ..loop.config import make_config, read_config, to_toml
+from ..models.hardware import machine
 from ..planning.queueing import drop_oldest_form, hold_form, tail_factor
+from ..runtime.driver import Driver, drive, make_pools
 
 # %% ../../nbs/bench/04_staleness.ipynb #bench-staleness-point
 DECODE, MEAN, TAIL = 0.01, 96.0, 0.5  # seconds of a decode step, tokens, lognormal shape
+
+
 FIRST = 20  # versions that are left out: the run fills up
 
 
 @dataclass(frozen=True)
 class Point:
     "A setting, what its form says and what the run's table says, in versions; `error` is the relative difference. `dropped`: share of the rollouts that ended and were pushed out."
+
     rho: float
     backlog: str
     queue_batches: int
@@ -40,14 +43,51 @@ class Point:
     versions: int
 
 
-def point_config(rho: float, backlog: str, queue_batches: int, group: int = 1, batch: int = 120, running: int = 120, steps: int = 80, seed: int = 0) -> dict:
+def point_config(
+    rho: float,
+    backlog: str,
+    queue_batches: int,
+    group: int = 1,
+    batch: int = 120,
+    running: int = 120,
+    steps: int = 80,
+    seed: int = 0,
+) -> dict:
     "The configuration of a point as a table."
-    times = {"decode": DECODE, "prefill": 0.0, "publish": 0.0, "score": 1e-9, "train": rho * DECODE / running, "scripted_length": MEAN, "scripted_tail": TAIL}
-    return {"clock": "virtual", "generator": "scripted", "placement": "split", "seed": seed, "steps": steps, "group": group, "batch": batch, "concurrency": running, "staleness": 64,
-            "backlog": backlog, "queue_batches": queue_batches, "decode_steps": 2, "max_tokens": 100_000, "advantage": "reinforce", "filter": "none", "sampler": "uniform",
-            "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0, "virtual": times}
+    times = {
+        "decode": DECODE,
+        "prefill": 0.0,
+        "publish": 0.0,
+        "score": 1e-9,
+        "train": rho * DECODE / running,
+        "scripted_length": MEAN,
+        "scripted_tail": TAIL,
+    }
+    return {
+        "clock": "virtual",
+        "generator": "scripted",
+        "placement": "split",
+        "seed": seed,
+        "steps": steps,
+        "group": group,
+        "batch": batch,
+        "concurrency": running,
+        "staleness": 64,
+        "backlog": backlog,
+        "queue_batches": queue_batches,
+        "decode_steps": 2,
+        "max_tokens": 100_000,
+        "advantage": "reinforce",
+        "filter": "none",
+        "sampler": "uniform",
+        "preflight": 0,
+        "eval": [],
+        "alerts": False,
+        "checkpoint_every": 0,
+        "virtual": times,
+    }
 
-
+# %% ../../nbs/bench/04_staleness.ipynb #bench-staleness-point-part-2
 def run_point(folder: Path, rho: float, backlog: str, queue_batches: int, group: int = 1, **size) -> Point:
     "Run the loop at a point in `folder` and compare. Raises RuntimeError if the run fails."
     rmtree(folder, ignore_errors=True)
@@ -60,31 +100,58 @@ def run_point(folder: Path, rho: float, backlog: str, queue_batches: int, group:
     kept = steps.filter(steps["version"] > FIRST)
     flight, queue = kept["lag_in_flight"].mean(), kept["lag_in_queue"].mean()
     ended = fates.filter(fates != "left_at_stop")
-    predicted = hold_form(config.concurrency, config.batch, queue_batches) if backlog == "hold" else drop_oldest_form(
-        rho, config.concurrency, config.batch, queue_batches, tail_factor(group, TAIL))
-    return Point(rho, backlog, queue_batches, group, round(predicted, 4), round(flight + queue, 4), round((flight + queue) / predicted - 1, 4), round(flight, 4), round(queue, 4),
-                 round(kept["lag_trajectory"].mean(), 4), round(float((ended == "stale").mean()), 4), len(kept))
+    predicted = (
+        hold_form(config.concurrency, config.batch, queue_batches)
+        if backlog == "hold"
+        else drop_oldest_form(rho, config.concurrency, config.batch, queue_batches, tail_factor(group, TAIL))
+    )
+    return Point(
+        rho,
+        backlog,
+        queue_batches,
+        group,
+        round(predicted, 4),
+        round(flight + queue, 4),
+        round((flight + queue) / predicted - 1, 4),
+        round(flight, 4),
+        round(queue, 4),
+        round(kept["lag_trajectory"].mean(), 4),
+        round(float((ended == "stale").mean()), 4),
+        len(kept),
+    )
 
 # %% ../../nbs/bench/04_staleness.ipynb #bench-staleness-bench
 RHOS = (0.5, 0.7, 0.9, 0.95, 1.05, 1.1, 1.3, 1.5)
-POINTS = tuple(("drop_oldest", rho, q, 1) for rho in RHOS for q in (1, 2)) + tuple(("hold", rho, q, 1) for rho in RHOS if rho > 1 for q in (1, 2))
+POINTS = tuple(("drop_oldest", rho, q, 1) for rho in RHOS for q in (1, 2)) + tuple(
+    ("hold", rho, q, 1) for rho in RHOS if rho > 1 for q in (1, 2)
+)
 WITH_GROUPS = tuple(("drop_oldest", rho, 1, 8) for rho in (0.7, 1.3))
 
 
 @dataclass(frozen=True)
 class StalenessBench:
     "`worst_error`: largest relative difference between form and run, over all points with groups of one. Per point a row."
+
     worst_error: float
     rows: tuple[Point, ...]
     groups: tuple[Point, ...]
     machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{p.backlog:11s}  rho {p.rho:4.2f}  q {p.queue_batches}  group {p.group}  form {p.predicted:5.3f}  run {p.measured:5.3f}  {100 * p.error:+5.1f} %  dropped {100 * p.dropped:4.1f} %" for p in (*self.rows, *self.groups)]
+        lines = [
+            f"{p.backlog:11s}  rho {p.rho:4.2f}  q {p.queue_batches}  group {p.group}  form {p.predicted:5.3f}  run {p.measured:5.3f}  {100 * p.error:+5.1f} %  dropped {100 * p.dropped:4.1f} %"
+            for p in (*self.rows, *self.groups)
+        ]
         return "\n".join([*lines, f"worst error {self.worst_error:.3f}"])
 
 
-def bench_staleness(folder: str | Path = "bench-staleness", say: Callable[[str], None] = lambda line: None, points: tuple = POINTS, groups: tuple = WITH_GROUPS, **size) -> StalenessBench:
+def bench_staleness(
+    folder: str | Path = "bench-staleness",
+    say: Callable[[str], None] = lambda line: None,
+    points: tuple = POINTS,
+    groups: tuple = WITH_GROUPS,
+    **size,
+) -> StalenessBench:
     "Every point through the loop; finished ones are kept in `folder`. `size`: batch, running, steps, seed of `point_config`."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +163,9 @@ def bench_staleness(folder: str | Path = "bench-staleness", say: Callable[[str],
             write_json(path, asdict(run_point(folder / "run", rho, backlog, queue_batches, group, **size)))
             rmtree(folder / "run", ignore_errors=True)
         found = Point(**read_json(path))
-        say(f"{backlog}, rho {rho:g}, q {queue_batches}, group {group}: form {found.predicted:.3f}, run {found.measured:.3f}")
+        say(
+            f"{backlog}, rho {rho:g}, q {queue_batches}, group {group}: form {found.predicted:.3f}, run {found.measured:.3f}"
+        )
         return found
 
     rows = tuple(kept(*point) for point in points)

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from ..models.hardware import machine
 from ..base.ledger import read_json, write_json
+from ..models.hardware import machine
 from ..workbench.handle import Run, ending, run
 
 # %% ../../nbs/bench/22_start.ipynb #start-result
@@ -85,7 +85,9 @@ def seconds_to_restart(struck: Run) -> float:
     "Kill the generator of a run; the seconds until the next one has finished a response."
     began = time.perf_counter()
     os.kill(struck.status.workers["generator"], signal.SIGKILL)
-    await_true(lambda: writes_again(struck.table("events", ["kind"])["kind"].to_list()), f"a restart in {struck.folder}")
+    await_true(
+        lambda: writes_again(struck.table("events", ["kind"])["kind"].to_list()), f"a restart in {struck.folder}"
+    )
     return time.perf_counter() - began
 
 
@@ -135,7 +137,9 @@ def seconds_of(command: list[str], times: int = 5) -> float:
     return median(measured)
 
 
-def bench_start(folder: str | Path = "bench-start", rounds: int = 3, say: Callable[[str], None] = lambda line: None) -> StartBench:
+def bench_start(
+    folder: str | Path = "bench-start", rounds: int = 3, say: Callable[[str], None] = lambda line: None
+) -> StartBench:
     "Time the waits. ValueError if `rounds` is less than 1."
     if rounds < 1:
         raise ValueError(f"rounds: {rounds} is no number of rounds; give 1 or more")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.ledger import create_run_folder, read_table
 from ..loop.config import make_config, to_toml
 from ..runtime.driver import Driver, drive, make_pools
-from ..base.ledger import create_run_folder, read_table
 from ..staleness import STRAGGLERS
 
 if TYPE_CHECKING:
@@ -24,10 +24,33 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-setting
 SETTING = {
-    "clock": "virtual", "generator": "scripted", "placement": "split", "tasks": {"name": "arithmetic"}, "sampler": "uniform", "filter": "none", "preflight": 0, "eval": [],
-    "environment": {"name": "scripted", "low": 1, "high": 4}, "on_resume": "continue",
-    "group": 8, "batch": 64, "steps": 20, "concurrency": 160, "max_tokens": 2048, "staleness": 2, "overdue": "wait",
-    "virtual": {"decode": 0.01, "prefill": 1e-5, "train": 0.0003, "publish": 0.05, "score": 1e-4, "scripted_length": 26.0, "scripted_tail": 0.7, "scripted_hardship": 1.5},
+    "clock": "virtual",
+    "generator": "scripted",
+    "placement": "split",
+    "tasks": {"name": "arithmetic"},
+    "sampler": "uniform",
+    "filter": "none",
+    "preflight": 0,
+    "eval": [],
+    "environment": {"name": "scripted", "low": 1, "high": 4},
+    "on_resume": "continue",
+    "group": 8,
+    "batch": 64,
+    "steps": 20,
+    "concurrency": 160,
+    "max_tokens": 2048,
+    "staleness": 2,
+    "overdue": "wait",
+    "virtual": {
+        "decode": 0.01,
+        "prefill": 1e-5,
+        "train": 0.0003,
+        "publish": 0.05,
+        "score": 1e-4,
+        "scripted_length": 26.0,
+        "scripted_tail": 0.7,
+        "scripted_hardship": 1.5,
+    },
 }
 WARM = 4  # batches at the start that are not counted
 FACTOR = 0.5  # of oversampling, where a strategy needs more groups than one batch
@@ -49,6 +72,7 @@ WASTED = ("surplus", "aborted", "stale")
 @dataclass(frozen=True)
 class StragglerRow:
     "One strategy. Seconds are of the virtual clock; lags are means over the counted batches, in versions."
+
     strategy: str
     unit: str
     bound: int
@@ -75,7 +99,10 @@ def measure(driver: Driver) -> StragglerRow:
     "The figures of a finished run."
     import polars as pl
 
-    c, books = driver.state.config, {fate: {"count": n, "tokens": t, "seconds": round(s, 2)} for fate, (n, t, s) in driver.state.books.items()}
+    c, books = (
+        driver.state.config,
+        {fate: {"count": n, "tokens": t, "seconds": round(s, 2)} for fate, (n, t, s) in driver.state.books.items()},
+    )
     steps = read_table(driver.folder, "steps").filter(pl.col("version") > WARM)
     rollouts = read_table(driver.folder, "rollouts").filter(pl.col("trained_at") > 0)
     seconds, tokens = steps["seconds"].sum(), sum(book["tokens"] for book in books.values())
@@ -84,52 +111,106 @@ def measure(driver: Driver) -> StragglerRow:
         return None if steps[name].null_count() == len(steps) else float(steps[name].mean())
 
     return StragglerRow(
-        c.stragglers, c.straggler_unit, c.staleness, seconds / len(steps), steps["trainer_wait"].sum() / seconds, steps["trained_rollouts"].sum() / seconds,
-        sum(books[fate]["tokens"] for fate in WASTED if fate in books) / tokens, steps["prefill_tokens"].sum() / rollouts.filter(pl.col("trained_at") > WARM)["prompt"].str.len_bytes().sum(),
-        mean("lag_trajectory"), mean("lag_token"), int(steps["lag_max"].max()), mean("mixed_share"), mean("lag_state"),
-        steps["drop_bias"][-1] or 0.0, steps["bias_length"][-1] or 0.0, steps["bias_level"][-1] or 0.0,
-        mean("discard_count"), mean("discard_tokens"), mean("unfinished_at_fill"), books)
+        c.stragglers,
+        c.straggler_unit,
+        c.staleness,
+        seconds / len(steps),
+        steps["trainer_wait"].sum() / seconds,
+        steps["trained_rollouts"].sum() / seconds,
+        sum(books[fate]["tokens"] for fate in WASTED if fate in books) / tokens,
+        steps["prefill_tokens"].sum() / rollouts.filter(pl.col("trained_at") > WARM)["prompt"].str.len_bytes().sum(),
+        mean("lag_trajectory"),
+        mean("lag_token"),
+        int(steps["lag_max"].max()),
+        mean("mixed_share"),
+        mean("lag_state"),
+        steps["drop_bias"][-1] or 0.0,
+        steps["bias_length"][-1] or 0.0,
+        steps["bias_level"][-1] or 0.0,
+        mean("discard_count"),
+        mean("discard_tokens"),
+        mean("unfinished_at_fill"),
+        books,
+    )
 
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-arms
 def arm(strategy: str, bound: int = 2, unit: str = "group") -> dict:
     "The knobs of one run."
     more = FACTOR if strategy == "oversample" or bound == 0 and strategy in ("requeue", "partial") else 0.0
-    found = {"stragglers": strategy, "straggler_unit": unit, "staleness": bound, "oversample": more, "old_tokens": "mask" if bound == 0 else "train"}
-    return found if bound else {**found, "environment": "single", "virtual": {**SETTING["virtual"], "scripted_length": 64.0}}
+    found = {
+        "stragglers": strategy,
+        "straggler_unit": unit,
+        "staleness": bound,
+        "oversample": more,
+        "old_tokens": "mask" if bound == 0 else "train",
+    }
+    return (
+        found
+        if bound
+        else {**found, "environment": "single", "virtual": {**SETTING["virtual"], "scripted_length": 64.0}}
+    )
 
 
 @dataclass(frozen=True)
 class StragglerBench:
     "The table: asynchronous rows, synchronous ones, those of single rollouts, and the meters' own cases."
+
     rows: tuple[StragglerRow, ...]
     synchronous: tuple[StragglerRow, ...]
     single: tuple[StragglerRow, ...]
     meters: tuple["MeterRow", ...]
 
     def __str__(self) -> str:
-        return "\n\n".join((*map(printed, (self.rows, self.synchronous, self.single)), "\n".join(["thrown away", *map(str, self.meters)])))
+        return "\n\n".join(
+            (
+                *map(printed, (self.rows, self.synchronous, self.single)),
+                "\n".join(["thrown away", *map(str, self.meters)]),
+            )
+        )
 
 
-SHOWN = ("strategy", "unit", "bound", "seconds", "trainer_wait", "rollouts_per_s", "wasted", "lag_trajectory", "lag_token", "lag_state", "mixed", "drop_bias", "bias_level",
-         "discard_count", "discard_tokens", "unfinished_at_fill")
+SHOWN = (
+    "strategy",
+    "unit",
+    "bound",
+    "seconds",
+    "trainer_wait",
+    "rollouts_per_s",
+    "wasted",
+    "lag_trajectory",
+    "lag_token",
+    "lag_state",
+    "mixed",
+    "drop_bias",
+    "bias_level",
+    "discard_count",
+    "discard_tokens",
+    "unfinished_at_fill",
+)
 
 
 def table(rows: tuple[StragglerRow, ...]) -> "pl.DataFrame":
     "A row per run, to be read."
     import polars as pl
 
-    return pl.DataFrame([{name: round(v, 3) if isinstance(v := getattr(row, name), float) else v for name in SHOWN} for row in rows])
+    return pl.DataFrame(
+        [{name: round(v, 3) if isinstance(v := getattr(row, name), float) else v for name in SHOWN} for row in rows]
+    )
 
 
 def printed(rows: tuple[StragglerRow, ...]) -> str:
     "The same for a terminal: a column per run."
     values = {name: [getattr(row, name) for row in rows] for name in SHOWN}
-    return "\n".join(f"{name:<20}" + "".join(f"{f'{v:.3f}' if isinstance(v, float) else '–' if v is None else v:>12}" for v in found) for name, found in values.items())
+    return "\n".join(
+        f"{name:<20}" + "".join(f"{f'{v:.3f}' if isinstance(v, float) else '–' if v is None else v:>12}" for v in found)
+        for name, found in values.items()
+    )
 
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-meters
 @dataclass(frozen=True)
 class MeterRow:
     "The three meters of one case, with what the formula says of tokens (None: nothing is thrown away)."
+
     case: str
     discard_count: float
     discard_tokens: float
@@ -141,7 +222,14 @@ class MeterRow:
         return f"{self.case:36s} rollouts {100 * self.discard_count:5.2f} %   tokens {100 * self.discard_tokens:5.2f} %{formula}   unfinished at fill {100 * self.unfinished_at_fill:5.2f} %"
 
 
-ALONE = {**SETTING, "environment": "single", "group": 1, "advantage": "reinforce", "max_tokens": 20_000, "decode_steps": 1}
+ALONE = {
+    **SETTING,
+    "environment": "single",
+    "group": 1,
+    "advantage": "reinforce",
+    "max_tokens": 20_000,
+    "decode_steps": 1,
+}
 QUICK = {"decode": 0.01, "prefill": 0.0, "train": 1e-9, "publish": 1e-6, "score": 1e-9, "scripted_length": 120.0}
 
 
@@ -158,35 +246,63 @@ def cut_off_tokens(k: float, tail: float) -> float:
 def cut_off(folder: Path | str, tail: float, k: float = 2.5) -> MeterRow:
     "Synchronous oversampling by the factor k."
     virtual = {**QUICK, "scripted_tail": tail}
-    table = {**ALONE, "batch": 320, "steps": 4, "concurrency": round(320 * k), "staleness": 0, "stragglers": "oversample", "oversample": k - 1, "virtual": virtual}
-    return _meters(virtual_run(table, folder, f"cut-{tail:g}"), f"cut off, k {k:g}, tail {tail:g}", cut_off_tokens(k, tail))
+    table = {
+        **ALONE,
+        "batch": 320,
+        "steps": 4,
+        "concurrency": round(320 * k),
+        "staleness": 0,
+        "stragglers": "oversample",
+        "oversample": k - 1,
+        "virtual": virtual,
+    }
+    return _meters(
+        virtual_run(table, folder, f"cut-{tail:g}"), f"cut off, k {k:g}, tail {tail:g}", cut_off_tokens(k, tail)
+    )
 
 
 def continuous(folder: Path | str, tail: float = 0.7) -> MeterRow:
     "1,280 rollouts always alive at the end of a batch (683 being written, 85 at the generator, 512 finished), and a bound that drops nothing."
     virtual = {**QUICK, "scripted_tail": tail}
     table = {**ALONE, "batch": 512, "steps": 6, "concurrency": 683, "staleness": 16, "virtual": virtual}
-    return _meters(virtual_run(table, folder, f"continuous-{tail:g}"), f"continuous, C 1280, B 512, tail {tail:g}", None)
+    return _meters(
+        virtual_run(table, folder, f"continuous-{tail:g}"), f"continuous, C 1280, B 512, tail {tail:g}", None
+    )
 
 
 def _meters(driver: Driver, case: str, expected: float | None) -> MeterRow:
     steps = read_table(driver.folder, "steps")
     steps = steps.filter(steps["version"] <= driver.state.config.steps - 2)  # towards the end fewer are started
-    return MeterRow(case, *(float(steps[name].mean()) for name in ("discard_count", "discard_tokens", "unfinished_at_fill")), expected)
+    return MeterRow(
+        case,
+        *(float(steps[name].mean()) for name in ("discard_count", "discard_tokens", "unfinished_at_fill")),
+        expected,
+    )
 
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-bench
 TAILS = (0.3, 0.5, 0.7, 1.0)
 
 
-def bench_stragglers(seed: int = 0, tails: tuple[float, ...] = TAILS, say: Callable[[str], None] = lambda line: None) -> StragglerBench:
+def bench_stragglers(
+    seed: int = 0, tails: tuple[float, ...] = TAILS, say: Callable[[str], None] = lambda line: None
+) -> StragglerBench:
     "Run every strategy. Equal seeds give equal figures, on any machine."
     with tempfile.TemporaryDirectory() as folder:
+
         def row(strategy: str, bound: int = 2, unit: str = "group") -> StragglerRow:
-            found = measure(virtual_run({**SETTING, "seed": seed, **arm(strategy, bound, unit)}, folder, f"{strategy}-{bound}-{unit}"))
+            found = measure(
+                virtual_run(
+                    {**SETTING, "seed": seed, **arm(strategy, bound, unit)}, folder, f"{strategy}-{bound}-{unit}"
+                )
+            )
             say(f"{strategy}, bound {bound}, {unit}: {found.seconds:.2f} s a batch, {found.wasted:.1%} wasted")
             return found
 
         rows = tuple(row(strategy) for strategy in STRAGGLERS)
-        synchronous = tuple(row(strategy, 0) for strategy in STRAGGLERS if strategy != "wait")  # at bound 0 it is what in_flight does
+        synchronous = tuple(
+            row(strategy, 0) for strategy in STRAGGLERS if strategy != "wait"
+        )  # at bound 0 it is what in_flight does
         single = tuple(row(strategy, 2, "rollout") for strategy in ("oversample", "requeue", "partial"))
-        return StragglerBench(rows, synchronous, single, (*(cut_off(folder, tail) for tail in tails), continuous(folder)))
+        return StragglerBench(
+            rows, synchronous, single, (*(cut_off(folder, tail) for tail in tails), continuous(folder))
+        )

@@ -30,23 +30,24 @@ from statistics import mean, median
 import numpy as np
 import psutil
 
-from . import trl_arm
-from ..models.hardware import machine
-from ..loop.config import RunConfig, load_config, to_toml
-from ..curriculum import SAMPLERS, Curriculum, draw
 from ..base.charts import Chart, Line, Reference
 from ..base.ledger import read_json, write_json
+from . import trl_arm
+from .trl_arm import TrlJob, TrlSetting
+from ..curriculum import SAMPLERS, Curriculum, draw
+from ..environments.tasks import make_tasks
+from ..loop.config import RunConfig, load_config, to_toml
+from ..models.hardware import machine
 from ..models.model import locate
 from ..reward import boxed, exact, final_answer
-from ..workbench.handle import ENDED, Run, attach, run
 from ..sandbox.sweep import kill_all
-from ..environments.tasks import make_tasks
-from .trl_arm import TrlJob, TrlSetting
+from ..workbench.handle import ENDED, Run, attach, run
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-arm
 @dataclass(frozen=True)
 class TrlArm:
     "One training of one side. Tuples hold a number per optimizer step; `error` says why there are none."
+
     side: str  # trl, ours or preset
     pair: int
     startup: float = 0.0
@@ -72,7 +73,9 @@ def samples_per_second(arm: TrlArm) -> float:
     if arm.error:
         return 0.0
     if len(arm.seconds) < WARMUP + TIMED:
-        raise ValueError(f"steps: {len(arm.seconds)} steps are too few; {WARMUP} of warm-up and {TIMED} timed ones are needed")
+        raise ValueError(
+            f"steps: {len(arm.seconds)} steps are too few; {WARMUP} of warm-up and {TIMED} timed ones are needed"
+        )
     last = WARMUP + TIMED
     return sum(arm.rollouts[WARMUP:last]) / (arm.seconds[last - 1] - arm.seconds[WARMUP - 1])
 
@@ -103,7 +106,9 @@ def open_folder(folder: str | Path) -> Path:
     "The bench's folder, made if need be. ValueError if something else lives there."
     folder = Path(folder).absolute()
     if folder.is_file() or folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise ValueError(f"folder: {str(folder)!r} holds something else; give a new folder, or one that `rlbench bench trl` made")
+        raise ValueError(
+            f"folder: {str(folder)!r} holds something else; give a new folder, or one that `rlbench bench trl` made"
+        )
     for name in ("arms", "jobs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     write_json(folder / MARKER, {"made_by": "rlbench bench trl"})
@@ -125,16 +130,43 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> dict[str, str]
         _shown([sys.executable, "-m", "venv", str(folder / "venv")], say)
     torch = importlib.metadata.version("torch").partition("+")[0]
     (folder / "constraints.txt").write_text(f"torch=={torch}\n", encoding="utf-8")
-    _shown([str(python), "-I", "-m", "pip", "install", "--progress-bar", "off", "-c", str(folder / "constraints.txt"), "trl", f"torch=={torch}"], say)
-    listed = subprocess.run([python, "-I", "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"], env=clean_environment(), capture_output=True, check=True)
+    _shown(
+        [
+            str(python),
+            "-I",
+            "-m",
+            "pip",
+            "install",
+            "--progress-bar",
+            "off",
+            "-c",
+            str(folder / "constraints.txt"),
+            "trl",
+            f"torch=={torch}",
+        ],
+        say,
+    )
+    listed = subprocess.run(
+        [python, "-I", "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"],
+        env=clean_environment(),
+        capture_output=True,
+        check=True,
+    )
     write_json(versions, {each["name"]: each["version"] for each in json.loads(listed.stdout)})
     return read_json(versions)
 
-
+# %% ../../nbs/bench/17_trl.ipynb #bench-trl-environment-part-2
 def _shown(command: Sequence[str], say: Callable[[str], None]) -> None:
     "Run a command, its lines as progress. OSError with what it said last if it fails."
     lines = []
-    with subprocess.Popen(command, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
         try:
             for line in process.stdout:
                 lines.append(line.strip())
@@ -144,13 +176,24 @@ def _shown(command: Sequence[str], say: Callable[[str], None]) -> None:
             process.kill()
             raise
     if process.returncode:
-        reason = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else f"exit status {process.returncode}")
-        raise OSError(f"TRL's environment: {reason}; check that pip reaches an index (its settings and PIP_* variables are used) and that the disk has 2 GB, then call again")
+        reason = next(
+            (line for line in reversed(lines) if line.lower().startswith("error")),
+            lines[-1] if lines else f"exit status {process.returncode}",
+        )
+        raise OSError(
+            f"TRL's environment: {reason}; check that pip reaches an index (its settings and PIP_* variables are used) and that the disk has 2 GB, then call again"
+        )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-config
 def ours_config(pair: int, steps: int, placement: str = "") -> RunConfig:
     "rlbench's arm, like for like. `placement` empty: the preset's."
-    same = {"sampler": "uniform", "filter": "none", "advantage": {"name": "grpo", "std": "sample", "eps": 1e-4}, "preflight": 1, "preflight_k": 1}
+    same = {
+        "sampler": "uniform",
+        "filter": "none",
+        "advantage": {"name": "grpo", "std": "sample", "eps": 1e-4},
+        "preflight": 1,
+        "preflight_k": 1,
+    }
     return preset_config(pair, steps, placement, **same)
 
 
@@ -173,9 +216,25 @@ def trl_job(folder: Path, config: RunConfig, setting: TrlSetting) -> TrlJob:
     verifier.write_text("\n\n".join(map(inspect.getsource, (boxed, final_answer, exact))), encoding="utf-8")
     tasks = served_tasks(c, -(-c.steps // setting.ahead) * setting.ahead * c.batch_groups)
     return TrlJob(
-        model=locate(c.model), verifier=str(verifier), prompts=tuple(t.prompt for t in tasks), answers=tuple(t.answer for t in tasks), steps=c.steps, seed=c.seed, group=c.group,
-        batch=c.batch, max_tokens=c.max_tokens, temperature=c.temperature, learning_rate=c.learning_rate, warmup_steps=c.warmup_steps, beta1=c.beta1, beta2=c.beta2,
-        weight_decay=c.weight_decay, max_grad_norm=c.max_grad_norm, low=c.loss["low"], high=c.loss["high"], setting=setting,
+        model=locate(c.model),
+        verifier=str(verifier),
+        prompts=tuple(t.prompt for t in tasks),
+        answers=tuple(t.answer for t in tasks),
+        steps=c.steps,
+        seed=c.seed,
+        group=c.group,
+        batch=c.batch,
+        max_tokens=c.max_tokens,
+        temperature=c.temperature,
+        learning_rate=c.learning_rate,
+        warmup_steps=c.warmup_steps,
+        beta1=c.beta1,
+        beta2=c.beta2,
+        weight_decay=c.weight_decay,
+        max_grad_norm=c.max_grad_norm,
+        low=c.loss["low"],
+        high=c.loss["high"],
+        setting=setting,
     )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-quiet
@@ -209,7 +268,12 @@ def watched(make: Callable[[], TrlArm], every: float = 0.5, busy: Callable[[], f
             look()
 
     look()
-    own, began, before, watcher = sum(used.values()), time.monotonic(), busy(), threading.Thread(target=watch, daemon=True)
+    own, began, before, watcher = (
+        sum(used.values()),
+        time.monotonic(),
+        busy(),
+        threading.Thread(target=watch, daemon=True),
+    )
     watcher.start()
     try:
         arm = make()
@@ -270,11 +334,25 @@ def run_trl(folder: Path, job: TrlJob, name: str, limit: float = 500.0) -> TrlAr
     place.mkdir(parents=True)
     shutil.copy(trl_arm.__file__, folder / "arm.py")
     write_json(place / "job.json", asdict(job))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(s.processes)] if s.processes > 1 else []
-    command = [folder / "venv/bin/python", "-I", *launcher, folder / "arm.py", place / "job.json", place / "steps.jsonl"]
-    environment = clean_environment(OMP_NUM_THREADS=str(s.threads), TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(s.processes)] if s.processes > 1 else []
+    )
+    command = [
+        folder / "venv/bin/python",
+        "-I",
+        *launcher,
+        folder / "arm.py",
+        place / "job.json",
+        place / "steps.jsonl",
+    ]
+    environment = clean_environment(
+        OMP_NUM_THREADS=str(s.threads), TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""
+    )
     launched = time.time()
-    with open(place / "log", "wb") as log, started_process([str(each) for each in command], cwd=place, env=environment, stdout=log, stderr=log) as process:
+    with (
+        open(place / "log", "wb") as log,
+        started_process([str(each) for each in command], cwd=place, env=environment, stdout=log, stderr=log) as process,
+    ):
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -288,8 +366,13 @@ def run_trl(folder: Path, job: TrlJob, name: str, limit: float = 500.0) -> TrlAr
 def read_steps(path: Path, job: TrlJob, launched: float) -> TrlArm:
     "The arm in the lines that the script wrote."
     files = [path, *(path.with_name(f"{path.name}.{rank}") for rank in range(1, job.setting.processes))]
-    (first, *steps), *others = ([json.loads(line) for line in each.read_text(encoding="utf-8").splitlines()] for each in files)
-    total = {name: tuple(sum(each[name] for each in rows) for rows in zip(steps, *(other[1:] for other in others))) for name in ("rollouts", "correct", "tokens")}
+    (first, *steps), *others = (
+        [json.loads(line) for line in each.read_text(encoding="utf-8").splitlines()] for each in files
+    )
+    total = {
+        name: tuple(sum(each[name] for each in rows) for rows in zip(steps, *(other[1:] for other in others)))
+        for name in ("rollouts", "correct", "tokens")
+    }
     return TrlArm("trl", job.seed, first["began_at"] - launched, tuple(step["seconds"] for step in steps), **total)
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-run-ours
@@ -331,7 +414,14 @@ def read_run(r: Run, side: str, launched: float) -> TrlArm:
     by_step = trained.agg(pl.len(), pl.col("correct").sum(), pl.col("length").sum()).sort("trained_at")
     seconds = tuple(at - began for at in r.steps.sort("version")["at"])
     columns = (tuple(by_step[name].to_list()) for name in ("len", "correct", "length"))
-    return TrlArm(side, r.config.seed, r.status.started + began - launched, seconds, *columns, unused=len(rollouts) - sum(by_step["len"]))
+    return TrlArm(
+        side,
+        r.config.seed,
+        r.status.started + began - launched,
+        seconds,
+        *columns,
+        unused=len(rollouts) - sum(by_step["len"]),
+    )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-kept
 def digest(*parts: str | bytes) -> str:
@@ -344,7 +434,9 @@ def digest(*parts: str | bytes) -> str:
 
 def sources() -> str:
     "A digest of the package's modules."
-    return digest(*(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")) if "data" not in path.parts))
+    return digest(
+        *(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")) if "data" not in path.parts)
+    )
 
 
 def weights(model: str) -> str:
@@ -366,13 +458,20 @@ def kept(path: Path, make: Callable[[], TrlArm], failed: bool = False) -> TrlArm
         if arm.error and not failed:
             raise ChildProcessError(f"{arm.side}, pair {arm.pair}: {arm.error}")
         write_json(path, asdict(arm))
-    return TrlArm(**{name: tuple(value) if isinstance(value, list) else value for name, value in read_json(path).items()})
+    return TrlArm(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in read_json(path).items()}
+    )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-choose
 def layouts(cores: int, batch: int) -> list[TrlSetting]:
     "Ways to use the cores, with the micro-batches that divide a batch among the processes."
     ways = [(1, 1)] + [(cores, 1), (1, cores)] * (cores > 1)
-    return [TrlSetting(threads, processes, micro) for threads, processes in ways for micro in (64, 128, 256) if batch % (micro * processes) == 0]
+    return [
+        TrlSetting(threads, processes, micro)
+        for threads, processes in ways
+        for micro in (64, 128, 256)
+        if batch % (micro * processes) == 0
+    ]
 
 
 def variants(s: TrlSetting) -> list[TrlSetting]:
@@ -380,7 +479,9 @@ def variants(s: TrlSetting) -> list[TrlSetting]:
     return [replace(s, ahead=2), replace(s, cache="static"), replace(s, attention="eager"), replace(s, continuous=True)]
 
 
-def choose(rate: Callable[[TrlSetting, int], float], cores: int, batch: int) -> tuple[TrlSetting, dict[TrlSetting, float]]:
+def choose(
+    rate: Callable[[TrlSetting, int], float], cores: int, batch: int
+) -> tuple[TrlSetting, dict[TrlSetting, float]]:
     "The fastest setting, and the best rate of each that was tried. `rate` times a setting for the nth time."
     rates = {s: rate(s, 0) for s in layouts(cores, batch)}
     rates |= {s: rate(s, 0) for s in variants(max(rates, key=rates.get))}
@@ -410,6 +511,7 @@ def by_side(arms: Sequence[TrlArm], figure: Callable[[TrlArm], float | None]) ->
 @dataclass(frozen=True)
 class TrlBench:
     "rlbench against TRL: ratios above 1 are in rlbench's favour. Lists hold a figure per pair, by side."
+
     samples_ratio: float
     time_to_solve_ratio: float | None
     curve_gap: float
@@ -436,38 +538,77 @@ class TrlBench:
 
     def __str__(self) -> str:
         def row(name: str, figures: Mapping[str, list]) -> str:
-            return f"{name:18s}" + "   ".join(f"{side} {' '.join('-' if x is None else f'{x:.4g}' for x in xs)}" for side, xs in figures.items())
+            return f"{name:18s}" + "   ".join(
+                f"{side} {' '.join('-' if x is None else f'{x:.4g}' for x in xs)}" for side, xs in figures.items()
+            )
 
-        ratio = {name: "-" if (x := getattr(self, f"{name}_ratio")) is None else f"{x:.2f} x" for name in ("samples", "time_to_solve", "wall_to_solve", "as_it_comes_samples")}
-        return "\n".join([
-            f"samples a second   {ratio['samples']} TRL's ({ratio['as_it_comes_samples']} with band and filter, the preset as it comes)",
-            f"time to solve      {ratio['time_to_solve']} as fast ({ratio['wall_to_solve']} with start-up)",
-            f"curve gap          {self.curve_gap:+.3f} at equal rollouts ({' '.join(f'{gap:+.3f}' for gap in self.curve_gaps)})",
-            row("samples/s", self.samples_per_second), row("seconds to solve", self.time_to_solve), row("start-up, s", self.startup),
-            *[f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"] * (self.busy > QUIET),
-            f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}, staleness {self.staleness}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
-        ])
+        ratio = {
+            name: "-" if (x := getattr(self, f"{name}_ratio")) is None else f"{x:.2f} x"
+            for name in ("samples", "time_to_solve", "wall_to_solve", "as_it_comes_samples")
+        }
+        return "\n".join(
+            [
+                f"samples a second   {ratio['samples']} TRL's ({ratio['as_it_comes_samples']} with band and filter, the preset as it comes)",
+                f"time to solve      {ratio['time_to_solve']} as fast ({ratio['wall_to_solve']} with start-up)",
+                f"curve gap          {self.curve_gap:+.3f} at equal rollouts ({' '.join(f'{gap:+.3f}' for gap in self.curve_gaps)})",
+                row("samples/s", self.samples_per_second),
+                row("seconds to solve", self.time_to_solve),
+                row("start-up, s", self.startup),
+                *[
+                    f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"
+                ]
+                * (self.busy > QUIET),
+                f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}, staleness {self.staleness}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
+            ]
+        )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-summary
-def summarise(arms: Sequence[TrlArm], config: RunConfig, chosen: TrlSetting, rates: Mapping[TrlSetting, float], versions: Mapping[str, str]) -> TrlBench:
+def summarise(
+    arms: Sequence[TrlArm],
+    config: RunConfig,
+    chosen: TrlSetting,
+    rates: Mapping[TrlSetting, float],
+    versions: Mapping[str, str],
+) -> TrlBench:
     "The result of finished pairs: arms of the sides ours, trl and preset."
-    sides = {side: sorted((arm for arm in arms if arm.side == side), key=lambda arm: arm.pair) for side in ("ours", "trl", "preset")}
+    sides = {
+        side: sorted((arm for arm in arms if arm.side == side), key=lambda arm: arm.pair)
+        for side in ("ours", "trl", "preset")
+    }
     speed = by_side(arms, lambda arm: round(samples_per_second(arm), 1))
     solved = by_side([*sides["ours"], *sides["trl"]], time_to_solve)
     startup = by_side(arms, lambda arm: round(arm.startup, 2))
     wall = {side: [None if s is None else s + up for s, up in zip(solved[side], startup[side])] for side in solved}
     gaps = [curve_gap(*pair) for pair in zip(sides["ours"], sides["trl"], strict=True)]
     return TrlBench(
-        samples_ratio=median_ratio(speed["ours"], speed["trl"]), time_to_solve_ratio=median_ratio(solved["trl"], solved["ours"]), curve_gap=round(mean(gaps), 4),
-        as_it_comes_samples_ratio=median_ratio(speed["preset"], speed["trl"]), wall_to_solve_ratio=median_ratio(wall["trl"], wall["ours"]),
-        samples_per_second=speed, time_to_solve=solved, startup=startup, curve_gaps=[round(gap, 4) for gap in gaps], pairs=len(gaps), steps=config.steps,
-        placement=config.placement, staleness=config.staleness, chosen=str(chosen), choices={str(s): round(rate, 1) for s, rate in rates.items()},
-        versions={name: versions[name] for name in ("trl", "transformers", "torch", "accelerate")}, machine=machine("torch", "transformers"), busy=max(arm.busy for arm in arms), arms=tuple(arms),
+        samples_ratio=median_ratio(speed["ours"], speed["trl"]),
+        time_to_solve_ratio=median_ratio(solved["trl"], solved["ours"]),
+        curve_gap=round(mean(gaps), 4),
+        as_it_comes_samples_ratio=median_ratio(speed["preset"], speed["trl"]),
+        wall_to_solve_ratio=median_ratio(wall["trl"], wall["ours"]),
+        samples_per_second=speed,
+        time_to_solve=solved,
+        startup=startup,
+        curve_gaps=[round(gap, 4) for gap in gaps],
+        pairs=len(gaps),
+        steps=config.steps,
+        placement=config.placement,
+        staleness=config.staleness,
+        chosen=str(chosen),
+        choices={str(s): round(rate, 1) for s, rate in rates.items()},
+        versions={name: versions[name] for name in ("trl", "transformers", "torch", "accelerate")},
+        machine=machine("torch", "transformers"),
+        busy=max(arm.busy for arm in arms),
+        arms=tuple(arms),
     )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-bench
 def bench_trl(
-    folder: str | Path = "bench-trl", pairs: int = 3, placement: str = "", steps: int = 30, say: Callable[[str], None] = lambda line: None
+    folder: str | Path = "bench-trl",
+    pairs: int = 3,
+    placement: str = "",
+    steps: int = 30,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TrlBench:
     "Compare rlbench's training with TRL's; arms are kept in `folder` and a second call goes on from them."
     if pairs < 1:
@@ -486,14 +627,23 @@ def bench_trl(
 
     def ours(side: str, config: RunConfig) -> TrlArm:
         name = f"{side}-{config.seed}-{digest(to_toml(config), code, policy)}"
-        return _told(kept(folder / "arms" / f"{name}.json", lambda: run_ours(folder, side, config, name)), config.placement, say)
+        return _told(
+            kept(folder / "arms" / f"{name}.json", lambda: run_ours(folder, side, config, name)), config.placement, say
+        )
 
     short, like = ours_config(0, WARMUP + TIMED), ours_config(0, steps, placement)
-    chosen, rates = choose(lambda s, again: samples_per_second(trl(short, s, f"choice-{again}", failed=True)), os.cpu_count() or 1, like.batch)
+    chosen, rates = choose(
+        lambda s, again: samples_per_second(trl(short, s, f"choice-{again}", failed=True)),
+        os.cpu_count() or 1,
+        like.batch,
+    )
     say(f"TRL runs with {chosen}")
     arms = []
     for pair in range(pairs):
-        turns = [lambda: trl(ours_config(pair, steps), chosen, f"trl-{pair}"), lambda: ours("ours", ours_config(pair, steps, placement))]
+        turns = [
+            lambda: trl(ours_config(pair, steps), chosen, f"trl-{pair}"),
+            lambda: ours("ours", ours_config(pair, steps, placement)),
+        ]
         arms += [turn() for turn in turns[:: 1 if pair % 2 == 0 else -1]]
         arms.append(ours("preset", preset_config(pair, steps, placement)))
     result = summarise(arms, like, chosen, rates, versions)
@@ -502,7 +652,9 @@ def bench_trl(
 
 
 def _told(arm: TrlArm, what: object, say: Callable[[str], None]) -> TrlArm:
-    said = arm.error or f"{samples_per_second(arm):6.0f} samples/s" + f", others used {arm.busy:.0%} of the machine" * (arm.busy > QUIET)
+    said = arm.error or f"{samples_per_second(arm):6.0f} samples/s" + f", others used {arm.busy:.0%} of the machine" * (
+        arm.busy > QUIET
+    )
     say(f"pair {arm.pair} {arm.side:6s} {said}   ({what})")
     return arm
 
@@ -516,6 +668,17 @@ def curves(arms: Sequence[TrlArm], against: str = "rollouts") -> Chart:
     lines = []
     for side, (name, role, dash) in NAMES.items():
         chosen = [arm for arm in arms if arm.side == side]
-        lines += [Line(name if i == 0 else "", axes[against](arm), arm.solve_rates, role, dash, opacity=0.8) for i, arm in enumerate(chosen)]
+        lines += [
+            Line(name if i == 0 else "", axes[against](arm), arm.solve_rates, role, dash, opacity=0.8)
+            for i, arm in enumerate(chosen)
+        ]
     unit = {"rollouts": "rollouts trained", "seconds": "since the first step began"}[against]
-    return Chart(f"solve rate against {against}", tuple(lines), x_label=against, x_unit=unit, y_label="solve rate", y_range=(0, 1), references=(Reference(0.6, "solved"),))
+    return Chart(
+        f"solve rate against {against}",
+        tuple(lines),
+        x_label=against,
+        x_unit=unit,
+        y_label="solve rate",
+        y_range=(0, 1),
+        references=(Reference(0.6, "solved"),),
+    )

@@ -17,6 +17,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class TrlSetting:
     "How TRL is run."
+
     threads: int = 1
     processes: int = 1
     micro: int = 64
@@ -26,14 +27,28 @@ class TrlSetting:
     continuous: bool = False
 
     def __str__(self) -> str:
-        words = [f"{self.processes} processes" if self.processes > 1 else f"{self.threads} threads" if self.threads > 1 else "1 thread", f"micro-batch {self.micro}"]
-        words += [f"generates {self.ahead} steps ahead"] * (self.ahead > 1) + [f"{self.cache} cache"] * (self.cache != "dynamic")
-        return ", ".join(words + [f"{self.attention} attention"] * (self.attention != "sdpa") + ["continuous batching"] * self.continuous)
+        words = [
+            f"{self.processes} processes"
+            if self.processes > 1
+            else f"{self.threads} threads"
+            if self.threads > 1
+            else "1 thread",
+            f"micro-batch {self.micro}",
+        ]
+        words += [f"generates {self.ahead} steps ahead"] * (self.ahead > 1) + [f"{self.cache} cache"] * (
+            self.cache != "dynamic"
+        )
+        return ", ".join(
+            words
+            + [f"{self.attention} attention"] * (self.attention != "sdpa")
+            + ["continuous batching"] * self.continuous
+        )
 
 # %% ../../nbs/bench/14_trl_arm.ipynb #trl-arm-job
 @dataclass(frozen=True)
 class TrlJob:
     "One training of TRL. `verifier` is a file that defines `exact(response, answer)`."
+
     model: str
     verifier: str
     prompts: tuple[str, ...] = field(repr=False)
@@ -58,7 +73,14 @@ class TrlJob:
 def read_job(path: str | Path) -> TrlJob:
     "The job in a JSON file."
     told = json.loads(Path(path).read_text(encoding="utf-8"))
-    return TrlJob(**{**told, "prompts": tuple(told["prompts"]), "answers": tuple(told["answers"]), "setting": TrlSetting(**told["setting"])})
+    return TrlJob(
+        **{
+            **told,
+            "prompts": tuple(told["prompts"]),
+            "answers": tuple(told["answers"]),
+            "setting": TrlSetting(**told["setting"]),
+        }
+    )
 
 # %% ../../nbs/bench/14_trl_arm.ipynb #trl-arm-arguments
 def grpo_arguments(job: TrlJob, folder: str) -> dict:
@@ -66,16 +88,49 @@ def grpo_arguments(job: TrlJob, folder: str) -> dict:
     s = job.setting
     accumulate = job.batch // (s.micro * s.processes)
     return dict(
-        output_dir=folder, max_steps=job.steps, seed=job.seed, shuffle_dataset=False,
-        per_device_train_batch_size=s.micro, gradient_accumulation_steps=accumulate, steps_per_generation=accumulate * s.ahead,
-        num_generations=job.group, max_completion_length=job.max_tokens, temperature=job.temperature, top_p=1.0, top_k=0,
-        cache_implementation=None if s.cache == "dynamic" else s.cache, use_transformers_continuous_batching=s.continuous,
-        transformers_continuous_batching_config={"num_blocks": 1024, "max_batch_tokens": 1024} if s.continuous else None,
-        loss_type="dapo", epsilon=job.low, epsilon_high=job.high, beta=0.0, scale_rewards="group", num_iterations=1,
-        optim="adamw_torch_fused", learning_rate=job.learning_rate, lr_scheduler_type="constant", adam_beta1=job.beta1, adam_beta2=job.beta2, adam_epsilon=1e-8,
-        weight_decay=job.weight_decay, max_grad_norm=job.max_grad_norm,
-        use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, disable_dropout=True, dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False, report_to="none", save_strategy="no", logging_strategy="no", eval_strategy="no", disable_tqdm=True,
+        output_dir=folder,
+        max_steps=job.steps,
+        seed=job.seed,
+        shuffle_dataset=False,
+        per_device_train_batch_size=s.micro,
+        gradient_accumulation_steps=accumulate,
+        steps_per_generation=accumulate * s.ahead,
+        num_generations=job.group,
+        max_completion_length=job.max_tokens,
+        temperature=job.temperature,
+        top_p=1.0,
+        top_k=0,
+        cache_implementation=None if s.cache == "dynamic" else s.cache,
+        use_transformers_continuous_batching=s.continuous,
+        transformers_continuous_batching_config={"num_blocks": 1024, "max_batch_tokens": 1024}
+        if s.continuous
+        else None,
+        loss_type="dapo",
+        epsilon=job.low,
+        epsilon_high=job.high,
+        beta=0.0,
+        scale_rewards="group",
+        num_iterations=1,
+        optim="adamw_torch_fused",
+        learning_rate=job.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=job.beta1,
+        adam_beta2=job.beta2,
+        adam_epsilon=1e-8,
+        weight_decay=job.weight_decay,
+        max_grad_norm=job.max_grad_norm,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        eval_strategy="no",
+        disable_tqdm=True,
         model_init_kwargs={"dtype": "float32", "attn_implementation": s.attention},
     )
 
@@ -88,6 +143,7 @@ def rate_at(job: TrlJob, done: int) -> float:
 @dataclass
 class Served:
     "What the last call of the reward function saw, one entry per rollout."
+
     verdicts: list[bool] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
@@ -114,7 +170,9 @@ def make_clock(job: TrlJob, served: Served, out: Path):
 
         def on_step_end(self, args, state, control, **_):
             seconds = time.perf_counter() - self.began
-            self.write(step=state.global_step, seconds=seconds, **served.share(state.global_step - 1, job.setting.ahead))
+            self.write(
+                step=state.global_step, seconds=seconds, **served.share(state.global_step - 1, job.setting.ahead)
+            )
 
         def write(self, **line):
             with out.open("a", encoding="utf-8") as lines:
@@ -146,7 +204,13 @@ def main(job_file: str, out_file: str) -> None:
 
     tasks = Dataset.from_dict({"prompt": list(job.prompts), "answer": list(job.answers)})
     arguments = GRPOConfig(**grpo_arguments(job, str(out.parent)))
-    GRPOTrainer(model=job.model, reward_funcs=reward, args=arguments, train_dataset=tasks, callbacks=[make_clock(job, served, out)]).train()
+    GRPOTrainer(
+        model=job.model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=tasks,
+        callbacks=[make_clock(job, served, out)],
+    ).train()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # or leaving may abort
 

@@ -15,12 +15,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from . import trl_arm
-from .trl import QUIET, TrlArm, digest, kept, make_environment, median_ratio, open_folder, run_ours, run_trl, sources, trl_job, weights
-from ..models.hardware import ModelShape, kv_bytes_per_token, machine
-from ..loop.config import RunConfig, load_config, to_toml
-from ..knobs import unknown
-from ..models.model import locate, quiet
+from rlbench.bench.trl import (
+    QUIET,
+    TrlArm,
+    digest,
+    kept,
+    make_environment,
+    median_ratio,
+    open_folder,
+    run_ours,
+    run_trl,
+    sources,
+    trl_job,
+    weights,
+)
 from .trl_arm import TrlSetting
+from ..knobs import unknown
+from ..loop.config import RunConfig, load_config, to_toml
+from ..models.hardware import ModelShape, kv_bytes_per_token, machine
+from ..models.model import locate, quiet
 
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-sizes
 SIZES = {
@@ -47,8 +60,20 @@ def make_policy(folder: Path, size: str, tokens: int, seed: int = 0) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(locate("tiny"))
     tokenizer.add_special_tokens({"eos_token": NEVER})
     tokenizer.model_max_length = tokens + ROOM
-    config = Qwen3Config(num_hidden_layers=s.layers, hidden_size=s.width, num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, intermediate_size=s.inner, vocab_size=len(tokenizer),
-                         max_position_embeddings=tokens + ROOM, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    config = Qwen3Config(
+        num_hidden_layers=s.layers,
+        hidden_size=s.width,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        intermediate_size=s.inner,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=tokens + ROOM,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -64,13 +89,32 @@ def make_policy(folder: Path, size: str, tokens: int, seed: int = 0) -> Path:
     return place
 
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-config
-def size_config(policy: Path, size: str, tokens: int, steps: int, groups: int, group: int, placement: str = "", seed: int = 0) -> RunConfig:
+def size_config(
+    policy: Path, size: str, tokens: int, steps: int, groups: int, group: int, placement: str = "", seed: int = 0
+) -> RunConfig:
     "rlbench's arm. `placement` empty: the preset's."
     batch = groups * group
     cache = kv_bytes_per_token(SIZES[size], 4) * (tokens + ROOM) * 2 * batch
-    changes = {"model": str(policy), "seed": seed, "steps": steps, "max_tokens": tokens, "group": group, "batch": batch, "concurrency": 2 * batch, "kv_megabytes": 1.1 * cache / 1e6,
-               "micro_tokens": 4 * (tokens + ROOM), "learning_rate": 1e-6, "sampler": "uniform", "filter": "none", "advantage": {"name": "grpo", "std": "sample", "eps": 1e-4},
-               "preflight": 1, "preflight_k": 1, "eval": [], "device": "cpu", **({"placement": placement} if placement else {})}
+    changes = {
+        "model": str(policy),
+        "seed": seed,
+        "steps": steps,
+        "max_tokens": tokens,
+        "group": group,
+        "batch": batch,
+        "concurrency": 2 * batch,
+        "kv_megabytes": 1.1 * cache / 1e6,
+        "micro_tokens": 4 * (tokens + ROOM),
+        "learning_rate": 1e-6,
+        "sampler": "uniform",
+        "filter": "none",
+        "advantage": {"name": "grpo", "std": "sample", "eps": 1e-4},
+        "preflight": 1,
+        "preflight_k": 1,
+        "eval": [],
+        "device": "cpu",
+        **({"placement": placement} if placement else {}),
+    }
     return load_config("tiny", changes)
 
 
@@ -92,6 +136,7 @@ def tokens_per_second(arm: TrlArm, warmup: int) -> float:
 @dataclass(frozen=True)
 class SizeBench:
     "rlbench against TRL at one size; the ratio above 1 is in rlbench's favour. Lists hold a figure per pair, by side."
+
     size_ratio: float
     size: str
     parameters: int
@@ -112,40 +157,96 @@ class SizeBench:
 
     def __str__(self) -> str:
         rates = "; ".join(f"{side} {' '.join(f'{x:,.1f}' for x in xs)}" for side, xs in self.tokens_per_second.items())
-        return "\n".join([
-            f"size ratio         {self.size_ratio:.2f} x TRL's, with {self.parameters:,} parameters, {self.tokens} tokens a response, {self.batch} responses a batch",
-            f"tokens/s trained   {rates}",
-            *[f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"] * (self.busy > QUIET),
-            f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
-        ])
+        return "\n".join(
+            [
+                f"size ratio         {self.size_ratio:.2f} x TRL's, with {self.parameters:,} parameters, {self.tokens} tokens a response, {self.batch} responses a batch",
+                f"tokens/s trained   {rates}",
+                *[
+                    f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"
+                ]
+                * (self.busy > QUIET),
+                f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
+            ]
+        )
 
-
-def size_summary(size: str, arms: Sequence[TrlArm], config: RunConfig, warmup: int, chosen: TrlSetting, rates: Mapping[TrlSetting, float], versions: Mapping[str, str]) -> SizeBench:
+# %% ../../nbs/bench/21_trl_size.ipynb #bench-size-result-part-2
+def size_summary(
+    size: str,
+    arms: Sequence[TrlArm],
+    config: RunConfig,
+    warmup: int,
+    chosen: TrlSetting,
+    rates: Mapping[TrlSetting, float],
+    versions: Mapping[str, str],
+) -> SizeBench:
     "The result of finished pairs: arms of the sides ours and trl. ValueError if a response was not as long as it may be: the sides would not have done the same."
     for arm in arms:
         if set(arm.tokens) != {config.batch * config.max_tokens}:
-            raise ValueError(f"tokens: {arm.side} trained {sorted(set(arm.tokens))} tokens a step where {config.batch} responses of {config.max_tokens} were asked for; remove its arms and call again")
-    speed = {side: [round(tokens_per_second(arm, warmup), 1) for arm in sorted(arms, key=lambda arm: arm.pair) if arm.side == side] for side in ("ours", "trl")}
-    return SizeBench(median_ratio(speed["ours"], speed["trl"]), size, SIZES[size].parameters, config.max_tokens, config.batch, speed, config.placement, str(chosen), {str(s): round(rate, 1) for s, rate in rates.items()},
-                     {name: versions[name] for name in ("trl", "transformers", "torch", "accelerate")}, machine("torch", "transformers"), max(arm.busy for arm in arms), tuple(arms))
+            raise ValueError(
+                f"tokens: {arm.side} trained {sorted(set(arm.tokens))} tokens a step where {config.batch} responses of {config.max_tokens} were asked for; remove its arms and call again"
+            )
+    speed = {
+        side: [
+            round(tokens_per_second(arm, warmup), 1)
+            for arm in sorted(arms, key=lambda arm: arm.pair)
+            if arm.side == side
+        ]
+        for side in ("ours", "trl")
+    }
+    return SizeBench(
+        median_ratio(speed["ours"], speed["trl"]),
+        size,
+        SIZES[size].parameters,
+        config.max_tokens,
+        config.batch,
+        speed,
+        config.placement,
+        str(chosen),
+        {str(s): round(rate, 1) for s, rate in rates.items()},
+        {name: versions[name] for name in ("trl", "transformers", "torch", "accelerate")},
+        machine("torch", "transformers"),
+        max(arm.busy for arm in arms),
+        tuple(arms),
+    )
 
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-bench
-def bench_size(folder: str | Path = "bench-trl", size: str = "60m", tokens: int = 512, pairs: int = 1, placement: str = "", groups: int = 4, group: int = 4, warmup: int = 1, timed: int = 2,
-               limit: float = 3600.0, say: Callable[[str], None] = lambda line: None) -> SizeBench:
+def bench_size(
+    folder: str | Path = "bench-trl",
+    size: str = "60m",
+    tokens: int = 512,
+    pairs: int = 1,
+    placement: str = "",
+    groups: int = 4,
+    group: int = 4,
+    warmup: int = 1,
+    timed: int = 2,
+    limit: float = 3600.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> SizeBench:
     "Compare rlbench's training with TRL's at a size; arms are kept in `folder` and a second call goes on from them. An arm may take `limit` seconds."
     for name, value, least in (("pairs", pairs, 1), ("tokens", tokens, 1), ("timed", timed, 1), ("warmup", warmup, 1)):
         if value < least:
             raise ValueError(f"{name}: {value} is too little; give at least {least}")
     if size not in SIZES:
         raise unknown("size", size, SIZES)
-    size_config(Path("tiny"), size, tokens, warmup + timed, groups, group, placement)  # what the configuration refuses is refused now
+    size_config(
+        Path("tiny"), size, tokens, warmup + timed, groups, group, placement
+    )  # what the configuration refuses is refused now
     folder = open_folder(folder)
     versions = make_environment(folder, say)
     policy = make_policy(folder, size, tokens)
     made, script, code = weights(str(policy)), Path(trl_arm.__file__).read_bytes(), sources()
 
     def told(arm: TrlArm, what: object) -> TrlArm:
-        say(f"pair {arm.pair} {arm.side:5s} " + (arm.error or f"{tokens_per_second(arm, warmup):8,.1f} tokens/s" + f", others used {arm.busy:.0%} of the machine" * (arm.busy > QUIET)) + f"   ({what})")
+        say(
+            f"pair {arm.pair} {arm.side:5s} "
+            + (
+                arm.error
+                or f"{tokens_per_second(arm, warmup):8,.1f} tokens/s"
+                + f", others used {arm.busy:.0%} of the machine" * (arm.busy > QUIET)
+            )
+            + f"   ({what})"
+        )
         return arm
 
     def trl(setting: TrlSetting, steps: int, pair: int, name: str, failed: bool = False) -> TrlArm:
@@ -156,10 +257,16 @@ def bench_size(folder: str | Path = "bench-trl", size: str = "60m", tokens: int 
     def ours(pair: int) -> TrlArm:
         config = size_config(policy, size, tokens, warmup + timed, groups, group, placement, pair)
         name = f"size-ours-{pair}-{digest(to_toml(config), code, made)}"
-        return told(kept(folder / "arms" / f"{name}.json", lambda: run_ours(folder, "ours", config, name, limit)), config.placement)
+        return told(
+            kept(folder / "arms" / f"{name}.json", lambda: run_ours(folder, "ours", config, name, limit)),
+            config.placement,
+        )
 
     like = size_config(policy, size, tokens, warmup + timed, groups, group, placement)
-    rates = {s: tokens_per_second(trl(s, warmup + 1, 0, "choice", failed=True), warmup) for s in size_settings(os.cpu_count() or 1, group, like.batch)}
+    rates = {
+        s: tokens_per_second(trl(s, warmup + 1, 0, "choice", failed=True), warmup)
+        for s in size_settings(os.cpu_count() or 1, group, like.batch)
+    }
     if not (best := max(rates, key=rates.get)) or not rates[best]:
         raise ChildProcessError("TRL trained with none of the settings; look into the logs under jobs/")
     arms = [arm for pair in range(pairs) for arm in (trl(best, warmup + timed, pair, f"trl-{pair}"), ours(pair))]

@@ -12,16 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..loop.config import EvalConfig, RunConfig, load_config
 from ..environments.chat_endpoint import Endpoint
-from ..training.pairwise_judge import QUESTION, JudgeFigures
-from ..models.model import Policy, load_policy, save_policy
-from ..views.pairs import collect, right_answers
-from ..training.reward_model import Preference, RewardFit, read_pairs, save_reward_model, train_reward_model
-from ..training.reward_model import FIGURES as REWARD_FIGURES
-from ..workbench.handle import attach
-from ..training.sft import Demonstration, FitResult, FitSettings, demonstrate, read_demonstrations, tune, write_figures, write_lines
 from ..environments.tasks import make_tasks
+from ..loop.config import EvalConfig, RunConfig, load_config
+from ..models.model import Policy, load_policy, save_policy
+from ..training.pairwise_judge import QUESTION, JudgeFigures
+from ..training.reward_model import FIGURES as REWARD_FIGURES
+from ..training.reward_model import Preference, RewardFit, read_pairs, save_reward_model, train_reward_model
+from rlbench.training.sft import (
+    Demonstration,
+    FitResult,
+    FitSettings,
+    demonstrate,
+    read_demonstrations,
+    tune,
+    write_figures,
+    write_lines,
+)
+from ..views.pairs import collect, right_answers
+from ..workbench.handle import attach
 
 # %% ../../nbs/cli/01_chain.ipynb #chain-places
 SFT_FIGURES = "sft.json"
@@ -50,7 +59,9 @@ def load_start(model: str, device: str = "auto") -> Policy:
     return load_policy(model, device)
 
 # %% ../../nbs/cli/01_chain.ipynb #chain-demonstrations
-def make_demonstrations(tasks: str | Mapping, out: str | Path, count: int = 1000, written: float = 1.0, slips: float = 0.0, seed: int = 0) -> list[Demonstration]:
+def make_demonstrations(
+    tasks: str | Mapping, out: str | Path, count: int = 1000, written: float = 1.0, slips: float = 0.0, seed: int = 0
+) -> list[Demonstration]:
     "Write demonstrations of a built-in task set (training side) to a file; `written`: share with working, `slips`: share wrong of the others. ValueError as `make_tasks` and `demonstrate`."
     made = demonstrate(make_tasks(tasks, "train", seed, count), written, slips, seed)
     write_lines(out, made)
@@ -60,6 +71,7 @@ def make_demonstrations(tasks: str | Mapping, out: str | Path, count: int = 1000
 @dataclass(frozen=True)
 class Rate:
     "A solve rate on so many held-out tasks, with its standard error."
+
     rate: float
     error: float
     tasks: int
@@ -68,6 +80,7 @@ class Rate:
 @dataclass(frozen=True)
 class Tuned:
     "A fine-tuned policy: its folder, what it started from, where the demonstrations came from, the fit, solve rates before and after if they were asked for."
+
     folder: Path
     model: str
     source: str
@@ -75,27 +88,55 @@ class Tuned:
     before: Rate | None
     after: Rate | None
 
-
-def sft(source: str | Path, out: str | Path, model: str = "", settings: FitSettings = FitSettings(), rejection: bool = False, per_task: int = 4, pick: str = "all", last: int | None = None,
-        until: int | None = None, exam: str | Mapping = "", unusable: str = "refuse", device: str = "auto", runs: str | Path | None = None, say: Say = lambda line: None) -> Tuned:
+# %% ../../nbs/cli/01_chain.ipynb #chain-sft-part-2
+def sft(
+    source: str | Path,
+    out: str | Path,
+    model: str = "",
+    settings: FitSettings = FitSettings(),
+    rejection: bool = False,
+    per_task: int = 4,
+    pick: str = "all",
+    last: int | None = None,
+    until: int | None = None,
+    exam: str | Mapping = "",
+    unusable: str = "refuse",
+    device: str = "auto",
+    runs: str | Path | None = None,
+    say: Say = lambda line: None,
+) -> Tuned:
     "Fine-tune `model` on a file of demonstrations, or with `rejection` on the right answers of a run, and save it as a policy folder. `exam`: a task set to measure on. Raises ValueError or OSError with the remedy."
     out = check_folder(out, SFT_FIGURES)
     run = attach(str(source), runs=runs) if rejection else None
     examples = right_answers(run.folder, per_task, pick, last, until) if run else read_demonstrations(source)
     model = model or (run.config.model if run else "tiny")
-    config = load_config(run.config if run else "tiny", {"model": model, **({"tasks": exam} if exam else {})}) if run or exam else None
+    config = (
+        load_config(run.config if run else "tiny", {"model": model, **({"tasks": exam} if exam else {})})
+        if run or exam
+        else None
+    )
     say(f"{len(examples)} demonstrations of {len({e.prompt for e in examples})} prompts from {source}")
     policy = load_start(model, device)
     before = solve_rate(config, model) if config else None
     fit = tune(policy, examples, settings, unusable, say)
     told = Tuned(out, model, str(source), fit, before, None)
-    save_policy(policy, out, beside=lambda aside: write_figures(aside, SFT_FIGURES, told.fit, model=model, source=str(source)))
+    save_policy(
+        policy, out, beside=lambda aside: write_figures(aside, SFT_FIGURES, told.fit, model=model, source=str(source))
+    )
     if config:
         told = replace(told, after=solve_rate(config, str(out)))
-        write_figures(out, SFT_FIGURES, told.fit, model=model, source=str(source), before=asdict(told.before), after=asdict(told.after))
+        write_figures(
+            out,
+            SFT_FIGURES,
+            told.fit,
+            model=model,
+            source=str(source),
+            before=asdict(told.before),
+            after=asdict(told.after),
+        )
     return told
 
-
+# %% ../../nbs/cli/01_chain.ipynb #chain-sft-part-3
 def solve_rate(config: RunConfig, model: str, count: int = 256) -> Rate:
     "The solve rate of a model on held-out tasks of a configuration, at temperature 1."
     from rlbench.workbench.offline import evaluate
@@ -107,6 +148,7 @@ def solve_rate(config: RunConfig, model: str, count: int = 256) -> Rate:
 @dataclass(frozen=True)
 class Collected:
     "A file of pairs: where it is, how many of which source, of how many prompts, and how the judge did if one was asked."
+
     file: Path
     pairs: int
     prompts: int
@@ -114,8 +156,19 @@ class Collected:
     judge: JudgeFigures | None
 
 
-def make_pairs(sources: Sequence[str], out: str | Path, run: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: Endpoint | None = None,
-               question: str = QUESTION, runs: str | Path | None = None, say: Say = lambda line: None) -> Collected:
+def make_pairs(
+    sources: Sequence[str],
+    out: str | Path,
+    run: str | Path | None = None,
+    per_task: int = 4,
+    seed: int = 0,
+    last: int | None = None,
+    until: int | None = None,
+    judge: Endpoint | None = None,
+    question: str = QUESTION,
+    runs: str | Path | None = None,
+    say: Say = lambda line: None,
+) -> Collected:
     "Put the pairs of some sources (verifier, ranking, judge, or files) into one file, each once. Raises ValueError or OSError with the remedy."
     if not sources:
         raise ValueError("from: no source; give verifier, ranking, judge, or a file of pairs")
@@ -135,16 +188,28 @@ def make_pairs(sources: Sequence[str], out: str | Path, run: str | Path | None =
 @dataclass(frozen=True)
 class Rewarding:
     "A reward model's folder, what it started from, and how far to trust it."
+
     folder: Path
     model: str
     result: RewardFit
 
 
-def reward_model(pairs: str | Path, out: str | Path, model: str = "tiny", settings: FitSettings = FitSettings(epochs=4, held_out=0.2), center: float = 0.01, most: int = 0, unusable: str = "refuse",
-                 device: str = "auto", say: Say = lambda line: None) -> Rewarding:
+def reward_model(
+    pairs: str | Path,
+    out: str | Path,
+    model: str = "tiny",
+    settings: FitSettings = FitSettings(epochs=4, held_out=0.2),
+    center: float = 0.01,
+    most: int = 0,
+    unusable: str = "refuse",
+    device: str = "auto",
+    say: Say = lambda line: None,
+) -> Rewarding:
     "Train a Bradley-Terry reward model on a file of pairs (the first `most` of it, 0 for all) and save it as a folder. Raises ValueError or OSError with the remedy."
     if most < 0 or center < 0:
-        raise ValueError(f"{'most' if most < 0 else 'center'}: {most if most < 0 else center} is below 0; give 0 or more")
+        raise ValueError(
+            f"{'most' if most < 0 else 'center'}: {most if most < 0 else center} is below 0; give 0 or more"
+        )
     out, found = check_folder(out, REWARD_FIGURES), read_pairs(pairs)
     found = found[: most or None]
     say(f"{len(found)} pairs of {len({p.prompt for p in found})} prompts from {pairs}")
@@ -155,29 +220,47 @@ def reward_model(pairs: str | Path, out: str | Path, model: str = "tiny", settin
 def tuned_text(t: Tuned) -> str:
     "What `rlbench sft` prints."
     f = t.fit
-    lines = [f"{t.folder}: {t.model} fine-tuned on {f.trained_on:,} demonstrations, {f.tokens:,} response tokens in {f.seconds:.1f} s" + (f"; {f.left_out} left out" if f.left_out else "")]
+    lines = [
+        f"{t.folder}: {t.model} fine-tuned on {f.trained_on:,} demonstrations, {f.tokens:,} response tokens in {f.seconds:.1f} s"
+        + (f"; {f.left_out} left out" if f.left_out else "")
+    ]
     if f.examined_on:
-        lines.append(f"held-out loss    {f.held_out[0]:.4f} -> {f.held_out[f.kept]:.4f} nats per token on {f.examined_on} demonstrations (weights of epoch {f.kept} kept)")
+        lines.append(
+            f"held-out loss    {f.held_out[0]:.4f} -> {f.held_out[f.kept]:.4f} nats per token on {f.examined_on} demonstrations (weights of epoch {f.kept} kept)"
+        )
     if t.before and t.after:
-        lines.append(f"solve rate       {t.before.rate:.3f} ± {t.before.error:.3f} -> {t.after.rate:.3f} ± {t.after.error:.3f} on {t.after.tasks} held-out tasks")
+        lines.append(
+            f"solve rate       {t.before.rate:.3f} ± {t.before.error:.3f} -> {t.after.rate:.3f} ± {t.after.error:.3f} on {t.after.tasks} held-out tasks"
+        )
     return "\n".join([*lines, f'use it with      rlbench run tiny --set model="{t.folder}"'])
 
 
 def collected_text(c: Collected) -> str:
     "What `rlbench pairs` prints."
-    lines = [f"{c.file}: {c.pairs:,} pairs of {c.prompts:,} prompts (" + ", ".join(f"{source} {n:,}" for source, n in c.sources) + ")"]
+    lines = [
+        f"{c.file}: {c.pairs:,} pairs of {c.prompts:,} prompts ("
+        + ", ".join(f"{source} {n:,}" for source, n in c.sources)
+        + ")"
+    ]
     if c.judge:
         j = c.judge
-        lines.append(f"the judge was asked about {j.asked} pairs in both orders: {j.kept} kept, {j.contradicted} contradicted, {j.undecided} undecided, {j.unreadable} unreadable; it named the first place in {j.first_place:.0%}")
+        lines.append(
+            f"the judge was asked about {j.asked} pairs in both orders: {j.kept} kept, {j.contradicted} contradicted, {j.undecided} undecided, {j.unreadable} unreadable; it named the first place in {j.first_place:.0%}"
+        )
     return "\n".join([*lines, f"learn from them with  rlbench reward-model {c.file} --out FOLDER"])
 
 
 def rewarding_text(r: Rewarding) -> str:
     "What `rlbench reward-model` prints."
     f, h, t = r.result.fit, r.result.held_out, r.result.trained
-    lines = [f"{r.folder}: a reward model from {r.model}, trained on {f.trained_on:,} pairs in {f.seconds:.1f} s" + (f"; {f.left_out} left out" if f.left_out else "")]
+    lines = [
+        f"{r.folder}: a reward model from {r.model}, trained on {f.trained_on:,} pairs in {f.seconds:.1f} s"
+        + (f"; {f.left_out} left out" if f.left_out else "")
+    ]
     if h.pairs:
-        lines += [f"accuracy         {h.accuracy:.3f} ± {h.accuracy_se:.3f} on {h.pairs} pairs of held-out prompts (trained pairs {t.accuracy:.3f}; the longer response wins {h.longer_wins:.3f})",
-                  f"calibration      ECE {h.ece:.3f}, log loss {h.log_loss:.3f} nats ({math.log(2):.3f} knows nothing)"]
+        lines += [
+            f"accuracy         {h.accuracy:.3f} ± {h.accuracy_se:.3f} on {h.pairs} pairs of held-out prompts (trained pairs {t.accuracy:.3f}; the longer response wins {h.longer_wins:.3f})",
+            f"calibration      ECE {h.ece:.3f}, log loss {h.log_loss:.3f} nats ({math.log(2):.3f} knows nothing)",
+        ]
         lines += [f"  {b.low:.0%} to {b.high:.0%} sure  {b.count:4} pairs, {b.accuracy:.0%} right" for b in h.bins]
     return "\n".join([*lines, f'use it with      reward_model = "{r.folder}"'])

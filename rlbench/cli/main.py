@@ -40,27 +40,39 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime.metrics import turns_text
-from ..runtime.checkpoint import POLICY_NOTE, best_saved, evaluation_of, find_best, saved_checkpoints
-from ..loop.config import captured_functions, check_has_policy, live_knobs, load_config, notes_on, parse_assignment
-from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
+from ..base.ledger import ENDED, Status
+from ..base.refusals import describe_refusal
+from ..base.runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
+from rlbench.loop.config import (
+    captured_functions,
+    check_has_policy,
+    live_knobs,
+    load_config,
+    notes_on,
+    parse_assignment,
+)
 from ..loop.digest import compare_traces, read_trace
 from ..loop.guards import short_names
-from ..base.ledger import ENDED, Status
+from ..runtime.checkpoint import POLICY_NOTE, best_saved, evaluation_of, find_best, saved_checkpoints
+from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
 from ..runtime.listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
-from ..base.refusals import describe_refusal
-from ..workbench.supervisor import restarts_of, save_checkpoint_policy
-from ..views.report import preflight_in_words, summary, write_report
-from ..workbench.handle import Run, attach, say_changed_inputs, start_with_notes
-from ..base.runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
-from ..views.sinks import SINKS, export_run, writes_itself
+from ..runtime.metrics import turns_text
 from ..untrusted import make_json_visible, make_visible
+from ..views.report import preflight_in_words, summary, write_report
+from ..views.sinks import SINKS, export_run, writes_itself
+from ..workbench.handle import Run, attach, say_changed_inputs, start_with_notes
+from ..workbench.supervisor import restarts_of, save_checkpoint_policy
 from ..workbench.user_module import export_notebook
 
 # %% ../../nbs/cli/02_main.ipynb #cli-errors
 def _app() -> typer.Typer:
-    return typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
-                       help="rlbench: start, watch and steer reinforcement-learning runs of language models.")
+    return typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        help="rlbench: start, watch and steer reinforcement-learning runs of language models.",
+    )
 
 
 @contextmanager
@@ -115,7 +127,10 @@ class Screen(Console):
 
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="name of a run in the runs folder, or its path")]
-RunsOption = Annotated[str, typer.Option("--runs", help="folder that holds the runs; default: $RLBENCH_RUNS, else the nearest runs/ upwards")]
+RunsOption = Annotated[
+    str,
+    typer.Option("--runs", help="folder that holds the runs; default: $RLBENCH_RUNS, else the nearest runs/ upwards"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
 app = _app()
 
@@ -149,7 +164,9 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
     steps, evals, preflight = r.steps, held_out(r), r.evals
     preflight = preflight.filter(preflight["eval"] == "preflight")
     remaining = left(r, steps, status)
-    when = f"{clock(status.seconds)} elapsed" + (f", about {clock(remaining)} left" if remaining is not None and r.state == "running" else "")
+    when = f"{clock(status.seconds)} elapsed" + (
+        f", about {clock(remaining)} left" if remaining is not None and r.state == "running" else ""
+    )
     rows = [(r.name, f"{r.state}, version {status.version} of {r.config.steps}, {when}")]
     if disk := disk_text(r.folder):
         rows.append(("disk", disk))
@@ -160,7 +177,13 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
         rows.append(("diagnosis", found.text))
     if len(evals):
         first, last = evals.row(0, named=True), evals.row(-1, named=True)
-        rows.append(("held-out solve rate", f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}" + (f" (start {first['avg']:.3f})" if len(evals) > 1 else "")))
+        rows.append(
+            (
+                "held-out solve rate",
+                f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}"
+                + (f" (start {first['avg']:.3f})" if len(evals) > 1 else ""),
+            )
+        )
         rows += [("held-out by turn", turns_text(last))] * bool(turns_text(last))
     if len(steps):
         s = steps.row(-1, named=True)
@@ -168,15 +191,37 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
         seconds = recent["seconds"].sum()
         rate = recent["solve_rate"].mean()
         rows += [
-            ("served solve rate", f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}" if rate is not None else "-"),
-            ("response length", f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}"),
-            ("queue", f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}"),
-            ("trainer", f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}" + (f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}" if recent["scorer_compute"].null_count() < len(recent) else "")),
-            ("tokens", f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far"),
+            (
+                "served solve rate",
+                f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}"
+                if rate is not None
+                else "-",
+            ),
+            (
+                "response length",
+                f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}",
+            ),
+            (
+                "queue",
+                f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
+            ),
+            (
+                "trainer",
+                f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
+                + (
+                    f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
+                    if recent["scorer_compute"].null_count() < len(recent)
+                    else ""
+                ),
+            ),
+            (
+                "tokens",
+                f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far",
+            ),
         ]
     return rows
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-lines-part-2
 def progress_block(rows: list[tuple[str, str]]) -> Table:
     "The progress block for a terminal."
     table = Table.grid(padding=(0, 2))
@@ -208,7 +253,8 @@ def progress_line(rows: list[tuple[str, str]]) -> str:
     return "  |  ".join(
         f"{label}: {text}" if i else f"{label} {text}"
         for i, (label, text) in enumerate(rows)
-        if label in (rows[0][0], "diagnosis", "disk", "held-out solve rate", "held-out by turn", "served solve rate", "tokens")
+        if label
+        in (rows[0][0], "diagnosis", "disk", "held-out solve rate", "held-out by turn", "served solve rate", "tokens")
     )
 
 
@@ -223,7 +269,9 @@ def follow(r: Run, console: Console, quiet: bool = False) -> str:
             raise KeyboardInterrupt
         if r.state not in (*ENDED, "dead"):
             r.stop(author="Ctrl-C")
-        console.print("stopping: the batch in training is finished and the books are closed (Ctrl-C again leaves the run alone)")
+        console.print(
+            "stopping: the batch in training is finished and the books are closed (Ctrl-C again leaves the run alone)"
+        )
 
     before = signal.signal(signal.SIGINT, interrupted)
     try:
@@ -316,7 +364,11 @@ def outcome(r: Run, console: Console) -> None:
         console.print(f"report               {report}", highlight=False, soft_wrap=True)
     _print_best(r, console)
     if r.checkpoints and r.state != "finished":
-        console.print(f"to go on             rlbench resume {r.name}   (from version {list(r.checkpoints.values())[-1].version})", highlight=False, soft_wrap=True)
+        console.print(
+            f"to go on             rlbench resume {r.name}   (from version {list(r.checkpoints.values())[-1].version})",
+            highlight=False,
+            soft_wrap=True,
+        )
     if r.state in ("failed", "dead"):
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
@@ -333,22 +385,42 @@ def _print_best(r: Run, console: Console) -> None:
         told += f"   (rlbench fork {r.name} --at best)"
     console.print(f"best by held-out     {told}", highlight=False, soft_wrap=True)
 
-
 # %% ../../nbs/cli/02_main.ipynb #cli-run
 @app.command("run")
 def run_command(
     source: Annotated[str, typer.Argument(help="name of a preset, or path of a .toml file")] = "tiny",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field; dotted names reach into tables. Repeat for more fields")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="override a field; dotted names reach into tables. Repeat for more fields",
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="name of the run; default: the next free number")] = "",
     tags: Annotated[list[str] | None, typer.Option("--tag", help="add a tag; repeat for more tags")] = None,
     note: Annotated[str, typer.Option(help="note that the list of runs shows")] = "",
-    exist: Annotated[str, typer.Option("--exist", help="refuse: fail if a run has this name; attach: open it instead")] = "refuse",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")] = False,
+    exist: Annotated[
+        str, typer.Option("--exist", help="refuse: fail if a run has this name; attach: open it instead")
+    ] = "refuse",
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing; print the memory plan and exit with status 1 if the run does not fit")] = False,
-    on: Annotated[list[str] | None, typer.Option("--on", metavar="GPU", help='with --dry-run: plan for this GPU instead of this machine, such as "RTX 4090" or "H100 x 2"')] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="start nothing; print the memory plan and exit with status 1 if the run does not fit"
+        ),
+    ] = False,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="GPU",
+            help='with --dry-run: plan for this GPU instead of this machine, such as "RTX 4090" or "H100 x 2"',
+        ),
+    ] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -361,7 +433,11 @@ def run_command(
         if name:
             overrides["name"] = name
         r, told = start_with_notes(source, runs, overrides, exist, tags or (), note)
-    console.print(f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
     for words in told:
         console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
     if detach:
@@ -382,7 +458,9 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
 
         config = load_config(source, dict(map(parse_assignment, set_ or [])))
         plan, told = memory_plan(config, on=on), [note.text for note in notes_on(config)]
-    emit({**plan_facts(plan), "notes": told}) if as_json else put("\n".join([str(plan), *(f"note: {words}" for words in told)]))
+    emit({**plan_facts(plan), "notes": told}) if as_json else put(
+        "\n".join([str(plan), *(f"note: {words}" for words in told)])
+    )
     raise typer.Exit(int(not plan.fits))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-look
@@ -393,7 +471,11 @@ def facts(r: Run) -> dict:
         "run": r.name,
         "state": r.state,
         **plain(summary(r.folder)),
-        **({"reason": status.reason, "books": status.books, "dispatched": status.dispatched, "digest": status.digest} if status else {}),
+        **(
+            {"reason": status.reason, "books": status.books, "dispatched": status.dispatched, "digest": status.digest}
+            if status
+            else {}
+        ),
         "report": r.folder / "report.html",
     }
 
@@ -401,9 +483,20 @@ def facts(r: Run) -> dict:
 @app.command()
 def ls(
     runs: RunsOption = "",
-    sort: Annotated[str, typer.Option("--sort", help=f"{', '.join(SORTS)}; default: by start, with forks under their parent")] = "",
-    where: Annotated[list[str] | None, typer.Option("--where", metavar="FIELD=VALUE", help="also !=, <, <=, >, >=; FIELD is a column or a configuration field. Repeat for more conditions")] = None,
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="keep only runs with this tag; repeat for more tags")] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", help=f"{', '.join(SORTS)}; default: by start, with forks under their parent")
+    ] = "",
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where",
+            metavar="FIELD=VALUE",
+            help="also !=, <, <=, >, >=; FIELD is a column or a configuration field. Repeat for more conditions",
+        ),
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", help="keep only runs with this tag; repeat for more tags")
+    ] = None,
     archived: Annotated[bool, typer.Option("--archived", help="list the archived runs")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -412,19 +505,37 @@ def ls(
         root = find_runs_folder(runs) / ARCHIVE if archived else find_runs_folder(runs)
         there = [read_listed(folder) for folder in list_run_folders(root)]
         chosen = keep_where(there, where or (), tag or ())
-        ordered = [(listed, 0) for listed in sort_runs(chosen, sort)] if sort else order_by_family(sort_runs(chosen, "started"))
+        ordered = (
+            [(listed, 0) for listed in sort_runs(chosen, sort)]
+            if sort
+            else order_by_family(sort_runs(chosen, "started"))
+        )
     if as_json:
-        return emit({"folder": root, "runs": [{"run": listed.name, "solve_rate": listed.held_out, **plain(listed)} for listed, _ in ordered]})
+        return emit(
+            {
+                "folder": root,
+                "runs": [{"run": listed.name, "solve_rate": listed.held_out, **plain(listed)} for listed, _ in ordered],
+            }
+        )
     if not ordered:
-        return put(f"no runs in {root} yet; start one with: rlbench run tiny" if not there else f"none of {len(there)} runs fits")
+        return put(
+            f"no runs in {root} yet; start one with: rlbench run tiny"
+            if not there
+            else f"none of {len(there)} runs fits"
+        )
     put(make_visible(runs_in_text(ordered, max(LINE, Screen().width))))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-labels
 @app.command("tag")
 def tag_command(
     name: RunName,
-    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="tags to add, one word each; without any, show the run's tags")] = None,
-    drop: Annotated[list[str] | None, typer.Option("--drop", metavar="TAG", help="remove this tag; repeat for more tags")] = None,
+    tags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TAG]...", help="tags to add, one word each; without any, show the run's tags"),
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option("--drop", metavar="TAG", help="remove this tag; repeat for more tags")
+    ] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -432,13 +543,18 @@ def tag_command(
     with friendly():
         r = attach(name, runs=runs)
         now = r.tag(*(tags or ()), drop=drop or ()) if tags or drop else r.tags
-    emit({"run": r.name, "tags": now}) if as_json else put(f"{r.name}: {' '.join(f'#{tag}' for tag in now) or 'no tags'}")
+    emit({"run": r.name, "tags": now}) if as_json else put(
+        f"{r.name}: {' '.join(f'#{tag}' for tag in now) or 'no tags'}"
+    )
 
 
 @app.command("note")
 def note_command(
     name: RunName,
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help='text of the note; "" removes the note; without it, show the note')] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="[TEXT]", help='text of the note; "" removes the note; without it, show the note'),
+    ] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -468,7 +584,9 @@ def show(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> N
 def log(
     name: RunName,
     runs: RunsOption = "",
-    lines: Annotated[int, typer.Option("--lines", "-n", help="last lines to print of the journal and of the output")] = 20,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="last lines to print of the journal and of the output")
+    ] = 20,
     as_json: JsonOption = False,
 ) -> None:
     "Show the journal of commands and the end of the run's output."
@@ -483,13 +601,16 @@ def log(
     if as_json:
         return emit({"commands": commands.to_dicts(), "log": text})
     for c in commands.iter_rows(named=True):
-        what = (f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]) + (f" over {c['over']}" if c["over"] else "")
-        put(_on_one_line(
-            f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}"
-            + (f": {c['reason']}" if c["reason"] else "")
-        ))
+        what = (f"{c['knob']} = {c['value']}" if c["value"] != "null" else c["knob"]) + (
+            f" over {c['over']}" if c["over"] else ""
+        )
+        put(
+            _on_one_line(
+                f"version {c['version']:>5}  {c['at']:8.1f} s  {c['author']:<12} {what:<32} {c['status']}"
+                + (f": {c['reason']}" if c["reason"] else "")
+            )
+        )
     put("\n".join(text) or "(nothing else in run.log)")
-
 
 
 def _on_one_line(text: str) -> str:
@@ -517,7 +638,10 @@ def tell(name: str, runs: str, as_json: bool, ask: Callable[[Run], list[str]], s
     if as_json:
         emit({"commands": rows, "waiting": len(ids) - len(rows)})
     for row in rows if not as_json else []:
-        put(f"{row['knob']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
+        put(
+            f"{row['knob']}: {row['status']} at version {row['version']}"
+            + (f": {row['reason']}" if row["reason"] else "")
+        )
     if len(rows) < len(ids) and not as_json:
         put(f"asked; not in force yet. rlbench log {r.name} says when it is")
     if any(row["status"] == "refused" for row in rows):
@@ -538,7 +662,13 @@ def set_command(
     as_json: JsonOption = False,
 ) -> None:
     "Change knobs of a live run."
-    tell(name, runs, as_json, lambda r: r.set(dict(map(parse_assignment, assignments)), over=over, author=author), seconds)
+    tell(
+        name,
+        runs,
+        as_json,
+        lambda r: r.set(dict(map(parse_assignment, assignments)), over=over, author=author),
+        seconds,
+    )
 
 
 def _verb(verb: str, help: str) -> None:
@@ -559,7 +689,10 @@ for _name, _help in (
     ("go", "Continue a paused run."),
     ("step", "Train one more version, then pause."),
     ("publish", "Publish the newest weights to the generators now."),
-    ("stop", "Finish the batch in training, save the run and end it; resume continues it. For a dead run, only close its books."),
+    (
+        "stop",
+        "Finish the batch in training, save the run and end it; resume continues it. For a dead run, only close its books.",
+    ),
 ):
     _verb(_name, _help)
 
@@ -586,13 +719,25 @@ def checkpoint_command(
         return emit({"checkpoint": saved})
     put(f"saved: {saved}" if saved else f"asked; not written yet. rlbench log {r.name} says if it could not be")
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-resume-part-2
 @app.command()
 def resume(
     name: Annotated[str, typer.Argument(metavar="[RUN]", help="name of a run in the runs folder, or its path")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="change a live knob before resuming, e.g. --set steps=200 after the budget is spent")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="resume every run that lost its process and has restarts left, e.g. after a reboot")] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KNOB=VALUE",
+            help="change a live knob before resuming, e.g. --set steps=200 after the budget is spent",
+        ),
+    ] = None,
+    all_: Annotated[
+        bool,
+        typer.Option("--all", help="resume every run that lost its process and has restarts left, e.g. after a reboot"),
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="return immediately, without watching the run")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
@@ -607,7 +752,11 @@ def resume(
         r = attach(name, runs=runs)
         r.resume(dict(map(parse_assignment, set_ or [])))
         folder, manifest = list(r.checkpoints.items())[-1]
-    console.print(f"{r.folder}: resumed from {folder} (version {manifest.version}); from another terminal: rlbench show {r.name}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{r.folder}: resumed from {folder} (version {manifest.version}); from another terminal: rlbench show {r.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if detach:
         emit({"run": r.name, "folder": r.folder, "version": manifest.version}) if as_json else None
         return
@@ -644,9 +793,18 @@ def _resume_or_say(run: Run) -> str:
 @app.command("guard")
 def guard_command(
     name: RunName,
-    when: Annotated[str, typer.Argument(help="'entropy < 0.1', 'ess < 0.3 for 3', 'held_out < 0.2' or 'loss is nan'; without it, list the guards")] = "",
-    do: Annotated[str, typer.Argument(help="action: alert, pause, stop, or a knob such as 'temperature = 0.8'")] = "alert",
-    remove: Annotated[str, typer.Option("--remove", metavar="GUARD", help="remove the guard with this name, condition or id")] = "",
+    when: Annotated[
+        str,
+        typer.Argument(
+            help="'entropy < 0.1', 'ess < 0.3 for 3', 'held_out < 0.2' or 'loss is nan'; without it, list the guards"
+        ),
+    ] = "",
+    do: Annotated[
+        str, typer.Argument(help="action: alert, pause, stop, or a knob such as 'temperature = 0.8'")
+    ] = "alert",
+    remove: Annotated[
+        str, typer.Option("--remove", metavar="GUARD", help="remove the guard with this name, condition or id")
+    ] = "",
     author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
     seconds: WaitOption = 5.0,
@@ -666,7 +824,13 @@ def guard_command(
     for column in ("guard", "when", "do", "last fired", "now"):
         table.add_column(column)
     for g in watched:
-        table.add_row(Text(names[g.id]), Text(g.when), Text(g.do), f"version {g.fired}" if g.fired >= 0 else "never", "armed" if g.armed else "still true")
+        table.add_row(
+            Text(names[g.id]),
+            Text(g.when),
+            Text(g.do),
+            f"version {g.fired}" if g.fired >= 0 else "never",
+            "armed" if g.armed else "still true",
+        )
     Screen().print(table if watched else "nothing is watched")
 
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs
@@ -677,18 +841,40 @@ def knob_rows(r: Run) -> list[dict]:
     reached = {field: f" by version {at}" for field, (_, at) in status.ramps.items() if field not in status.asked}
     rows = []
     for k in live_knobs(r.settings, captured_functions(r.folder)):
-        limits = ", ".join(map(str, k.knob.choices)) or " to ".join("" if v is None else f"{v:g}" for v in (k.knob.low, k.knob.high)).strip()
+        limits = (
+            ", ".join(map(str, k.knob.choices))
+            or " to ".join("" if v is None else f"{v:g}" for v in (k.knob.low, k.knob.high)).strip()
+        )
         since = status.changed.get(k.field, [None, 0])[1]
-        rows.append({"knob": k.field, "in_force": k.value, "asked": asked.get(k.field), "when": reached.get(k.field, ""), "range": "" if limits == "to" else limits,
-                     "unit": k.knob.unit, "acts_on": k.group, "applies": k.knob.apply, "since": since, "help": k.knob.help})
+        rows.append(
+            {
+                "knob": k.field,
+                "in_force": k.value,
+                "asked": asked.get(k.field),
+                "when": reached.get(k.field, ""),
+                "range": "" if limits == "to" else limits,
+                "unit": k.knob.unit,
+                "acts_on": k.group,
+                "applies": k.knob.apply,
+                "since": since,
+                "help": k.knob.help,
+            }
+        )
     return rows
 
 
 @app.command("knobs")
 def knobs_command(
     name: RunName,
-    save: Annotated[str, typer.Option("--save", metavar="NAME", help="save the current settings under this name, for all runs of the runs folder")] = "",
-    apply: Annotated[str, typer.Option("--apply", metavar="NAME", help="apply the settings saved under this name")] = "",
+    save: Annotated[
+        str,
+        typer.Option(
+            "--save", metavar="NAME", help="save the current settings under this name, for all runs of the runs folder"
+        ),
+    ] = "",
+    apply: Annotated[
+        str, typer.Option("--apply", metavar="NAME", help="apply the settings saved under this name")
+    ] = "",
     author: Annotated[str, typer.Option(help="author of the command, for the journal")] = "",
     runs: RunsOption = "",
     seconds: WaitOption = 5.0,
@@ -714,7 +900,10 @@ def _apply_knobs(r: Run, name: str, author: str, seconds: float, as_json: bool) 
     else:
         put(done)
         for row in rows:
-            put(f"{row['knob']} = {row['value']}: {row['status']} at version {row['version']}" + (f": {row['reason']}" if row["reason"] else ""))
+            put(
+                f"{row['knob']} = {row['value']}: {row['status']} at version {row['version']}"
+                + (f": {row['reason']}" if row["reason"] else "")
+            )
     if done.refused or any(row["status"] == "refused" for row in rows):
         raise typer.Exit(2)
 
@@ -723,17 +912,34 @@ def _knob_table(rows: list[dict]) -> Table:
     def brief(value) -> str:
         if isinstance(value, dict):
             return value["name"]
-        return "-".join(map(brief, value)) if isinstance(value, (list, tuple)) else f"{value:g}" if isinstance(value, float) else str(value)
+        return (
+            "-".join(map(brief, value))
+            if isinstance(value, (list, tuple))
+            else f"{value:g}"
+            if isinstance(value, float)
+            else str(value)
+        )
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for column in ("knob", "in force", "asked", "range", "since"):
-        table.add_column(column, justify="right" if column == "in force" else "left", overflow="fold", no_wrap=column in ("knob", "in force", "since"))
+        table.add_column(
+            column,
+            justify="right" if column == "in force" else "left",
+            overflow="fold",
+            no_wrap=column in ("knob", "in force", "since"),
+        )
     before = ""
     for row in sorted(rows, key=lambda row: row["acts_on"]):
         asked = "" if row["asked"] is None else brief(row["asked"]) + row["when"]
         if row["acts_on"] != before:
             table.add_row(Text(row["acts_on"], style="bold"))
-        table.add_row(f" {row['knob']}", brief(row["in_force"]), asked, Text(f"{row['range']} {row['unit']}".strip()), f"version {row['since']}" if row["since"] else "start")
+        table.add_row(
+            f" {row['knob']}",
+            brief(row["in_force"]),
+            asked,
+            Text(f"{row['range']} {row['unit']}".strip()),
+            f"version {row['since']}" if row["since"] else "start",
+        )
         before = row["acts_on"]
     return table
 
@@ -787,7 +993,11 @@ def eval_command(
         else:
             before, until = len(r.evals), time.monotonic() + seconds
             r.eval()
-            while len(r.evals) < before + len(r.config.eval) and time.monotonic() < until and r.state not in (*ENDED, "dead"):
+            while (
+                len(r.evals) < before + len(r.config.eval)
+                and time.monotonic() < until
+                and r.state not in (*ENDED, "dead")
+            ):
                 time.sleep(0.2)
             rows = r.evals.to_dicts()[before:]
     if as_json:
@@ -797,7 +1007,9 @@ def eval_command(
             f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, mean length {e['length_mean']:.1f}"
         )
         if e["k"] > 1:
-            put(f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})")
+            put(
+                f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})"
+            )
         if turns_text(e):
             put(f"  by turn: {turns_text(e)}")
     if not rows:
@@ -824,12 +1036,31 @@ def sample(
 # %% ../../nbs/cli/02_main.ipynb #cli-export
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook (.ipynb) to turn into a module")],
-    folder: Annotated[Path | None, typer.Argument(help="folder to write to; default: in the run's folder for a tracker, beside the notebook for a module")] = None,
-    script: Annotated[bool, typer.Option("--script", help="write the run's commands as a Python script to the path FOLDER")] = False,
-    to: Annotated[str, typer.Option("--to", help="policy, tensorboard, wandb or trackio; for a notebook, the folder of its module")] = "policy",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep exporting new rows until the run ends or Ctrl-C")] = False,
-    best: Annotated[bool, typer.Option("--best", help="export the policy with the best held-out solve rate, not the last one; works for live runs")] = False,
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|NOTEBOOK", help="a run, or a notebook (.ipynb) to turn into a module")
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="folder to write to; default: in the run's folder for a tracker, beside the notebook for a module"
+        ),
+    ] = None,
+    script: Annotated[
+        bool, typer.Option("--script", help="write the run's commands as a Python script to the path FOLDER")
+    ] = False,
+    to: Annotated[
+        str,
+        typer.Option("--to", help="policy, tensorboard, wandb or trackio; for a notebook, the folder of its module"),
+    ] = "policy",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="keep exporting new rows until the run ends or Ctrl-C")
+    ] = False,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="export the policy with the best held-out solve rate, not the last one; works for live runs"
+        ),
+    ] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -844,14 +1075,20 @@ def export(
         if to != "policy":
             return _to_tracker(r, to, folder, follow, as_json)
         if folder is None or follow:
-            raise ValueError(f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}")
+            raise ValueError(
+                f"folder: name the folder for the policy, and no --follow; or choose a tracker: --to {', '.join(SINKS)}"
+            )
         told = _export_best(r, folder) if best else _export_last(r, folder)
     if as_json:
         return emit({"policy": folder, **told})
     put(folder)
-    put(f"note: {told['warning']}" if told["warning"] else f"version {told['version']}, held-out {rate_text(told['held_out'])}")
+    put(
+        f"note: {told['warning']}"
+        if told["warning"]
+        else f"version {told['version']}, held-out {rate_text(told['held_out'])}"
+    )
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-export-part-2
 def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
     module = export_notebook(notebook, folder)
     if as_json:
@@ -863,7 +1100,9 @@ def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
 
 def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
     if folder is None and writes_itself(r.folder, to):
-        raise ValueError(f"to: {r.name!r} writes {to} itself while it is {r.state}; name another folder, or wait for its end")
+        raise ValueError(
+            f"to: {r.name!r} writes {to} itself while it is {r.state}; name another folder, or wait for its end"
+        )
     try:
         told = export_run(r.folder, to, folder, follow)
     except KeyboardInterrupt:
@@ -897,7 +1136,9 @@ def copy_policy(policy: Path, folder: Path) -> None:
     "Copy a policy's folder. ValueError for a link in it, or anything else that is no file: what it leads to would travel along. FileExistsError if there is something."
     for path in (policy, *policy.rglob("*")):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise ValueError(f"policy: {path} is no plain file, and no run writes such; look what it is, then remove it")
+            raise ValueError(
+                f"policy: {path} is no plain file, and no run writes such; look what it is, then remove it"
+            )
     shutil.copytree(policy, folder)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-rest
@@ -912,7 +1153,9 @@ def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) ->
 @app.command()
 def digest(
     name: RunName,
-    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="second run to compare; exit status 1 if a part differs")] = "",
+    other: Annotated[
+        str, typer.Argument(metavar="[OTHER]", help="second run to compare; exit status 1 if a part differs")
+    ] = "",
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -923,7 +1166,10 @@ def digest(
         traces = [read_trace(each.folder) for each in found]
     checks = compare_traces(*traces) if other else ()
     versions = [each.status.version if each.status else 0 for each in found]
-    told = [{"run": trace.run, "digest": trace.whole, "version": version, "parts": trace.parts, "weights": trace.weights} for trace, version in zip(traces, versions)]
+    told = [
+        {"run": trace.run, "digest": trace.whole, "version": version, "parts": trace.parts, "weights": trace.weights}
+        for trace, version in zip(traces, versions)
+    ]
     if as_json:
         emit({**told[0], **({"other": told[1], "checks": checks} if other else {})})
     else:
@@ -934,10 +1180,14 @@ def digest(
 def check_removable(folder: Path) -> None:
     "ValueError for what is no run folder, though it has a config.toml, and for a link to one."
     if folder.is_symlink():
-        raise ValueError(f"run: {folder} is a link to {folder.resolve()}; remove that run by its own name, and the link by hand")
+        raise ValueError(
+            f"run: {folder} is a link to {folder.resolve()}; remove that run by its own name, and the link by hand"
+        )
     missing = [part for part in ("ledger", "commands", "status.json") if not (folder / part).exists()]
     if missing:
-        raise ValueError(f"run: {folder} has a config.toml and no {missing[0]}, so it is no run's folder; remove it by hand")
+        raise ValueError(
+            f"run: {folder} has a config.toml and no {missing[0]}, so it is no run's folder; remove it by hand"
+        )
 
 
 def chosen_runs(names: list[str], runs: str) -> list[Run]:
@@ -962,7 +1212,9 @@ def check_ended(found: list[Run]) -> None:
         raise ValueError(f"run: {'; '.join(live)}; stop it first: rlbench stop {names}")
 
 
-ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help="names, paths, or quoted patterns such as 'tiny-*'")]
+ManyRuns = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="names, paths, or quoted patterns such as 'tiny-*'")
+]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="remove without asking")]
 
 
@@ -980,7 +1232,9 @@ def rm(names: ManyRuns, runs: RunsOption = "", yes: YesOption = False, as_json: 
     with friendly():
         for r in found:
             shutil.rmtree(r.folder.resolve())
-    emit({"removed": [r.folder for r in found]}) if as_json else put("\n".join(f"removed {shown_path(r.folder)}" for r in found))
+    emit({"removed": [r.folder for r in found]}) if as_json else put(
+        "\n".join(f"removed {shown_path(r.folder)}" for r in found)
+    )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-archive
 @app.command()
@@ -1014,21 +1268,39 @@ def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
         if target < 1:
             raise ValueError(f"--target: {target}; give the number of sandboxes at a time, 1 or more")
         found = preflight(PoolSpec(**spec), target)
-    levels = {name: [{**asdict(level), "per_second": level.per_second} for level in getattr(found, name)] for name in ("programs", "sandboxes")}
+    levels = {
+        name: [{**asdict(level), "per_second": level.per_second} for level in getattr(found, name)]
+        for name in ("programs", "sandboxes")
+    }
     emit({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}) if as_json else put(found)
     raise typer.Exit(int(not found.ok))
 
 
 @app.command()
 def doctor(
-    against: Annotated[str, typer.Option("--against", metavar="RUN", help="show what has changed on this machine since this run started")] = "",
-    sandbox: Annotated[bool, typer.Option("--sandbox", help="measure what limits sandboxes, with growing load up to the target")] = False,
+    against: Annotated[
+        str,
+        typer.Option("--against", metavar="RUN", help="show what has changed on this machine since this run started"),
+    ] = "",
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="measure what limits sandboxes, with growing load up to the target")
+    ] = False,
     target: Annotated[int, typer.Option("--target", help="with --sandbox: sandboxes needed at the same time")] = 960,
-    tier: Annotated[str, typer.Option("--tier", help="with --sandbox: bwrap-zygote, landlock, rlimits or remote; default: the strongest that works")] = "",
+    tier: Annotated[
+        str,
+        typer.Option(
+            "--tier",
+            help="with --sandbox: bwrap-zygote, landlock, rlimits or remote; default: the strongest that works",
+        ),
+    ] = "",
     url: Annotated[str, typer.Option("--url", help="with --tier remote: address of the server")] = "",
     api: Annotated[str, typer.Option("--api", help="with --tier remote: protocol, http or sandboxfusion")] = "http",
-    token: Annotated[str, typer.Option("--token", help="with --tier remote: $NAME of the environment variable that holds the token")] = "",
-    allow_unsafe: Annotated[bool, typer.Option("--allow-unsafe", help="with --sandbox: accept rlimits without isolation")] = False,
+    token: Annotated[
+        str, typer.Option("--token", help="with --tier remote: $NAME of the environment variable that holds the token")
+    ] = "",
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="with --sandbox: accept rlimits without isolation")
+    ] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -1036,7 +1308,9 @@ def doctor(
     from rlbench.workbench.doctor import changes_text, checks, healthy, since
 
     if sandbox:
-        return sandbox_doctor({"tier": tier, "url": url, "api": api, "token": token, "allow_unsafe": allow_unsafe}, target, as_json)
+        return sandbox_doctor(
+            {"tier": tier, "url": url, "api": api, "token": token, "allow_unsafe": allow_unsafe}, target, as_json
+        )
     if against:
         with friendly():
             r = attach(against, runs=runs)
@@ -1087,7 +1361,9 @@ def _check_plans(only: list[str], as_json: bool) -> None:
         for column in ("", "", "expected", "got"):
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(row.id, Text("ok" if row.ok else "NO", style="" if row.ok else "bold red"), row.expected, row.got)
+            table.add_row(
+                row.id, Text("ok" if row.ok else "NO", style="" if row.ok else "bold red"), row.expected, row.got
+            )
         Screen().print(table)
         put(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
     raise typer.Exit(int(bool(failed)))
@@ -1095,14 +1371,37 @@ def _check_plans(only: list[str], as_json: bool) -> None:
 # %% ../../nbs/cli/02_main.ipynb #cli-plan-verb
 @app.command("plan")
 def plan_command(
-    source: Annotated[str, typer.Argument(metavar="PLAN", help="name of a packaged plan, or a .toml file; without it, list the packaged plans")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.FIELD=VALUE", help="override a field, such as run.concurrency=512 or rollouts.sigma=[0.3,0.4,0.5]")] = None,
-    tables: Annotated[str, typer.Option("--tables", metavar="FILE", help="TOML file with further GPUs, models, prices, transports and sandboxes")] = "",
-    form_only: Annotated[bool, typer.Option("--no-simulation", help="compute only closed forms, which takes no time")] = False,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN", help="name of a packaged plan, or a .toml file; without it, list the packaged plans"
+        ),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="TABLE.FIELD=VALUE",
+            help="override a field, such as run.concurrency=512 or rollouts.sigma=[0.3,0.4,0.5]",
+        ),
+    ] = None,
+    tables: Annotated[
+        str,
+        typer.Option(
+            "--tables", metavar="FILE", help="TOML file with further GPUs, models, prices, transports and sandboxes"
+        ),
+    ] = "",
+    form_only: Annotated[
+        bool, typer.Option("--no-simulation", help="compute only closed forms, which takes no time")
+    ] = False,
     seed: Annotated[int, typer.Option(help="random seed of the simulation")] = 0,
     list_fields: Annotated[bool, typer.Option("--fields", help="list the fields of a plan file")] = False,
-    checked: Annotated[bool, typer.Option("--check", help="compare with published figures, row by row; takes some minutes")] = False,
-    only: Annotated[list[str], typer.Option("--only", metavar="ROW", help="with --check: only this row; repeat for more rows")] = [],
+    checked: Annotated[
+        bool, typer.Option("--check", help="compare with published figures, row by row; takes some minutes")
+    ] = False,
+    only: Annotated[
+        list[str], typer.Option("--only", metavar="ROW", help="with --check: only this row; repeat for more rows")
+    ] = [],
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
@@ -1112,11 +1411,28 @@ def plan_command(
     if checked:
         return _check_plans(only, as_json)
     if list_fields:
-        return emit({"fields": plan_fields()}) if as_json else put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
+        return (
+            emit({"fields": plan_fields()})
+            if as_json
+            else put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
+        )
     if not source:
         known = plans()
-        return emit({"plans": known}) if as_json else put("\n".join([*(f"{name:18s} {about}" for name, about in known.items()), "", "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists"]))
+        return (
+            emit({"plans": known})
+            if as_json
+            else put(
+                "\n".join(
+                    [
+                        *(f"{name:18s} {about}" for name, about in known.items()),
+                        "",
+                        "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
+                    ]
+                )
+            )
+        )
     with friendly(), Screen(stderr=True).status("" if form_only else "simulating") as status:
+
         def told(what: str, version: int, last: int) -> None:
             status.update(f"simulating {what}: version {version} of {last}")
 
@@ -1133,24 +1449,49 @@ def regrade_command(
     as_json: JsonOption = False,
 ) -> None:
     "Grade a run's programs again under the same limits. Exit status 1 if a verdict changed."
-    from rlbench.views.regrade import regrade
     from rlbench.runtime.steer import in_force
     from rlbench.runtime.worker import open_pool
+    from rlbench.views.regrade import regrade
 
     def told(done: int, all_: int) -> None:
         if sys.stderr.isatty() and (done == all_ or done % 20 == 0):
-            print(f"\r{done:,} of {all_:,} verdicts" if done < all_ else "\r\033[K", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{done:,} of {all_:,} verdicts" if done < all_ else "\r\033[K", end="", file=sys.stderr, flush=True
+            )
 
     with friendly():
         r = attach(name, runs=runs)
         config = in_force(Path(r.folder))
-        pool = open_pool(config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"tier": tier} if tier else {})}))
+        pool = open_pool(
+            config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"tier": tier} if tier else {})})
+        )
         try:
             found = regrade(r.folder, pool, last, config.sandbox.at_once, told)
         finally:
             pool.close()
-    rows = [{"rollout": a.rollout, "try": a.try_, "task": a.task, "score": a.first.score, "now": a.second.score, "change": a.change, "lost": a.lost} for a in found.rows]
-    emit({"run": found.run, "verdicts": found.verdicts, "same": found.same, "other": found.other, "lost": found.lost, "tiers": found.tiers, "rows": rows}) if as_json else put(found)
+    rows = [
+        {
+            "rollout": a.rollout,
+            "try": a.try_,
+            "task": a.task,
+            "score": a.first.score,
+            "now": a.second.score,
+            "change": a.change,
+            "lost": a.lost,
+        }
+        for a in found.rows
+    ]
+    emit(
+        {
+            "run": found.run,
+            "verdicts": found.verdicts,
+            "same": found.same,
+            "other": found.other,
+            "lost": found.lost,
+            "tiers": found.tiers,
+            "rows": rows,
+        }
+    ) if as_json else put(found)
     raise typer.Exit(int(bool(found.other or found.lost)))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-why
@@ -1165,8 +1506,12 @@ def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = Fals
 @app.command("drill")
 def drill_command(
     name: RunName,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[DRILL]...", help="drills to run; default: all that suit the run")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="inject nothing; list the drills and whether each suits the run")] = False,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[DRILL]...", help="drills to run; default: all that suit the run")
+    ] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="inject nothing; list the drills and whether each suits the run")
+    ] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -1178,13 +1523,33 @@ def drill_command(
     def say(which: str, state: str, text: str) -> None:
         if last.get(which) != state:
             last[which] = state
-            console.print(f"{which:18} {state}{': ' * (state in ('waiting', 'refused', 'injected'))}{text if state in ('waiting', 'refused', 'injected') else ''}")
+            console.print(
+                f"{which:18} {state}{': ' * (state in ('waiting', 'refused', 'injected'))}{text if state in ('waiting', 'refused', 'injected') else ''}"
+            )
 
     with friendly():
         folder = attach(name, runs=runs).folder
         if list_:
-            found = [{"drill": each.name, "does": each.does, "reaction": each.reaction, "within_s": each.within, "refused": why} for each, why in listed(folder, names or ())]
-            return emit({"run": name, "drills": found}) if as_json else put("\n".join(f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}" for each in found))
+            found = [
+                {
+                    "drill": each.name,
+                    "does": each.does,
+                    "reaction": each.reaction,
+                    "within_s": each.within,
+                    "refused": why,
+                }
+                for each, why in listed(folder, names or ())
+            ]
+            return (
+                emit({"run": name, "drills": found})
+                if as_json
+                else put(
+                    "\n".join(
+                        f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}"
+                        for each in found
+                    )
+                )
+            )
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for each in series(folder, names or (), say):
@@ -1194,7 +1559,9 @@ def drill_command(
             console.print("stopped; what was injected is undone")
     failed = [each for each in told if each.state == "failed"]
     if as_json:
-        emit({"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told})
+        emit(
+            {"run": name, "passed": sum(each.state == "passed" for each in told), "failed": len(failed), "drills": told}
+        )
     elif told:
         put("\n".join(map(str, told)))
     raise typer.Exit(130 if stopped else int(bool(failed)))
@@ -1213,24 +1580,38 @@ def part_of(text: str, option: str = "--loss") -> str | dict:
         return name if not knobs else {"name": name, **dict(parse_assignment(each) for each in knobs.split(","))}
     raise ValueError(f'{option}: {text!r} is not NAME, NAME:KNOB=VALUE,... or {{name = "NAME", KNOB = VALUE}}')
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-card-part-2
 @app.command("card")
 def card_command(
     name: RunName,
-    rollout: Annotated[int, typer.Argument(help="id of a rollout that was trained, has ended, or waits in the newest checkpoint")],
+    rollout: Annotated[
+        int, typer.Argument(help="id of a rollout that was trained, has ended, or waits in the newest checkpoint")
+    ],
     loss: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="use this loss instead of the run's")] = "",
-    against: Annotated[str, typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="compare with this loss and show the tokens that change")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="PART=NAME[:KNOB=VALUE,...]", help="replace a part: advantage, correction, aggregation, old, kl, kl_weight, kl_in or shaping")] = None,
+    against: Annotated[
+        str,
+        typer.Option(metavar="NAME[:KNOB=VALUE,...]", help="compare with this loss and show the tokens that change"),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PART=NAME[:KNOB=VALUE,...]",
+            help="replace a part: advantage, correction, aggregation, old, kl, kl_weight, kl_in or shaping",
+        ),
+    ] = None,
     attempt: Annotated[int | None, typer.Option(help="which attempt of a rollout that has several")] = None,
-    policy: Annotated[bool, typer.Option("--policy", help="compute log-probabilities now with the saved policy")] = False,
+    policy: Annotated[
+        bool, typer.Option("--policy", help="compute log-probabilities now with the saved policy")
+    ] = False,
     tokens: Annotated[int | None, typer.Option(help="show only this many of the first tokens")] = None,
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
     "Show what the loss does to one rollout, token by token, and why it is 0 where it is."
+    from rlbench.sandbox.explain import tests_text
     from rlbench.views.inspector import tests_of
     from rlbench.views.loss_card import loss_card
-    from rlbench.sandbox.explain import tests_text
 
     with friendly():
         changes = {"loss": part_of(loss)} if loss else {}
@@ -1242,7 +1623,15 @@ def card_command(
         shown = card.compare(loss=part_of(against, "--against")) if against else card
         judged = tests_of(r.folder, rollout, attempt)
     told = "" if judged is None else "\n" + tests_text(judged)
-    emit({"rollout": rollout, "words": repr(shown), "why_zero": card.why_zero(), "tokens": shown.frame.to_dicts(), "tests": judged}) if as_json else put(shown.text(most=tokens) + told)
+    emit(
+        {
+            "rollout": rollout,
+            "words": repr(shown),
+            "why_zero": card.why_zero(),
+            "tokens": shown.frame.to_dicts(),
+            "tests": judged,
+        }
+    ) if as_json else put(shown.text(most=tokens) + told)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-fork
 def version_of(text: str) -> int | str | None:
@@ -1253,10 +1642,25 @@ def version_of(text: str) -> int | str | None:
 @app.command("fork")
 def fork_command(
     name: RunName,
-    at: Annotated[str, typer.Option(metavar="VERSION|best", help="version of the checkpoint, or best: highest held-out solve rate; default: the newest")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="change a field; dotted names reach into tables. Repeat for more fields")] = None,
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="VERSION|best",
+            help="version of the checkpoint, or best: highest held-out solve rate; default: the newest",
+        ),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="change a field; dotted names reach into tables. Repeat for more fields",
+        ),
+    ] = None,
     new: Annotated[str, typer.Option("--name", help="name of the fork; default: the next free number")] = "",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="return immediately, without watching the fork")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="return immediately, without watching the fork")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
@@ -1279,7 +1683,10 @@ def fork_command(
 def replay_command(
     name: RunName,
     new: Annotated[str, typer.Option("--name", help="name of the replay; default: RUN-replay-1, -2, …")] = "",
-    anyway: Annotated[bool, typer.Option("--anyway", help="also replay an asynchronous run in real time, which may not repeat exactly")] = False,
+    anyway: Annotated[
+        bool,
+        typer.Option("--anyway", help="also replay an asynchronous run in real time, which may not repeat exactly"),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
     runs: RunsOption = "",
     as_json: JsonOption = False,
@@ -1307,12 +1714,21 @@ def compare_command(
     with friendly():
         found = compare(*names, runs=runs)
     if as_json:
-        differ = [{"field": d.field, "values": {each.name: value for each, value in zip(found.compared, d.values, strict=True)}} for d in found.differences]
+        differ = [
+            {
+                "field": d.field,
+                "values": {each.name: value for each, value in zip(found.compared, d.values, strict=True)},
+            }
+            for d in found.differences
+        ]
         return emit({"runs": found.endings, "differences": differ, "cautions": found.cautions})
     console = Screen()
     for caution in found.cautions:
         console.print(Text(caution, style="yellow"), soft_wrap=True)
-    for title, rows in (("end figures", end_rows(found.endings)), ("what was different", [(d.field, d.values) for d in found.differences])):
+    for title, rows in (
+        ("end figures", end_rows(found.endings)),
+        ("what was different", [(d.field, d.values) for d in found.differences]),
+    ):
         table = Table(title, box=None, padding=(0, 2), header_style="bold")
         for each in found.compared:
             table.add_column(Text(each.name), justify="right", overflow="fold")
@@ -1330,17 +1746,36 @@ def axis_of(text: str) -> tuple[str, list]:
         values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
     return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-ablate-part-2
 @app.command("ablate")
 def ablate_command(
     source: Annotated[str, typer.Argument(help="name of a preset, or path of a .toml file: the base")],
-    axes: Annotated[list[str], typer.Argument(metavar="FIELD=VALUE,VALUE...", help="fields in which the arms differ; several fields are crossed")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="override a field in all arms and in the base. Repeat for more fields")] = None,
+    axes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE,VALUE...", help="fields in which the arms differ; several fields are crossed"
+        ),
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="override a field in all arms and in the base. Repeat for more fields"
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="runs per arm, paired by seed")] = 5,
-    measure: Annotated[str, typer.Option(help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)")] = "held_out",
-    level: Annotated[float | None, typer.Option(help="held-out solve rate to reach, for versions_to, tokens_to and seconds_to")] = None,
+    measure: Annotated[
+        str,
+        typer.Option(
+            help="held_out, area, versions_to, tokens_to, seconds_to, seconds or mean (of a column of the step table)"
+        ),
+    ] = "held_out",
+    level: Annotated[
+        float | None, typer.Option(help="held-out solve rate to reach, for versions_to, tokens_to and seconds_to")
+    ] = None,
     column: Annotated[str, typer.Option(help="column to average, for mean: ess, entropy, lag_max, …")] = "",
-    folder: Annotated[Path, typer.Option(help="folder of finished runs; a repeated command skips them")] = Path("ablations"),
+    folder: Annotated[Path, typer.Option(help="folder of finished runs; a repeated command skips them")] = Path(
+        "ablations"
+    ),
     no_null: Annotated[bool, typer.Option("--no-null", help="skip the null arm")] = False,
     page: Annotated[Path | None, typer.Option(help="write the result to this HTML page")] = None,
     as_json: JsonOption = False,
@@ -1355,14 +1790,30 @@ def ablate_command(
         if twice := grid.keys() & fixed.keys():
             raise ValueError(f"{min(twice)}: is an axis and is set for all arms; give it once")
         try:
-            found = ablate(source, seeds=seeds, measure=asked, knobs={**fixed, **grid}, folder=folder, null=not no_null,
-                           say=Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
+            found = ablate(
+                source,
+                seeds=seeds,
+                measure=asked,
+                knobs={**fixed, **grid},
+                folder=folder,
+                null=not no_null,
+                say=Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print,
+            )
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         where = ablation_page(found, page) if page else None
     if as_json:
-        emit({"measure": asked, "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds}, "base": found.arms[0].label, "differences": found.differences, "cautions": found.cautions,
-              "table": found.table().to_dicts(), "page": where})
+        emit(
+            {
+                "measure": asked,
+                "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds},
+                "base": found.arms[0].label,
+                "differences": found.differences,
+                "cautions": found.cautions,
+                "table": found.table().to_dicts(),
+                "page": where,
+            }
+        )
     else:
         put(found, *([where] if where else []), sep="\n")
     raise typer.Exit(int(bool(found.null) and not found.null.holds))
@@ -1372,9 +1823,16 @@ def ablate_command(
 def serve_command(
     name: RunName,
     port: Annotated[int, typer.Option(help="port to listen on")] = 8866,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all addresses of this machine")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; 0.0.0.0: all addresses of this machine")
+    ] = "127.0.0.1",
     write: Annotated[bool, typer.Option("--write", help="let viewers steer the run")] = False,
-    token: Annotated[str, typer.Option(help="token that the link must carry; default: a new one, which is printed", envvar="RLBENCH_TOKEN")] = "",
+    token: Annotated[
+        str,
+        typer.Option(
+            help="token that the link must carry; default: a new one, which is printed", envvar="RLBENCH_TOKEN"
+        ),
+    ] = "",
     runs: RunsOption = "",
 ) -> None:
     "Serve the panel of a run as a web page, read-only unless --write is given."
@@ -1385,10 +1843,21 @@ def serve_command(
         serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: put(line, flush=True))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-chain
-Tuning = Annotated[float, typer.Option("--learning-rate", help="peak learning rate; 1e-5 suits a model of a billion weights")]
-Seen = Annotated[int | None, typer.Option("--last", help="use only this many of the run's newest rollouts; default: all")]
-Until = Annotated[int | None, typer.Option("--until", metavar="VERSION", help="use only rollouts that started before this version")]
-Skip = Annotated[bool, typer.Option("--skip-unusable", help="skip texts that are too long for the model or that its tokenizer cannot express")]
+Tuning = Annotated[
+    float, typer.Option("--learning-rate", help="peak learning rate; 1e-5 suits a model of a billion weights")
+]
+Seen = Annotated[
+    int | None, typer.Option("--last", help="use only this many of the run's newest rollouts; default: all")
+]
+Until = Annotated[
+    int | None, typer.Option("--until", metavar="VERSION", help="use only rollouts that started before this version")
+]
+Skip = Annotated[
+    bool,
+    typer.Option(
+        "--skip-unusable", help="skip texts that are too long for the model or that its tokenizer cannot express"
+    ),
+]
 Device = Annotated[str, typer.Option(help="device to run on: auto, cpu or cuda")]
 
 
@@ -1404,7 +1873,10 @@ def _task_set(text: str) -> str | dict:
 
 @app.command("demonstrations")
 def demonstrations_command(
-    tasks: Annotated[str, typer.Argument(help='addition, sums, counting or arithmetic, or a table such as {name = "addition", high = 2}')] = "arithmetic",
+    tasks: Annotated[
+        str,
+        typer.Argument(help='addition, sums, counting or arithmetic, or a table such as {name = "addition", high = 2}'),
+    ] = "arithmetic",
     out: Annotated[Path, typer.Option(help="file to write")] = Path("demonstrations.jsonl"),
     count: Annotated[int, typer.Option(help="tasks to demonstrate")] = 1000,
     written: Annotated[float, typer.Option(help="share of demonstrations that show their working")] = 1.0,
@@ -1417,20 +1889,37 @@ def demonstrations_command(
 
     with friendly():
         made = make_demonstrations(_task_set(tasks), out, count, written, slips, seed)
-    emit({"file": out, "demonstrations": len(made)}) if as_json else put(f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER")
+    emit({"file": out, "demonstrations": len(made)}) if as_json else put(
+        f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER"
+    )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-sft
 @app.command("sft")
 def sft_command(
-    source: Annotated[str, typer.Argument(metavar="FILE|RUN", help="file of demonstrations, or with --rejection a run")],
+    source: Annotated[
+        str, typer.Argument(metavar="FILE|RUN", help="file of demonstrations, or with --rejection a run")
+    ],
     out: Annotated[Path, typer.Option(help="policy folder to write")],
-    model: Annotated[str, typer.Option(help="model to start from; default: tiny, or the initial model of the run")] = "",
-    rejection: Annotated[bool, typer.Option("--rejection", help="learn from a run's right answers (rejection sampling)")] = False,
+    model: Annotated[
+        str, typer.Option(help="model to start from; default: tiny, or the initial model of the run")
+    ] = "",
+    rejection: Annotated[
+        bool, typer.Option("--rejection", help="learn from a run's right answers (rejection sampling)")
+    ] = False,
     per_task: Annotated[int, typer.Option(help="with --rejection: most right answers per task")] = 4,
-    pick: Annotated[str, typer.Option(help="with --rejection: use all, the best or the shortest of a task's right answers")] = "all",
+    pick: Annotated[
+        str, typer.Option(help="with --rejection: use all, the best or the shortest of a task's right answers")
+    ] = "all",
     last: Seen = None,
     until: Until = None,
-    exam: Annotated[str, typer.Option("--eval", metavar="TASKS", help="measure the held-out solve rate on this task set before and after; default for a run: its own set")] = "",
+    exam: Annotated[
+        str,
+        typer.Option(
+            "--eval",
+            metavar="TASKS",
+            help="measure the held-out solve rate on this task set before and after; default for a run: its own set",
+        ),
+    ] = "",
     epochs: int = 3,
     batch: Annotated[int, typer.Option(help="demonstrations per optimizer step")] = 16,
     learning_rate: Tuning = 5e-4,
@@ -1447,14 +1936,36 @@ def sft_command(
 
     with friendly():
         settings = FitSettings(learning_rate, epochs, batch, held_out=held_out, seed=seed)
-        told = sft(source, out, model, settings, rejection, per_task, pick, last, until, _task_set(exam), "skip" if skip_unusable else "refuse", device, runs, _said())
+        told = sft(
+            source,
+            out,
+            model,
+            settings,
+            rejection,
+            per_task,
+            pick,
+            last,
+            until,
+            _task_set(exam),
+            "skip" if skip_unusable else "refuse",
+            device,
+            runs,
+            _said(),
+        )
     emit(told) if as_json else put(tuned_text(told))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-pairs
 @app.command("pairs")
 def pairs_command(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="run whose responses are compared; not needed for files")] = "",
-    sources: Annotated[list[str] | None, typer.Option("--from", metavar="verifier|ranking|judge|FILE", help="source of the preferences; repeat for more sources")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="run whose responses are compared; not needed for files")
+    ] = "",
+    sources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from", metavar="verifier|ranking|judge|FILE", help="source of the preferences; repeat for more sources"
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("pairs.jsonl"),
     per_task: Annotated[int, typer.Option(help="most pairs per task from verifier and judge")] = 4,
     last: Seen = None,
@@ -1462,7 +1973,10 @@ def pairs_command(
     seed: int = 0,
     judge_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint, up to and including /v1")] = "",
     judge_model: Annotated[str, typer.Option(help="name of the model at the endpoint")] = "",
-    judge_key: Annotated[str, typer.Option(envvar="RLBENCH_JUDGE_KEY", show_envvar=True, help="key for the endpoint, sent as a bearer token")] = "",
+    judge_key: Annotated[
+        str,
+        typer.Option(envvar="RLBENCH_JUDGE_KEY", show_envvar=True, help="key for the endpoint, sent as a bearer token"),
+    ] = "",
     runs: RunsOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -1474,7 +1988,9 @@ def pairs_command(
         if bool(judge_url) != bool(judge_model):
             raise ValueError("judge: give both --judge-url and --judge-model")
         judge = Endpoint(judge_url, judge_model, judge_key) if judge_url else None
-        told = make_pairs(sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said())
+        told = make_pairs(
+            sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said()
+        )
     emit(told) if as_json else put(collected_text(told))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-reward-model
@@ -1500,7 +2016,9 @@ def reward_model_command(
 
     with friendly():
         settings = FitSettings(learning_rate, epochs, batch, held_out=held_out, seed=seed)
-        told = reward_model(pairs, out, model, settings, center, most, "skip" if skip_unusable else "refuse", device, _said())
+        told = reward_model(
+            pairs, out, model, settings, center, most, "skip" if skip_unusable else "refuse", device, _said()
+        )
     emit(told) if as_json else put(rewarding_text(told))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench
@@ -1518,30 +2036,53 @@ FolderOption = Annotated[str, typer.Option(help="folder of finished measurements
 
 
 @benches.command()
-def engine(run_name: Annotated[str, typer.Option("--run", help="use the response lengths of this run")] = "", runs: RunsOption = "",
-           folder: FolderOption = "bench-engine", as_json: JsonOption = False) -> None:
+def engine(
+    run_name: Annotated[str, typer.Option("--run", help="use the response lengths of this run")] = "",
+    runs: RunsOption = "",
+    folder: FolderOption = "bench-engine",
+    as_json: JsonOption = False,
+) -> None:
     "Compare the torch generator, and vLLM if it works here, with transformers.generate."
     from rlbench.bench.engine import bench_engine
 
-    _measure(lambda say: bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=say), as_json)
+    _measure(
+        lambda say: bench_engine(run=attach(run_name, runs=runs).folder if run_name else None, folder=folder, say=say),
+        as_json,
+    )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-more
 @benches.command()
-def trl(pairs: Annotated[int | None, typer.Option(help="trainings per side; default: 3, or 1 with --size")] = None,
-        placement: Annotated[str, typer.Option(help="split or colocated; empty: that of the preset")] = "",
-        size: Annotated[str, typer.Option(help="use random weights of this size instead of the embedded policy: 1m, 10m or 60m")] = "",
-        tokens: Annotated[int, typer.Option(help="with --size: length of every response")] = 512,
-        folder: FolderOption = "bench-trl", as_json: JsonOption = False) -> None:
+def trl(
+    pairs: Annotated[int | None, typer.Option(help="trainings per side; default: 3, or 1 with --size")] = None,
+    placement: Annotated[str, typer.Option(help="split or colocated; empty: that of the preset")] = "",
+    size: Annotated[
+        str, typer.Option(help="use random weights of this size instead of the embedded policy: 1m, 10m or 60m")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="with --size: length of every response")] = 512,
+    folder: FolderOption = "bench-trl",
+    as_json: JsonOption = False,
+) -> None:
     "Compare the whole training loop with TRL's GRPOTrainer, installed in a separate Python environment."
-    from rlbench.bench.trl_size import bench_size
     from rlbench.bench.trl import bench_trl
+    from rlbench.bench.trl_size import bench_size
 
-    _measure(lambda say: bench_size(folder, size, tokens, 1 if pairs is None else pairs, placement, say=say) if size else bench_trl(folder, 3 if pairs is None else pairs, placement, say=say), as_json)
+    _measure(
+        lambda say: (
+            bench_size(folder, size, tokens, 1 if pairs is None else pairs, placement, say=say)
+            if size
+            else bench_trl(folder, 3 if pairs is None else pairs, placement, say=say)
+        ),
+        as_json,
+    )
 
 
 @benches.command()
-def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] = 3, placement: Annotated[str, typer.Option(help="split or colocated")] = "split",
-             folder: FolderOption = "bench-overhead", as_json: JsonOption = False) -> None:
+def overhead(
+    runs: Annotated[int, typer.Option(help="real runs of the preset")] = 3,
+    placement: Annotated[str, typer.Option(help="split or colocated")] = "split",
+    folder: FolderOption = "bench-overhead",
+    as_json: JsonOption = False,
+) -> None:
     "Measure where a real run spends its time and how long new weights take."
     from rlbench.bench.overhead import bench_overhead
 
@@ -1549,16 +2090,25 @@ def overhead(runs: Annotated[int, typer.Option(help="real runs of the preset")] 
 
 
 @benches.command("start")
-def start_bench(rounds: Annotated[int, typer.Option(help="fresh interpreters")] = 3, folder: FolderOption = "bench-start", as_json: JsonOption = False) -> None:
+def start_bench(
+    rounds: Annotated[int, typer.Option(help="fresh interpreters")] = 3,
+    folder: FolderOption = "bench-start",
+    as_json: JsonOption = False,
+) -> None:
     "How long a person waits: for a first run, for the next one, for a killed generator, for an import, for a list."
     from rlbench.bench.start import bench_start
 
     _measure(lambda say: bench_start(folder, rounds, say), as_json)
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-bench-more-part-2
 @benches.command()
-def objectives(seeds: Annotated[int, typer.Option(help="runs per objective")] = 3, steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
-               only: Annotated[list[str], typer.Option(help="only this objective; repeat for more")] = [], folder: FolderOption = "bench-objectives", as_json: JsonOption = False) -> None:
+def objectives(
+    seeds: Annotated[int, typer.Option(help="runs per objective")] = 3,
+    steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
+    only: Annotated[list[str], typer.Option(help="only this objective; repeat for more")] = [],
+    folder: FolderOption = "bench-objectives",
+    as_json: JsonOption = False,
+) -> None:
     "Compare all families of objectives on one short task: held-out solve rate, compute and memory."
     from rlbench.bench.objectives import bench_objectives
 
@@ -1566,10 +2116,17 @@ def objectives(seeds: Annotated[int, typer.Option(help="runs per objective")] = 
 
 
 @benches.command()
-def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 12,
-             top_p: Annotated[float, typer.Option(help="top_p of the sampler; below 1, or with --top-k, only the control and the on-policy arm run")] = 1.0,
-             top_k: Annotated[int, typer.Option(help="top_k of the sampler; 0: off")] = 0,
-             only: Annotated[list[str], typer.Option(help="only this engine, torch or vllm; repeat for more")] = [], folder: FolderOption = "bench-mismatch", as_json: JsonOption = False) -> None:
+def mismatch(
+    steps: Annotated[int, typer.Option(help="versions of each run")] = 12,
+    top_p: Annotated[
+        float,
+        typer.Option(help="top_p of the sampler; below 1, or with --top-k, only the control and the on-policy arm run"),
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="top_k of the sampler; 0: off")] = 0,
+    only: Annotated[list[str], typer.Option(help="only this engine, torch or vllm; repeat for more")] = [],
+    folder: FolderOption = "bench-mismatch",
+    as_json: JsonOption = False,
+) -> None:
     "Measure how far sampler and trainer log-probabilities differ, with a control at learning rate 0."
     from rlbench.bench.mismatch import bench_mismatch
 
@@ -1577,7 +2134,11 @@ def mismatch(steps: Annotated[int, typer.Option(help="versions of each run")] = 
 
 
 @benches.command()
-def modes(seeds: Annotated[int, typer.Option(help="runs per mode")] = 3, folder: FolderOption = "bench-modes", as_json: JsonOption = False) -> None:
+def modes(
+    seeds: Annotated[int, typer.Option(help="runs per mode")] = 3,
+    folder: FolderOption = "bench-modes",
+    as_json: JsonOption = False,
+) -> None:
     "Run the preset in every synchronous and asynchronous mode."
     from rlbench.bench.modes import bench_modes
 
@@ -1585,8 +2146,12 @@ def modes(seeds: Annotated[int, typer.Option(help="runs per mode")] = 3, folder:
 
 
 @benches.command()
-def faults(times: Annotated[int, typer.Option(help="processes to strike, one per run")] = 20, seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
-           folder: FolderOption = "bench-faults", as_json: JsonOption = False) -> None:
+def faults(
+    times: Annotated[int, typer.Option(help="processes to strike, one per run")] = 20,
+    seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
+    folder: FolderOption = "bench-faults",
+    as_json: JsonOption = False,
+) -> None:
     "Kill and stop processes of live runs at random moments. Exit status 1 if a promise is broken."
     from rlbench.bench.faults import bench_faults
 
@@ -1609,8 +2174,13 @@ def diagnosis_bench(
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-sandbox
 @benches.command()
-def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")] = 300, burst: Annotated[int, typer.Option(help="programs submitted at once")] = 960, workspaces: Annotated[int, typer.Option(help="sessions open at once")] = 300,
-            folder: FolderOption = "bench-sandbox", as_json: JsonOption = False) -> None:
+def sandbox(
+    starts: Annotated[int, typer.Option(help="executions of each kind")] = 300,
+    burst: Annotated[int, typer.Option(help="programs submitted at once")] = 960,
+    workspaces: Annotated[int, typer.Option(help="sessions open at once")] = 300,
+    folder: FolderOption = "bench-sandbox",
+    as_json: JsonOption = False,
+) -> None:
     "Measure the cost of isolated execution against a bare fork and a fresh jail, in bursts and workspaces."
     from rlbench.bench.sandbox import bench_sandbox
 
@@ -1618,7 +2188,11 @@ def sandbox(starts: Annotated[int, typer.Option(help="executions of each kind")]
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-environment
 @benches.command()
-def environment(steps: Annotated[int, typer.Option(help="versions of each run")] = 40, folder: FolderOption = "bench-environment", as_json: JsonOption = False) -> None:
+def environment(
+    steps: Annotated[int, typer.Option(help="versions of each run")] = 40,
+    folder: FolderOption = "bench-environment",
+    as_json: JsonOption = False,
+) -> None:
     "Measure the generator time lost to tools and scoring, with 64 rollouts of several turns at once."
     from rlbench.bench.environment import bench_environment
 
@@ -1626,7 +2200,11 @@ def environment(steps: Annotated[int, typer.Option(help="versions of each run")]
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-delay
 @benches.command()
-def delay(seeds: Annotated[int, typer.Option(help="pairs per delay")] = 5, folder: FolderOption = "bench-delay", as_json: JsonOption = False) -> None:
+def delay(
+    seeds: Annotated[int, typer.Option(help="pairs per delay")] = 5,
+    folder: FolderOption = "bench-delay",
+    as_json: JsonOption = False,
+) -> None:
     "Compare naive and decoupled PPO on data exactly 0 to 16 versions old."
     from rlbench.studies.delay import bench_delay
 
@@ -1634,8 +2212,12 @@ def delay(seeds: Annotated[int, typer.Option(help="pairs per delay")] = 5, folde
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-study
 @benches.command()
-def study(name: Annotated[str, typer.Argument(help="group_size, mismatch or switches")], seeds: Annotated[int, typer.Option(help="runs per arm")] = 5,
-          folder: FolderOption = "bench-study", as_json: JsonOption = False) -> None:
+def study(
+    name: Annotated[str, typer.Argument(help="group_size, mismatch or switches")],
+    seeds: Annotated[int, typer.Option(help="runs per arm")] = 5,
+    folder: FolderOption = "bench-study",
+    as_json: JsonOption = False,
+) -> None:
     "Run the arms of a study on the embedded policy with paired seeds; nbs/studies reads the output."
     from rlbench.studies.study import bench_study
 
@@ -1643,8 +2225,12 @@ def study(name: Annotated[str, typer.Argument(help="group_size, mismatch or swit
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-balance
 @benches.command()
-def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0: none")] = 3, seconds: Annotated[float, typer.Option(help="length of a real run, counted from its first batch")] = 45.0,
-            folder: FolderOption = "bench-balance", as_json: JsonOption = False) -> None:
+def balance(
+    pairs: Annotated[int, typer.Option(help="pairs of real runs from each start; 0: none")] = 3,
+    seconds: Annotated[float, typer.Option(help="length of a real run, counted from its first batch")] = 45.0,
+    folder: FolderOption = "bench-balance",
+    as_json: JsonOption = False,
+) -> None:
     "Compare balancing with the best fixed setting (virtual clock) and with no balancing (real runs)."
     from rlbench.bench.balance import bench_balance
 
@@ -1652,17 +2238,35 @@ def balance(pairs: Annotated[int, typer.Option(help="pairs of real runs from eac
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-planner
 @benches.command()
-def planner(seconds: Annotated[float, typer.Option(help="length of each observation; every change is observed three times")] = 30.0, virtual: Annotated[bool, typer.Option("--virtual", help="use random runs on the virtual clock, with ten changes each, instead of real runs")] = False,
-            runs: Annotated[int, typer.Option(help="with --virtual: number of runs")] = 40, folder: FolderOption = "bench-planner", as_json: JsonOption = False) -> None:
+def planner(
+    seconds: Annotated[
+        float, typer.Option(help="length of each observation; every change is observed three times")
+    ] = 30.0,
+    virtual: Annotated[
+        bool,
+        typer.Option(
+            "--virtual", help="use random runs on the virtual clock, with ten changes each, instead of real runs"
+        ),
+    ] = False,
+    runs: Annotated[int, typer.Option(help="with --virtual: number of runs")] = 40,
+    folder: FolderOption = "bench-planner",
+    as_json: JsonOption = False,
+) -> None:
     "Predict changes of real runs, make them and compare. With --virtual, check random runs on the virtual clock."
     from rlbench.bench.planner import bench_planner, bench_virtual
 
-    _measure(lambda say: bench_virtual(folder, runs, say=say) if virtual else bench_planner(folder, seconds, say), as_json)
+    _measure(
+        lambda say: bench_virtual(folder, runs, say=say) if virtual else bench_planner(folder, seconds, say), as_json
+    )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-crashes
 @benches.command()
-def crashes(kills: Annotated[int, typer.Option(help="kills in all; each run gets several")] = 30, seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
-            folder: FolderOption = "bench-crashes", as_json: JsonOption = False) -> None:
+def crashes(
+    kills: Annotated[int, typer.Option(help="kills in all; each run gets several")] = 30,
+    seed: Annotated[int, typer.Option(help="random seed of the moments")] = 0,
+    folder: FolderOption = "bench-crashes",
+    as_json: JsonOption = False,
+) -> None:
     "Kill and resume runs in all their phases. Exit status 1 if anything is trained twice or skipped."
     from rlbench.bench.crashes import bench_crashes
 
@@ -1681,7 +2285,12 @@ def staleness(folder: FolderOption = "bench-staleness", as_json: JsonOption = Fa
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-simulator
 @benches.command()
-def simulator(million: Annotated[bool, typer.Option(help="also simulate a million rollouts on 10,000 GPUs; takes some minutes")] = True, as_json: JsonOption = False) -> None:
+def simulator(
+    million: Annotated[
+        bool, typer.Option(help="also simulate a million rollouts on 10,000 GPUs; takes some minutes")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
     "Measure how many events per second the simulator handles, with few and with many live rollouts."
     from rlbench.bench.simulator import bench_simulator
 
@@ -1689,7 +2298,9 @@ def simulator(million: Annotated[bool, typer.Option(help="also simulate a millio
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-stragglers
 @benches.command()
-def stragglers(seed: Annotated[int, typer.Option(help="random seed of tasks and lengths")] = 0, as_json: JsonOption = False) -> None:
+def stragglers(
+    seed: Annotated[int, typer.Option(help="random seed of tasks and lengths")] = 0, as_json: JsonOption = False
+) -> None:
     "Measure the cost of each straggler strategy on heavy-tailed lengths and the virtual clock."
     from rlbench.bench.stragglers import bench_stragglers
 
@@ -1697,8 +2308,12 @@ def stragglers(seed: Annotated[int, typer.Option(help="random seed of tasks and 
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-chain
 @benches.command("chain")
-def chain_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, pairs: Annotated[int, typer.Option(help="preference pairs for the reward model")] = 100,
-                folder: FolderOption = "bench-chain", as_json: JsonOption = False) -> None:
+def chain_bench(
+    seeds: Annotated[int, typer.Option(help="runs per arm")] = 1,
+    pairs: Annotated[int, typer.Option(help="preference pairs for the reward model")] = 100,
+    folder: FolderOption = "bench-chain",
+    as_json: JsonOption = False,
+) -> None:
     "Train against a reward model with and without KL, and find where proxy and true reward diverge."
     from rlbench.bench.chain import bench_chain
 
@@ -1706,7 +2321,11 @@ def chain_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, pa
 
 
 @benches.command("distill")
-def distill_bench(seeds: Annotated[int, typer.Option(help="teachers, and students of each kind")] = 1, folder: FolderOption = "bench-distill", as_json: JsonOption = False) -> None:
+def distill_bench(
+    seeds: Annotated[int, typer.Option(help="teachers, and students of each kind")] = 1,
+    folder: FolderOption = "bench-distill",
+    as_json: JsonOption = False,
+) -> None:
     "Compare distillation on the student's responses with fine-tuning, rejection sampling and RL at equal tokens."
     from rlbench.bench.chain import bench_distill
 
@@ -1714,7 +2333,11 @@ def distill_bench(seeds: Annotated[int, typer.Option(help="teachers, and student
 
 
 @benches.command("process")
-def process_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, folder: FolderOption = "bench-process", as_json: JsonOption = False) -> None:
+def process_bench(
+    seeds: Annotated[int, typer.Option(help="runs per arm")] = 1,
+    folder: FolderOption = "bench-process",
+    as_json: JsonOption = False,
+) -> None:
     "Compare rewards for the answer, for the steps, for both, and weights that change during the run."
     from rlbench.bench.chain import bench_process
 
@@ -1722,9 +2345,14 @@ def process_bench(seeds: Annotated[int, typer.Option(help="runs per arm")] = 1, 
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench-panel
 @benches.command()
-def panel(windows: Annotated[int, typer.Option(help="measurement windows with the panel open, and as many with it closed")] = 5,
-          seconds: Annotated[float, typer.Option(help="length of a window")] = 60.0,
-          folder: FolderOption = "bench-panel", as_json: JsonOption = False) -> None:
+def panel(
+    windows: Annotated[
+        int, typer.Option(help="measurement windows with the panel open, and as many with it closed")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(help="length of a window")] = 60.0,
+    folder: FolderOption = "bench-panel",
+    as_json: JsonOption = False,
+) -> None:
     "Measure the cost and the response time of the live panel in JupyterLab and Chromium."
     from rlbench.bench.panel import bench_panel
 

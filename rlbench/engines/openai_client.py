@@ -34,6 +34,7 @@ def _bad_request() -> type[ValueError]:
 
     class BadRequest(BadRequestError, ValueError):
         "A request that cannot be served as it is."
+
         __qualname__ = "BadRequest"
 
         def __init__(self, message: str):
@@ -45,21 +46,76 @@ def _bad_request() -> type[ValueError]:
 def bad_request(field: str, message: str) -> ValueError:
     "The error for a field of a request: `param` is the field, `status_code` 400, `response.text` the message."
     error = _bad_request()(f"{field}: {message}")
-    error.message, error.param, error.code, error.type, error.status_code, error.request_id = str(error), field, None, "BadRequestError", 400, None
+    error.message, error.param, error.code, error.type, error.status_code, error.request_id = (
+        str(error),
+        field,
+        None,
+        "BadRequestError",
+        400,
+        None,
+    )
     error.body, error.request = {"message": str(error), "param": field, "code": 400}, None
     error.response = SimpleNamespace(text=str(error), status_code=400, headers={}, request=None)
     return error
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-wish
-NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,), "stream": (False,), "best_of": (1,), "echo": (False,), "logit_bias": ({},),
-           "response_format": ({"type": "text"},), "tools": ([], ()), "tool_choice": ("none", "auto"), "functions": ([], ()), "top_logprobs": (0,), "suffix": ("",), "skip_special_tokens": (True,)}
-IGNORED = ("user", "metadata", "store", "service_tier", "extra_headers", "extra_query", "return_token_ids", "return_tokens_as_token_ids", "safety_identifier", "prompt_cache_key", "priority", "parallel_tool_calls", "stream_options")
-READ = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "timeout")
+NEUTRAL = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stream": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([], ()),
+    "tool_choice": ("none", "auto"),
+    "functions": ([], ()),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "skip_special_tokens": (True,),
+}
+
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "extra_headers",
+    "extra_query",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "safety_identifier",
+    "prompt_cache_key",
+    "priority",
+    "parallel_tool_calls",
+    "stream_options",
+)
+
+# %% ../../nbs/engines/03_openai_client.ipynb #client-wish-part-2
+READ = (
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "timeout",
+)
 
 
 @dataclass(frozen=True)
 class Wish:
     "What a request asks for, beside its prompt. `stop`: texts that end a response; `stop_ids`: tokens that do, beside the policy's own, which `endless` takes away."
+
     sampling: Sampling
     n: int = 1
     seed: int | None = None
@@ -84,8 +140,18 @@ def _number(asked: Mapping, name: str, default, low: float, high: float = float(
     value = asked.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or whole and value != int(value) or not low <= value <= high:
-        raise bad_request(name, f"{value!r} is not a {'whole ' if whole else ''}number from {low:g}" + (f" to {high:g}" if high < float("inf") else " on"))
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or whole
+        and value != int(value)
+        or not low <= value <= high
+    ):
+        raise bad_request(
+            name,
+            f"{value!r} is not a {'whole ' if whole else ''}number from {low:g}"
+            + (f" to {high:g}" if high < float("inf") else " on"),
+        )
     return int(value) if whole else float(value)
 
 
@@ -102,12 +168,29 @@ def wish_of(asked: Mapping, room: int) -> Wish:
     asked = {**asked, **(asked.get("extra_body") or {})}
     asked.pop("extra_body", None)
     check_fields(asked)
-    limit = asked.get("max_completion_tokens") if asked.get("max_completion_tokens") is not None else asked.get("max_tokens")
+    limit = (
+        asked.get("max_completion_tokens")
+        if asked.get("max_completion_tokens") is not None
+        else asked.get("max_tokens")
+    )
     top_k = max(0, _number(asked, "top_k", 0, -1, whole=True))
-    sampling = Sampling(_number(asked, "temperature", 1.0, 0), _number(asked, "top_p", 1.0, 1e-9, 1), top_k, _number({"max_tokens": limit}, "max_tokens", room, 1, whole=True))
+    sampling = Sampling(
+        _number(asked, "temperature", 1.0, 0),
+        _number(asked, "top_p", 1.0, 1e-9, 1),
+        top_k,
+        _number({"max_tokens": limit}, "max_tokens", room, 1, whole=True),
+    )
     ids = asked.get("stop_token_ids") or ()
-    return Wish(sampling, _number(asked, "n", 1, 1, 4096, whole=True), _number(asked, "seed", None, -2**63, 2**64, whole=True), _texts(asked, "stop"), tuple(int(each) for each in ids),
-                bool(asked.get("ignore_eos")), asked.get("logprobs") is not None and asked.get("logprobs") is not False, _number(asked, "timeout", None, 0))
+    return Wish(
+        sampling,
+        _number(asked, "n", 1, 1, 4096, whole=True),
+        _number(asked, "seed", None, -(2**63), 2**64, whole=True),
+        _texts(asked, "stop"),
+        tuple(int(each) for each in ids),
+        bool(asked.get("ignore_eos")),
+        asked.get("logprobs") is not None and asked.get("logprobs") is not False,
+        _number(asked, "timeout", None, 0),
+    )
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-messages
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -116,9 +199,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def _text_of(content, where: str) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
-    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, (list, tuple)) else [{}]
+    parts = (
+        [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, (list, tuple)) else [{}]
+    )
     if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        raise bad_request(where, f"{str(content)[:60]!r} is neither a text nor a list of parts of text; only text is served")
+        raise bad_request(
+            where, f"{str(content)[:60]!r} is neither a text nor a list of parts of text; only text is served"
+        )
     return "".join(part["text"] for part in parts)
 
 
@@ -130,7 +217,10 @@ def plain_messages(messages) -> list[dict[str, str]]:
     for i, message in enumerate(messages):
         table = message.model_dump() if hasattr(message, "model_dump") else message
         if not isinstance(table, Mapping) or table.get("role") not in ROLES:
-            raise bad_request(f"messages[{i}].role", f"{table.get('role') if isinstance(table, Mapping) else table!r} is not one of {', '.join(ROLES)}")
+            raise bad_request(
+                f"messages[{i}].role",
+                f"{table.get('role') if isinstance(table, Mapping) else table!r} is not one of {', '.join(ROLES)}",
+            )
         if table.get("tool_calls"):
             raise bad_request(f"messages[{i}].tool_calls", "tools are not served here; write what was called as text")
         found.append({"role": table["role"], "content": _text_of(table.get("content"), f"messages[{i}].content")})
@@ -158,7 +248,7 @@ class Kept:
     def begin(self, text: str) -> tuple[np.ndarray | None, str]:
         "The tokens of the longest text that this one begins with, and what follows it."
         known = max((each for each in self.tokens if text.startswith(each)), key=len, default="")
-        return (self.tokens[known] if known else None), text[len(known):]
+        return (self.tokens[known] if known else None), text[len(known) :]
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-cut
 def cut(segment: Segment, decode: Callable[[np.ndarray], str], stops: Sequence[str]) -> tuple[Segment, str, bool]:
@@ -166,11 +256,17 @@ def cut(segment: Segment, decode: Callable[[np.ndarray], str], stops: Sequence[s
     whole = decode(segment.tokens)
     if not any(stop in whole for stop in stops):
         return segment, whole, False
-    size = 1 + bisect_left(range(1, len(segment) + 1), True, key=lambda n: any(stop in decode(segment.tokens[:n]) for stop in stops))
+    size = 1 + bisect_left(
+        range(1, len(segment) + 1), True, key=lambda n: any(stop in decode(segment.tokens[:n]) for stop in stops)
+    )
     text = decode(segment.tokens[:size])
     arrays = {name: getattr(segment, name)[:size] for name in ("tokens", "logprobs", "versions")}
     mask = None if segment.sampling_mask is None else segment.sampling_mask[:size]
-    return replace(segment, **arrays, sampling_mask=mask), text[:min(text.find(stop) for stop in stops if stop in text)], True
+    return (
+        replace(segment, **arrays, sampling_mask=mask),
+        text[: min(text.find(stop) for stop in stops if stop in text)],
+        True,
+    )
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-answer
 class Answer(SimpleNamespace):
@@ -178,13 +274,27 @@ class Answer(SimpleNamespace):
 
     def model_dump(self, **_) -> dict:
         "As a dictionary."
+
         def plain(value):
-            return {k: plain(v) for k, v in vars(value).items()} if isinstance(value, SimpleNamespace) else [plain(v) for v in value] if isinstance(value, list) else value
+            return (
+                {k: plain(v) for k, v in vars(value).items()}
+                if isinstance(value, SimpleNamespace)
+                else [plain(v) for v in value]
+                if isinstance(value, list)
+                else value
+            )
+
         return plain(self)
 
 
 def _answer(value):
-    return Answer(**{k: _answer(v) for k, v in value.items()}) if isinstance(value, dict) else [_answer(v) for v in value] if isinstance(value, list) else value
+    return (
+        Answer(**{k: _answer(v) for k, v in value.items()})
+        if isinstance(value, dict)
+        else [_answer(v) for v in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def typed(table: dict):
@@ -202,13 +312,28 @@ def choice_of(index: int, result: Result, client: "Client", wish: Wish, chat: bo
     segment, text, stopped = cut(result.segment, client.decode, wish.stop)
     tokens, logprobs = segment.tokens.tolist(), [float(x) for x in segment.logprobs]
     spelled = [client.spell(segment.tokens[i : i + 1]) for i in range(len(segment))] if wish.logprobs else []
-    table = {"index": index, "finish_reason": "stop" if stopped or result.reason is StopReason.STOP else "length", "logprobs": None,
-             "token_ids": tokens, "token_logprobs": logprobs, "versions": segment.versions.tolist()}
+    table = {
+        "index": index,
+        "finish_reason": "stop" if stopped or result.reason is StopReason.STOP else "length",
+        "logprobs": None,
+        "token_ids": tokens,
+        "token_logprobs": logprobs,
+        "versions": segment.versions.tolist(),
+    }
     if segment.sampling_mask is not None:
-        table["sampling_mask"] = {"counts": segment.sampling_mask.counts.tolist(), "ids": segment.sampling_mask.ids.tolist()}
+        table["sampling_mask"] = {
+            "counts": segment.sampling_mask.counts.tolist(),
+            "ids": segment.sampling_mask.ids.tolist(),
+        }
     if chat:
-        content = [{"token": t, "bytes": list(t.encode()), "logprob": p, "top_logprobs": []} for t, p in zip(spelled, logprobs)]
-        return {**table, "message": {"role": "assistant", "content": text}, "logprobs": {"content": content} if wish.logprobs else None}
+        content = [
+            {"token": t, "bytes": list(t.encode()), "logprob": p, "top_logprobs": []} for t, p in zip(spelled, logprobs)
+        ]
+        return {
+            **table,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": {"content": content} if wish.logprobs else None,
+        }
     offsets = [sum(map(len, spelled[:i])) for i in range(len(spelled))]
     shown = {"tokens": spelled, "token_logprobs": logprobs, "text_offset": offsets, "top_logprobs": None}
     return {**table, "text": text, "prompt_token_ids": prompt.tolist(), "logprobs": shown if wish.logprobs else None}
@@ -222,10 +347,37 @@ class Client:
 
     base_url = "in-process"
 
-    def __init__(self, generator: Generator, encode: Callable, decode: Callable, stop: Sequence[int], *, context: int, spell: Callable | None = None, render: Callable | None = None,
-                 begin: Sequence[int] = (), name: str = "policy", seed: int = 0, steps: int = 1, remembers: int = 4096):
-        self.generator, self.encode, self.decode, self.stop, self.context, self.steps = generator, encode, decode, tuple(stop), context, steps
-        self.spell, self.render, self.begin, self.name, self.seed = spell or decode, render, np.asarray(begin, np.int32), name, seed
+    def __init__(
+        self,
+        generator: Generator,
+        encode: Callable,
+        decode: Callable,
+        stop: Sequence[int],
+        *,
+        context: int,
+        spell: Callable | None = None,
+        render: Callable | None = None,
+        begin: Sequence[int] = (),
+        name: str = "policy",
+        seed: int = 0,
+        steps: int = 1,
+        remembers: int = 4096,
+    ):
+        self.generator, self.encode, self.decode, self.stop, self.context, self.steps = (
+            generator,
+            encode,
+            decode,
+            tuple(stop),
+            context,
+            steps,
+        )
+        self.spell, self.render, self.begin, self.name, self.seed = (
+            spell or decode,
+            render,
+            np.asarray(begin, np.int32),
+            name,
+            seed,
+        )
         self.kept, self.numbers, self.open, self.pump = Kept(remembers), count(), {}, None
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
         self.completions = SimpleNamespace(create=self._create_completion)
@@ -270,7 +422,10 @@ async def write(c: Client, prompt: np.ndarray, wish: Wish, field: str) -> list[R
     loop, number = asyncio.get_running_loop(), next(c.numbers)
     single = [int(ids[0]) for ids in (_encoded(c, text, "stop") for text in wish.stop) if len(ids) == 1]
     stop = tuple(dict.fromkeys((*(() if wish.endless else c.stop), *wish.stop_ids, *single)))
-    streams = [stream_key(c.seed if wish.seed is None else wish.seed, f"client/{number}" if wish.seed is None else "client", i) for i in range(wish.n)]
+    streams = [
+        stream_key(c.seed if wish.seed is None else wish.seed, f"client/{number}" if wish.seed is None else "client", i)
+        for i in range(wish.n)
+    ]
     requests = [Request((number, i), prompt, wish.sampling, stream, stop) for i, stream in enumerate(streams)]
     try:
         c.generator.submit(requests)
@@ -309,21 +464,38 @@ def _room(c: Client, prompt: np.ndarray, field: str) -> int:
     if not len(prompt):
         raise bad_request(field, "has no tokens; give at least one character")
     if len(prompt) >= c.context:
-        raise bad_request(field, f"This model's maximum context length is {c.context} tokens, and the prompt has {len(prompt)}; shorten it")
+        raise bad_request(
+            field,
+            f"This model's maximum context length is {c.context} tokens, and the prompt has {len(prompt)}; shorten it",
+        )
     return c.context - len(prompt)
 
 
 def _wish(c: Client, asked: Mapping, room: int, prompt: np.ndarray) -> Wish:
     wish = wish_of(asked, room)
     if wish.sampling.max_tokens > room:
-        raise bad_request("max_tokens", f"{wish.sampling.max_tokens} and a prompt of {len(prompt)} tokens are more than this model's maximum context length of {c.context} tokens; use at most {room}")
+        raise bad_request(
+            "max_tokens",
+            f"{wish.sampling.max_tokens} and a prompt of {len(prompt)} tokens are more than this model's maximum context length of {c.context} tokens; use at most {room}",
+        )
     return wish
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-tables
 def _table(c: Client, kind: str, model: str, choices: list[dict], prompt_tokens: int) -> dict:
     written = sum(len(choice["token_ids"]) for choice in choices)
-    return {"id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{next(c.numbers)}", "object": kind, "created": int(time.time()), "model": model or c.name, "system_fingerprint": f"version-{c.generator.version}",
-            "choices": choices, "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}}
+    return {
+        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{next(c.numbers)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model or c.name,
+        "system_fingerprint": f"version-{c.generator.version}",
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": prompt_tokens + written,
+        },
+    }
 
 
 async def chat_table(c: Client, messages, model: str, asked: Mapping, tokens: Sequence[int] | None = None) -> dict:
@@ -345,15 +517,28 @@ async def chat_table(c: Client, messages, model: str, asked: Mapping, tokens: Se
 
 async def completion_table(c: Client, prompt, model: str, asked: Mapping) -> dict:
     "A completion as a table; of several prompts, the choices follow each other."
-    many = [prompt] if isinstance(prompt, str) or isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) and isinstance(prompt[0], (int, np.integer)) else prompt
+    many = (
+        [prompt]
+        if isinstance(prompt, str)
+        or isinstance(prompt, (list, tuple, np.ndarray))
+        and len(prompt)
+        and isinstance(prompt[0], (int, np.integer))
+        else prompt
+    )
     if not isinstance(many, (list, tuple)) or not many:
         raise bad_request("prompt", f"{prompt!r} is no text and no list of token ids")
-    prompts = [np.concatenate([c.begin, _encoded(c, each, "prompt")]) if isinstance(each, str) else np.asarray(each, np.int32) for each in many]
+    prompts = [
+        np.concatenate([c.begin, _encoded(c, each, "prompt")]) if isinstance(each, str) else np.asarray(each, np.int32)
+        for each in many
+    ]
     wishes = [_wish(c, asked, _room(c, each, "prompt"), each) for each in prompts]
     written = await asyncio.gather(*(write(c, each, wish, "prompt") for each, wish in zip(prompts, wishes)))
     pairs = [(each, wish, result) for each, wish, results in zip(prompts, wishes, written) for result in results]
     choices = [choice_of(i, result, c, wish, False, each) for i, (each, wish, result) in enumerate(pairs)]
-    return {**_table(c, "text_completion", model, choices, sum(map(len, prompts))), "prompt_token_ids": prompts[0].tolist()}
+    return {
+        **_table(c, "text_completion", model, choices, sum(map(len, prompts))),
+        "prompt_token_ids": prompts[0].tolist(),
+    }
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-routes
 async def route(c: Client, path: str, body: dict) -> dict:
@@ -361,13 +546,24 @@ async def route(c: Client, path: str, body: dict) -> dict:
     model = body.pop("model", "") or ""
     if path == "/tokenize":
         plain = body.get("prompt")
-        text = plain if plain is not None else (c.render or follow)(plain_messages(body.get("messages")), add_generation_prompt=body.get("add_generation_prompt", True), **(body.get("chat_template_kwargs") or {}))
+        text = (
+            plain
+            if plain is not None
+            else (c.render or follow)(
+                plain_messages(body.get("messages")),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        )
         tokens = _encoded(c, text, "prompt").tolist()
         return {"count": len(tokens), "max_model_len": c.context, "tokens": tokens}
     if path == "/completions":
         return await completion_table(c, body.pop("prompt", None), model, body)
     if path not in ("/chat/completions", "/chat/completions/tokens"):
-        raise bad_request("path", f"{path!r} is not served; known are /chat/completions, /chat/completions/tokens, /completions and /tokenize")
+        raise bad_request(
+            "path",
+            f"{path!r} is not served; known are /chat/completions, /chat/completions/tokens, /completions and /tokenize",
+        )
     return await chat_table(c, body.pop("messages", None), model, body, body.pop("tokens", None))
 
 
@@ -376,7 +572,13 @@ def cast(table: dict, to):
     if hasattr(to, "model_validate"):
         return to.model_validate(table)
     text = json.dumps(table)
-    return SimpleNamespace(content=text.encode(), text=text, status_code=200, headers={}, json=lambda: table) if getattr(to, "__name__", "") == "Response" else typed(table) if "object" in table else table
+    return (
+        SimpleNamespace(content=text.encode(), text=text, status_code=200, headers={}, json=lambda: table)
+        if getattr(to, "__name__", "") == "Response"
+        else typed(table)
+        if "object" in table
+        else table
+    )
 
 # %% ../../nbs/engines/03_openai_client.ipynb #client-policy
 def policy_client(policy: Policy, generator: Generator, context: int | None = None, **more) -> Client:
@@ -386,12 +588,26 @@ def policy_client(policy: Policy, generator: Generator, context: int | None = No
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{text[-60:]!r} has characters that the model {policy.name!r} has no tokens for; say it in others")
+            raise ValueError(
+                f"{text[-60:]!r} has characters that the model {policy.name!r} has no tokens for; say it in others"
+            )
         return ids
 
     def render(messages: list[dict], **template) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **template})
 
     longest = min(policy.context, getattr(generator, "max_length", policy.context)) if context is None else context
-    return Client(generator, encode, lambda tokens: decode_response(policy, tokens), policy.stop_ids, context=longest, name=policy.name, render=render if tokenizer.chat_template else None,
-                  spell=lambda tokens: tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False), begin=tokenizer("").input_ids, **more)
+    return Client(
+        generator,
+        encode,
+        lambda tokens: decode_response(policy, tokens),
+        policy.stop_ids,
+        context=longest,
+        name=policy.name,
+        render=render if tokenizer.chat_template else None,
+        spell=lambda tokens: tokenizer.decode(
+            np.asarray(tokens).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ),
+        begin=tokenizer("").input_ids,
+        **more,
+    )

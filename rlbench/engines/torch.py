@@ -18,8 +18,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rlbench.generator import (
+    NO_IDS,
+    Request,
+    Result,
+    Stats,
+    check_cache,
+    check_concurrency,
+    check_request,
+    check_weights,
+)
 from ..models.hardware import ModelShape, kv_bytes_per_token, max_concurrency
-from ..generator import NO_IDS, Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from ..models.model import base_weights
 from ..records import MOST_KEPT, Segment, StopReason, pack_masks, response_segment, uniforms
 
@@ -41,7 +50,9 @@ def read_shape(config, parameters: int = 0) -> ModelShape:
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in KNOWN:
         why = f"it knows {', '.join(KNOWN)}"
-    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (config.model_type == "mistral" and config.sliding_window):
+    elif "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        config.model_type == "mistral" and config.sliding_window
+    ):
         why = "it has sliding-window attention"
     elif rope.get("rope_type", "default") in ("dynamic", "longrope"):
         why = f"its rotary table ({rope['rope_type']}) depends on the length"
@@ -52,12 +63,20 @@ def read_shape(config, parameters: int = 0) -> ModelShape:
     if why:
         raise ValueError(f"model: {config.model_type} cannot run here: {why}; such models go to vLLM")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ModelShape(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim, parameters)
+    return ModelShape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim,
+        parameters,
+    )
 
 # %% ../../nbs/engines/01_torch.ipynb #torchgen-fused
 @dataclass(eq=False)
 class Fused:
     "A decoder's weights, fused; lists have one entry per layer. `cos` and `sin` are rotary tables [P, D], the sign of the half turn in `sin`."
+
     shape: ModelShape
     eps: float
     embed: torch.Tensor
@@ -85,8 +104,14 @@ def _layer_targets(f: Fused, i: int) -> dict[str, tuple[torch.Tensor, tuple[int,
     names = {f"self_attn.{name}.weight": f.qkv[i][at] for name, at in rows.items()}
     if f.bias[i] is not None:
         names |= {f"self_attn.{name}.bias": f.bias[i][at] for name, at in rows.items()}
-    names |= {"self_attn.o_proj.weight": f.out[i], "mlp.gate_proj.weight": f.gate_up[i][:inner], "mlp.up_proj.weight": f.gate_up[i][inner:],
-              "mlp.down_proj.weight": f.down[i], "input_layernorm.weight": f.norm1[i], "post_attention_layernorm.weight": f.norm2[i]}
+    names |= {
+        "self_attn.o_proj.weight": f.out[i],
+        "mlp.gate_proj.weight": f.gate_up[i][:inner],
+        "mlp.up_proj.weight": f.gate_up[i][inner:],
+        "mlp.down_proj.weight": f.down[i],
+        "input_layernorm.weight": f.norm1[i],
+        "post_attention_layernorm.weight": f.norm2[i],
+    }
     found = {name: (tensor, tuple(tensor.shape)) for name, tensor in names.items()}
     if f.qk_norm[i] is not None:
         found["self_attn.q_norm.weight"] = (f.qk_norm[i][: s.heads], (d,))
@@ -104,15 +129,33 @@ def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.
     fused_rows, inner = (shape.heads + 2 * shape.kv_heads) * d, config.intermediate_size
     bias = "model.layers.0.self_attn.q_proj.bias" in names
     qk_norm = "model.layers.0.self_attn.q_norm.weight" in names
-    angles = model.model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=model.device), torch.arange(positions, device=model.device)[None])
+    angles = model.model.rotary_emb(
+        torch.zeros(1, dtype=torch.float32, device=model.device), torch.arange(positions, device=model.device)[None]
+    )
     cos, sin = (t[0].to(device, torch.float32).clone() for t in angles)
     sin[:, : d // 2] *= -1
     embed = new(config.vocab_size, width)
-    f = Fused(shape, config.rms_norm_eps, embed, embed if config.tie_word_embeddings else new(config.vocab_size, width), new(width),
-              [new(fused_rows, width) for _ in layers], [new(fused_rows) if bias else None for _ in layers], [new(width, shape.heads * d) for _ in layers],
-              [new(2 * inner, width) for _ in layers], [new(width, inner) for _ in layers], [new(width) for _ in layers], [new(width) for _ in layers],
-              [new(shape.heads + shape.kv_heads, d) if qk_norm else None for _ in layers], cos.to(dtype), sin.to(dtype), {})
-    tops = {"model.embed_tokens.weight": f.embed, "model.norm.weight": f.norm} | ({} if f.head is f.embed else {"lm_head.weight": f.head})
+    f = Fused(
+        shape,
+        config.rms_norm_eps,
+        embed,
+        embed if config.tie_word_embeddings else new(config.vocab_size, width),
+        new(width),
+        [new(fused_rows, width) for _ in layers],
+        [new(fused_rows) if bias else None for _ in layers],
+        [new(width, shape.heads * d) for _ in layers],
+        [new(2 * inner, width) for _ in layers],
+        [new(width, inner) for _ in layers],
+        [new(width) for _ in layers],
+        [new(width) for _ in layers],
+        [new(shape.heads + shape.kv_heads, d) if qk_norm else None for _ in layers],
+        cos.to(dtype),
+        sin.to(dtype),
+        {},
+    )
+    tops = {"model.embed_tokens.weight": f.embed, "model.norm.weight": f.norm} | (
+        {} if f.head is f.embed else {"lm_head.weight": f.head}
+    )
     f.targets |= {name: (tensor, tuple(tensor.shape)) for name, tensor in tops.items()}
     for i in layers:
         f.targets |= _layer_targets(f, i)
@@ -123,14 +166,23 @@ def fuse(model, positions: int, device: str = "cpu", dtype: torch.dtype = torch.
 @torch.inference_mode()
 def load_weights(f: Fused, weights: Mapping[str, torch.Tensor]) -> None:
     "Copy tensors by their Hugging Face names into the fused ones."
-    given = check_weights(weights, {name: shape for name, (_, shape) in f.targets.items()}, ("lm_head.weight",) if f.head is f.embed else ())
+    given = check_weights(
+        weights,
+        {name: shape for name, (_, shape) in f.targets.items()},
+        ("lm_head.weight",) if f.head is f.embed else (),
+    )
     for name, (target, _) in f.targets.items():
         target.copy_(given[name])
 
 # %% ../../nbs/engines/01_torch.ipynb #torchgen-product
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "`x @ weight.T + bias`, x [N, in] and weight [out, in], by the faster of two libraries."
-    if len(x) * weight.numel() > 1_500_000 and x.dtype == torch.float32 and x.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if (
+        len(x) * weight.numel() > 1_500_000
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
@@ -163,7 +215,12 @@ def prefill(f: Fused, tokens_NT: torch.Tensor) -> torch.Tensor:
     cos, sin = (table[:t].repeat(n, 1)[:, None] for table in (f.cos, f.sin))
     kv = x.new_empty(s.layers, 2, n, s.kv_heads, t, s.head_dim)
     for i in range(s.layers):
-        q, k, v = _heads(f, i, x, cos, sin).view(n, t, -1, s.head_dim).transpose(1, 2).split((s.heads, s.kv_heads, s.kv_heads), 1)
+        q, k, v = (
+            _heads(f, i, x, cos, sin)
+            .view(n, t, -1, s.head_dim)
+            .transpose(1, 2)
+            .split((s.heads, s.kv_heads, s.kv_heads), 1)
+        )
         kv[i, 0], kv[i, 1] = k, v
         if i + 1 < s.layers:
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -174,6 +231,7 @@ def prefill(f: Fused, tokens_NT: torch.Tensor) -> torch.Tensor:
 @dataclass(eq=False)
 class Cache:
     "Keys and values of all slots. The rest are views of `kv`, by layer, and `base` [S, 2K], the place in `flat` of each head's position 0."
+
     kv: torch.Tensor  # [layers, 2, S, K, P, D]
     flat: list[torch.Tensor]  # [2 S K P, D]
     keys: list[torch.Tensor]  # [S K, P, D]
@@ -186,8 +244,13 @@ def new_cache(f: Fused, slots: int, positions: int) -> Cache:
     s = f.shape
     kv = torch.zeros(s.layers, 2, slots, s.kv_heads, positions, s.head_dim, dtype=f.embed.dtype, device=f.embed.device)
     place = torch.arange(2 * slots * s.kv_heads, device=kv.device).view(2, slots, s.kv_heads) * positions
-    return Cache(kv, [layer.view(-1, s.head_dim) for layer in kv], [layer[0].flatten(0, 1) for layer in kv], [layer[1].flatten(0, 1) for layer in kv],
-                 place.transpose(0, 1).reshape(slots, -1).contiguous())
+    return Cache(
+        kv,
+        [layer.view(-1, s.head_dim) for layer in kv],
+        [layer[0].flatten(0, 1) for layer in kv],
+        [layer[1].flatten(0, 1) for layer in kv],
+        place.transpose(0, 1).reshape(slots, -1).contiguous(),
+    )
 
 # %% ../../nbs/engines/01_torch.ipynb #torchgen-spans
 def cuts(rows: int) -> list[int]:
@@ -219,7 +282,9 @@ def _masks(f: Fused, at_R: torch.Tensor, cut: list[tuple[int, int, int]]) -> lis
     return masks
 
 
-def _attend(f: Fused, cache: Cache, i: int, q: torch.Tensor, cut: list[tuple[int, int, int]], masks: list[torch.Tensor]) -> torch.Tensor:
+def _attend(
+    f: Fused, cache: Cache, i: int, q: torch.Tensor, cut: list[tuple[int, int, int]], masks: list[torch.Tensor]
+) -> torch.Tensor:
     "Attention of layer `i` over the cache, [R K, G, D]; `q` has the same shape."
     heads, scale, out = f.shape.kv_heads, f.shape.head_dim**-0.5, []
     keys, values = cache.keys[i], cache.values[i]
@@ -329,22 +394,36 @@ def _place(rows: _Rows, row: int, entry: _Entry) -> None:
     s, partial_response = request.sampling, request.partial
     rows.last[row] = partial_response.tokens[-1] if done else request.prompt[-1]
     rows.at[row], rows.count[row], rows.limit[row] = len(request.prompt) + done - 1, done, s.max_tokens
-    rows.stream[row], rows.temperature[row], rows.top_p[row], rows.top_k[row] = request.stream, s.temperature, s.top_p, s.top_k
+    rows.stream[row], rows.temperature[row], rows.top_p[row], rows.top_k[row] = (
+        request.stream,
+        s.temperature,
+        s.top_p,
+        s.top_k,
+    )
     if len(request.stop) > rows.stop.shape[1]:
         rows.stop = np.pad(rows.stop, ((0, 0), (0, len(request.stop) - rows.stop.shape[1])), constant_values=-1)
     rows.stop[row] = -1
     rows.stop[row, : len(request.stop)] = request.stop
     entry.kept = request.kept_before
     if done:
-        rows.tokens[row, :done], rows.logprobs[row, :done], rows.versions[row, :done] = partial_response.tokens, partial_response.logprobs, partial_response.versions
+        rows.tokens[row, :done], rows.logprobs[row, :done], rows.versions[row, :done] = (
+            partial_response.tokens,
+            partial_response.logprobs,
+            partial_response.versions,
+        )
     rows.entry[row] = entry
 
 
 def _written(rows: _Rows, row: int) -> Segment:
     "The response of a row so far."
     n, entry = rows.count[row], rows.entry[row]
-    return response_segment(rows.tokens[row, :n].copy(), rows.logprobs[row, :n].copy(), rows.versions[row, :n].copy(), cache="rebuild" if entry.rebuilt else "keep",
-                            sampling_mask=pack_masks(entry.kept) if entry.kept else None)
+    return response_segment(
+        rows.tokens[row, :n].copy(),
+        rows.logprobs[row, :n].copy(),
+        rows.versions[row, :n].copy(),
+        cache="rebuild" if entry.rebuilt else "keep",
+        sampling_mask=pack_masks(entry.kept) if entry.kept else None,
+    )
 
 
 def _prefix(request: Request, new: np.ndarray | None = None) -> np.ndarray:
@@ -356,8 +435,18 @@ def _prefix(request: Request, new: np.ndarray | None = None) -> np.ndarray:
 class TorchGenerator:
     "Writes responses with a Hugging Face causal LM; obeys `rlbench.generator.Generator`. `max_length` is prompt and response together."
 
-    def __init__(self, model, max_length: int = 128, kv_bytes: float | None = None, slots: int | None = None, concurrency: int | None = None,
-                 version: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, fp32_logits: bool = False):
+    def __init__(
+        self,
+        model,
+        max_length: int = 128,
+        kv_bytes: float | None = None,
+        slots: int | None = None,
+        concurrency: int | None = None,
+        version: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        fp32_logits: bool = False,
+    ):
         self.weights, self.max_length, self.version = fuse(model, max_length, device, dtype), max_length, version
         self.weights.fp32_logits = fp32_logits
         _allocate(self, kv_bytes, slots)
@@ -485,7 +574,9 @@ def _admit(g: TorchGenerator, room: float) -> None:
                 g.stored -= len(tokens)
                 del g.store[tokens.tobytes()]
         entry.started, entry.ticket = g.seconds, g.ticket
-        entry.rebuilt = entry.request.done > 0 and (entry.rebuilt or bool((entry.request.partial.versions != g.version).any()))
+        entry.rebuilt = entry.request.done > 0 and (
+            entry.rebuilt or bool((entry.request.partial.versions != g.version).any())
+        )
         g.ticket += 1
         _place(g.rows, row, entry)
 
@@ -554,7 +645,9 @@ def _make_room(g: TorchGenerator) -> float:
     return room
 
 # %% ../../nbs/engines/01_torch.ipynb #torchgen-step
-def _write_down(rows: _Rows, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int) -> np.ndarray:
+def _write_down(
+    rows: _Rows, n: int, token: np.ndarray, logprob: np.ndarray, kept: list[np.ndarray] | None, version: int
+) -> np.ndarray:
     "One more token in rows 0..n-1; boolean [n, 2]: ended at a stop token, ended at its limit."
     for i, entry in enumerate(rows.entry[:n]):
         if entry.kept is not None:
@@ -577,11 +670,16 @@ def _step(g: TorchGenerator) -> list[Result]:
         _compact(g)
     n = g.used
     logits = decode(g.weights, g.cache, rows.last[:n], rows.at[:n])
-    token, logprob, kept = draw(logits, uniforms(rows.stream[:n], rows.count[:n]), rows.temperature[:n], rows.top_p[:n], rows.top_k[:n])
+    token, logprob, kept = draw(
+        logits, uniforms(rows.stream[:n], rows.count[:n]), rows.temperature[:n], rows.top_p[:n], rows.top_k[:n]
+    )
     ended = _write_down(rows, n, token, logprob, kept, g.version)
     g.decoded += n
     g.seconds = before + time.perf_counter() - began
-    results = [_leave(g, row, StopReason.STOP if ended[row, 0] else StopReason.LENGTH) for row in np.flatnonzero(ended.any(1)).tolist()]
+    results = [
+        _leave(g, row, StopReason.STOP if ended[row, 0] else StopReason.LENGTH)
+        for row in np.flatnonzero(ended.any(1)).tolist()
+    ]
     g.records += time.perf_counter() - began - (g.seconds - before)
     g.seconds = before + time.perf_counter() - began
     return results
@@ -604,12 +702,25 @@ def _submit(g: TorchGenerator, requests: Iterable[Request]) -> None:
 
 
 def _abort(g: TorchGenerator, keys: set[tuple[int, int]], keep: bool) -> list[Result]:
-    results = [_leave(g, row, StopReason.ABORTED) for row in range(g.used) if g.rows.entry[row] is not None and g.rows.entry[row].request.key in keys]
+    results = [
+        _leave(g, row, StopReason.ABORTED)
+        for row in range(g.used)
+        if g.rows.entry[row] is not None and g.rows.entry[row].request.key in keys
+    ]
     nothing = response_segment([], [], [])
     for entry in [e for e in g.waiting if e.request.key in keys]:
         g.waiting.remove(entry)
         g.keys.discard(entry.request.key)
-        results.append(Result(entry.request.key, entry.request.partial or nothing, StopReason.ABORTED, entry.seconds, entry.prefill, entry.decoded))
+        results.append(
+            Result(
+                entry.request.key,
+                entry.request.partial or nothing,
+                StopReason.ABORTED,
+                entry.seconds,
+                entry.prefill,
+                entry.decoded,
+            )
+        )
     return results if keep else [replace(r, segment=nothing) for r in results]
 
 
@@ -637,7 +748,19 @@ def _rebuild(g: TorchGenerator) -> None:
 
 def _stats(g: TorchGenerator) -> Stats:
     resident = int(g.rows.at[: g.used].clip(0).sum())
-    return Stats(g.running, len(g.waiting), g.slots, g.concurrency, resident / g.budget, g.prefilled, g.decoded, g.seconds, g.preempted, g.records, g.hits)
+    return Stats(
+        g.running,
+        len(g.waiting),
+        g.slots,
+        g.concurrency,
+        resident / g.budget,
+        g.prefilled,
+        g.decoded,
+        g.seconds,
+        g.preempted,
+        g.records,
+        g.hits,
+    )
 
 # %% ../../nbs/engines/01_torch.ipynb #torchgen-sleep
 def _sleep(g: TorchGenerator) -> None:

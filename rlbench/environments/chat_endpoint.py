@@ -15,7 +15,11 @@ from ..base.http import Unanswered, exchange
 
 # %% ../../nbs/environments/01_chat_endpoint.ipynb #endpoint-ask
 AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses that pass by themselves
-REMEDIES = {401: "; set the key", 403: "; set the key", 404: "; the address ends in /v1, and the model is one that is served there"}
+REMEDIES = {
+    401: "; set the key",
+    403: "; set the key",
+    404: "; the address ends in /v1, and the model is one that is served there",
+}
 
 
 class NoAnswer(ValueError):
@@ -29,6 +33,7 @@ class NoAnswer(ValueError):
 @dataclass(frozen=True)
 class Endpoint:
     "A chat model at an address, `url` up to and with /v1. `timeout` of a request and `pause` before the second of `tries`, in seconds."
+
     url: str
     model: str = "default"
     key: str = field(default="", repr=False)
@@ -58,14 +63,26 @@ class Endpoint:
 def once(at: Endpoint, text: str) -> str:
     "What the model answers to one request. NoAnswer if it does not."
     place = at.url.rstrip("/") + ("" if at.url.rstrip("/").endswith("/completions") else "/chat/completions")
-    asked = {"model": at.model, "messages": [{"role": "user", "content": text}], "temperature": at.temperature, "max_tokens": at.max_tokens}
+    asked = {
+        "model": at.model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": at.temperature,
+        "max_tokens": at.max_tokens,
+    }
     try:
         data = exchange(place, json.dumps(asked).encode(), at.key, at.timeout)
     except Unanswered as error:
         if error.status:
             raise NoAnswer(f"{at} answers {error}{REMEDIES.get(error.status, '')}", error.status in AGAIN) from None
-        raise NoAnswer(f"{at} gives {error}; raise the timeout" if error.late else f"{at} does not answer ({error}); is a server running there?", True) from None
+        raise NoAnswer(
+            f"{at} gives {error}; raise the timeout"
+            if error.late
+            else f"{at} does not answer ({error}); is a server running there?",
+            True,
+        ) from None
     try:
         return json.loads(data)["choices"][0]["message"]["content"] or ""
     except (ValueError, LookupError, TypeError):
-        raise NoAnswer(f"{at} gives {data[:120]!r}, which is no chat completion; give the address of an OpenAI-style endpoint") from None
+        raise NoAnswer(
+            f"{at} gives {data[:120]!r}, which is no chat completion; give the address of an OpenAI-style endpoint"
+        ) from None

@@ -14,19 +14,24 @@ from importlib.resources import files
 from pathlib import Path
 from random import Random
 
+from .programs import programs
+from .tasks import MANY, TASK_SETS, addition, canonical, check_request, held_out, in_template
 from .verifiers_adapter import tasks as rows_of_others
 from ..knobs import Knob
-from .programs import programs
 from ..records import Task
 from ..sandbox.grading_task import read_code_task
-from .tasks import MANY, TASK_SETS, addition, canonical, check_request, held_out, in_template
 
 # %% ../../nbs/environments/11_code_datasets.ipynb #codesets-shapes
 def _called(tests: list[str], code: str) -> str:
     "The name of the function that tests call: one that the solution defines, or else the first that is none of Python's. ValueError if there is none."
     try:
         defined = [node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
-        called = [node.func.id for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        called = [
+            node.func.id
+            for test in tests
+            for node in ast.walk(ast.parse(test))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        ]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests: cannot be read as Python ({error})") from None
     names = [name for name in called if name in defined] or [name for name in called if not hasattr(builtins, name)]
@@ -39,13 +44,24 @@ def from_mbpp(row: Mapping) -> tuple[str, dict]:
     "The prompt and the code task of a row of MBPP."
     tests = [*row["test_list"], *row.get("challenge_test_list", ())]
     name, asked = _called(tests, row.get("code", "")), row.get("prompt") or row["text"]
-    return f"{asked}\nYour code should pass this test:\n{tests[0]}", {"kind": "asserts", "function": name, "tests": tests, "setup": row.get("test_setup_code") or "\n".join(row.get("test_imports") or ()), "reference": row.get("code", "")}
+    return f"{asked}\nYour code should pass this test:\n{tests[0]}", {
+        "kind": "asserts",
+        "function": name,
+        "tests": tests,
+        "setup": row.get("test_setup_code") or "\n".join(row.get("test_imports") or ()),
+        "reference": row.get("code", ""),
+    }
 
 
 def from_humaneval(row: Mapping) -> tuple[str, dict]:
     "The prompt and the code task of a row of HumanEval. The function's head stands before what the policy writes, unless that defines it itself."
     name = row["entry_point"]
-    return row["prompt"], {"kind": "asserts", "function": name, "tests": [f"{row['test']}\ncheck({name})"], "reference": row["prompt"] + row["canonical_solution"] if row.get("canonical_solution") else ""}
+    return row["prompt"], {
+        "kind": "asserts",
+        "function": name,
+        "tests": [f"{row['test']}\ncheck({name})"],
+        "reference": row["prompt"] + row["canonical_solution"] if row.get("canonical_solution") else "",
+    }
 
 
 def task_of(row: Mapping) -> tuple[str, str]:
@@ -57,7 +73,9 @@ def task_of(row: Mapping) -> tuple[str, str]:
     elif {"prompt", "test", "entry_point"} <= set(row):
         prompt, table = from_humaneval(row)
     else:
-        raise ValueError(f"has {', '.join(map(repr, row)) or 'nothing'}; write prompt and task, or rows of MBPP (text, test_list, code) or HumanEval (prompt, test, entry_point)")
+        raise ValueError(
+            f"has {', '.join(map(repr, row)) or 'nothing'}; write prompt and task, or rows of MBPP (text, test_list, code) or HumanEval (prompt, test, entry_point)"
+        )
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"prompt is {prompt!r:.60}; write text")
     answer = json.dumps(table)
@@ -71,7 +89,7 @@ def _row(line: str) -> dict:
     except ValueError as error:
         raise ValueError(f"is no JSON ({error}); write one object a line") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{line[:40]!r} is no object; write {{\"prompt\": ..., \"task\": {{...}}}}")
+        raise ValueError(f'{line[:40]!r} is no object; write {{"prompt": ..., "task": {{...}}}}')
     return row
 
 
@@ -79,7 +97,9 @@ def read_code(path: str | Path = "") -> list[Task]:
     "All tasks of a JSON-lines file; of the packaged set without a path. FileNotFoundError, or ValueError naming file and line."
     source = Path(path).expanduser() if path else files("rlbench.data") / "code" / "starter.jsonl"
     if path and not source.is_file():
-        raise FileNotFoundError(f"tasks.path: no file {str(source)!r} (looked in {str(source.absolute().parent)!r}); give a path from there or an absolute one")
+        raise FileNotFoundError(
+            f"tasks.path: no file {str(source)!r} (looked in {str(source.absolute().parent)!r}); give a path from there or an absolute one"
+        )
     found: dict[str, Task] = {}
     for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -99,8 +119,13 @@ def read_code(path: str | Path = "") -> list[Task]:
 
 
 def code(
-    *, split: str = "train", seed: int = 0, count: int = MANY,
-    path: Knob(help=".jsonl file of code tasks, or of MBPP or HumanEval rows; empty: the set included in rlbench", live=False) = "",
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = MANY,
+    path: Knob(
+        help=".jsonl file of code tasks, or of MBPP or HumanEval rows; empty: the set included in rlbench", live=False
+    ) = "",
     one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 4,
     template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
 ) -> list[Task]:
@@ -109,13 +134,18 @@ def code(
     found = read_code(path)
     chosen = [task for task in found if held_out(canonical(task.prompt), one_in) == (split == "held_out")]
     if not chosen:
-        raise ValueError(f"tasks.code: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in")
+        raise ValueError(
+            f"tasks.code: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in"
+        )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])
 
 # %% ../../nbs/environments/11_code_datasets.ipynb #codesets-expressions
 def expressions(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
     low: Knob(1, 9, unit="digits", help="digits of an operand at the easiest level", live=False) = 2,
     high: Knob(1, 9, unit="digits", help="digits of an operand at the hardest level", live=False) = 4,
 ) -> list[Task]:
@@ -123,8 +153,19 @@ def expressions(
     found = []
     for task in addition(split=split, seed=seed, count=count, low=low, high=high):
         right = int(task.answer)
-        table = {"kind": "function", "function": "solve", "wrap": "def solve():\n    return {answer}\n", "tests": [{"expected": right}], "reference": f":{right}", "bad": f":{right + 1}"}
-        found.append(Task(task.id.replace("addition", "expressions", 1), task.prompt, json.dumps(table), task.level, "expressions"))
+        table = {
+            "kind": "function",
+            "function": "solve",
+            "wrap": "def solve():\n    return {answer}\n",
+            "tests": [{"expected": right}],
+            "reference": f":{right}",
+            "bad": f":{right + 1}",
+        }
+        found.append(
+            Task(
+                task.id.replace("addition", "expressions", 1), task.prompt, json.dumps(table), task.level, "expressions"
+            )
+        )
     return found
 
 

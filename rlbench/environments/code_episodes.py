@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from .code_verifier import program_in
 from .environment import Done, Observation, State
 from ..knobs import Knob
 from ..records import Task
-from .code_verifier import program_in
-from ..sandbox.grade import Check, Verdict, grade
-from ..sandbox.types import KNOWN_GOOD, End, Execution, Fault, Layer, Limits, Program
-from ..sandbox.grading_task import CodeTask, Test, accepted, read_code_task
 from ..sandbox.explain import asked_and_wanted
+from ..sandbox.grade import Check, Verdict, grade
+from ..sandbox.grading_task import CodeTask, Test, accepted, read_code_task
+from ..sandbox.types import KNOWN_GOOD, End, Execution, Fault, Layer, Limits, Program
 from ..sandbox.workspace import content_of, note, noted
 
 # %% ../../nbs/environments/07_code_episodes.ipynb #coding-told
@@ -35,7 +35,9 @@ def shown_tests(task: CodeTask, number: int) -> tuple[Test, ...]:
     "The first tests of a task; with 0, those that it calls shown: their ids begin so. ValueError where it calls none so."
     found = task.tests[:number] if number else tuple(test for test in task.tests if test.id.startswith("shown"))
     if not found:
-        raise ValueError("environment: shown = 0 tries the tests whose id begins with `shown`, and this task has none; say how many are to be tried")
+        raise ValueError(
+            "environment: shown = 0 tries the tests whose id begins with `shown`, and this task has none; say how many are to be tried"
+        )
     return found
 
 # %% ../../nbs/environments/07_code_episodes.ipynb #coding-workspace
@@ -45,6 +47,7 @@ PROGRAM = "solution.py"
 @dataclass(frozen=True)
 class Inside:
     "A sandbox that stands for a pool: everything is run in its workspace, with `files` written first, and nothing else."
+
     sandbox: object
     files: Mapping[str, bytes]
 
@@ -57,7 +60,10 @@ def files_of(task: CodeTask, program: str | Mapping[str, str]) -> dict[str, byte
     "What a program is in a workspace: one file, or a project with its changes. Nothing of what its tests want."
     if isinstance(program, str):
         return {PROGRAM: program.encode("utf-8", "surrogatepass")}
-    return {path: text.encode("utf-8", "surrogatepass") for path, text in {**task.files, **accepted(task, program)[0]}.items()}
+    return {
+        path: text.encode("utf-8", "surrogatepass")
+        for path, text in {**task.files, **accepted(task, program)[0]}.items()
+    }
 
 
 def kept(pool, layer: Layer) -> str:
@@ -106,7 +112,9 @@ class Coding:
     async def advance(self, response: str, version: int = -1) -> Observation | Done:
         "Try the program in the workspace, in a thread that waits; done if it passes what is shown."
         if self.pool is None:
-            raise ValueError('environment code: has no pool of sandboxes to run in; a run with environment = "code" makes one')
+            raise ValueError(
+                'environment code: has no pool of sandboxes to run in; a run with environment = "code" makes one'
+            )
         return await asyncio.to_thread(self._advance, response, version)
 
     def _advance(self, response: str, version: int) -> Observation | Done:
@@ -120,7 +128,12 @@ class Coding:
         except Fault as fault:
             if not fault.end.of_model:
                 raise
-            return Observation(told(self.task, verdict.checks, self.most) + f"\nThe workspace cannot be kept and is as it was before: {fault.message.rpartition(': ')[2]}"[: self.most])
+            return Observation(
+                told(self.task, verdict.checks, self.most)
+                + f"\nThe workspace cannot be kept and is as it was before: {fault.message.rpartition(': ')[2]}"[
+                    : self.most
+                ]
+            )
         finally:
             sandbox.submit_close()
         name = kept(self.pool, self.layer)
@@ -137,8 +150,27 @@ def tried(sandbox, task: CodeTask, response: str, limits: Limits) -> Verdict:
     return verdict
 
 # %% ../../nbs/environments/07_code_episodes.ipynb #coding-code
-def code(*, pool=None, shown: Knob(0, 1000, unit="tests", help="run this many of a task's first tests after each response; 0: the tests the task marks as shown", live=False) = 1,
-         most: Knob(20, 10_000, unit="characters", help="longest text shown of each part of a test result: the call, the expected and the actual value", live=False) = 200,
-         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time for one test execution", live=False) = 1.0, wall_s: Knob(0.1, 3600, unit="s", help="wall-clock time for one test execution; keep it below score_deadline", live=False) = 5.0) -> Coding:
+def code(
+    *,
+    pool=None,
+    shown: Knob(
+        0,
+        1000,
+        unit="tests",
+        help="run this many of a task's first tests after each response; 0: the tests the task marks as shown",
+        live=False,
+    ) = 1,
+    most: Knob(
+        20,
+        10_000,
+        unit="characters",
+        help="longest text shown of each part of a test result: the call, the expected and the actual value",
+        live=False,
+    ) = 200,
+    cpu_s: Knob(0.05, 3600, unit="s", help="CPU time for one test execution", live=False) = 1.0,
+    wall_s: Knob(
+        0.1, 3600, unit="s", help="wall-clock time for one test execution; keep it below score_deadline", live=False
+    ) = 5.0,
+) -> Coding:
     "Programs that are tried on some of their tests, in a workspace that stays, before all of them judge."
     return Coding(pool, shown, most, Limits(cpu_s=cpu_s, wall_s=max(cpu_s, wall_s), call_s=max(cpu_s, wall_s)))

@@ -10,8 +10,8 @@ from ..knobs import Knob
 from ..records import Rollout
 from ..reward import correct, final_answer
 from ..sandbox.grade import SCORES, Verdict, grade
-from ..sandbox.types import Limits
 from ..sandbox.grading_task import CodeTask, changes_in, read_code_task, wrapped
+from ..sandbox.types import Limits
 
 # %% ../../nbs/environments/04_code_verifier.ipynb #code-verifier-grade
 def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
@@ -19,9 +19,24 @@ def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
     return changes_in(response) if task.kind == "repository" else wrapped(task, response, final_answer(response))
 
 
-def code(response: str, answer: str, *, pool=None, rule: Knob(choices=SCORES, help="how tests become a score: all or nothing, the share that passed, or that share weighted") = "all",
-         cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0, wall_s: Knob(0.1, 36_000, unit="s", help="wall-clock time of one execution; allow several times cpu_s, because a busy machine is slow") = 10.0,
-         memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all processes of one execution") = 256, fresh: Knob(help="run each test in a new sandbox, so that no test sees files of another") = False) -> Verdict:
+def code(
+    response: str,
+    answer: str,
+    *,
+    pool=None,
+    rule: Knob(
+        choices=SCORES, help="how tests become a score: all or nothing, the share that passed, or that share weighted"
+    ) = "all",
+    cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0,
+    wall_s: Knob(
+        0.1,
+        36_000,
+        unit="s",
+        help="wall-clock time of one execution; allow several times cpu_s, because a busy machine is slow",
+    ) = 10.0,
+    memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all processes of one execution") = 256,
+    fresh: Knob(help="run each test in a new sandbox, so that no test sees files of another") = False,
+) -> Verdict:
     "The verdict of the task's tests on the response's code. ValueError if the task has none, or the run no sandboxes."
     task = read_code_task(answer)
     if pool is None:
@@ -33,7 +48,9 @@ def code(response: str, answer: str, *, pool=None, rule: Knob(choices=SCORES, he
 CODE_VERIFIERS = {"code": code}
 
 # %% ../../nbs/environments/04_code_verifier.ipynb #code-verifier-reward
-def tests(rollout: Rollout, *, whole: Knob(0, 10, unit="reward", help="extra reward when a program passes every test") = 0.0) -> tuple[float, dict[str, float]]:
+def tests(
+    rollout: Rollout, *, whole: Knob(0, 10, unit="reward", help="extra reward when a program passes every test") = 0.0
+) -> tuple[float, dict[str, float]]:
     "The score of the verifier `code`, plus something for a program that passes every test."
     parts = {"tests": rollout.score("tests"), "whole": whole * correct(rollout)}
     return sum(parts.values()), parts

@@ -27,9 +27,9 @@ import time
 import traceback
 import types
 from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Protocol
@@ -38,20 +38,33 @@ import numpy as np
 
 from ..records import Outcome, Rollout, Segment, Task, said, stream_key, uniforms
 from ..reward import checked_reward, correct, exact
-from ..sandbox.grade import Canary, Masks, Sighting, Suspicion, Verdict, canary, digest_of, priced, punished, sighting_of
-from ..sandbox.types import Execution, Fault, Limits, Program
+from rlbench.sandbox.grade import (
+    Canary,
+    Masks,
+    Sighting,
+    Suspicion,
+    Verdict,
+    canary,
+    digest_of,
+    priced,
+    punished,
+    sighting_of,
+)
 from ..sandbox.grading_task import read_code_task
+from ..sandbox.types import Execution, Fault, Limits, Program
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-episode
 @dataclass(frozen=True)
 class Observation:
     "What the policy sees next; it will be asked for another response."
+
     text: str
 
 
 @dataclass(frozen=True)
 class Done:
     "The episode is over; `text` is what the verifier reads, `judged` (a `Judged`) what the episode says of itself, if it does."
+
     text: str
     judged: "Judged | None" = None
 
@@ -70,6 +83,7 @@ class Episode(Protocol):
 @dataclass(frozen=True)
 class State:
     "What an environment is in: a name for its content, and the policy version that issued the newest writes in it (-1: nobody wrote)."
+
     id: str = ""
     writer: int = -1
 
@@ -103,7 +117,9 @@ def until_awaited(step: Step) -> tuple[Awaitable | None, object]:
 
 def advance(episode: Episode, response: str, version: int) -> Step:
     "One response to the episode, with the version that wrote it if the episode has a state; an Observation or Done."
-    heard = yield from awaited(episode.advance(response, version) if getattr(episode, "state", None) is not None else episode.advance(response))
+    heard = yield from awaited(
+        episode.advance(response, version) if getattr(episode, "state", None) is not None else episode.advance(response)
+    )
     if not isinstance(heard, (Observation, Done)):
         raise TypeError(f"advance returned {heard!r}; an episode answers with Observation(text) or Done(text)")
     return heard
@@ -131,7 +147,9 @@ class Threads(ThreadPoolExecutor):
     def submit(self, work: Callable, /, *args, **kwargs) -> Future:
         "Begin some work."
         done: Future = Future()
-        threading.Thread(target=_work, args=(done, partial(work, *args, **kwargs)), name="environment-work", daemon=True).start()
+        threading.Thread(
+            target=_work, args=(done, partial(work, *args, **kwargs)), name="environment-work", daemon=True
+        ).start()
         return done
 
 
@@ -198,7 +216,11 @@ class EpisodeLoop:
             task.exception()  # of one that was late nobody asks any more
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-cancelled
-RAISED = (Exception, SystemExit, asyncio.CancelledError)  # what other people's code may raise without ending more than itself
+RAISED = (
+    Exception,
+    SystemExit,
+    asyncio.CancelledError,
+)  # what other people's code may raise without ending more than itself
 
 
 def not_begun(awaitable: Awaitable) -> None:
@@ -255,7 +277,11 @@ async def rest(step: Step, awaitable: Awaitable):
                 awaitable = step.send(value)
     except StopIteration as end:
         return end.value
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # would end the loop, and with it all others; or look as if nobody wanted the step any more
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+        asyncio.CancelledError,
+    ) as error:  # would end the loop, and with it all others; or look as if nobody wanted the step any more
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
             raise
         raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
@@ -303,6 +329,7 @@ LIVES = 4096  # episodes kept between turns; older ones are rebuilt when they ar
 @dataclass
 class Live:
     "An episode between two turns: the attempt it belongs to, how many responses it has taken, and what it said last, after how many seconds and calls of tools."
+
     attempt: int
     episode: Episode
     taken: int = 0
@@ -330,14 +357,22 @@ def catch_up(live: Live, rollout: Rollout) -> Step:
         live.heard = yield from advance(live.episode, words[turn], version_of(responses[turn]) if responses else -1)
         live.seconds, live.calls = time.perf_counter() - began, calls_of(live.episode) - called
         live.taken, then = turn + 1, shown.get(turn + 1)
-        if then is not None and (getattr(live.heard, "text", ""), *_told(live.episode)) != (then.text, then.state, then.writer):
-            raise ValueError(f"rebuilt from its responses, it does not say before turn {turn + 1} what it said; an episode must be a function of its task and its responses")
+        if then is not None and (getattr(live.heard, "text", ""), *_told(live.episode)) != (
+            then.text,
+            then.state,
+            then.writer,
+        ):
+            raise ValueError(
+                f"rebuilt from its responses, it does not say before turn {turn + 1} what it said; an episode must be a function of its task and its responses"
+            )
 
 
 def wake(live: Live, rollout: Rollout) -> Step:
     "Put a new episode that knows how to be put there into the newest state of its rollout that it can have."
     for seen in reversed([s for s in rollout.segments if s.kind == "observation" and s.state]):
-        if hasattr(live.episode, "restore") and (yield from awaited(live.episode.restore(State(seen.state, seen.writer), seen.turn))):
+        if hasattr(live.episode, "restore") and (
+            yield from awaited(live.episode.restore(State(seen.state, seen.writer), seen.turn))
+        ):
             live.taken, live.heard = seen.turn, Observation(seen.text)
             return
 
@@ -428,13 +463,37 @@ def _trace(error: BaseException) -> str:
     while (
         tb is not None
         and tb.tb_frame.f_globals.get("__name__") in (__name__, "rlbench.knobs")
-        and tb.tb_frame.f_code.co_name in ("_call", "within", "_begin", "until_awaited", "turning", "wake", "catch_up", "advance", "cut", "closing", "awaited", "opened", "rest", "in_time", "_bounded", "settle", "playing", "play", "call", "__call__")
+        and tb.tb_frame.f_code.co_name
+        in (
+            "_call",
+            "within",
+            "_begin",
+            "until_awaited",
+            "turning",
+            "wake",
+            "catch_up",
+            "advance",
+            "cut",
+            "closing",
+            "awaited",
+            "opened",
+            "rest",
+            "in_time",
+            "_bounded",
+            "settle",
+            "playing",
+            "play",
+            "call",
+            "__call__",
+        )
     ):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb, limit=-20)).rstrip()
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-call
-def _call(kind: str, function: Callable, deadline: float, *args, knob: str = "score_deadline") -> tuple[object, Outcome, str]:
+def _call(
+    kind: str, function: Callable, deadline: float, *args, knob: str = "score_deadline"
+) -> tuple[object, Outcome, str]:
     "(value, outcome, message) of one call of a user's function. `knob` sets its deadline; at infinity no clock runs."
     name = f"{kind} {function_name(function)}"
     try:
@@ -455,15 +514,27 @@ def _verdict(verifier: Callable, text: str, answer: str, deadline: float) -> tup
     began = time.thread_time()
     value, outcome, message = _call("verifier", verifier, deadline, text, answer)
     if outcome is Outcome.TIMEOUT and by_itself(began, deadline) and judges_own_answer(verifier, answer, deadline):
-        return False, Outcome.OK, f"verifier {function_name(verifier)}: this response took {deadline:g} s of the processor and was not judged by then, the task's own answer was: it counts as wrong"
+        return (
+            False,
+            Outcome.OK,
+            f"verifier {function_name(verifier)}: this response took {deadline:g} s of the processor and was not judged by then, the task's own answer was: it counts as wrong",
+        )
     if isinstance(value, Verdict):
         failed = f"sandbox: {', '.join(value.ends[-1:])}: {value.message}"
         return value, *((Outcome.OK, "") if value.score is not None else (Outcome.ENVIRONMENT_ERROR, failed))
     if outcome is Outcome.OK and not isinstance(value, (bool, np.bool_)):
-        value, outcome, message = None, Outcome.FUNCTION_ERROR, f"verifier {function_name(verifier)}: returned {value!r:.200}; a verifier returns True or False"
+        value, outcome, message = (
+            None,
+            Outcome.FUNCTION_ERROR,
+            f"verifier {function_name(verifier)}: returned {value!r:.200}; a verifier returns True or False",
+        )
     if outcome is Outcome.FUNCTION_ERROR and judges_own_answer(verifier, answer, deadline):
         first, newline, trace = message.partition("\n")
-        return False, Outcome.OK, f"{first}; the task's own answer was judged: this response counts as wrong{newline}{trace}"
+        return (
+            False,
+            Outcome.OK,
+            f"{first}; the task's own answer was judged: this response counts as wrong{newline}{trace}",
+        )
     if outcome is Outcome.OK and not value and (explain := getattr(innermost(verifier), "explain", None)):
         message = explain(text)
     return (bool(value) if outcome is Outcome.OK else None), outcome, message
@@ -496,18 +567,34 @@ def rewarded(rollout: Rollout, reward: Callable[[Rollout], object], deadline: fl
     value, outcome, message = _call("reward", reward, deadline, rollout)
     by_response = outcome is Outcome.TIMEOUT and by_itself(computing, deadline)
     if outcome is Outcome.FUNCTION_ERROR:
-        by_response = _call("reward", reward, deadline, replace(rollout, text=rollout.answer, correct=True))[1] is Outcome.OK
+        by_response = (
+            _call("reward", reward, deadline, replace(rollout, text=rollout.answer, correct=True))[1] is Outcome.OK
+        )
     if by_response:
         worth_nothing, empty, _ = _call("reward", reward, deadline, replace(rollout, text="", correct=False))
         if empty is Outcome.OK:
-            value, outcome, unguarded = worth_nothing, empty, f"{message}; an empty response was judged, and this one is worth as much"
+            value, outcome, unguarded = (
+                worth_nothing,
+                empty,
+                f"{message}; an empty response was judged, and this one is worth as much",
+            )
     if outcome is not Outcome.OK:
         return Judged(rollout.correct, None, (), outcome, message, time.perf_counter() - began)
     checked = checked_reward(value, function_name(reward), len(rollout.text))
-    return Judged(rollout.correct, checked.reward, checked.parts, checked.outcome, checked.message or unguarded, time.perf_counter() - began, checked.steps)
+    return Judged(
+        rollout.correct,
+        checked.reward,
+        checked.parts,
+        checked.outcome,
+        checked.message or unguarded,
+        time.perf_counter() - began,
+        checked.steps,
+    )
 
-
-def judge(rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0) -> Judged:
+# %% ../../nbs/environments/05_environment.ipynb #environment-judge-part-2
+def judge(
+    rollout: Rollout, verifier: Callable[[str, str], bool], reward: Callable[[Rollout], object], deadline: float = 10.0
+) -> Judged:
     "Verifier, then reward, each within `deadline` seconds. Never raises for what a user's function does."
     found = verified(rollout, verifier, deadline)
     return and_rewarded(rollout, found, reward, deadline) if found.outcome is Outcome.OK else found
@@ -517,7 +604,13 @@ def and_rewarded(rollout: Rollout, found: Judged, reward: Callable[[Rollout], ob
     "A verdict, and the reward that builds on it and on the parts that an episode has judged."
     scores = tuple({**dict(with_scores(rollout, found)), **dict(found.parts)}.items())
     then = rewarded(replace(rollout, correct=found.correct, scores=scores), reward, deadline)
-    return replace(then, seconds=found.seconds + then.seconds, verdict=found.verdict, message=then.message or found.message, parts=tuple({**dict(found.parts), **dict(then.parts)}.items()))
+    return replace(
+        then,
+        seconds=found.seconds + then.seconds,
+        verdict=found.verdict,
+        message=then.message or found.message,
+        parts=tuple({**dict(found.parts), **dict(then.parts)}.items()),
+    )
 
 
 def of_itself(judged: Judged, name: str, length: int) -> Judged:
@@ -537,6 +630,7 @@ def with_scores(rollout: Rollout, found: Judged) -> tuple[tuple[str, float], ...
 class ScoreRequest:
     """Please go on with this rollout's episode, and judge it when it is over; `try_` counts from 0, `deadline` is in seconds for each function, `last`: no other turn may follow.
     `part`: all of the judgement, the verdict alone, or the reward of one whose verdict is there."""
+
     rollout: Rollout
     try_: int = 0
     deadline: float = 10.0
@@ -552,6 +646,7 @@ class ScoreRequest:
 @dataclass(frozen=True)
 class ScoreResult:
     "The answer when the episode is over; `key` is (rollout id, attempt), `text` what was judged, `cut`: by a limit, and not by its own end; `seconds` and `calls` of tools in the last turn."
+
     key: tuple[int, int]
     judged: Judged
     text: str | None = None
@@ -563,6 +658,7 @@ class ScoreResult:
 @dataclass(frozen=True)
 class TurnResult:
     "The answer when the policy is asked for another response: what it sees, the state in which turn `turn` begins, and how long and how often tools were at work for it."
+
     key: tuple[int, int]
     turn: int
     text: str
@@ -574,18 +670,21 @@ class TurnResult:
 @dataclass(frozen=True)
 class Forget:
     "These rollouts have come to their end, or are to: whatever is done for them is given up."
+
     keys: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class GivenUp:
     "The answer to requests that were given up."
+
     keys: tuple[tuple[int, int], ...]
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-turn
 @dataclass(eq=False)
 class UnderWay:
     "A request that is being worked on: its episode, which has `turns` to take, then (`result`) the judgement of `rollout`."
+
     request: ScoreRequest
     began: float = 0.0
     turns: int = 1
@@ -620,7 +719,11 @@ def failed(environment: Callable, error: BaseException, deadline: float, seconds
     "What an episode that raised comes to: machinery has failed, which is no reward. `deadline`: for each of so many `turns`."
     name = f"environment {function_name(environment)}"
     if isinstance(error, DeadlinePassed):
-        told = f"passed its deadline of {deadline:g} s" + f" for each of {turns} turns" * (turns > 1) + "; make it faster or raise score_deadline"
+        told = (
+            f"passed its deadline of {deadline:g} s"
+            + f" for each of {turns} turns" * (turns > 1)
+            + "; make it faster or raise score_deadline"
+        )
     else:
         told = str(error) if isinstance(error, Fault) else f"raised {type(error).__name__}: {error}\n{_trace(error)}"
     return Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=f"{name}: {told}", seconds=seconds)
@@ -661,11 +764,18 @@ class Bell:
 # %% ../../nbs/environments/05_environment.ipynb #environment-actor
 AT_ONCE = 256  # episodes that wait at the same time
 
-
+# %% ../../nbs/environments/05_environment.ipynb #environment-actor-part-2
 class EnvironmentActor:
     "Goes on with episodes and judges those that are over. `kept`: the sandboxes that the verifier is given; `at_once`: episodes that may wait at the same time, 1: everything one by one."
 
-    def __init__(self, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn, kept: "Pooled | None" = None, at_once: int = AT_ONCE):
+    def __init__(
+        self,
+        verifier: Callable,
+        reward: Callable,
+        environment: Callable[[], Episode] = SingleTurn,
+        kept: "Pooled | None" = None,
+        at_once: int = AT_ONCE,
+    ):
         self.queue: deque[ScoreRequest] = deque()
         self.over: deque[UnderWay] = deque()  # episodes that wait to be judged
         self.running: dict[Future, UnderWay] = {}
@@ -673,14 +783,25 @@ class EnvironmentActor:
         self.closing: set[Future] = set()
         self.answers: list = []  # of requests that were given up
         self.masks = Masks()  # of what has no verdict on code
-        self.loop, self.bell, self.waited = EpisodeLoop(), Bell(), 0.0  # waited: seconds of the last turn in which there was nothing to do
+        self.loop, self.bell, self.waited = (
+            EpisodeLoop(),
+            Bell(),
+            0.0,
+        )  # waited: seconds of the last turn in which there was nothing to do
         self.set(verifier, reward, environment, kept, at_once)
 
     def moment(self) -> float:
         "Seconds on this machine's clock."
         return time.monotonic()
 
-    def set(self, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn, kept: "Pooled | None" = None, at_once: int = AT_ONCE) -> None:
+    def set(
+        self,
+        verifier: Callable,
+        reward: Callable,
+        environment: Callable[[], Episode] = SingleTurn,
+        kept: "Pooled | None" = None,
+        at_once: int = AT_ONCE,
+    ) -> None:
         "What counts from now on. What is under way stays."
         self.bare, self.reward, self.environment, self.kept, self.at_once = verifier, reward, environment, kept, at_once
         self.verifier = partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")) if kept else verifier
@@ -702,7 +823,9 @@ class EnvironmentActor:
 
     def waiting(self) -> list[ScoreRequest]:
         "The requests not yet answered: those under way, then the others, oldest first."
-        return [under.request for under in (*self.running.values(), *self.doubted, *self.over) if not under.dropped] + list(self.queue)
+        return [
+            under.request for under in (*self.running.values(), *self.doubted, *self.over) if not under.dropped
+        ] + list(self.queue)
 
     def receive(self, requests: Iterable[ScoreRequest]) -> None:
         "Take requests."
@@ -730,7 +853,12 @@ def room(actor: EnvironmentActor) -> bool:
     if actor.at_once == 1:
         return bool(actor.over or actor.queue) and not actor.running
     judging = sum(under.result is not None for under in actor.running.values())
-    return bool(actor.over) and (actor.kept is None or judging < actor.kept.at_once) or bool(actor.queue) and len(actor.running) - judging < actor.at_once
+    return (
+        bool(actor.over)
+        and (actor.kept is None or judging < actor.kept.at_once)
+        or bool(actor.queue)
+        and len(actor.running) - judging < actor.at_once
+    )
 
 
 def one_turn(actor: EnvironmentActor, patience: float) -> list:
@@ -753,7 +881,9 @@ def one_turn(actor: EnvironmentActor, patience: float) -> list:
 
 def _begin(actor: EnvironmentActor) -> list:
     "Begin what is next: a verdict, a reward, or a step of an episode."
-    if actor.over and (actor.kept is None or sum(u.result is not None for u in actor.running.values()) < actor.kept.at_once):
+    if actor.over and (
+        actor.kept is None or sum(u.result is not None for u in actor.running.values()) < actor.kept.at_once
+    ):
         return judge_over(actor, actor.over.popleft())
     request = actor.queue.popleft()
     if request.part == "reward":
@@ -770,7 +900,9 @@ def _begin(actor: EnvironmentActor) -> list:
     if awaitable is None:
         return hear(actor, under, heard)
     under.live.waits = True
-    return under_way(actor, under, actor.loop.begin(under.step, awaitable, under.deadline - (time.perf_counter() - under.began)))
+    return under_way(
+        actor, under, actor.loop.begin(under.step, awaitable, under.deadline - (time.perf_counter() - under.began))
+    )
 
 
 def under_way(actor: EnvironmentActor, under: UnderWay, future: Future) -> list:
@@ -825,7 +957,10 @@ def conclude(actor: EnvironmentActor, under: UnderWay, found: Judged) -> ScoreRe
     "The verdict is there: the reward, unless it is there too, or comes later."
     found = guard_masks(actor.masks, under.rollout, found, actor.moment())
     whole = found.outcome is Outcome.OK and under.request.part == "all" and found.reward is None
-    return replace(under.result, judged=and_rewarded(under.rollout, found, actor.reward, under.request.deadline) if whole else found)
+    return replace(
+        under.result,
+        judged=and_rewarded(under.rollout, found, actor.reward, under.request.deadline) if whole else found,
+    )
 
 
 def reward_of(request: ScoreRequest, reward: Callable) -> Judged:
@@ -892,7 +1027,9 @@ def put_away(actor: EnvironmentActor, live: Live | None) -> None:
     if awaitable is not None:
         future = actor.loop.begin(step, awaitable, CLOSING)
         actor.closing.add(future)
-        future.add_done_callback(lambda done: (actor.closing.discard(done), not_closed(error) if (error := raised(done)) else None))
+        future.add_done_callback(
+            lambda done: (actor.closing.discard(done), not_closed(error) if (error := raised(done)) else None)
+        )
         wait([future]) if actor.at_once == 1 else None
 
 
@@ -904,9 +1041,17 @@ def not_closed(error: BaseException) -> None:
 def give_up(actor: EnvironmentActor, under: UnderWay, error: BaseException) -> list:
     "The episode has failed."
     put_away(actor, under.live)
-    if isinstance(error, Fault) and error.end.of_model:  # by the doing of its programs: the answer's failure, which counts
+    if (
+        isinstance(error, Fault) and error.end.of_model
+    ):  # by the doing of its programs: the answer's failure, which counts
         text = said(under.request.rollout)[-1:]
-        return [ScoreResult(under.request.key, Judged(False, 0.0, message=str(error), seconds=time.perf_counter() - under.began), "".join(text))]
+        return [
+            ScoreResult(
+                under.request.key,
+                Judged(False, 0.0, message=str(error), seconds=time.perf_counter() - under.began),
+                "".join(text),
+            )
+        ]
     judged = failed(actor.environment, error, under.request.deadline, time.perf_counter() - under.began, under.turns)
     if under.live and under.live.started:  # what fails before the policy has said anything is not its doing
         judged = guard_masks(actor.masks, under.request.rollout, judged, actor.moment())
@@ -926,7 +1071,11 @@ def guard_masks(masks: Masks, rollout: Rollout, judged: Judged, moment: float) -
     sighting = Sighting(rollout.task.id, words, _version_judged(rollout), masked, moment)
     masks.note(sighting)
     why = masks.blame(sighting)
-    return replace(judged, correct=False, reward=0.0, outcome=Outcome.OK, message=f"masked: {why}; {judged.message}") if why else judged
+    return (
+        replace(judged, correct=False, reward=0.0, outcome=Outcome.OK, message=f"masked: {why}; {judged.message}")
+        if why
+        else judged
+    )
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-ends-actor
 def forget(actor: EnvironmentActor, keys: set[tuple[int, int]]) -> None:
@@ -976,7 +1125,9 @@ def end_actor(actor: EnvironmentActor) -> None:
     actor.bell.close()
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-score-one
-def score_one(request: ScoreRequest, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn) -> ScoreResult | TurnResult:
+def score_one(
+    request: ScoreRequest, verifier: Callable, reward: Callable, environment: Callable[[], Episode] = SingleTurn
+) -> ScoreResult | TurnResult:
     "One request alone: go on with its episode from its beginning; if it is over, judge it."
     actor = EnvironmentActor(verifier, reward, environment, at_once=1)
     actor.receive([request])
@@ -988,6 +1139,7 @@ def score_one(request: ScoreRequest, verifier: Callable, reward: Callable, envir
 @dataclass(frozen=True)
 class Gauges:
     "What a pool of sandboxes is doing: starting, free, busy; lost so far."
+
     starting: int
     ready: int
     busy: int
@@ -997,6 +1149,7 @@ class Gauges:
 @dataclass(frozen=True)
 class Owned:
     "A pool, asked in somebody's name: its ledger says for whom it ran what."
+
     pool: object
     owner: str
 
@@ -1017,12 +1170,14 @@ class Owned:
 @dataclass(frozen=True)
 class Withdrawn:
     "Verdicts by (rollout, attempt) that are not believed any more, as what they are now: environment errors."
+
     verdicts: tuple[tuple[tuple[int, int], Judged], ...]
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-pooled-kept
 @dataclass
 class Pooled:
     "What an actor with a pool keeps beside its queue. `doubt`: why verdicts are not believed at the moment."
+
     pool: object
     at_once: int = 16
     run: str = ""
@@ -1032,7 +1187,9 @@ class Pooled:
     looked: float = 0.0
     references: dict[str, float] = field(default_factory=dict)  # tests -> CPU seconds of the reference solution
     given: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # since a canary last passed
-    tainted: dict[tuple[int, int], str] = field(default_factory=dict)  # under way when a canary passed again: why they are not believed
+    tainted: dict[tuple[int, int], str] = field(
+        default_factory=dict
+    )  # under way when a canary passed again: why they are not believed
     back: list[tuple[tuple[int, int], Judged]] = field(default_factory=list)  # to be taken back
     masks: Masks = field(default_factory=Masks)
     canary: Future | None = None  # under way, for the first of
@@ -1072,7 +1229,9 @@ def in_doubt(kept: Pooled, found: Judged, rollout: Rollout) -> bool:
     return kept.suspicion.look(found.verdict) or bool(kept.doubt) or kept.masks.suspects(sighting)
 
 
-def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None, judged: Sequence[tuple[int, int]] = ()) -> Judged:
+def believed(
+    kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None, judged: Sequence[tuple[int, int]] = ()
+) -> Judged:
     "The verdict, if there is no reason to doubt the place where it was made; else an environment error that says why. `seen`: what the canary said that was run for it; `judged`: what else is under way there. Who fails as the machine would while the canary and others get on is punished."
     if found.verdict is None:
         return found
@@ -1081,7 +1240,11 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None,
     if seen:
         if seen.ok or seen.machine:
             kept.masks.note_canary(seen.ok, time.monotonic())
-        kept.doubt = "" if seen.ok else f"sandbox: canary of task {rollout.task.id}: {seen.message}; no verdict is believed until it is right again"
+        kept.doubt = (
+            ""
+            if seen.ok
+            else f"sandbox: canary of task {rollout.task.id}: {seen.message}; no verdict is believed until it is right again"
+        )
         if seen.ok:
             kept.suspicion.calm()
             kept.references[found.verdict.tests] = seen.cpu_s
@@ -1089,7 +1252,9 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None,
             if before:
                 kept.tainted = dict.fromkeys(judged, before)
             if why := kept.masks.blame(sighting_of(found.verdict, _version_judged(rollout), time.monotonic())):
-                return replace(found, correct=False, outcome=Outcome.OK, message="", verdict=punished(found.verdict, why))
+                return replace(
+                    found, correct=False, outcome=Outcome.OK, message="", verdict=punished(found.verdict, why)
+                )
         elif not seen.machine:  # one that could not be run says nothing of those that could
             kept.back, kept.given = [(key, disbelieved(each, kept.doubt)) for key, each in kept.given], []
     if found.outcome is not Outcome.OK:
@@ -1100,10 +1265,17 @@ def believed(kept: Pooled, found: Judged, rollout: Rollout, seen: Canary | None,
     kept.given.append((key, found))
     return found
 
-
+# %% ../../nbs/environments/05_environment.ipynb #environment-pooled-doubt-part-2
 def disbelieved(found: Judged, message: str) -> Judged:
     "A verdict that is none."
-    return replace(found, correct=None, reward=None, outcome=Outcome.ENVIRONMENT_ERROR, message=message, verdict=replace(found.verdict, score=None, passed=None, message=message))
+    return replace(
+        found,
+        correct=None,
+        reward=None,
+        outcome=Outcome.ENVIRONMENT_ERROR,
+        message=message,
+        verdict=replace(found.verdict, score=None, passed=None, message=message),
+    )
 
 
 def check_canaries(verifier: Callable, tasks: Sequence[Task]) -> list[Canary]:
@@ -1113,7 +1285,9 @@ def check_canaries(verifier: Callable, tasks: Sequence[Task]) -> list[Canary]:
         told.append(canary(read_code_task(task.answer), lambda text, task=task: verifier(text, task.answer)))
         if not told[-1].ok:
             whose = "the machine failed" if told[-1].machine else "either the task or the sandbox is broken"
-            raise ValueError(f"sandbox: canary of task {task.id}: {told[-1].message}; {whose}. Try rlbench doctor --sandbox, or correct the task")
+            raise ValueError(
+                f"sandbox: canary of task {task.id}: {told[-1].message}; {whose}. Try rlbench doctor --sandbox, or correct the task"
+            )
     return told
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-resume
@@ -1144,7 +1318,11 @@ def scripted_verdict(seed: int, request: ScoreRequest, ease: float, failures: fl
     rollout = request.rollout
     key = np.uint64(stream_key(seed, rollout.task.id, rollout.id, _VERDICT_TURN))
     if uniforms(key, np.array([1 + request.try_]))[0] < failures:
-        return Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=f"environment: scripted failure of try {request.try_}", seconds=seconds)
+        return Judged(
+            outcome=Outcome.ENVIRONMENT_ERROR,
+            message=f"environment: scripted failure of try {request.try_}",
+            seconds=seconds,
+        )
     right = is_scripted_right(seed, rollout.task, rollout.id, ease)
     return Judged(right, float(right), (), Outcome.OK, "", seconds)
 
@@ -1152,7 +1330,14 @@ def scripted_verdict(seed: int, request: ScoreRequest, ease: float, failures: fl
 class ScriptedEnvironment(EnvironmentActor):
     "Verdicts from the random stream, one at a time; the same shape as `EnvironmentActor`. `failures` is the share of scorings without a reward."
 
-    def __init__(self, seed: int = 0, ease: float = SCRIPTED_EASE, failures: float = 0.0, seconds: float = 0.001, environment: Callable[[], Episode] = SingleTurn):
+    def __init__(
+        self,
+        seed: int = 0,
+        ease: float = SCRIPTED_EASE,
+        failures: float = 0.0,
+        seconds: float = 0.001,
+        environment: Callable[[], Episode] = SingleTurn,
+    ):
         super().__init__(exact, correct, environment, at_once=1)
         self.seed, self.ease, self.failures, self.seconds = seed, ease, failures, seconds
 
@@ -1164,7 +1349,9 @@ class ScriptedEnvironment(EnvironmentActor):
         "The oldest request."
         if self.queue and self.kept is None and (self.environment is SingleTurn or self.queue[0].part == "reward"):
             request = self.queue.popleft()
-            return [ScoreResult(request.key, scripted_verdict(self.seed, request, self.ease, self.failures, self.seconds))]
+            return [
+                ScoreResult(request.key, scripted_verdict(self.seed, request, self.ease, self.failures, self.seconds))
+            ]
         return super().turn(patience)
 
     def verdict(self, under: UnderWay) -> Judged:
@@ -1180,7 +1367,9 @@ class FunctionFailed(ValueError):
         self.field = field
 
 
-def guarded(field: str, function: Callable, deadline: float = float("inf"), knob: str = "deadlines.function") -> Callable:
+def guarded(
+    field: str, function: Callable, deadline: float = float("inf"), knob: str = "deadlines.function"
+) -> Callable:
     "The function, raising FunctionFailed for whatever it raises and, after `deadline` seconds, for being late."
 
     @wraps(function)
@@ -1193,7 +1382,9 @@ def guarded(field: str, function: Callable, deadline: float = float("inf"), knob
     return call
 
 # %% ../../nbs/environments/05_environment.ipynb #environment-prompts
-def first_prompts(environment: Callable[[], Episode], tasks: Sequence[Task], deadline: float = 10.0, at_once: int = AT_ONCE) -> list[str]:
+def first_prompts(
+    environment: Callable[[], Episode], tasks: Sequence[Task], deadline: float = 10.0, at_once: int = AT_ONCE
+) -> list[str]:
     "What each task's episode says first. Raises FunctionFailed for an environment that cannot start on one."
     loop, prompts, running, left = EpisodeLoop(), {}, {}, deque(enumerate(tasks))
     try:

@@ -22,6 +22,7 @@ from ..reward import final_answer
 @dataclass(frozen=True)
 class Snapshot(State):
     "A state of the store: its entries, sorted by key, and the place in the log of the state it was made from (-1: none)."
+
     entries: tuple[tuple[str, str], ...] = ()
     parent: int = -1
 
@@ -34,6 +35,7 @@ def content_id(entries: tuple[tuple[str, str], ...]) -> str:
 @dataclass(frozen=True)
 class Store:
     "Every state there ever was, in the order of time, and which of them holds now."
+
     log: tuple[Snapshot, ...] = (Snapshot(content_id(())),)
     at: int = 0
 
@@ -157,13 +159,19 @@ class Drawn:
         return Done(text_of(self.store))
 
 # %% ../../nbs/environments/06_kv_store.ipynb #store-environments
-def store(*, tries: Knob(0, 100, unit="turns", help="turns of an episode that may do something other than write", live=False) = 3) -> Episode:
+def store(
+    *,
+    tries: Knob(
+        0, 100, unit="turns", help="turns of an episode that may do something other than write", live=False
+    ) = 3,
+) -> Episode:
     "Chains of sums over a store."
     return Chain(tries)
 
 
 def scripted(
-    *, low: Knob(1, 64, unit="turns", help="fewest turns of an episode", live=False) = 1,
+    *,
+    low: Knob(1, 64, unit="turns", help="fewest turns of an episode", live=False) = 1,
     high: Knob(1, 64, unit="turns", help="most turns of an episode", live=False) = 4,
     writes: Knob(0, 1, unit="share", help="share of turns that write to the store", live=False) = 0.6,
     undoes: Knob(0, 1, unit="share", help="share of turns that undo a write", live=False) = 0.1,

@@ -17,14 +17,15 @@ from random import Random
 
 import numpy as np
 
+from .tasks import Problem, check_request, levels, pool
 from ..knobs import Knob
 from ..records import Task
-from .tasks import Problem, check_request, levels, pool
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-forms
 @dataclass(frozen=True)
 class Form:
     "A body with the constants {a} and {b}. `takes`: x (a number), xy (two) or list; `values`: of the constants; `spelled`: other bodies that do the same."
+
     takes: str
     level: int
     body: str
@@ -75,6 +76,7 @@ FORMS = (*NUMBERS, *PAIRS, *LISTS)
 @dataclass(frozen=True, eq=False)
 class Family:
     "All functions that take the same arguments. `inputs`: the argument lists, of which the first `shown` may stand in a prompt; `bodies`, `forms` and `constants` by function; `results` [F][I]; `table` int32 [F, I]."
+
     inputs: tuple[tuple, ...]
     shown: int
     bodies: tuple[str, ...]
@@ -132,7 +134,7 @@ def examples(random: Random, takes: str, at: int) -> list[int]:
         chosen = [*dict.fromkeys([*chosen, random.randrange(f.shown)])]
     while True:
         rivals = np.flatnonzero((f.table[:, chosen] == f.table[at, chosen]).all(1))
-        ruled = (f.table[rivals, :f.shown] != f.table[at, :f.shown]).sum(0)
+        ruled = (f.table[rivals, : f.shown] != f.table[at, : f.shown]).sum(0)
         if len(rivals) == 1:
             return chosen
         if len(chosen) == MOST or not ruled.any():
@@ -148,7 +150,9 @@ def shown_as(takes: str, args: tuple, result: object) -> str:
 def lookup(takes: str, args: Sequence[tuple], results: Sequence) -> str:
     "The body that repeats what is shown and knows nothing else."
     key = {"x": "x", "xy": "x,y", "list": "str(x)"}[takes]
-    entries = ",".join(f"{a[0]}:{r}" if takes == "x" else f"{a if takes == 'xy' else str(a[0])!r}:{r}" for a, r in zip(args, results))
+    entries = ",".join(
+        f"{a[0]}:{r}" if takes == "x" else f"{a if takes == 'xy' else str(a[0])!r}:{r}" for a, r in zip(args, results)
+    )
     return f"return {{{entries}}}[{key}]".replace(", ", ",") if takes != "list" else f"return {{{entries}}}[{key}]"
 
 
@@ -159,8 +163,19 @@ def problem(random: Random, form: Form, at: int, hidden: int) -> Problem | None:
         return None
     unseen = random.sample([i for i in range(len(f.inputs)) if i not in seen], hidden)
     prompt = " ".join(shown_as(takes, f.inputs[i], f.results[at][i]) for i in seen) + "\n" + HEADS[takes]
-    tests = [{"id": f"{kind}-{n}", "args": list(f.inputs[i]), "expected": f.results[at][i]} for kind, some in (("shown", seen), ("hidden", unseen)) for n, i in enumerate(some, 1)]
-    table = {"kind": "function", "function": "f", "wrap": HEADS[takes] + "\n {code}\n", "tests": tests, "reference": f.bodies[at], "bad": lookup(takes, [f.inputs[i] for i in seen], [f.results[at][i] for i in seen])}
+    tests = [
+        {"id": f"{kind}-{n}", "args": list(f.inputs[i]), "expected": f.results[at][i]}
+        for kind, some in (("shown", seen), ("hidden", unseen))
+        for n, i in enumerate(some, 1)
+    ]
+    table = {
+        "kind": "function",
+        "function": "f",
+        "wrap": HEADS[takes] + "\n {code}\n",
+        "tests": tests,
+        "reference": f.bodies[at],
+        "bad": lookup(takes, [f.inputs[i] for i in seen], [f.results[at][i] for i in seen]),
+    }
     return f"{takes}/{f.bodies[at]}/{sorted(seen)}", prompt, json.dumps(table)
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-set
@@ -176,10 +191,21 @@ def drawable(level: int, largest: int) -> tuple[tuple[Form, tuple[int, ...]], ..
 
 
 def programs(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 4, unit="level", help="easiest level: 1 one step, 2 two steps, 3 a comparison in an expression, 4 an if", live=False) = 1,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
+    low: Knob(
+        1,
+        4,
+        unit="level",
+        help="easiest level: 1 one step, 2 two steps, 3 a comparison in an expression, 4 an if",
+        live=False,
+    ) = 1,
     high: Knob(1, 4, unit="level", help="hardest level", live=False) = 4,
-    hidden: Knob(1, 8, unit="tests", help="hidden tests per task, on arguments that the prompt does not show", live=False) = 6,
+    hidden: Knob(
+        1, 8, unit="tests", help="hidden tests per task, on arguments that the prompt does not show", live=False
+    ) = 6,
     largest: Knob(9, 59, help="largest constant in a function", live=False) = 59,
 ) -> list[Task]:
     "Bodies of functions, to be found from examples, for the verifier `code`; the level is the kind of step."

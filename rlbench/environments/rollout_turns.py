@@ -11,13 +11,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..records import Rollout, SamplingMask, Segment, StopReason, join_masks, observation_segment, pack_masks, prompt_segment, response_segment
+from rlbench.records import (
+    Rollout,
+    SamplingMask,
+    Segment,
+    StopReason,
+    join_masks,
+    observation_segment,
+    pack_masks,
+    prompt_segment,
+    response_segment,
+)
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-grow
 def shown(rollout: Rollout, text: str, turn: int, state: str = "", writer: int = -1) -> Rollout:
     "The rollout with what the environment shows before `turn`, which begins in its state `state`, in which the newest writes are of version `writer`."
     *before, response = rollout.segments
-    return replace(rollout, segments=(*before, replace(response, text=rollout.text), observation_segment(text, turn, state, writer)))
+    return replace(
+        rollout,
+        segments=(*before, replace(response, text=rollout.text), observation_segment(text, turn, state, writer)),
+    )
 
 
 def opened(rollout: Rollout) -> tuple[tuple[Segment, ...], Segment]:
@@ -43,14 +56,21 @@ def written(rollout: Rollout, prompt_tokens: np.ndarray, response: Segment, text
         return replace(rollout, segments=before, reason=reason)
     response = replace(response, turn=observation.turn, state=observation.state, writer=observation.writer)
     text = text if reason is not StopReason.ABORTED else rollout.text
-    return replace(rollout, segments=(*before, replace(observation, tokens=prompt_tokens), response), text=text, reason=reason)
+    return replace(
+        rollout, segments=(*before, replace(observation, tokens=prompt_tokens), response), text=text, reason=reason
+    )
 
 
 def judged(rollout: Rollout, text: str | None, cut: bool) -> Rollout:
     "The rollout with the text that was judged (None: its own); `cut`: the limit on turns ended it."
     *before, last = rollout.segments
     reason = StopReason.TURNS if cut and rollout.reason is StopReason.STOP else rollout.reason
-    return replace(rollout, segments=(*before, replace(last, text=rollout.text)), text=rollout.text if text is None else text, reason=reason)
+    return replace(
+        rollout,
+        segments=(*before, replace(last, text=rollout.text)),
+        text=rollout.text if text is None else text,
+        reason=reason,
+    )
 
 
 def unjudged(rollout: Rollout) -> Rollout:
@@ -86,6 +106,7 @@ def without_begun(rollout: Rollout) -> Rollout:
 
 def weigh_old(rollout: Rollout, how: str, version: int) -> Rollout:
     "Give the response tokens that are older than `version` the weight that `how` says; a token without weight gets none back."
+
     def older(s: Segment) -> Segment:
         mask = np.ones(len(s), np.uint8) if s.mask is None else s.mask
         return replace(s, mask=np.where((s.versions < version) & (mask > 0), np.uint8(WEIGHTS[how]), mask))
@@ -104,7 +125,9 @@ def first_turns(rollout: Rollout, n: int) -> Rollout:
 
 def later_turns(rollout: Rollout, n: int) -> Rollout:
     "What `first_turns` leaves out."
-    return replace(rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation"))
+    return replace(
+        rollout, segments=tuple(s for s in rollout.segments if s.turn > n or s.turn == n and s.kind != "observation")
+    )
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-columns
 def turn_columns(rollout: Rollout) -> dict:
@@ -112,7 +135,12 @@ def turn_columns(rollout: Rollout) -> dict:
     if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
         return {}
     words = [s for s in rollout.segments if s.kind != "prompt"]
-    return {"turn_lengths": [len(s) for s in rollout.responses], "said": [s.text for s in words], "states": [s.state for s in rollout.responses], "writers": [s.writer for s in rollout.responses]}
+    return {
+        "turn_lengths": [len(s) for s in rollout.responses],
+        "said": [s.text for s in words],
+        "states": [s.state for s in rollout.responses],
+        "writers": [s.writer for s in rollout.responses],
+    }
 
 
 def _weights(response: Segment) -> np.ndarray:
@@ -127,18 +155,41 @@ def token_columns(rollout: Rollout) -> dict:
     if len(responses) == 1 and not observations:
         r = responses[0]
         return dict(tokens=r.tokens, logprobs=r.logprobs, versions=r.versions, mask=_weights(r), **kept)
-    joined = {name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")}
-    return dict(**joined, **kept, mask=np.concatenate([_weights(r) for r in responses]), turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
-                observed=np.concatenate([[], *(s.tokens for s in observations)]).astype(int),
-                observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int))
+    joined = {
+        name: np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "logprobs", "versions")
+    }
+    return dict(
+        **joined,
+        **kept,
+        mask=np.concatenate([_weights(r) for r in responses]),
+        turn=np.repeat([r.turn for r in responses], [len(r) for r in responses]),
+        observed=np.concatenate([[], *(s.tokens for s in observations)]).astype(int),
+        observed_turn=np.repeat([s.turn for s in observations], [len(s) for s in observations]).astype(int),
+    )
 
-
+# %% ../../nbs/environments/08_rollout_turns.ipynb #episode-columns-part-2
 def segments_of(
-    prompt: list, tokens: list, logprobs: list, versions: list, mask: list, turn: list | None, observed: list | None, observed_turn: list | None, kept_counts: list | None = None, kept_ids: list | None = None,
+    prompt: list,
+    tokens: list,
+    logprobs: list,
+    versions: list,
+    mask: list,
+    turn: list | None,
+    observed: list | None,
+    observed_turn: list | None,
+    kept_counts: list | None = None,
+    kept_ids: list | None = None,
 ) -> tuple[Segment, ...]:
     "The segments of a row of the tokens table, turn by turn."
-    sets = SamplingMask(np.asarray(kept_counts, np.int32), np.asarray(kept_ids, np.int32)).sets if kept_counts is not None and len(kept_counts) else None
-    whole, turns = [np.asarray(column) for column in (tokens, logprobs, versions, mask)], np.asarray([0] * len(tokens) if turn is None or not len(turn) else turn)
+    sets = (
+        SamplingMask(np.asarray(kept_counts, np.int32), np.asarray(kept_ids, np.int32)).sets
+        if kept_counts is not None and len(kept_counts)
+        else None
+    )
+    whole, turns = (
+        [np.asarray(column) for column in (tokens, logprobs, versions, mask)],
+        np.asarray([0] * len(tokens) if turn is None or not len(turn) else turn),
+    )
     found, seen = [prompt_segment(prompt)], np.asarray([] if observed_turn is None else observed_turn, int)
     for t in dict.fromkeys([*turns.tolist(), *seen.tolist()]):
         if t in seen:
@@ -146,7 +197,11 @@ def segments_of(
         parts = [column[turns == t] for column in whole]
         if len(parts[0]):
             sampling_mask = None if sets is None else pack_masks([sets[i] for i in (turns == t).nonzero()[0]])
-            found.append(replace(response_segment(*parts[:3], turn=t, sampling_mask=sampling_mask), mask=parts[3].astype(np.uint8)))
+            found.append(
+                replace(
+                    response_segment(*parts[:3], turn=t, sampling_mask=sampling_mask), mask=parts[3].astype(np.uint8)
+                )
+            )
     return tuple(found)
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-told
@@ -162,5 +217,13 @@ def told_columns(rollout: Rollout, told) -> dict:
         return whole_T[response_T]
 
     reference = {"reference": of_responses(dict(rollout.traces).get("reference"))}
-    trained = {} if told is None else {"start_logprobs": of_responses(told.start_T), "step_logprobs": of_responses(told.step_T), "advantages": of_responses(told.advantages_T)}
+    trained = (
+        {}
+        if told is None
+        else {
+            "start_logprobs": of_responses(told.start_T),
+            "step_logprobs": of_responses(told.step_T),
+            "advantages": of_responses(told.advantages_T),
+        }
+    )
     return {name: values for name, values in {**reference, **trained}.items() if values is not None}

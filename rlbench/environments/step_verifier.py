@@ -40,12 +40,13 @@ def _columns(a: str, b: str) -> tuple[str, ...]:
 
 
 def _totals(terms: list[int]) -> list[str]:
-    return [f"{sum(terms[:i])}+{terms[i]}={sum(terms[:i + 1])}" for i in range(1, len(terms))]
+    return [f"{sum(terms[:i])}+{terms[i]}={sum(terms[: i + 1])}" for i in range(1, len(terms))]
 
 # %% ../../nbs/environments/03_step_verifier.ipynb #steps-of
 @dataclass(frozen=True)
 class Step:
     "One step of a written-out working. `right` None: it follows a wrong one, and was not looked at. `should`: what a wrong one should have been, empty if nothing."
+
     text: str
     end: int
     right: bool | None
@@ -61,7 +62,11 @@ def steps_of(response: str, prompt: str) -> tuple[Step, ...]:
     "The steps of a response's working, each judged up to the first wrong one. Empty without working, and for tasks whose working is not known."
     text, found, sound = working(response), [], True
     should = expected_steps(prompt, "c" in text.partition(";")[0])
-    for place, piece in enumerate(re.finditer(r"[a-z]\d*|[^a-z]+" if _COUNT.search(prompt) else r"[^;]+|(?<=;)(?=;)|^(?=;)", text) if should else ()):
+    for place, piece in enumerate(
+        re.finditer(r"[a-z]\d*|[^a-z]+" if _COUNT.search(prompt) else r"[^;]+|(?<=;)(?=;)|^(?=;)", text)
+        if should
+        else ()
+    ):
         due = should[place] if place < len(should) else ""
         right = _ordered(piece[0]) == _ordered(due) if sound else None
         found.append(Step(piece[0], piece.end(), right, "" if right or not sound else due))
@@ -125,7 +130,7 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             pieces.append("")
             continue
-        pieces.append(text[len(decode(tokens[before:upto])):])
+        pieces.append(text[len(decode(tokens[before:upto])) :])
         before, upto = upto, end
     return pieces
 
@@ -134,21 +139,38 @@ def process_worth(rollout: Rollout, scale: float, wrong: float) -> tuple[float, 
     "What the working is worth: `scale` for all of it, evenly over the steps it should have, less `wrong` for its first wrong step; in one number, and where each part fell due."
     found = steps_of(rollout.text, rollout.prompt)
     wanted = len(expected_steps(rollout.prompt, bool(found) and "c" in found[0].text))
-    due = tuple((max(1, s.end), scale / wanted if s.right else -wrong) for s in found if s.right is not None and (s.right or wrong))
+    due = tuple(
+        (max(1, s.end), scale / wanted if s.right else -wrong)
+        for s in found
+        if s.right is not None and (s.right or wrong)
+    )
     return scale * share_right(found, rollout.prompt) - wrong * any(s.right is False for s in found), due
 
 
-def mixed(rollout: Rollout, *, outcome: Knob(0, 10, unit="reward", help="reward for a right answer") = 1.0, process: Knob(0, 10, unit="reward", help="reward for a working without a wrong step") = 0.5,
-          agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.0,
-          wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
+def mixed(
+    rollout: Rollout,
+    *,
+    outcome: Knob(0, 10, unit="reward", help="reward for a right answer") = 1.0,
+    process: Knob(0, 10, unit="reward", help="reward for a working without a wrong step") = 0.5,
+    agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.0,
+    wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0,
+) -> tuple[float, dict[str, float], StepRewards]:
     "Outcome, process and agreement, each with its weight; the process also where it fell due."
     worth, due = process_worth(rollout, process, wrong)
-    parts = {"outcome": outcome * correct(rollout), "process": worth, "agreement": agreement * bool(agrees(rollout.text, rollout.prompt))}
+    parts = {
+        "outcome": outcome * correct(rollout),
+        "process": worth,
+        "agreement": agreement * bool(agrees(rollout.text, rollout.prompt)),
+    }
     return sum(parts.values()), parts, due
 
 
-def steps(rollout: Rollout, *, agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.25,
-          wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0) -> tuple[float, dict[str, float], StepRewards]:
+def steps(
+    rollout: Rollout,
+    *,
+    agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.25,
+    wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0,
+) -> tuple[float, dict[str, float], StepRewards]:
     "The share of the working that is right up to its first wrong step, and a bonus if the answer follows from it; not the verdict."
     return mixed(rollout, outcome=0.0, process=1.0, agreement=agreement, wrong=wrong)
 

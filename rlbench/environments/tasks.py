@@ -70,7 +70,9 @@ def counting_problem(random: Random, level: int) -> Problem:
     return f"{word}/{letter}", f"{word}/{letter}=", str(word.count(letter))
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-pool
-def pool(draw: Callable[[Random], tuple[str, Problem, int]], name: str, split: str, seed: int, count: int) -> list[Task]:
+def pool(
+    draw: Callable[[Random], tuple[str, Problem, int]], name: str, split: str, seed: int, count: int
+) -> list[Task]:
     "Up to `count` different tasks of one split. `draw` gives a kind, a problem of that kind and its level; ids are KIND/PROMPT without the equals sign."
     check_request(split, count)
     random, found, in_vain = Random(seed), {}, 0
@@ -103,7 +105,9 @@ def addition(
 ) -> list[Task]:
     "Two numbers, `17+25=`; the level is the number of digits."
     span = levels("addition", low, high)
-    return pool(lambda random: _drawn("addition", addition_problem, random, random.choice(span)), "addition", split, seed, count)
+    return pool(
+        lambda random: _drawn("addition", addition_problem, random, random.choice(span)), "addition", split, seed, count
+    )
 
 
 def sums(
@@ -126,31 +130,62 @@ def _drawn(
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-sets-two
 def counting(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
-    low: Knob(1, 10, unit="level", help="easiest level; words of a level have 2 x level + 1 or 2 x level + 2 letters", live=False) = 1,
-    high: Knob(1, 10, unit="level", help="hardest level; words of a level have 2 x level + 1 or 2 x level + 2 letters", live=False) = 4,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
+    low: Knob(
+        1,
+        10,
+        unit="level",
+        help="easiest level; words of a level have 2 x level + 1 or 2 x level + 2 letters",
+        live=False,
+    ) = 1,
+    high: Knob(
+        1,
+        10,
+        unit="level",
+        help="hardest level; words of a level have 2 x level + 1 or 2 x level + 2 letters",
+        live=False,
+    ) = 4,
 ) -> list[Task]:
     "A letter in a word, `xyzzy/z=`; the level is a band of word lengths."
     span = levels("counting", low, high)
-    return pool(lambda random: _drawn("counting", counting_problem, random, random.choice(span)), "counting", split, seed, count)
+    return pool(
+        lambda random: _drawn("counting", counting_problem, random, random.choice(span)), "counting", split, seed, count
+    )
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-mix
 def arithmetic(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
-    additions: Knob(0, 1, unit="share", help="share of additions among the tasks; the others are sums", live=False) = 0.7,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
+    additions: Knob(
+        0, 1, unit="share", help="share of additions among the tasks; the others are sums", live=False
+    ) = 0.7,
     low_digits: Knob(1, 9, unit="digits", help="digits of an operand in additions of level 1", live=False) = 2,
-    high_digits: Knob(1, 9, unit="digits", help="digits of an operand in additions of the highest level", live=False) = 4,
+    high_digits: Knob(
+        1, 9, unit="digits", help="digits of an operand in additions of the highest level", live=False
+    ) = 4,
     low_terms: Knob(2, 20, unit="terms", help="terms in sums of level 1", live=False) = 3,
     high_terms: Knob(2, 20, unit="terms", help="terms in sums of the highest level", live=False) = 5,
 ) -> list[Task]:
     "Additions and sums; level 1 is the easiest of each kind."
-    digits, terms = levels("arithmetic", low_digits, high_digits, "_digits"), levels("arithmetic", low_terms, high_terms, "_terms")
+    digits, terms = (
+        levels("arithmetic", low_digits, high_digits, "_digits"),
+        levels("arithmetic", low_terms, high_terms, "_terms"),
+    )
 
     def draw(random: Random) -> tuple[str, Problem, int]:
         add = random.random() < additions
         size = random.choice(digits if add else terms)
         level = 1 + size - (low_digits if add else low_terms)
-        return _drawn("addition", addition_problem, random, size, level) if add else _drawn("sums", sums_problem, random, size, level)
+        return (
+            _drawn("addition", addition_problem, random, size, level)
+            if add
+            else _drawn("sums", sums_problem, random, size, level)
+        )
 
     return pool(draw, "arithmetic", split, seed, count)
 
@@ -160,7 +195,10 @@ def chain_problem(random: Random, length: int, digits: int) -> Problem:
     change places: that is the same problem."""
     low, results, sums, problem = 10 ** (digits - 1), [], [], []
     for place in range(length):
-        first, then = random.randrange(low, 10 * low), random.randrange(low, 10 * low) if place == 0 else random.randint(1, 9)
+        first, then = (
+            random.randrange(low, 10 * low),
+            random.randrange(low, 10 * low) if place == 0 else random.randint(1, 9),
+        )
         results.append(then + (results[-1] if place else first))
         sums.append(f"{'xyz'[place - 1] if place else first}+{then}")
         problem.append(sums[-1] if place else f"{min(first, then)}+{max(first, then)}")
@@ -168,7 +206,10 @@ def chain_problem(random: Random, length: int, digits: int) -> Problem:
 
 
 def chains(
-    *, split: str = "train", seed: int = 0, count: int = 4096,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = 4096,
     low: Knob(1, 3, unit="sums", help="sums in the shortest chain", live=False) = 1,
     high: Knob(1, 3, unit="sums", help="sums in the longest chain", live=False) = 3,
     digits: Knob(1, 4, unit="digits", help="digits of the first two numbers", live=False) = 2,
@@ -187,7 +228,13 @@ EXTRACT = ("auto", "whole", "####", "boxed")
 
 def settled(extract: str, answers: Sequence) -> str:
     "What `auto` means for these answers; any other rule is itself."
-    return extract if extract != "auto" else "####" if any(isinstance(a, str) and "####" in a for a in answers) else "whole"
+    return (
+        extract
+        if extract != "auto"
+        else "####"
+        if any(isinstance(a, str) and "####" in a for a in answers)
+        else "whole"
+    )
 
 
 def reference(text: str, extract: str) -> str:
@@ -218,7 +265,9 @@ def _rows(path: Path) -> Iterator[tuple[str, object]]:
                 try:
                     yield f"{path}: line {number}", json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}: line {number}: not valid JSON ({error}); write one object per line") from None
+                    raise ValueError(
+                        f"{path}: line {number}: not valid JSON ({error}); write one object per line"
+                    ) from None
 
 
 def _question(row: object) -> object:
@@ -227,18 +276,34 @@ def _question(row: object) -> object:
     return {("prompt" if name == "question" else name): value for name, value in row.items()} if asked else row
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-file-task
-def _task(where: str, row: object, fallback: str, extract: str = "whole", owner: str = "file", columns: Mapping[str, str] | None = None) -> Task:
+def _task(
+    where: str,
+    row: object,
+    fallback: str,
+    extract: str = "whole",
+    owner: str = "file",
+    columns: Mapping[str, str] | None = None,
+) -> Task:
     "A row as a task. ValueError names the place, the field (or the column it came from) and the remedy."
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: a {type(row).__name__}; write an object such as {{"prompt": "17+25=", "answer": "42"}}')
+        raise ValueError(
+            f'{where}: a {type(row).__name__}; write an object such as {{"prompt": "17+25=", "answer": "42"}}'
+        )
     values = {"id": fallback, "level": 0, **row}
     for name, kinds in (("prompt", str), ("answer", (str, int, float)), ("level", int), ("id", str)):
         column = (columns or {}).get(name, name)
         called = name if column == name else f"{name} (column {column!r})"
         if name not in values:
-            raise ValueError(f"{where}: no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}. Add or rename it")
+            raise ValueError(
+                f"{where}: no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}. Add or rename it"
+            )
         value = values[name]
-        if not isinstance(value, kinds) or isinstance(value, bool) or isinstance(value, float) and not math.isfinite(value):
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or isinstance(value, float)
+            and not math.isfinite(value)
+        ):
             wanted = "a whole number" if kinds is int else "text"
             raise ValueError(f"{where}: {called} is {str(value)[:60]!r}, a {type(value).__name__}; write {wanted}")
         if isinstance(value, str) and not value.strip():
@@ -281,7 +346,9 @@ def read_tasks(path: str | Path, extract: str = "auto") -> list[Task]:
                 f"{where}: answer {task.answer!r} contradicts {earlier.answer!r} at {at.removeprefix(f'{path}: ')} for the same prompt; keep one"
             )
         if earlier is task and ids.setdefault(task.id, where) != where:
-            raise ValueError(f"{where}: id {task.id!r} was used at {ids[task.id].removeprefix(f'{path}: ')}; ids must differ")
+            raise ValueError(
+                f"{where}: id {task.id!r} was used at {ids[task.id].removeprefix(f'{path}: ')}; ids must differ"
+            )
     if not first:
         raise ValueError(f"{path}: holds no tasks; write at least two, one per line")
     say_joined("path", len(rows) - len(first), len(rows))
@@ -299,8 +366,13 @@ def in_template(template: str, tasks: Sequence[Task]) -> list[Task]:
 
 
 def file(
-    *, split: str = "train", seed: int = 0, count: int = MANY,
-    path: Knob(help=".jsonl or .parquet file with columns prompt (or question) and answer, optionally level and id", live=False) = "",
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = MANY,
+    path: Knob(
+        help=".jsonl or .parquet file with columns prompt (or question) and answer, optionally level and id", live=False
+    ) = "",
     one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 10,
     template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
     extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
@@ -312,7 +384,9 @@ def file(
     found = read_tasks(path, extract)
     chosen = [task for task in found if held_out(canonical(task.prompt), one_in) == (split == "held_out")]
     if not chosen:
-        raise ValueError(f"{path}: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in")
+        raise ValueError(
+            f"{path}: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in"
+        )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])
 
@@ -322,7 +396,9 @@ def _datasets():
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f'tasks.hub: the package `datasets` cannot be imported ({error}); pip install "datasets>=4.0"') from None
+        raise ValueError(
+            f'tasks.hub: the package `datasets` cannot be imported ({error}); pip install "datasets>=4.0"'
+        ) from None
     return datasets
 
 
@@ -330,7 +406,9 @@ def _source(dataset: str) -> str:
     "The folder or the Hub name. FileNotFoundError or ValueError for what can be neither."
     path = Path(dataset).expanduser()
     if path.is_file():
-        raise ValueError(f'tasks.dataset: {dataset!r} is a file; use tasks = {{name = "file", path = ...}}, or give the folder it is in')
+        raise ValueError(
+            f'tasks.dataset: {dataset!r} is a file; use tasks = {{name = "file", path = ...}}, or give the folder it is in'
+        )
     if not path.is_dir() and (dataset[0] in "./~\\" or dataset.count("/") > 1):
         beside = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())
         raise FileNotFoundError(
@@ -343,7 +421,10 @@ def _cached_sets() -> list[str]:
     "Names of the data sets that were fetched from the Hub before."
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return [path.name.removeprefix("datasets--").replace("--", "/") for path in sorted(Path(HF_HUB_CACHE).glob("datasets--*"))]
+    return [
+        path.name.removeprefix("datasets--").replace("--", "/")
+        for path in sorted(Path(HF_HUB_CACHE).glob("datasets--*"))
+    ]
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-builder
 def open_hub(dataset: str, config: str = "", revision: str = ""):
@@ -352,7 +433,9 @@ def open_hub(dataset: str, config: str = "", revision: str = ""):
     try:
         return datasets.load_dataset_builder(source, config or None, revision=revision or None)
     except (datasets.data_files.EmptyDatasetError, datasets.exceptions.DataFilesNotFoundError) as error:
-        raise ValueError(f"tasks.dataset: {dataset!r} has no data files ({_first_line(error)}); it needs parquet or JSON-lines files") from None
+        raise ValueError(
+            f"tasks.dataset: {dataset!r} has no data files ({_first_line(error)}); it needs parquet or JSON-lines files"
+        ) from None
     except ConnectionError as error:
         raise ConnectionError(
             f"tasks.dataset: {dataset!r} is no folder here, and the Hub is not reachable ({_first_line(error)}); check the network, give a local folder in the Hub's layout, "
@@ -365,7 +448,9 @@ def open_hub(dataset: str, config: str = "", revision: str = ""):
     except ValueError as error:
         raise _config_error(dataset, source, config, revision, error) from None
     except Exception as error:
-        raise ValueError(f"tasks.dataset: {dataset!r} cannot be opened ({type(error).__name__}: {_first_line(error)})") from error
+        raise ValueError(
+            f"tasks.dataset: {dataset!r} cannot be opened ({type(error).__name__}: {_first_line(error)})"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -381,7 +466,9 @@ def _config_error(dataset: str, source: str, config: str, revision: str, error: 
         return ValueError(f"tasks.config: {dataset!r} has several configurations; choose one of {', '.join(names)}")
     if config and names and config not in names and "cache" not in str(error):
         return unknown("tasks.config", config, names)
-    return ValueError(f"tasks.config: {dataset!r} cannot be opened ({' '.join(str(error).split())})")  # a cache knows what it holds
+    return ValueError(
+        f"tasks.config: {dataset!r} cannot be opened ({' '.join(str(error).split())})"
+    )  # a cache knows what it holds
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-columns
 @dataclass(frozen=True)
@@ -394,7 +481,11 @@ class Columns:
 
     def named(self) -> dict[str, str]:
         "The columns in use, by the field of the task they fill."
-        return {field: name for field, name in (("prompt", self.prompt), ("answer", self.answer), ("level", self.level)) if name}
+        return {
+            field: name
+            for field, name in (("prompt", self.prompt), ("answer", self.answer), ("level", self.level))
+            if name
+        }
 
 
 def _path(names: Mapping, column: str) -> list[str]:
@@ -407,14 +498,22 @@ def check_columns(features: Mapping, columns: Columns) -> None:
         feature, known, before = features, features, ""
         for part in _path(features, column):
             if not isinstance(feature, Mapping) or part not in feature:
-                raise unknown(f"tasks.{field}", column, [before + name for name in (feature if isinstance(feature, Mapping) else known)])
+                raise unknown(
+                    f"tasks.{field}",
+                    column,
+                    [before + name for name in (feature if isinstance(feature, Mapping) else known)],
+                )
             known, feature, before = feature, feature[part], f"{before}{part}."
         inner = getattr(feature, "feature", None)
         messages = field == "prompt" and isinstance(inner, Mapping) and {"role", "content"} <= set(inner)
         dtype = feature.dtype if type(feature).__name__ == "Value" else ""
-        if not messages and not re.fullmatch(r"(large_)?string(_view)?" + ("" if field == "prompt" else r"|u?int\d+|float\d+"), dtype):
+        if not messages and not re.fullmatch(
+            r"(large_)?string(_view)?" + ("" if field == "prompt" else r"|u?int\d+|float\d+"), dtype
+        ):
             wanted = "text" if field == "prompt" else "text or numbers"
-            raise ValueError(f"tasks.{field}: the column {column!r} holds {str(feature)[:80]}, not {wanted}; choose another of {', '.join(features)}")
+            raise ValueError(
+                f"tasks.{field}: the column {column!r} holds {str(feature)[:80]}, not {wanted}; choose another of {', '.join(features)}"
+            )
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-read
 def read_split(dataset: str, builder, field: str, split: str, columns: Columns) -> list[tuple[str, dict]]:
@@ -423,14 +522,18 @@ def read_split(dataset: str, builder, field: str, split: str, columns: Columns) 
     known = [str(name) for name in (builder.info.splits or builder.config.data_files or ())]
     if known and split.partition("[")[0] not in known:
         raise unknown(f"tasks.{field}", split, known)
-    bars = Path(dataset).expanduser().is_dir() and not datasets.are_progress_bars_disabled()  # of a folder nothing is downloaded
+    bars = (
+        Path(dataset).expanduser().is_dir() and not datasets.are_progress_bars_disabled()
+    )  # of a folder nothing is downloaded
     if bars:
         datasets.disable_progress_bars()
     try:
         builder.download_and_prepare()
         data = builder.as_dataset(split)
     except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"tasks.dataset: the files of {dataset!r} cannot be read ({_first_line(error.__cause__ or error)})") from error
+        raise ValueError(
+            f"tasks.dataset: the files of {dataset!r} cannot be read ({_first_line(error.__cause__ or error)})"
+        ) from error
     except (ValueError, AssertionError) as error:
         raise ValueError(f"tasks.{field}: the split {split!r} cannot be taken ({_first_line(error)})") from error
     finally:
@@ -441,7 +544,10 @@ def read_split(dataset: str, builder, field: str, split: str, columns: Columns) 
     check_columns(data.features, columns)
     paths = {name: _path(data.features, column) for name, column in columns.named().items()}
     rows = data.select_columns(sorted({path[0] for path in paths.values()})).to_list()
-    return [(f"{dataset} {split}: row {number}", {name: _at(row, path) for name, path in paths.items()}) for number, row in enumerate(rows)]
+    return [
+        (f"{dataset} {split}: row {number}", {name: _at(row, path) for name, path in paths.items()})
+        for number, row in enumerate(rows)
+    ]
 
 
 def _at(row: Mapping, path: Sequence[str]) -> object:
@@ -459,30 +565,44 @@ def _hub_row(row: Mapping, columns: Columns) -> dict:
             raise ValueError(f"{columns.prompt} holds messages of {roles}; one message of a user is all that is taken")
         prompt = prompt[0].get("content")
     numbers = re.findall(r"\d+", level) if isinstance(level, str) else []
-    level = int(numbers[0]) if len(numbers) == 1 else int(level) if isinstance(level, float) and level.is_integer() else level
+    level = (
+        int(numbers[0])
+        if len(numbers) == 1
+        else int(level)
+        if isinstance(level, float) and level.is_integer()
+        else level
+    )
     return {**row, "prompt": prompt, "level": level}
 
 
-def hub_tasks(name: str, rows: Sequence[tuple[str, dict]], columns: Columns, extract: str, unusable: str, longest: int = 0) -> dict[str, Task]:
+def hub_tasks(
+    name: str, rows: Sequence[tuple[str, dict]], columns: Columns, extract: str, unusable: str, longest: int = 0
+) -> dict[str, Task]:
     "Tasks by canonical problem. ValueError for the first row that makes no task, unless `unusable` is skip."
     rule, found, places, faults, disputed = settled(extract, [row["answer"] for _, row in rows]), {}, {}, [], set()
     for number, (where, row) in enumerate(rows):
         try:
-            task = _task(where, _said(where, row, columns), f"{name}/{number}", rule, name.rpartition("/")[0], columns.named())
+            task = _task(
+                where, _said(where, row, columns), f"{name}/{number}", rule, name.rpartition("/")[0], columns.named()
+            )
             if longest and len(task.prompt) > longest:
                 faults.append(f"{where}: its prompt has {len(task.prompt)} characters, longest is {longest}")
                 continue
             problem = canonical(task.prompt)
             if found.setdefault(problem, task).answer != task.answer:
                 disputed.add(problem)
-                raise ValueError(f"{where}: answer {task.answer!r} contradicts {found[problem].answer!r} at {places[problem]} for the same prompt")
+                raise ValueError(
+                    f"{where}: answer {task.answer!r} contradicts {found[problem].answer!r} at {places[problem]} for the same prompt"
+                )
             places.setdefault(problem, where)
         except ValueError as error:
             if unusable == "refuse":
                 raise ValueError(f'{error}; or leave such rows out with unusable = "skip"') from None
             faults.append(str(error))
     if faults:
-        warnings.warn(f"tasks.hub: left out {len(faults)} of {len(rows)} rows; the first: {faults[0]}", TaskNote, stacklevel=2)
+        warnings.warn(
+            f"tasks.hub: left out {len(faults)} of {len(rows)} rows; the first: {faults[0]}", TaskNote, stacklevel=2
+        )
     say_joined("hub", len(rows) - len(faults) - len(found), len(rows))
     return {problem: task for problem, task in found.items() if problem not in disputed}
 
@@ -495,12 +615,17 @@ def _said(where: str, row: Mapping, columns: Columns) -> dict:
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-set
 def hub(
-    *, split: str = "train", seed: int = 0, count: int = MANY,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = MANY,
     dataset: Knob(help="data set on the Hugging Face Hub, or a folder in its layout", live=False) = "",
     config: Knob(help="configuration of the data set", live=False) = "",
     revision: Knob(help="branch, tag or commit on the Hub", live=False) = "",
     train: Knob(help="split to train on, e.g. train or train[:2000]", live=False) = "train",
-    held_out: Knob(help="split to evaluate on; empty: hold out one task in `one_in` of the training split", live=False) = "",
+    held_out: Knob(
+        help="split to evaluate on; empty: hold out one task in `one_in` of the training split", live=False
+    ) = "",
     prompt: Knob(help="column of the prompts", live=False) = "question",
     answer: Knob(help="column of the reference answers", live=False) = "answer",
     level: Knob(help="column of the difficulty level; empty: none", live=False) = "",
@@ -508,36 +633,53 @@ def hub(
     extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
     unusable: Knob(choices=("refuse", "skip"), help="what to do with rows that make no task", live=False) = "refuse",
     longest: Knob(0, 10_000_000, unit="characters", help="longest prompt to take; 0: no limit", live=False) = 0,
-    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many when held_out names no split", live=False) = 10,
+    one_in: Knob(
+        2, 1000, unit="tasks", help="hold out one task in this many when held_out names no split", live=False
+    ) = 10,
 ) -> list[Task]:
     "Tasks from a data set of the Hugging Face Hub, or from a folder in its layout."
     check_request(split, count)
     in_template(template, [])
     if not dataset:
-        raise ValueError('tasks.dataset: the set "hub" needs one, e.g. tasks = {name = "hub", dataset = "openai/gsm8k", config = "main"}')
+        raise ValueError(
+            'tasks.dataset: the set "hub" needs one, e.g. tasks = {name = "hub", dataset = "openai/gsm8k", config = "main"}'
+        )
     columns, builder = Columns(prompt, answer, level), open_hub(dataset, config, revision)
     stem = "/".join(filter(None, (Path(dataset).name if Path(dataset).expanduser().is_dir() else dataset, config)))
 
     def tasks_of(field: str, part: str) -> dict[str, Task]:
-        return hub_tasks(f"{stem}/{part}", read_split(dataset, builder, field, part, columns), columns, extract, unusable, longest)
+        return hub_tasks(
+            f"{stem}/{part}", read_split(dataset, builder, field, part, columns), columns, extract, unusable, longest
+        )
 
     examined = tasks_of("held_out", held_out) if held_out else {}
     found = examined if held_out and split == "held_out" else tasks_of("train", train)
     chosen = list(found.values()) if found is examined else _side(found, split, examined, 0 if held_out else one_in)
     if not chosen:
-        raise ValueError(f"tasks.hub: none of the {len(found)} tasks of {dataset!r} is left for {split!r}; choose other splits, another one_in or a larger longest")
+        raise ValueError(
+            f"tasks.hub: none of the {len(found)} tasks of {dataset!r} is left for {split!r}; choose other splits, another one_in or a larger longest"
+        )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-side
 def _side(found: Mapping[str, Task], split: str, examined: Mapping[str, Task], one_in: int) -> list[Task]:
     "The tasks of a pool: those that are not examined, or with `one_in` above 0 those on its side of the hash."
-    return [task for problem, task in found.items()
-            if problem not in examined and (not one_in or held_out(problem, one_in) == (split == "held_out"))]
+    return [
+        task
+        for problem, task in found.items()
+        if problem not in examined and (not one_in or held_out(problem, one_in) == (split == "held_out"))
+    ]
 
 
 TASK_SETS: dict[str, Callable[..., list[Task]]] = {
-    "arithmetic": arithmetic, "addition": addition, "sums": sums, "counting": counting, "chains": chains, "file": file, "hub": hub,
+    "arithmetic": arithmetic,
+    "addition": addition,
+    "sums": sums,
+    "counting": counting,
+    "chains": chains,
+    "file": file,
+    "hub": hub,
 }
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-make
@@ -548,7 +690,9 @@ def check_tasks(name: str, tasks: Sequence[Task]) -> list[Task]:
     seen = set()
     for task in tasks:
         if not isinstance(task, Task):
-            raise ValueError(f"tasks.{name}: its function returned a {type(task).__name__}; return rlbench.records.Task")
+            raise ValueError(
+                f"tasks.{name}: its function returned a {type(task).__name__}; return rlbench.records.Task"
+            )
         if not task.prompt:
             raise ValueError(f"tasks.{name}: task {task.id!r} has an empty prompt; give at least one character")
         if task.id in seen:
@@ -558,12 +702,18 @@ def check_tasks(name: str, tasks: Sequence[Task]) -> list[Task]:
 
 
 def make_tasks(
-    table: Mapping | str, split: str = "train", seed: int = 0, count: int | None = None, functions: Mapping[str, Callable] = TASK_SETS
+    table: Mapping | str,
+    split: str = "train",
+    seed: int = 0,
+    count: int | None = None,
+    functions: Mapping[str, Callable] = TASK_SETS,
 ) -> list[Task]:
     "The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks, None for as many as the set gives by itself."
     named = resolve("tasks", functions, table)
     bound, wanted = bind(functions, named), {"split": split, "seed": seed} | ({} if count is None else {"count": count})
     parameters = inspect.signature(bound).parameters
     if missing := [name for name in ("split", "seed", "count") if name not in parameters]:
-        raise ValueError(f'tasks.{named.name}: takes no {missing[0]!r}; a task set begins with def {named.name}(*, split="train", seed=0, count=1000)')
+        raise ValueError(
+            f'tasks.{named.name}: takes no {missing[0]!r}; a task set begins with def {named.name}(*, split="train", seed=0, count=1000)'
+        )
     return check_tasks(named.name, bound(**wanted))

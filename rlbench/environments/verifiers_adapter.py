@@ -31,14 +31,35 @@ from types import SimpleNamespace
 import numpy as np
 
 from ..base.chat import Chat, answer_message, content_text, read_chat, write_chat
-from .environment import Done, Episode, Judged, Observation, SingleTurn, Step, advance, and_rewarded, awaited, closing, cut, first_prompts, function_name, of_itself, rest, until_awaited, verified
+from rlbench.environments.environment import (
+    Done,
+    Episode,
+    Judged,
+    Observation,
+    SingleTurn,
+    Step,
+    advance,
+    and_rewarded,
+    awaited,
+    closing,
+    cut,
+    first_prompts,
+    function_name,
+    of_itself,
+    rest,
+    until_awaited,
+    verified,
+)
+from .tasks import MANY, check_request, held_out, say_joined
+from .tasks import canonical as with_single_blanks
 from ..knobs import Knob
 from ..records import Outcome, Rollout, Task, response_segment
 from ..reward import correct, exact
-from .tasks import MANY, canonical as with_single_blanks, check_request, held_out, say_joined
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-listen
-HEARD: ContextVar[list[str] | None] = ContextVar("HEARD", default=None)  # what the package logged of reward functions in this rollout
+HEARD: ContextVar[list[str] | None] = ContextVar(
+    "HEARD", default=None
+)  # what the package logged of reward functions in this rollout
 
 
 class Listener(logging.Handler):
@@ -65,7 +86,9 @@ def package():
         if not hasattr(vf, "MultiTurnEnv"):
             import verifiers.v1 as vf
     except ImportError as error:
-        raise ValueError(f'environment.verifiers: the package `verifiers` cannot be used ({error}); pip install "rlbench[verifiers]"') from None
+        raise ValueError(
+            f'environment.verifiers: the package `verifiers` cannot be used ({error}); pip install "rlbench[verifiers]"'
+        ) from None
     if has_tasksets(vf):
         return vf
     vf.setup_logging("WARNING")
@@ -79,8 +102,13 @@ def own_signals():
     import datasets
 
     if threading.current_thread() is not threading.main_thread():
-        raise ValueError("environment.verifiers: an environment is loaded in the main thread, since it sets handlers of signals; call load there first")
-    before, bars = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}, not datasets.are_progress_bars_disabled()
+        raise ValueError(
+            "environment.verifiers: an environment is loaded in the main thread, since it sets handlers of signals; call load there first"
+        )
+    before, bars = (
+        {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)},
+        not datasets.are_progress_bars_disabled(),
+    )
     datasets.disable_progress_bars()
     try:
         yield
@@ -102,14 +130,18 @@ def _module(id: str):
             return module
         return importlib.import_module(where.replace("-", "_").split("/")[-1])
     except (ImportError, OSError) as error:
-        raise ValueError(f"environment.verifiers: id: {id!r} cannot be imported ({error}); give an installed module, module:function, or the path of a Python file") from None
+        raise ValueError(
+            f"environment.verifiers: id: {id!r} cannot be imported ({error}); give an installed module, module:function, or the path of a Python file"
+        ) from None
 
 
 def _maker(id: str) -> Callable:
     "The function that makes an environment. ValueError if there is none."
     where, _, name = id.partition(":")
     if not callable(made := getattr(_module(id), name or "load_environment", None)):
-        raise ValueError(f"environment.verifiers: id: {where!r} has no function {name or 'load_environment'!r}; name one as {where}:FUNCTION")
+        raise ValueError(
+            f"environment.verifiers: id: {where!r} has no function {name or 'load_environment'!r}; name one as {where}:FUNCTION"
+        )
     return made
 
 
@@ -117,16 +149,22 @@ def _maker(id: str) -> Callable:
 def load(id: str, args: str = "{}"):
     "The environment of an `id`, made with `args` (JSON). ValueError for what is none, or one that this module cannot run."
     if not id:
-        raise ValueError('environment.verifiers: id: none; name a module, e.g. environment = {name = "verifiers", id = "my_module"}')
+        raise ValueError(
+            'environment.verifiers: id: none; name a module, e.g. environment = {name = "verifiers", id = "my_module"}'
+        )
     vf = package()
     if has_tasksets(vf):
         return load_taskset(vf, id, json.loads(args))
     with own_signals():
         env = _maker(id)(**json.loads(args))
     if not isinstance(env, vf.Environment):
-        raise ValueError(f"environment.verifiers: id: {id!r} makes a {type(env).__name__}; it has to return an Environment of the package `verifiers`")
+        raise ValueError(
+            f"environment.verifiers: id: {id!r} makes a {type(env).__name__}; it has to return an Environment of the package `verifiers`"
+        )
     if getattr(env, "requires_group_rollouts", False):
-        raise ValueError(f"environment.verifiers: {id!r} rewards the rollouts of a group together, and here each is judged when it ends; use a rubric whose functions look at one rollout")
+        raise ValueError(
+            f"environment.verifiers: {id!r} rewards the rollouts of a group together, and here each is judged when it ends; use a rubric whose functions look at one rollout"
+        )
     return env
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-row
@@ -141,7 +179,13 @@ def tools_of(env, info) -> tuple[dict, ...]:
     info = json.loads(info) if isinstance(info, str) and info else info
     told = (info or {}).get("tool_defs") if isinstance(info, Mapping) else None
     tables = [_plain(tool) for tool in (told if told is not None else getattr(env, "tool_defs", None) or ())]
-    return tuple({"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool}} for tool in tables)
+    return tuple(
+        {
+            "type": "function",
+            "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
+        }
+        for tool in tables
+    )
 
 
 def shown_name(id: str) -> str:
@@ -155,11 +199,22 @@ def task_of(env, id: str, split: str, row: Mapping) -> Task:
     prompt = row["prompt"] if not isinstance(row["prompt"], str) else [{"role": "user", "content": row["prompt"]}]
     rest = {key: value for key, value in row.items() if key != "prompt" and value is not None}
     try:
-        text, answer = write_chat(Chat(tuple(_plain(m) for m in prompt), tools_of(env, row.get("info")))), json.dumps(rest, ensure_ascii=False)
+        text, answer = (
+            write_chat(Chat(tuple(_plain(m) for m in prompt), tools_of(env, row.get("info")))),
+            json.dumps(rest, ensure_ascii=False),
+        )
     except TypeError as error:
-        raise ValueError(f"tasks.verifiers: row {row.get('example_id')} of {id!r} cannot be written as JSON ({error}); only text is served") from None
+        raise ValueError(
+            f"tasks.verifiers: row {row.get('example_id')} of {id!r} cannot be written as JSON ({error}); only text is served"
+        ) from None
     level = row.get("level")
-    return Task(f"{shown_name(id)}/{split}/{row['example_id']}", text, answer, level if isinstance(level, int) else 0, "verifiers")
+    return Task(
+        f"{shown_name(id)}/{split}/{row['example_id']}",
+        text,
+        answer,
+        level if isinstance(level, int) else 0,
+        "verifiers",
+    )
 
 
 def row_of(task: Task) -> dict:
@@ -168,7 +223,9 @@ def row_of(task: Task) -> dict:
         row = json.loads(task.answer)
         assert isinstance(row, dict) and "example_id" in row
     except (ValueError, AssertionError):
-        raise ValueError(f'tasks: {task.id!r} is no row of an environment of `verifiers`; use tasks = "verifiers"') from None
+        raise ValueError(
+            f'tasks: {task.id!r} is no row of an environment of `verifiers`; use tasks = "verifiers"'
+        ) from None
     return {"prompt": [dict(message) for message in read_chat(task.prompt).messages], **row}
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-joined
@@ -205,13 +262,30 @@ ID = Knob(help="module, module:function or file.py[:function] that makes a verif
 ARGS = Knob(help="arguments for that function", live=False)
 
 
-def tasks(*, split: str = "train", seed: int = 0, count: int = MANY, id: ID = "", args: ARGS = {}, one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many when the environment has no evaluation data set", live=False) = 10) -> list[Task]:
+def tasks(
+    *,
+    split: str = "train",
+    seed: int = 0,
+    count: int = MANY,
+    id: ID = "",
+    args: ARGS = {},
+    one_in: Knob(
+        2,
+        1000,
+        unit="tasks",
+        help="hold out one task in this many when the environment has no evaluation data set",
+        live=False,
+    ) = 10,
+) -> list[Task]:
     "The rows of an environment's dataset."
     check_request(split, count)
     env = load(id, json.dumps(args, sort_keys=True))
     if isinstance(env, Tasks):
         return env.drawn(id, split, seed, count, one_in)
-    has = {name: any(getattr(env, each, None) is not None for each in (name, f"{name}_source")) for name in ("dataset", "eval_dataset")}
+    has = {
+        name: any(getattr(env, each, None) is not None for each in (name, f"{name}_source"))
+        for name in ("dataset", "eval_dataset")
+    }
     apart, of_eval = all(has.values()), has["eval_dataset"] and (split == "held_out" or not has["dataset"])
     rows = env.get_eval_dataset() if of_eval else env.get_dataset()
     found = join_repeated([task_of(env, id, "eval" if of_eval else "train", row) for row in rows])
@@ -221,7 +295,9 @@ def tasks(*, split: str = "train", seed: int = 0, count: int = MANY, id: ID = ""
         examined = {identity_of(task_of(env, id, "eval", row)) for row in env.get_eval_dataset()}
         found = [task for task in found if identity_of(task) not in examined]
     if not found:
-        raise ValueError(f"tasks.verifiers: none of the rows of {id!r} falls into {split!r}; give it an eval_dataset, more rows, or another one_in")
+        raise ValueError(
+            f"tasks.verifiers: none of the rows of {id!r} falls into {split!r}; give it an eval_dataset, more rows, or another one_in"
+        )
     Random(seed).shuffle(found)
     return found[:count]
 
@@ -231,17 +307,29 @@ def load_taskset(vf, id: str, args: Mapping) -> "Tasks":
     where, _, name = id.partition(":")
     module = _module(id)
     found = [getattr(module, each, None) for each in ([name] if name else getattr(module, "__all__", vars(module)))]
-    classes = [each for each in found if isinstance(each, type) and issubclass(each, vf.Taskset) and each is not vf.Taskset]
+    classes = [
+        each for each in found if isinstance(each, type) and issubclass(each, vf.Taskset) and each is not vf.Taskset
+    ]
     if len(classes) != 1:
         raise ValueError(f"environment.verifiers: id: {id!r} names {len(classes)} tasksets; name one as {where}:CLASS")
-    if any(isinstance(each, type) and issubclass(each, vf.Env) and each.__module__ == module.__name__ for each in vars(module).values()):
-        raise ValueError(f"environment.verifiers: {id!r} has an environment of its own for several agents, and here one policy plays; use a taskset alone")
+    if any(
+        isinstance(each, type) and issubclass(each, vf.Env) and each.__module__ == module.__name__
+        for each in vars(module).values()
+    ):
+        raise ValueError(
+            f"environment.verifiers: {id!r} has an environment of its own for several agents, and here one policy plays; use a taskset alone"
+        )
     return Tasks(vf, shown_name(id), classes[0], args)
 
 
 def _config_class(vf, taskset: type) -> type:
     bases = [base for each in taskset.__mro__ for base in getattr(each, "__orig_bases__", ())]
-    named = [arg for base in bases for arg in getattr(base, "__args__", ()) if isinstance(arg, type) and issubclass(arg, vf.TasksetConfig)]
+    named = [
+        arg
+        for base in bases
+        for arg in getattr(base, "__args__", ())
+        if isinstance(arg, type) and issubclass(arg, vf.TasksetConfig)
+    ]
     return named[0] if named else vf.TasksetConfig
 
 
@@ -254,7 +342,12 @@ async def _tools_of_servers(servers: Sequence) -> tuple[dict, ...]:
         each.register(server)
         for tool in await server.list_tools():
             name = f"{each.server_name}_{tool.name}" if each.server_name else tool.name
-            found.append({"type": "function", "function": {"name": name, "description": tool.description or "", "parameters": tool.input_schema}})
+            found.append(
+                {
+                    "type": "function",
+                    "function": {"name": name, "description": tool.description or "", "parameters": tool.input_schema},
+                }
+            )
     return tuple(found)
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-taskset-tasks
@@ -267,7 +360,9 @@ class Tasks:
             raise ValueError(f"environment.verifiers: {name!r} never ends; use a taskset with so many tasks")
         self.by_index = {task.data.idx: task for task in self.taskset}
         if any(task.data.prompt is None for task in self.by_index.values()):
-            raise ValueError(f"environment.verifiers: {name!r} has tasks without a prompt, which somebody else opens; give each one")
+            raise ValueError(
+                f"environment.verifiers: {name!r} has tasks without a prompt, which somebody else opens; give each one"
+            )
         first = next(iter(self.by_index.values()), None)
         servers = [*self.taskset.toolsets(self.taskset.config), *(first.toolsets(first.config) if first else ())]
         with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own that runs
@@ -276,24 +371,43 @@ class Tasks:
     def task(self, id: str, place: int) -> Task:
         "The task of a place."
         data = self.by_index[place].data
-        said = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else [_plain(each) for each in data.prompt]
+        said = (
+            [{"role": "user", "content": data.prompt}]
+            if isinstance(data.prompt, str)
+            else [_plain(each) for each in data.prompt]
+        )
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
-        answer = {"example_id": place, "key": self.by_index[place].key, **data.model_dump(mode="json", exclude={"prompt"}, exclude_unset=True)}
+        answer = {
+            "example_id": place,
+            "key": self.by_index[place].key,
+            **data.model_dump(mode="json", exclude={"prompt"}, exclude_unset=True),
+        }
         level = getattr(data, "level", 0)
-        return Task(f"{shown_name(id)}/train/{place}", write_chat(Chat(tuple(system + said), self.tools)), json.dumps(answer, ensure_ascii=False), level if isinstance(level, int) else 0, "verifiers")
+        return Task(
+            f"{shown_name(id)}/train/{place}",
+            write_chat(Chat(tuple(system + said), self.tools)),
+            json.dumps(answer, ensure_ascii=False),
+            level if isinstance(level, int) else 0,
+            "verifiers",
+        )
 
     def drawn(self, id: str, split: str, seed: int, count: int, one_in: int) -> list[Task]:
         "Tasks of a split, in an order of the seed."
         found = tasks_of_split(join_repeated([self.task(id, place) for place in self.by_index]), split, one_in)
         if not found:
-            raise ValueError(f"tasks.verifiers: none of the tasks of {id!r} falls into {split!r}; give it more, or another one_in")
+            raise ValueError(
+                f"tasks.verifiers: none of the tasks of {id!r} falls into {split!r}; give it more, or another one_in"
+            )
         Random(seed).shuffle(found)
         return found[:count]
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-known
 def canonical(message: Mapping) -> tuple:
     "What of a message the policy can see: role, text, calls, and which call it answers."
-    calls = tuple((call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+    calls = tuple(
+        (call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    )
     return message["role"], content_text(message.get("content")), calls, message.get("tool_call_id") or ""
 
 
@@ -302,12 +416,19 @@ def new_messages(known: Sequence[tuple], messages: Sequence[Mapping]) -> tuple[d
     asked = [canonical(message) for message in messages]
     for place, (was, now) in enumerate(zip(known, asked)):
         if was != now:
-            raise ValueError(f"it rewrote its history: message {place} was {was[0]} {was[1][:60]!r}{was[2] or ''}, and is {now[0]} {now[1][:60]!r}{now[2] or ''}; a policy goes on from the tokens it wrote, so a history may only grow")
+            raise ValueError(
+                f"it rewrote its history: message {place} was {was[0]} {was[1][:60]!r}{was[2] or ''}, and is {now[0]} {now[1][:60]!r}{now[2] or ''}; a policy goes on from the tokens it wrote, so a history may only grow"
+            )
     if len(asked) < len(known):
-        raise ValueError(f"it rewrote its history: {len(known)} messages were known, and it asks with {len(asked)}; a policy goes on from the tokens it wrote, so a history may only grow")
+        raise ValueError(
+            f"it rewrote its history: {len(known)} messages were known, and it asks with {len(asked)}; a policy goes on from the tokens it wrote, so a history may only grow"
+        )
     if len(asked) == len(known):
         raise ValueError("it asks again without showing anything new; a policy that was heard is asked once a turn")
-    return tuple({key: message[key] for key in ("role", "content", "tool_calls", "tool_call_id") if message.get(key) is not None} for message in messages[len(known):])
+    return tuple(
+        {key: message[key] for key in ("role", "content", "tool_calls", "tool_call_id") if message.get(key) is not None}
+        for message in messages[len(known) :]
+    )
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-client
 class Full(Exception):
@@ -340,7 +461,12 @@ def in_process(vf, ask: Callable):
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-completion
 def completion(message: Mapping, model: str = "policy") -> dict:
     "A message of the assistant as the table that a server answers with."
-    table = {"index": 0, "message": {**message, "content": message["content"] or None}, "logprobs": None, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+    table = {
+        "index": 0,
+        "message": {**message, "content": message["content"] or None},
+        "logprobs": None,
+        "finish_reason": "tool_calls" if "tool_calls" in message else "stop",
+    }
     return {"id": "in-process", "object": "chat.completion", "created": 0, "model": model, "choices": [table]}
 
 
@@ -381,10 +507,14 @@ def chat_loop(vf, client):
             "One conversation, to its end or to where the server refuses."
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
-            messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_plain(each) for each in prompt]
+            messages += (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_plain(each) for each in prompt]
+            )
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             async with AsyncExitStack() as stack:
-                http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"}))
+                http = await stack.enter_async_context(
+                    httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"})
+                )
                 tools, places, connected = await connect_mcp({"mcpServers": servers}, stack)
                 while True:
                     body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
@@ -409,7 +539,11 @@ async def called(use: Callable, known: Mapping, call: Mapping):
         return f"the arguments are not JSON ({error}); write a JSON object"
     if not isinstance(arguments, dict):
         return f"the arguments are a {type(arguments).__name__}; write a JSON object"
-    return await use(call["name"], arguments) if call["name"] in known else f"no tool {call['name']!r}; there are {', '.join(known)}"
+    return (
+        await use(call["name"], arguments)
+        if call["name"] in known
+        else f"no tool {call['name']!r}; there are {', '.join(known)}"
+    )
 
 
 async def play(vf, tasks: Tasks, place: int, ask: Callable):
@@ -454,9 +588,17 @@ def judged(output: Mapping, name: str, threshold: float, heard: Sequence[str] = 
     error, reward = output.get("error"), output.get("reward")
     kind = (error or {}).get("error", "")
     if error and kind != "EmptyModelResponseError":
-        return Judged(None, None, parts, Outcome.ENVIRONMENT_ERROR, f"environment {name}: {error.get('error_chain_repr') or kind}")
+        return Judged(
+            None, None, parts, Outcome.ENVIRONMENT_ERROR, f"environment {name}: {error.get('error_chain_repr') or kind}"
+        )
     if output.get("stop_condition") == "timeout_reached":
-        return Judged(None, None, parts, Outcome.ENVIRONMENT_ERROR, f"environment {name}: passed its own timeout; raise its timeout_seconds")
+        return Judged(
+            None,
+            None,
+            parts,
+            Outcome.ENVIRONMENT_ERROR,
+            f"environment {name}: passed its own timeout; raise its timeout_seconds",
+        )
     if heard:
         return Judged(None, None, parts, Outcome.FUNCTION_ERROR, f"environment {name}: {heard[0]}")
     if reward is None or not math.isfinite(reward):
@@ -469,7 +611,13 @@ class Foreign:
 
     def __init__(self, env, name: str = ""):
         self.env, self.name = env, name or getattr(env, "env_id", "") or type(env).__name__
-        self.known, self.turn, self.text, self.calls, self.wrong = [], 0, "", 0, ""  # known: messages asked and answered; wrong: why it cannot go on
+        self.known, self.turn, self.text, self.calls, self.wrong = (
+            [],
+            0,
+            "",
+            0,
+            "",
+        )  # known: messages asked and answered; wrong: why it cannot go on
         self.heard: list[str] = []
         self.running: asyncio.Task | None = None
         self.asks: asyncio.Future | None = None  # has the new messages when the environment asks
@@ -509,13 +657,21 @@ async def ended(running: asyncio.Task) -> None:
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-run
 async def begin(e: Foreign) -> None:
     "Begin the environment's rollout, up to its first call. ValueError if that asks for something else than the prompt."
-    e.asks, e.running = asyncio.get_running_loop().create_future(), asyncio.create_task(rollout(e, lambda messages: ask(e, messages)))
+    e.asks, e.running = (
+        asyncio.get_running_loop().create_future(),
+        asyncio.create_task(rollout(e, lambda messages: ask(e, messages))),
+    )
     first = await said(e)
     if first is None:
-        raise ValueError(e.wrong or f"its rollout was over before it asked for a response: {output(e).get('error') or output(e).get('stop_condition')}")
+        raise ValueError(
+            e.wrong
+            or f"its rollout was over before it asked for a response: {output(e).get('error') or output(e).get('stop_condition')}"
+        )
     wanted, asked = ([canonical(message) for message in messages] for messages in (read_chat(e.prompt).messages, first))
     if wanted != asked:
-        raise ValueError(f"it asks first with {write_chat(Chat(first))[:200]!r}, and its row says {e.prompt[:200]!r}; an environment whose prompt is made when a rollout begins cannot be continued from the row's tokens. Make it in the dataset")
+        raise ValueError(
+            f"it asks first with {write_chat(Chat(first))[:200]!r}, and its row says {e.prompt[:200]!r}; an environment whose prompt is made when a rollout begins cannot be continued from the row's tokens. Make it in the dataset"
+        )
 
 
 async def rollout(e: Foreign, ask: Callable):
@@ -590,30 +746,65 @@ async def judgement(state: Mapping, verifier: Callable, reward: Callable) -> Jud
     words = [content_text(step["completion"][-1].content) for step in state["trajectory"]]
     episode, task = state["episode"], state["of_task"]
     done = state.get("ended") or await settled(cut(episode, words[-1] if words else ""))
-    segments = tuple(response_segment(np.zeros(n), np.zeros(n), np.zeros(n), turn=turn) for turn, n in enumerate(_lengths(state)))
+    segments = tuple(
+        response_segment(np.zeros(n), np.zeros(n), np.zeros(n), turn=turn) for turn, n in enumerate(_lengths(state))
+    )
     rollout = Rollout(0, 0, 0, 0, task, text=done.text, segments=segments)
-    found = verified(rollout, verifier, float("inf")) if done.judged is None else of_itself(done.judged, function_name(type(episode)), len(done.text))
-    return and_rewarded(rollout, found, reward, float("inf")) if found.outcome is Outcome.OK and found.reward is None else found
+    found = (
+        verified(rollout, verifier, float("inf"))
+        if done.judged is None
+        else of_itself(done.judged, function_name(type(episode)), len(done.text))
+    )
+    return (
+        and_rewarded(rollout, found, reward, float("inf"))
+        if found.outcome is Outcome.OK and found.reward is None
+        else found
+    )
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-export
-def to_verifiers(tasks: Sequence[Task], environment: Callable[[], Episode] = SingleTurn, verifier: Callable = exact, reward: Callable = correct, eval_tasks: Sequence[Task] = (), max_turns: int = 8):
+def to_verifiers(
+    tasks: Sequence[Task],
+    environment: Callable[[], Episode] = SingleTurn,
+    verifier: Callable = exact,
+    reward: Callable = correct,
+    eval_tasks: Sequence[Task] = (),
+    max_turns: int = 8,
+):
     "An environment of the package `verifiers` that asks, answers and rewards as these do. ValueError if the package is not there; FunctionFailed if `environment` cannot start on a task."
     vf = package()
     if has_tasksets(vf):
-        raise ValueError("to_verifiers: an export is an environment of the classes before 0.4, and a newer version of `verifiers` is installed; pip install 'verifiers<0.4' for it")
+        raise ValueError(
+            "to_verifiers: an export is an environment of the classes before 0.4, and a newer version of `verifiers` is installed; pip install 'verifiers<0.4' for it"
+        )
     from datasets import Dataset
 
     def rows(tasks):
         prompts = first_prompts(environment, list(tasks))
-        return Dataset.from_list([{"prompt": list(read_chat(prompt).messages), "answer": task.answer, "info": json.dumps({"rlbench": asdict(task)})} for task, prompt in zip(tasks, prompts)])
+        return Dataset.from_list(
+            [
+                {
+                    "prompt": list(read_chat(prompt).messages),
+                    "answer": task.answer,
+                    "info": json.dumps({"rlbench": asdict(task)}),
+                }
+                for task, prompt in zip(tasks, prompts)
+            ]
+        )
 
     class Judge(vf.Rubric):
         "Verifier and reward as a rubric."
 
         async def score_rollout(self, state):
-            found = await judgement(state, verifier, reward) if state.get("error") is None else Judged(outcome=Outcome.ENVIRONMENT_ERROR)
+            found = (
+                await judgement(state, verifier, reward)
+                if state.get("error") is None
+                else Judged(outcome=Outcome.ENVIRONMENT_ERROR)
+            )
             state["error"] = state.get("error") or (None if found.reward is not None else vf.Error(found.message))
-            state["reward"], state["metrics"] = found.reward or 0.0, {"correct": float(bool(found.correct)), **dict(found.parts)}
+            state["reward"], state["metrics"] = (
+                found.reward or 0.0,
+                {"correct": float(bool(found.correct)), **dict(found.parts)},
+            )
 
         async def score_group(self, states):
             for state in states:
@@ -638,4 +829,9 @@ def to_verifiers(tasks: Sequence[Task], environment: Callable[[], Episode] = Sin
                 await settled(closing(state["episode"]))
 
     with own_signals():
-        return Exported(dataset=rows(tasks), eval_dataset=rows(eval_tasks) if eval_tasks else None, rubric=Judge(), max_turns=max_turns)
+        return Exported(
+            dataset=rows(tasks),
+            eval_dataset=rows(eval_tasks) if eval_tasks else None,
+            rubric=Judge(),
+            max_turns=max_turns,
+        )

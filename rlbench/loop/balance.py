@@ -21,6 +21,7 @@ MOVES = ("concurrency", "oversample", "decode_steps", "publish_every", "stalenes
 @dataclass(frozen=True)
 class Row:
     "A finished batch: seconds, tokens, groups, versions; `ended` and `dropped` count rollouts since the run began."
+
     version: int
     seconds: float
     wait: float  # of the trainer
@@ -47,13 +48,30 @@ def row_of(version: int, figures: Mapping[str, float | None], colocated: bool, *
     f = {name: 0.0 if value is None or not math.isfinite(value) else value for name, value in figures.items()}
     trains = sum(f[f"trainer_{part}"] for part in ("compute", "publish", "overhead"))
     idle = max(0.0, f["generator_wait"] - (trains if colocated else 0.0))
-    return Row(version, f["seconds"], f["trainer_wait"], trains, f["generator_compute"], f["generator_overhead"], f["generator_publish"], idle, max(f["environment_compute"], f.get("scorer_compute", 0.0)),
-               f["decode_tokens"], f["running"], f["live_groups"], f["lag_in_flight"], f["lag_in_queue"], f.get("length_mean", 0.0), **rest)
+    return Row(
+        version,
+        f["seconds"],
+        f["trainer_wait"],
+        trains,
+        f["generator_compute"],
+        f["generator_overhead"],
+        f["generator_publish"],
+        idle,
+        max(f["environment_compute"], f.get("scorer_compute", 0.0)),
+        f["decode_tokens"],
+        f["running"],
+        f["live_groups"],
+        f["lag_in_flight"],
+        f["lag_in_queue"],
+        f.get("length_mean", 0.0),
+        **rest,
+    )
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-settings
 @dataclass(frozen=True)
 class Settings:
     "The knobs that are turned here, and what else decides about the balance. `batch` counts groups, `group` rollouts."
+
     concurrency: int
     oversample: float
     decode_steps: int
@@ -74,6 +92,7 @@ class Settings:
 @dataclass(frozen=True)
 class Limits:
     "Target of the mean lag in versions, and the range of each knob."
+
     lag: float = 2.0
     concurrency: tuple[int, int] = (1, 1024)
     oversample: tuple[float, float] = (0.0, 1.0)
@@ -89,6 +108,7 @@ LEAST, WINDOW = 3, 20  # batches needed for a move, and batches looked at
 @dataclass(frozen=True)
 class Picture:
     "Means over `rows` batches with unchanged settings; `wait_error` and `lag_error` are standard errors."
+
     rows: int
     wait: float
     wait_error: float
@@ -116,21 +136,42 @@ class Picture:
 def picture(rows: Sequence[Row], s: Settings) -> Picture:
     "The picture that these batches give."
     n, seconds = len(rows), sum(r.seconds for r in rows) or 1.0
-    total = lambda name: sum(getattr(r, name) for r in rows)
+
+    def total(name):
+        return sum(getattr(r, name) for r in rows)
+
     share, mean = lambda name: total(name) / seconds, lambda name: total(name) / n
-    error = lambda values: math.sqrt(sum((v - sum(values) / n) ** 2 for v in values) / max(1, n - 1) / n)
+
+    def error(values):
+        return math.sqrt(sum((v - sum(values) / n) ** 2 for v in values) / max(1, n - 1) / n)
+
     steps = total("decoded") / max(1e-9, mean("running"))  # of each generator
     ended, dropped = rows[-1].ended - rows[0].ended, rows[-1].dropped - rows[0].dropped
     return Picture(
-        rows=n, wait=share("wait"), wait_error=error([r.wait / (r.seconds or 1.0) for r in rows]), in_flight=mean("in_flight"), in_queue=mean("in_queue"),
-        lag_error=error([r.in_flight + r.in_queue for r in rows]), idle=share("idle"), overhead=share("overhead"), publishing=share("publishes"), scoring=share("scores"),
-        speed=total("decoded") / max(1e-9, s.generators * total("writes")), turn=s.decode_steps * total("writes") / max(1e-9, steps) / (seconds / n),
-        running=mean("running"), live=mean("live"), length=mean("length"), unusable=mean("unusable"), dropped=dropped / max(1, ended))
+        rows=n,
+        wait=share("wait"),
+        wait_error=error([r.wait / (r.seconds or 1.0) for r in rows]),
+        in_flight=mean("in_flight"),
+        in_queue=mean("in_queue"),
+        lag_error=error([r.in_flight + r.in_queue for r in rows]),
+        idle=share("idle"),
+        overhead=share("overhead"),
+        publishing=share("publishes"),
+        scoring=share("scores"),
+        speed=total("decoded") / max(1e-9, s.generators * total("writes")),
+        turn=s.decode_steps * total("writes") / max(1e-9, steps) / (seconds / n),
+        running=mean("running"),
+        live=mean("live"),
+        length=mean("length"),
+        unusable=mean("unusable"),
+        dropped=dropped / max(1, ended),
+    )
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-move
 @dataclass(frozen=True)
 class Move:
     "A knob to turn, and why."
+
     knob: str
     before: float
     value: float
@@ -141,6 +182,7 @@ class Move:
 @dataclass(frozen=True)
 class Bar:
     "`knob` is not to go up (or down) to `edge` or beyond. `why`: gain (it did not pay) or lag (rollouts got too old)."
+
     knob: str
     up: bool
     edge: float
@@ -152,6 +194,7 @@ class Bar:
 @dataclass(frozen=True)
 class Balance:
     "What is remembered: batches, the settings they were made with, the move that waits or is on trial, bars, and who else has turned what."
+
     rows: tuple[Row, ...] = ()
     settings: Settings | None = None
     since: int = 1  # batches up to this version tell of other settings
@@ -190,12 +233,23 @@ def lower(p: Picture, s: Settings, limits: Limits) -> tuple[str, list[Proposal]]
     over = p.lag - 2 * p.lag_error > limits.lag + 0.05
     if not over and p.dropped <= SPARE:
         return "", []
-    told = f"lag {p.lag:.1f} of {limits.lag:g} over {p.rows} versions" if over else f"{percent(p.dropped)} of rollouts dropped as stale over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}"
+    told = (
+        f"lag {p.lag:.1f} of {limits.lag:g} over {p.rows} versions"
+        if over
+        else f"{percent(p.dropped)} of rollouts dropped as stale over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}"
+    )
     cause = f"{p.in_queue:.1f} of it in the queue" if over else "more is started than can be used"
     shrink = min(0.85, max(0.5, (0.9 * limits.lag - p.in_queue) / max(0.05, p.in_flight)))
-    bound, fewer = ("staleness", s.staleness - max(1, int(p.lag - limits.lag)), cause), ("concurrency", min(s.concurrency - 1, even(s.concurrency * shrink)), cause)
+    bound, fewer = (
+        ("staleness", s.staleness - max(1, int(p.lag - limits.lag)), cause),
+        ("concurrency", min(s.concurrency - 1, even(s.concurrency * shrink)), cause),
+    )
     found = [("publish_every", s.publish_every - 1, cause)] if s.publish_every > 1 else []
-    found += [("oversample", 0.0 if p.lag > 1.5 * limits.lag else max(0.0, round(s.oversample - 0.25, 2)), cause)] if s.oversample > 0 else []
+    found += (
+        [("oversample", 0.0 if p.lag > 1.5 * limits.lag else max(0.0, round(s.oversample - 0.25, 2)), cause)]
+        if s.oversample > 0
+        else []
+    )
     if over:
         return told, found + ([bound, fewer] if p.in_queue >= p.in_flight else [fewer, bound])
     found += [("staleness", s.staleness + 1, "the bound is too tight for them")] if p.lag + 0.5 <= limits.lag else []
@@ -208,14 +262,28 @@ def raised(p: Picture, s: Settings, limits: Limits) -> tuple[str, list[Proposal]
         return "", []
     told, found = f"trainer waited {percent(p.wait)} over {p.rows} versions, lag {p.lag:.1f} of {limits.lag:g}", []
     if p.publishing > 0.15 and s.staleness and p.lag + 0.5 <= limits.lag:
-        found.append(("publish_every", s.publish_every + 1, f"publishing took {percent(p.publishing)} of the generator's time"))
+        found.append(
+            ("publish_every", s.publish_every + 1, f"publishing took {percent(p.publishing)} of the generator's time")
+        )
     if p.overhead > 0.1:
-        found.append(("decode_steps", 2 * s.decode_steps, f"turns of {s.decode_steps} decode steps cost {percent(p.overhead)} of the time beside the decoding"))
+        found.append(
+            (
+                "decode_steps",
+                2 * s.decode_steps,
+                f"turns of {s.decode_steps} decode steps cost {percent(p.overhead)} of the time beside the decoding",
+            )
+        )
     elif p.turn > 0.1 and p.overhead < 0.05:
-        found.append(("decode_steps", s.decode_steps // 2, f"a turn of {s.decode_steps} decode steps takes {percent(p.turn)} of a batch"))
+        found.append(
+            (
+                "decode_steps",
+                s.decode_steps // 2,
+                f"a turn of {s.decode_steps} decode steps takes {percent(p.turn)} of a batch",
+            )
+        )
     return told, found + (waves(p, s) if s.staleness == 0 else stream(p, s, limits))
 
-
+# %% ../../nbs/loop/04_balance.ipynb #balance-raise-part-2
 def stream(p: Picture, s: Settings, limits: Limits) -> list[Proposal]:
     "Of an asynchronous run: more at once if the generator is full, more alive if it has nothing to start."
     most = 0.75 * s.concurrency * s.generators
@@ -225,24 +293,47 @@ def stream(p: Picture, s: Settings, limits: Limits) -> list[Proposal]:
         bound = [("staleness", s.staleness + 1, cause)] if p.lag + 0.5 <= limits.lag else []
         return bound + [("oversample", round(s.oversample + 0.25, 2), cause)]
     most = 2.0 if s.colocated else 4.0
-    factor = min(most, max(1.25, 1.1 / max(0.05, 1 - p.wait)), max(0.0, limits.lag - p.in_queue) / max(0.05, p.in_flight))
+    factor = min(
+        most, max(1.25, 1.1 / max(0.05, 1 - p.wait)), max(0.0, limits.lag - p.in_queue) / max(0.05, p.in_flight)
+    )
     useful = math.ceil(s.room * s.group / s.generators)  # more than may be alive is never running
-    return [("concurrency", min(even(s.concurrency * factor), useful), f"the generator was full with {p.running:.0f}")] if factor >= 1.15 else []
+    return (
+        [("concurrency", min(even(s.concurrency * factor), useful), f"the generator was full with {p.running:.0f}")]
+        if factor >= 1.15
+        else []
+    )
 
 
 def waves(p: Picture, s: Settings) -> list[Proposal]:
     "Of a synchronous run: what one wave lacks costs another one; a wave is written faster with more of it at once."
     short = p.unusable / max(0.05, 1 - p.unusable)
-    again = [("oversample", round(math.ceil(20 * short) / 20, 2), f"{percent(p.unusable)} of groups gave no signal, so that a batch took several waves")] if p.unusable > 0.1 and s.oversample < short - 0.05 else []
+    again = (
+        [
+            (
+                "oversample",
+                round(math.ceil(20 * short) / 20, 2),
+                f"{percent(p.unusable)} of groups gave no signal, so that a batch took several waves",
+            )
+        ]
+        if p.unusable > 0.1 and s.oversample < short - 0.05
+        else []
+    )
     wave = math.ceil((1 + s.oversample) * s.batch * s.group / s.generators)
-    return again + ([("concurrency", min(2 * s.concurrency, wave), f"a wave of {wave} was written {s.concurrency} at a time")] if s.concurrency < wave else [])
+    return again + (
+        [("concurrency", min(2 * s.concurrency, wave), f"a wave of {wave} was written {s.concurrency} at a time")]
+        if s.concurrency < wave
+        else []
+    )
 
 # %% ../../nbs/loop/04_balance.ipynb #balance-trial
 def paid(move: Move, before: Picture, now: Picture) -> bool | None:
     "Whether a move that raised something was worth it; None if that cannot be said yet."
     gain, doubt = before.wait - now.wait, 2 * math.hypot(before.wait_error, now.wait_error)
-    meant = {"concurrency": now.speed >= 1.03 * before.speed, "decode_steps": now.overhead <= before.overhead - 0.03 and move.value > move.before,
-             "publish_every": now.publishing <= before.publishing - 0.03}.get(move.knob, now.idle <= before.idle - 0.05 or now.dropped < before.dropped / 2)
+    meant = {
+        "concurrency": now.speed >= 1.03 * before.speed,
+        "decode_steps": now.overhead <= before.overhead - 0.03 and move.value > move.before,
+        "publish_every": now.publishing <= before.publishing - 0.03,
+    }.get(move.knob, now.idle <= before.idle - 0.05 or now.dropped < before.dropped / 2)
     if meant or gain >= 0.03 or now.wait <= AIM:
         return True
     return False if now.rows >= 6 or gain + doubt < 0.03 else None
@@ -270,9 +361,17 @@ def notice(b: Balance, s: Settings, version: int) -> Balance:
             return replace(b, asked=None, before=None, bars=(*b.bars, bar_of(b.asked, b.asked.value, "gain", b.before)))
         return b
     if b.asked and s == replace(b.settings, **{b.asked.knob: b.asked.value}):
-        return replace(b, settings=s, since=b.asked_at + settling(b.asked, b.before), asked=None, trial=b.trial or (b.asked if pays(b.asked) else None))
+        return replace(
+            b,
+            settings=s,
+            since=b.asked_at + settling(b.asked, b.before),
+            asked=None,
+            trial=b.trial or (b.asked if pays(b.asked) else None),
+        )
     turned = {knob: version for knob in MOVES if b.settings and getattr(s, knob) != getattr(b.settings, knob)}
-    return Balance(b.rows[-1:], s, version if b.settings else 1, touched={**b.touched, **turned}, told=b.told, beside=b.beside)
+    return Balance(
+        b.rows[-1:], s, version if b.settings else 1, touched={**b.touched, **turned}, told=b.told, beside=b.beside
+    )
 
 
 def pays(move: Move) -> bool:
@@ -301,13 +400,17 @@ def allowed(b: Balance, s: Settings, limits: Limits, knob: str, wish: float) -> 
     if any(bar.knob == knob and bar.up == up and (value >= bar.edge if up else value <= bar.edge) for bar in b.bars):
         return None
     bound, every = value if knob == "staleness" else s.staleness, value if knob == "publish_every" else s.publish_every
-    return None if knob in ("staleness", "publish_every") and (s.staleness == 0 or bound < 1 or every < 1 or every - 1 > bound) else value
+    return (
+        None
+        if knob in ("staleness", "publish_every") and (s.staleness == 0 or bound < 1 or every < 1 or every - 1 > bound)
+        else value
+    )
 
 
 def decide(b: Balance, s: Settings, limits: Limits, theirs: Iterable[str] = ()) -> tuple[Balance, Move | None]:
     "What is remembered after the newest batch, and the move to ask for. `theirs`: knobs that others are turning."
     version = b.rows[-1].version if b.rows else 0
-    b = notice(replace(b, touched={**b.touched, **{knob: version for knob in theirs}}), s, version)
+    b = notice(replace(b, touched={**b.touched, **dict.fromkeys(theirs, version)}), s, version)
     if b.asked or len(usable(b)) < LEAST:
         return b, None
     p = picture(usable(b), s)
@@ -318,7 +421,14 @@ def decide(b: Balance, s: Settings, limits: Limits, theirs: Iterable[str] = ()) 
             return b, None
         if not verdict:
             back = Move(b.trial.knob, b.trial.value, b.trial.before, gave_nothing(b.trial, b.before, p), undo=True)
-            return replace(b, trial=None, asked=back, asked_at=version, before=p, bars=(*b.bars, bar_of(b.trial, b.trial.before, "gain", p))), back
+            return replace(
+                b,
+                trial=None,
+                asked=back,
+                asked_at=version,
+                before=p,
+                bars=(*b.bars, bar_of(b.trial, b.trial.before, "gain", p)),
+            ), back
         b = replace(b, trial=None)
     return propose(b, p, s, limits)
 
@@ -331,7 +441,11 @@ def propose(b: Balance, p: Picture, s: Settings, limits: Limits) -> tuple[Balanc
             value = allowed(b, s, limits, knob, wish)
             if value is not None:
                 move = Move(knob, getattr(s, knob), value, f"{told}, {cause}: {knob} {getattr(s, knob):g} to {value:g}")
-                bars = (*b.bars, Bar(knob, True, move.before, "lag", p.wait, p.length)) if why == "lag" and value < move.before else b.bars
+                bars = (
+                    (*b.bars, Bar(knob, True, move.before, "lag", p.wait, p.length))
+                    if why == "lag" and value < move.before
+                    else b.bars
+                )
                 return replace(b, asked=move, asked_at=version, before=p, bars=bars), move
         if told.startswith("lag"):
             break

@@ -30,37 +30,55 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ..advantage import MIN_GROUP
-from .balance import MODES, MOVES
-from ..models.hardware import cores
+from ..base.inputs import check_inputs, hash_inputs, with_absolute_paths
+from ..base.refusals import refusal_lines
+from ..base.runs_folder import is_run_folder
+from ..curriculum import SAMPLERS
 from ..environments.code_datasets import ALL_SETS, CODE_SETS
 from ..environments.code_episodes import code
-from ..curriculum import SAMPLERS
-from ..environments.environment import ON_RESUME
-from ..environments.verifiers_adapter import verifiers
-from .guards import ALERTS, check_condition, parse_action, parse_condition
-from ..base.inputs import check_inputs, hash_inputs, with_absolute_paths
-from ..knobs import Captured, Knob, check_value, ingredients_of, key_of, knobs_of, load_function, nearest, nearest_names, resolve, unknown
-from ..objective.objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, check_ingredients, weighed_twice
-from .queue import BACKLOGS
-from ..records import MAX_VERSIONS, MOST_KEPT
-from ..base.refusals import refusal_lines
-from ..reward import REWARDS, VERIFIERS
 from ..environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
-from ..environments.step_verifier import STEP_REWARDS
-from ..base.runs_folder import is_run_folder
-from ..training.scoring_models import TEMPLATE, check_endpoint
-from ..staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
+from ..environments.environment import ON_RESUME
 from ..environments.kv_store import ENVIRONMENTS
+from ..environments.step_verifier import STEP_REWARDS
+from ..environments.verifiers_adapter import verifiers
+from rlbench.knobs import (
+    Captured,
+    Knob,
+    check_value,
+    ingredients_of,
+    key_of,
+    knobs_of,
+    load_function,
+    nearest,
+    nearest_names,
+    resolve,
+    unknown,
+)
+from .balance import MODES, MOVES
+from .guards import ALERTS, check_condition, parse_action, parse_condition
+from .queue import BACKLOGS
+from .webhook import check_address
+from ..models.hardware import cores
+from ..objective.objective import KL_IN, OLD, PARTS, RATIOLESS, TO_SAMPLER, check_ingredients, weighed_twice
+from ..records import MAX_VERSIONS, MOST_KEPT
+from ..reward import REWARDS, VERIFIERS
 from ..sandbox.faults import Faults
 from ..sandbox.pool_rules import APIS
 from ..sandbox.types import Tier
-from .webhook import check_address
+from ..staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
+from ..training.scoring_models import TEMPLATE, check_endpoint
 
 # %% ../../nbs/loop/06_config.ipynb #config-functions
 ALL_VERIFIERS = {**VERIFIERS, **CODE_VERIFIERS}
 ALL_REWARDS = {**REWARDS, **STEP_REWARDS, **CODE_REWARDS}
 FUNCTIONS: dict[str, Mapping[str, Callable]] = {
-    "tasks": ALL_SETS, "sampler": SAMPLERS, **PARTS, "replay_correction": PARTS["correction"], "verifier": ALL_VERIFIERS, "reward": ALL_REWARDS, "environment": {**ENVIRONMENTS, "code": code, "verifiers": verifiers},
+    "tasks": ALL_SETS,
+    "sampler": SAMPLERS,
+    **PARTS,
+    "replay_correction": PARTS["correction"],
+    "verifier": ALL_VERIFIERS,
+    "reward": ALL_REWARDS,
+    "environment": {**ENVIRONMENTS, "code": code, "verifiers": verifiers},
 }
 FILTERS = ("zero_advantage", "band", "none")
 SINK_NAMES = ("tensorboard", "wandb", "trackio")
@@ -80,6 +98,7 @@ def _function_table(field: str, value, info: ValidationInfo) -> dict:
 # %% ../../nbs/loop/06_config.ipynb #config-eval
 class EvalConfig(BaseModel):
     "One `[[eval]]` table."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = "held_out"
@@ -87,8 +106,13 @@ class EvalConfig(BaseModel):
     count: Annotated[int, Knob(1, 1_000_000, unit="tasks")] = 512
     k: Annotated[int, Knob(1, 1024, unit="rollouts per task")] = 1
     temperature: Annotated[float, Knob(0, 4)] = 1.0
-    every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="versions between evaluations; 0: only at the start and at the end")] = 20
-    floor: Annotated[float, Knob(0, 1, unit="share", help="pause the run when the solve rate falls below this; 0: never")] = 0.0
+    every: Annotated[
+        int,
+        Knob(0, 1_000_000, unit="versions", help="versions between evaluations; 0: only at the start and at the end"),
+    ] = 20
+    floor: Annotated[
+        float, Knob(0, 1, unit="share", help="pause the run when the solve rate falls below this; 0: never")
+    ] = 0.0
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -102,22 +126,41 @@ class EvalConfig(BaseModel):
 # %% ../../nbs/loop/06_config.ipynb #config-costs
 class VirtualCosts(BaseModel):
     "Seconds that actors take on the virtual clock; in real time, those that actors without a model wait."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     decode: Annotated[float, Knob(1e-9, 1e6, unit="s", help="time of one decode step")] = 0.01
     prefill: Annotated[float, Knob(0, 1e6, unit="s", help="time to read one prompt token")] = 0.0001
     train: Annotated[float, Knob(0, 1e6, unit="s", help="time to train one token")] = 0.0002
-    publish: Annotated[float, Knob(0, 1e6, unit="s", help="time of one publish, half for writing and half for loading")] = 0.01
+    publish: Annotated[
+        float, Knob(0, 1e6, unit="s", help="time of one publish, half for writing and half for loading")
+    ] = 0.01
     score: Annotated[float, Knob(1e-9, 1e6, unit="s", help="time to score one rollout")] = 0.001
     scripted_length: Annotated[float, Knob(1, 1e5, unit="tokens", help="mean length of scripted responses")] = 24.0
-    scripted_tail: Annotated[float, Knob(0, 3, help="sigma of the lognormal length distribution. Higher values make stragglers longer")] = 0.5
-    scripted_hardship: Annotated[float, Knob(0.1, 10, help="factor on the length of scripted responses for each level of difficulty")] = 1.0
+    scripted_tail: Annotated[
+        float, Knob(0, 3, help="sigma of the lognormal length distribution. Higher values make stragglers longer")
+    ] = 0.5
+    scripted_hardship: Annotated[
+        float, Knob(0.1, 10, help="factor on the length of scripted responses for each level of difficulty")
+    ] = 1.0
     scripted_errors: Annotated[float, Knob(0, 1, unit="share", help="share of scripted scorings that fail")] = 0.0
     forward: Annotated[float, Knob(0, 1e6, unit="s", help="time of one token in a model of the scorer")] = 0.00005
     start: Annotated[float, Knob(0, 1e6, unit="s", help="time to start the workers after a change of placement")] = 5.0
-    sequence: Annotated[float, Knob(0, 1e6, unit="s", help="time added per decoded token; it makes fuller generators slower")] = 0.0
-    scripted_growth: Annotated[float, Knob(0.01, 100, help="factor on the length of scripted responses at the end of the step budget")] = 1.0
-    scripted_pace: Annotated[float, Knob(0, 1000, unit="s per stated s", help="real seconds that a scripted generator or trainer waits for each second stated here; 0 does not wait")] = 1.0
+    sequence: Annotated[
+        float, Knob(0, 1e6, unit="s", help="time added per decoded token; it makes fuller generators slower")
+    ] = 0.0
+    scripted_growth: Annotated[
+        float, Knob(0.01, 100, help="factor on the length of scripted responses at the end of the step budget")
+    ] = 1.0
+    scripted_pace: Annotated[
+        float,
+        Knob(
+            0,
+            1000,
+            unit="s per stated s",
+            help="real seconds that a scripted generator or trainer waits for each second stated here; 0 does not wait",
+        ),
+    ] = 1.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -126,18 +169,44 @@ class VirtualCosts(BaseModel):
 # %% ../../nbs/loop/06_config.ipynb #config-deadlines
 class Deadlines(BaseModel):
     "Seconds after which an actor counts as hung, by what it was asked to do."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    start: Annotated[float, Knob(1, 1e6, unit="s", help="longest time from the start of a worker until it is ready")] = 600.0
+    start: Annotated[
+        float, Knob(1, 1e6, unit="s", help="longest time from the start of a worker until it is ready")
+    ] = 600.0
     generate: Annotated[float, Knob(1, 1e6, unit="s", help="longest time between two reports of a generator")] = 300.0
     train: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to train one batch")] = 3600.0
     publish: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to write or load weights")] = 600.0
     save: Annotated[float, Knob(1, 1e6, unit="s", help="longest time to save the policy")] = 1800.0
-    judge: Annotated[float, Knob(1, 1e6, unit="s", help="longest round of the scorer: forward passes of its models and the judge's answers")] = 300.0
-    silence: Annotated[float, Knob(3, 1e6, unit="s", help="longest time a ready worker sends no heartbeat, e.g. when stopped or on an overloaded machine")] = 15.0
-    function: Annotated[float, Knob(0.01, 3600, unit="s", help="longest call of a sampler, shaping or advantage that the user wrote")] = 1.0
+    judge: Annotated[
+        float,
+        Knob(
+            1, 1e6, unit="s", help="longest round of the scorer: forward passes of its models and the judge's answers"
+        ),
+    ] = 300.0
+    silence: Annotated[
+        float,
+        Knob(
+            3,
+            1e6,
+            unit="s",
+            help="longest time a ready worker sends no heartbeat, e.g. when stopped or on an overloaded machine",
+        ),
+    ] = 15.0
+    function: Annotated[
+        float, Knob(0.01, 3600, unit="s", help="longest call of a sampler, shaping or advantage that the user wrote")
+    ] = 1.0
     tasks: Annotated[float, Knob(0.1, 3600, unit="s", help="longest time to make a new task set for a live run")] = 60.0
-    evaluate: Annotated[float, Knob(0, 1e6, unit="s", help="longest time to evaluate the policy that a failed run saved; 0 skips this evaluation")] = 300.0
+    evaluate: Annotated[
+        float,
+        Knob(
+            0,
+            1e6,
+            unit="s",
+            help="longest time to evaluate the policy that a failed run saved; 0 skips this evaluation",
+        ),
+    ] = 300.0
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -147,7 +216,12 @@ class Deadlines(BaseModel):
 def knobs_in(model: type[BaseModel]) -> dict[str, tuple[Knob, object]]:
     "The fields of a configuration class that carry a knob: name -> (knob, default)."
     fields = model.model_fields.items()
-    return {name: (meta, info.get_default(call_default_factory=True)) for name, info in fields for meta in info.metadata if isinstance(meta, Knob)}
+    return {
+        name: (meta, info.get_default(call_default_factory=True))
+        for name, info in fields
+        for meta in info.metadata
+        if isinstance(meta, Knob)
+    }
 
 
 def _check_ranges(config: BaseModel, prefix: str = ""):
@@ -160,16 +234,35 @@ def _check_ranges(config: BaseModel, prefix: str = ""):
 # %% ../../nbs/loop/06_config.ipynb #config-balance
 class BalanceConfig(BaseModel):
     "Whether a run matches generator and trainer by itself, and inside which limits."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    mode: Annotated[str, Knob(choices=MODES, help="match generator and trainer: advise names the knob to change, act changes it", apply="now")] = "off"
-    lag: Annotated[float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing must not exceed", apply="now")] = 2.0
+    mode: Annotated[
+        str,
+        Knob(
+            choices=MODES,
+            help="match generator and trainer: advise names the knob to change, act changes it",
+            apply="now",
+        ),
+    ] = "off"
+    lag: Annotated[
+        float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing must not exceed", apply="now")
+    ] = 2.0
     concurrency: Annotated[tuple[int, int], Knob(1, 100_000, unit="sequences", live=False)] = (1, 1024)
     oversample: Annotated[tuple[float, float], Knob(0, 16, unit="share of a batch", live=False)] = (0.0, 1.0)
     decode_steps: Annotated[tuple[int, int], Knob(1, 10_000, unit="steps", live=False)] = (1, 64)
     publish_every: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
     staleness: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
-    leave: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="versions for which balancing leaves a knob alone after somebody else has set it")] = 20
+    leave: Annotated[
+        int,
+        Knob(
+            0,
+            1_000_000,
+            unit="versions",
+            live=False,
+            help="versions for which balancing leaves a knob alone after somebody else has set it",
+        ),
+    ] = 20
 
     @field_validator(*MOVES, mode="before")
     @classmethod
@@ -181,7 +274,9 @@ class BalanceConfig(BaseModel):
         _check_ranges(self, "balance.")
         for name, (knob, _) in knobs_in(BalanceConfig).items():
             if name in MOVES and not knob.low <= (pair := getattr(self, name))[0] <= pair[1] <= knob.high:
-                raise ValueError(f"balance.{name}: {list(pair)} is no range within [{knob.low:g}, {knob.high:g}]; give the lower end first")
+                raise ValueError(
+                    f"balance.{name}: {list(pair)} is no range within [{knob.low:g}, {knob.high:g}]; give the lower end first"
+                )
         return self
 
 # %% ../../nbs/loop/06_config.ipynb #config-run
@@ -198,54 +293,206 @@ class _What(BaseModel):
     reward: dict[str, Any] = Field(default="correct", validate_default=True)
     steps: Annotated[int, Knob(1, MAX_VERSIONS, unit="versions", help="budget: batches to train", apply="now")] = 60
     minutes: Annotated[float, Knob(0, 1e6, unit="min", help="budget: wall-clock time; 0: no limit", apply="now")] = 0.0
-    tokens: Annotated[int, Knob(0, 10**15, unit="tokens", help="budget: tokens to generate; 0: no limit", apply="now")] = 0
-    dollars_per_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of all machines per hour; 0: unknown", apply="now")] = 0.0
-    preflight: Annotated[int, Knob(0, 100_000, unit="tasks", help="training tasks to try before training starts; 0: none", live=False)] = 48
+    tokens: Annotated[
+        int, Knob(0, 10**15, unit="tokens", help="budget: tokens to generate; 0: no limit", apply="now")
+    ] = 0
+    dollars_per_hour: Annotated[
+        float, Knob(0, 1e6, unit="$", help="price of all machines per hour; 0: unknown", apply="now")
+    ] = 0.0
+    preflight: Annotated[
+        int, Knob(0, 100_000, unit="tasks", help="training tasks to try before training starts; 0: none", live=False)
+    ] = 48
     preflight_k: Annotated[int, Knob(1, 1024, unit="rollouts per task", live=False)] = 8
 
-
+# %% ../../nbs/loop/06_config.ipynb #config-run-part-2
 class _Generation(BaseModel):
     "How responses are written."
 
-    temperature: Annotated[float, Knob(0.01, 4, help="sampling temperature. Higher values make responses more varied", apply="dispatch")] = 1.0
-    top_p: Annotated[float, Knob(0.01, 1, help="nucleus sampling: keep the likeliest tokens up to this probability, at most 512; 1: off", apply="dispatch")] = 1.0
-    top_k: Annotated[int, Knob(0, MOST_KEPT, unit="tokens", help="sample among this many of the likeliest tokens; 0: off", apply="dispatch")] = 0
-    max_tokens: Annotated[int, Knob(1, 10_000_000, unit="tokens", help="most response tokens of a rollout, over all its turns; longer ones are truncated", apply="dispatch")] = 64
-    concurrency: Annotated[int, Knob(1, 100_000, unit="sequences", help="most sequences that one generator decodes at once, if the KV cache holds them", apply="dispatch")] = 128
-    kv_megabytes: Annotated[float, Knob(0.001, 1e7, unit="MB", help="memory for the KV cache of one generator", live=False)] = 64.0
-    decode_steps: Annotated[int, Knob(1, 10_000, unit="steps", help="decode steps before a generator looks for new messages. Lower values react sooner", apply="now")] = 8
+    temperature: Annotated[
+        float, Knob(0.01, 4, help="sampling temperature. Higher values make responses more varied", apply="dispatch")
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Knob(
+            0.01,
+            1,
+            help="nucleus sampling: keep the likeliest tokens up to this probability, at most 512; 1: off",
+            apply="dispatch",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Knob(
+            0, MOST_KEPT, unit="tokens", help="sample among this many of the likeliest tokens; 0: off", apply="dispatch"
+        ),
+    ] = 0
+    max_tokens: Annotated[
+        int,
+        Knob(
+            1,
+            10_000_000,
+            unit="tokens",
+            help="most response tokens of a rollout, over all its turns; longer ones are truncated",
+            apply="dispatch",
+        ),
+    ] = 64
+    concurrency: Annotated[
+        int,
+        Knob(
+            1,
+            100_000,
+            unit="sequences",
+            help="most sequences that one generator decodes at once, if the KV cache holds them",
+            apply="dispatch",
+        ),
+    ] = 128
+    kv_megabytes: Annotated[
+        float, Knob(0.001, 1e7, unit="MB", help="memory for the KV cache of one generator", live=False)
+    ] = 64.0
+    decode_steps: Annotated[
+        int,
+        Knob(
+            1,
+            10_000,
+            unit="steps",
+            help="decode steps before a generator looks for new messages. Lower values react sooner",
+            apply="now",
+        ),
+    ] = 8
     cache: Annotated[
-        str, Knob(choices=("keep", "rebuild"), help="keep or rebuild the KV cache of unfinished responses when new weights arrive", apply="now")
+        str,
+        Knob(
+            choices=("keep", "rebuild"),
+            help="keep or rebuild the KV cache of unfinished responses when new weights arrive",
+            apply="now",
+        ),
     ] = "keep"
 
 # %% ../../nbs/loop/06_config.ipynb #config-run-two
 class _Data(BaseModel):
     "What is served, and what of it may be trained."
 
-    group: Annotated[int, Knob(1, 4096, unit="rollouts", help="rollouts per task, compared with each other", apply="dispatch")] = 16
-    batch: Annotated[int, Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch; a multiple of group", apply="version")] = 256
+    group: Annotated[
+        int, Knob(1, 4096, unit="rollouts", help="rollouts per task, compared with each other", apply="dispatch")
+    ] = 16
+    batch: Annotated[
+        int,
+        Knob(1, 10_000_000, unit="rollouts", help="rollouts per training batch; a multiple of group", apply="version"),
+    ] = 256
     sampler: dict[str, Any] = Field(default="band", validate_default=True)
-    band: Annotated[tuple[float, float], Knob(0, 1, unit="share", help="lowest and highest solve rate of the tasks to serve", apply="dispatch")] = (
+    band: Annotated[
+        tuple[float, float],
+        Knob(0, 1, unit="share", help="lowest and highest solve rate of the tasks to serve", apply="dispatch"),
+    ] = (
         0.2,
         0.8,
     )
-    filter: Annotated[str, Knob(choices=FILTERS, help="groups to leave out: those without any advantage; band: also those outside the band; none", apply="version")] = (
-        "zero_advantage"
+    filter: Annotated[
+        str,
+        Knob(
+            choices=FILTERS,
+            help="groups to leave out: those without any advantage; band: also those outside the band; none",
+            apply="version",
+        ),
+    ] = "zero_advantage"
+    staleness: Annotated[
+        int,
+        Knob(
+            0,
+            1024,
+            unit="versions",
+            help="largest staleness of a trained rollout. 0: synchronous; higher values wait less",
+            apply="dispatch",
+        ),
+    ] = 0
+    overdue: Annotated[
+        str,
+        Knob(
+            choices=OVERDUE,
+            help="groups at the staleness bound: drop them when late, or wait with training until they finish",
+            apply="dispatch",
+        ),
+    ] = "drop"
+    backlog: Annotated[
+        str,
+        Knob(
+            choices=BACKLOGS,
+            help="when the trainer is slower: hold the generator, or drop the groups that waited longest",
+            apply="dispatch",
+        ),
+    ] = "hold"
+    queue_batches: Annotated[
+        int,
+        Knob(
+            0,
+            1024,
+            unit="batches",
+            help="most batches that wait for the trainer; 0: as many as the staleness bound allows",
+            apply="dispatch",
+        ),
+    ] = 0
+    oversample: Annotated[
+        float,
+        Knob(
+            0,
+            16,
+            unit="share of a batch",
+            help="extra groups (or rollouts per group, see straggler_unit) to start. Higher values discard more",
+            apply="dispatch",
+        ),
+    ] = 0.0
+    stragglers: Annotated[
+        str,
+        Knob(
+            choices=STRAGGLERS,
+            help="what to do with responses still being generated when new weights arrive or the batch is full",
+            apply="dispatch",
+        ),
+    ] = "in_flight"
+    straggler_unit: Annotated[
+        str,
+        Knob(
+            choices=STRAGGLER_UNITS,
+            help="whether the strategy for stragglers treats whole groups or single rollouts",
+            apply="dispatch",
+        ),
+    ] = "group"
+    old_tokens: Annotated[
+        str,
+        Knob(
+            choices=OLD_TOKENS,
+            help="tokens of partial rollouts that an older policy wrote: train, mask or correct them",
+            apply="dispatch",
+        ),
+    ] = "train"
+    score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="longest time of one scoring", apply="now")] = (
+        10.0
     )
-    staleness: Annotated[int, Knob(0, 1024, unit="versions", help="largest staleness of a trained rollout. 0: synchronous; higher values wait less", apply="dispatch")] = 0
-    overdue: Annotated[str, Knob(choices=OVERDUE, help="groups at the staleness bound: drop them when late, or wait with training until they finish", apply="dispatch")] = "drop"
-    backlog: Annotated[str, Knob(choices=BACKLOGS, help="when the trainer is slower: hold the generator, or drop the groups that waited longest", apply="dispatch")] = "hold"
-    queue_batches: Annotated[int, Knob(0, 1024, unit="batches", help="most batches that wait for the trainer; 0: as many as the staleness bound allows", apply="dispatch")] = 0
-    oversample: Annotated[float, Knob(0, 16, unit="share of a batch", help="extra groups (or rollouts per group, see straggler_unit) to start. Higher values discard more", apply="dispatch")] = 0.0
-    stragglers: Annotated[str, Knob(choices=STRAGGLERS, help="what to do with responses still being generated when new weights arrive or the batch is full", apply="dispatch")] = "in_flight"
-    straggler_unit: Annotated[str, Knob(choices=STRAGGLER_UNITS, help="whether the strategy for stragglers treats whole groups or single rollouts", apply="dispatch")] = "group"
-    old_tokens: Annotated[str, Knob(choices=OLD_TOKENS, help="tokens of partial rollouts that an older policy wrote: train, mask or correct them", apply="dispatch")] = "train"
-    score_deadline: Annotated[float, Knob(0.01, 86_400, unit="s", help="longest time of one scoring", apply="now")] = 10.0
-    score_retries: Annotated[int, Knob(0, 100, unit="retries", help="further attempts after a failed scoring", apply="now")] = 2
-    infra_warn: Annotated[float, Knob(0, 1, unit="share", help="alert above this share of scorings that failed because of the machine, e.g. a sandbox; 1: never", apply="now")] = 0.05
-    infra_stop: Annotated[float, Knob(0, 1, unit="share", help="stop the run above this share of failed scorings (the others are a biased sample); 1: never", apply="now")] = 0.2
+    score_retries: Annotated[
+        int, Knob(0, 100, unit="retries", help="further attempts after a failed scoring", apply="now")
+    ] = 2
+    infra_warn: Annotated[
+        float,
+        Knob(
+            0,
+            1,
+            unit="share",
+            help="alert above this share of scorings that failed because of the machine, e.g. a sandbox; 1: never",
+            apply="now",
+        ),
+    ] = 0.05
+    infra_stop: Annotated[
+        float,
+        Knob(
+            0,
+            1,
+            unit="share",
+            help="stop the run above this share of failed scorings (the others are a biased sample); 1: never",
+            apply="now",
+        ),
+    ] = 0.2
 
-
+# %% ../../nbs/loop/06_config.ipynb #config-run-two-part-2
 class _Training(BaseModel):
     "How a batch becomes an update."
 
@@ -253,15 +500,31 @@ class _Training(BaseModel):
     loss: dict[str, Any] = Field(default="ppo", validate_default=True)
     correction: dict[str, Any] = Field(default="none", validate_default=True)
     aggregation: dict[str, Any] = Field(default="token_mean", validate_default=True)
-    old: Annotated[str, Knob(choices=OLD, help="policy in the ratio's denominator: trainer at the batch's start, sampler, or a mix by staleness")] = "recomputed"
+    old: Annotated[
+        str,
+        Knob(
+            choices=OLD,
+            help="policy in the ratio's denominator: trainer at the batch's start, sampler, or a mix by staleness",
+        ),
+    ] = "recomputed"
     learning_rate: Annotated[float, Knob(0, 1, help="learning rate of AdamW after warm-up")] = 5e-4
     warmup_steps: Annotated[int, Knob(0, 1_000_000, unit="optimizer steps", live=False)] = 0
     beta1: Annotated[float, Knob(0, 0.9999, live=False)] = 0.9
     beta2: Annotated[float, Knob(0, 0.99999, live=False)] = 0.95
     weight_decay: Annotated[float, Knob(0, 10)] = 0.0
     max_grad_norm: Annotated[float, Knob(0.0001, 1e6, help="clip the gradient to this norm")] = 1.0
-    optimizer_steps: Annotated[int, Knob(1, 1024, unit="per batch", help="optimizer steps per batch; the batch is divided among them")] = 1
-    micro_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", help="most tokens of a micro-batch, including padding. Lower values need less memory")] = 16_384
+    optimizer_steps: Annotated[
+        int, Knob(1, 1024, unit="per batch", help="optimizer steps per batch; the batch is divided among them")
+    ] = 1
+    micro_tokens: Annotated[
+        int,
+        Knob(
+            1,
+            10**9,
+            unit="tokens",
+            help="most tokens of a micro-batch, including padding. Lower values need less memory",
+        ),
+    ] = 16_384
     precision: Annotated[str, Knob(choices=("fp32", "bf16"), live=False)] = "fp32"
     device: Annotated[str, Knob(help="where the models run: auto, cpu or cuda", live=False)] = "auto"
 
@@ -271,49 +534,102 @@ class _Objective(BaseModel):
 
     shaping: dict[str, Any] = Field(default="none", validate_default=True)
     kl: dict[str, Any] = Field(default="none", validate_default=True)
-    kl_in: Annotated[str, Knob(choices=KL_IN, help="add the KL divergence from the reference to the loss, or subtract it from the reward")] = "loss"
+    kl_in: Annotated[
+        str,
+        Knob(
+            choices=KL_IN, help="add the KL divergence from the reference to the loss, or subtract it from the reward"
+        ),
+    ] = "loss"
     kl_weight: Annotated[float, Knob(0, 100, help="weight of the KL divergence at the start of its schedule")] = 0.01
     kl_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
-    entropy_weight: Annotated[float, Knob(0, 10, help="weight of the entropy bonus at the start of its schedule. Higher values explore more")] = 0.0
+    entropy_weight: Annotated[
+        float, Knob(0, 10, help="weight of the entropy bonus at the start of its schedule. Higher values explore more")
+    ] = 0.0
     entropy_schedule: dict[str, Any] = Field(default="constant", validate_default=True)
-    replay_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="groups of earlier batches to train again, in addition to the batch")] = 0.0
+    replay_share: Annotated[
+        float,
+        Knob(0, 4, unit="share of a batch", help="groups of earlier batches to train again, in addition to the batch"),
+    ] = 0.0
     replay_size: Annotated[int, Knob(0, 1_000_000, unit="groups", help="newest trained groups to keep for replay")] = 64
     replay_correction: dict[str, Any] = Field(default="tis", validate_default=True)
-    demonstrations: Annotated[str, Knob(help="JSON-lines file of prompts and responses to imitate beside RL; empty: none", live=False)] = ""
-    supervised_share: Annotated[float, Knob(0, 4, unit="share of a batch", help="demonstrations added to a batch, per rollout of the batch")] = 0.125
+    demonstrations: Annotated[
+        str, Knob(help="JSON-lines file of prompts and responses to imitate beside RL; empty: none", live=False)
+    ] = ""
+    supervised_share: Annotated[
+        float, Knob(0, 4, unit="share of a batch", help="demonstrations added to a batch, per rollout of the batch")
+    ] = 0.125
     supervised_weight: Annotated[float, Knob(0, 100, help="weight of the loss on demonstrations")] = 0.1
-    critic: Annotated[bool, Knob(help="train a critic that values each token, for advantages that need one (gae); others do not train it", live=False)] = False
+    critic: Annotated[
+        bool,
+        Knob(
+            help="train a critic that values each token, for advantages that need one (gae); others do not train it",
+            live=False,
+        ),
+    ] = False
     critic_learning_rate: Annotated[float, Knob(0, 1, help="learning rate of AdamW for the critic")] = 1e-3
-    critic_warmup: Annotated[int, Knob(0, 100_000, unit="versions", help="first batches that train only the critic; the policy stays unchanged", live=False)] = 0
+    critic_warmup: Annotated[
+        int,
+        Knob(
+            0,
+            100_000,
+            unit="versions",
+            help="first batches that train only the critic; the policy stays unchanged",
+            live=False,
+        ),
+    ] = 0
     critic_epochs: Annotated[int, Knob(1, 64, unit="passes", help="passes of the critic over each batch")] = 1
-    value_clip: Annotated[float, Knob(0, 1000, unit="reward", help="largest change of a value within a batch that the loss rewards; 0: no limit")] = 0.2
-
+    value_clip: Annotated[
+        float,
+        Knob(
+            0, 1000, unit="reward", help="largest change of a value within a batch that the loss rewards; 0: no limit"
+        ),
+    ] = 0.2
 
     @field_validator("demonstrations")
     @classmethod
     def _absolute(cls, value):
         return str(Path(value).expanduser().resolve()) if value else value
 
-
+# %% ../../nbs/loop/06_config.ipynb #config-objective-part-2
 def _check_objective(c: "RunConfig") -> None:
-    loss, correction, asked = c.loss["name"], c.correction["name"], ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1)
+    loss, correction, asked = (
+        c.loss["name"],
+        c.correction["name"],
+        ingredients_of(FUNCTIONS["advantage"].get(key_of(c.advantage), lambda rewards_R: rewards_R), 1),
+    )
     if asked.get("values_RT") and not c.critic:
-        raise ValueError(f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage')
+        raise ValueError(
+            f'advantage: "{c.advantage["name"]}" needs the values of a critic; set critic = true, or another advantage'
+        )
     if asked.get("teacher_RT") and not c.teacher:
-        raise ValueError(f'advantage: "{c.advantage["name"]}" compares with a teacher, and there is none; set teacher = the model to learn from')
+        raise ValueError(
+            f'advantage: "{c.advantage["name"]}" compares with a teacher, and there is none; set teacher = the model to learn from'
+        )
     if (c.kl["name"] != "none" or asked.get("reference_RT")) and not c.reference:
         wants = f'kl: "{c.kl["name"]}"' if c.kl["name"] != "none" else f'advantage: "{c.advantage["name"]}"'
-        raise ValueError(f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"')
+        raise ValueError(
+            f'{wants} measures the distance from a reference policy, and there is none; set reference = "start", or kl = "none"'
+        )
     if c.critic and c.trainers > 1:
-        raise ValueError(f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false")
+        raise ValueError(
+            f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = 1, or critic = false"
+        )
     if key_of(c.kl) == "k1" and c.kl_in == "loss":
-        raise ValueError('kl: "k1" in the loss has an expected gradient of 0: noise, and no penalty; set kl_in = "reward", or kl = "weighted_k3", "k2" or "k3"')
+        raise ValueError(
+            'kl: "k1" in the loss has an expected gradient of 0: noise, and no penalty; set kl_in = "reward", or kl = "weighted_k3", "k2" or "k3"'
+        )
     if c.kl_in == "reward" and key_of(c.kl) not in ("none", "k1"):
-        raise ValueError(f'kl_in: in the reward the estimate is k1, as others are biased there, and kl = "{c.kl["name"]}"; set kl = "k1", or kl_in = "loss"')
+        raise ValueError(
+            f'kl_in: in the reward the estimate is k1, as others are biased there, and kl = "{c.kl["name"]}"; set kl = "k1", or kl_in = "loss"'
+        )
     if twice := weighed_twice(c.old, loss, correction):
         raise ValueError(twice)
-    if c.trainers > 1 and "whole_RT" in ingredients_of(FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2):
-        raise ValueError(f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction')
+    if c.trainers > 1 and "whole_RT" in ingredients_of(
+        FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2
+    ):
+        raise ValueError(
+            f'correction: "{correction}" looks at a whole batch at once, and trainers = {c.trainers} have a part each; set trainers = 1, or another correction'
+        )
 
 # %% ../../nbs/loop/06_config.ipynb #config-turns
 class _Turns(BaseModel):
@@ -321,20 +637,53 @@ class _Turns(BaseModel):
 
     environment: dict[str, Any] = Field(default="single", validate_default=True)
     max_turns: Annotated[int, Knob(1, 10_000, unit="turns", help="most responses in one episode", apply="now")] = 8
-    observation_tokens: Annotated[int, Knob(0, 10_000_000, unit="tokens", live=False, help="most tokens of observations in one episode, all turns together")] = 64
-    episodes_at_once: Annotated[int, Knob(1, 65_536, unit="episodes", help="most episodes that wait for their tools at the same time", apply="now")] = 256
-    on_resume: Annotated[str, Knob(choices=ON_RESUME, help="how an interrupted episode goes on: continue, rewind to a fresh enough state, or restart", apply="now")] = "rewind"
-    max_state_lag: Annotated[int, Knob(0, 1024, unit="versions", help="most versions since the last write to a state, for an episode to rewind to it", apply="now")] = 1
+    observation_tokens: Annotated[
+        int,
+        Knob(
+            0,
+            10_000_000,
+            unit="tokens",
+            live=False,
+            help="most tokens of observations in one episode, all turns together",
+        ),
+    ] = 64
+    episodes_at_once: Annotated[
+        int,
+        Knob(1, 65_536, unit="episodes", help="most episodes that wait for their tools at the same time", apply="now"),
+    ] = 256
+    on_resume: Annotated[
+        str,
+        Knob(
+            choices=ON_RESUME,
+            help="how an interrupted episode goes on: continue, rewind to a fresh enough state, or restart",
+            apply="now",
+        ),
+    ] = "rewind"
+    max_state_lag: Annotated[
+        int,
+        Knob(
+            0,
+            1024,
+            unit="versions",
+            help="most versions since the last write to a state, for an episode to rewind to it",
+            apply="now",
+        ),
+    ] = 1
 
 # %% ../../nbs/loop/06_config.ipynb #config-weights
 class LoraConfig(BaseModel):
     "Whether adapters are trained in place of the weights, and which."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rank: Annotated[int, Knob(0, 4096, live=False, help="rank of the LoRA adapters; 0: train all weights")] = 0
-    alpha: Annotated[float, Knob(0.001, 65_536, live=False, help="scale of the adapters: their output is multiplied by alpha / rank")] = 16.0
+    alpha: Annotated[
+        float, Knob(0.001, 65_536, live=False, help="scale of the adapters: their output is multiplied by alpha / rank")
+    ] = 16.0
     targets: str | tuple[str, ...] = "all-linear"
-    dropout: Annotated[float, Knob(0, 0.9, unit="share", live=False, help="share of an adapter's inputs set to 0 during training")] = 0.0
+    dropout: Annotated[
+        float, Knob(0, 0.9, unit="share", live=False, help="share of an adapter's inputs set to 0 during training")
+    ] = 0.0
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -350,8 +699,15 @@ class _Weights(BaseModel):
     "What is trained of the weights, and in which types they are used."
 
     lora: LoraConfig = LoraConfig()
-    rollout_dtype: Annotated[str, Knob(choices=("float32", "bfloat16"), live=False, help="data type of a generator's weights and KV cache")] = "float32"
-    logits: Annotated[str, Knob(choices=("model", "fp32"), live=False, help="data type of the output layer: that of the model, or 32 bits")] = "model"
+    rollout_dtype: Annotated[
+        str, Knob(choices=("float32", "bfloat16"), live=False, help="data type of a generator's weights and KV cache")
+    ] = "float32"
+    logits: Annotated[
+        str,
+        Knob(
+            choices=("model", "fp32"), live=False, help="data type of the output layer: that of the model, or 32 bits"
+        ),
+    ] = "model"
 
     @field_validator("lora", mode="before")
     @classmethod
@@ -363,19 +719,58 @@ def default_placement() -> str:
     "split where this process may use two cores, else colocated."
     return "split" if cores() >= 2 else "colocated"
 
-
+# %% ../../nbs/loop/06_config.ipynb #config-where-part-2
 class _Where(BaseModel):
     "Who lives where, and how weights travel."
 
     placement: Annotated[
-        str, Knob(choices=("split", "colocated"), apply="dispatch", help="generator and trainer in separate processes, or in turns in one. A change restarts the workers")
+        str,
+        Knob(
+            choices=("split", "colocated"),
+            apply="dispatch",
+            help="generator and trainer in separate processes, or in turns in one. A change restarts the workers",
+        ),
     ] = Field(default_factory=default_placement)
-    generators: Annotated[int, Knob(1, 64, unit="workers", apply="dispatch", help="generator processes of a split run. A change saves the run and restarts its workers")] = 1
-    publish_every: Annotated[int, Knob(1, 1024, unit="versions", help="versions between two publishes of weights to the generators")] = 1
-    transport: Annotated[str, Knob(choices=("file", "ipc"), live=False, help="split runs: weights travel by file, or by ipc through the trainer's GPU memory on one machine")] = "file"
-    clock: Annotated[str, Knob(choices=("real", "virtual"), live=False, help="real: wall-clock time; virtual: one process runs all actors and [virtual] sets their times")] = "real"
-    generator: Annotated[str, Knob(choices=("torch", "vllm", "scripted"), live=False, help="inference engine; scripted needs no model and trains nothing")] = "torch"
-    sleep: Annotated[bool, Knob(help="colocated: free the KV cache during training (vLLM on a GPU: also its weights)", apply="now")] = False
+    generators: Annotated[
+        int,
+        Knob(
+            1,
+            64,
+            unit="workers",
+            apply="dispatch",
+            help="generator processes of a split run. A change saves the run and restarts its workers",
+        ),
+    ] = 1
+    publish_every: Annotated[
+        int, Knob(1, 1024, unit="versions", help="versions between two publishes of weights to the generators")
+    ] = 1
+    transport: Annotated[
+        str,
+        Knob(
+            choices=("file", "ipc"),
+            live=False,
+            help="split runs: weights travel by file, or by ipc through the trainer's GPU memory on one machine",
+        ),
+    ] = "file"
+    clock: Annotated[
+        str,
+        Knob(
+            choices=("real", "virtual"),
+            live=False,
+            help="real: wall-clock time; virtual: one process runs all actors and [virtual] sets their times",
+        ),
+    ] = "real"
+    generator: Annotated[
+        str,
+        Knob(
+            choices=("torch", "vllm", "scripted"),
+            live=False,
+            help="inference engine; scripted needs no model and trains nothing",
+        ),
+    ] = "torch"
+    sleep: Annotated[
+        bool, Knob(help="colocated: free the KV cache during training (vLLM on a GPU: also its weights)", apply="now")
+    ] = False
     vllm: dict[str, Any] = {}  # options of vLLM's engine, by its own names
     virtual: VirtualCosts = VirtualCosts()
     deadlines: Deadlines = Deadlines()
@@ -389,6 +784,7 @@ class _Where(BaseModel):
 # %% ../../nbs/loop/06_config.ipynb #config-watch
 class GuardConfig(BaseModel):
     "One `[[guards]]` table."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     when: str
@@ -397,7 +793,11 @@ class GuardConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value):
-        return {**value, "when": str(parse_condition(value["when"]))} if isinstance(value, Mapping) and "when" in value else value
+        return (
+            {**value, "when": str(parse_condition(value["when"]))}
+            if isinstance(value, Mapping) and "when" in value
+            else value
+        )
 
     @field_validator("do")
     @classmethod
@@ -410,13 +810,24 @@ class _Watch(BaseModel):
     "What is watched, and who is told."
 
     guards: tuple[GuardConfig, ...] = ()
-    alerts: Annotated[tuple[str, ...], Knob(live=False, help="conditions to write to the journal when they become true")] = ALERTS
-    webhook: Annotated[str, Knob(live=False, help="address that receives every alert, or $NAME of an environment variable that holds it")] = ""
+    alerts: Annotated[
+        tuple[str, ...], Knob(live=False, help="conditions to write to the journal when they become true")
+    ] = ALERTS
+    webhook: Annotated[
+        str,
+        Knob(live=False, help="address that receives every alert, or $NAME of an environment variable that holds it"),
+    ] = ""
 
     @field_validator("alerts", mode="before")
     @classmethod
     def _alerts(cls, value):
-        texts = {True: ALERTS, False: ()}[value] if isinstance(value, bool) else [value] if isinstance(value, str) else value
+        texts = (
+            {True: ALERTS, False: ()}[value]
+            if isinstance(value, bool)
+            else [value]
+            if isinstance(value, str)
+            else value
+        )
         return tuple(str(parse_condition(text)) for text in texts) if isinstance(texts, (list, tuple)) else texts
 
     @field_validator("guards", mode="before")
@@ -450,16 +861,57 @@ AFTER_RESUME = ("keep", "drop")
 class _Keep(BaseModel):
     "When the whole run is saved, and what a resume takes up."
 
-    checkpoint_every: Annotated[int, Knob(0, 1_000_000, unit="versions", help="versions between checkpoints; early (1, 2, 4, ...) and evaluated ones are extra. 0: not by version", apply="now")] = 20
-    checkpoint_minutes: Annotated[float, Knob(0, 1e6, unit="min", help="minutes between checkpoints; 0: not by time", apply="now")] = 0.0
-    checkpoints_kept: Annotated[int, Knob(1, 10_000, unit="checkpoints", help="newest checkpoints to keep; older ones stay while checkpoint_gb allows", apply="now")] = 2
+    checkpoint_every: Annotated[
+        int,
+        Knob(
+            0,
+            1_000_000,
+            unit="versions",
+            help="versions between checkpoints; early (1, 2, 4, ...) and evaluated ones are extra. 0: not by version",
+            apply="now",
+        ),
+    ] = 20
+    checkpoint_minutes: Annotated[
+        float, Knob(0, 1e6, unit="min", help="minutes between checkpoints; 0: not by time", apply="now")
+    ] = 0.0
+    checkpoints_kept: Annotated[
+        int,
+        Knob(
+            1,
+            10_000,
+            unit="checkpoints",
+            help="newest checkpoints to keep; older ones stay while checkpoint_gb allows",
+            apply="now",
+        ),
+    ] = 2
     checkpoint_gb: Annotated[
-        float, Knob(0, 1e6, unit="GB", help="disk for all checkpoints, at most half of the free space; newest, first and best always stay", apply="now")
+        float,
+        Knob(
+            0,
+            1e6,
+            unit="GB",
+            help="disk for all checkpoints, at most half of the free space; newest, first and best always stay",
+            apply="now",
+        ),
     ] = 10.0
     restarts: Annotated[
-        int, Knob(0, 1000, unit="restarts", help="how often a run that lost its process restarts itself from its newest checkpoint", apply="now")
+        int,
+        Knob(
+            0,
+            1000,
+            unit="restarts",
+            help="how often a run that lost its process restarts itself from its newest checkpoint",
+            apply="now",
+        ),
     ] = 0
-    after_resume: Annotated[str, Knob(choices=AFTER_RESUME, help="finished and partial rollouts of the checkpoint: keep them if fresh enough, or drop them", apply="now")] = "keep"
+    after_resume: Annotated[
+        str,
+        Knob(
+            choices=AFTER_RESUME,
+            help="finished and partial rollouts of the checkpoint: keep them if fresh enough, or drop them",
+            apply="now",
+        ),
+    ] = "keep"
 
 # %% ../../nbs/loop/06_config.ipynb #config-shaping
 class _Shaping(BaseModel):
@@ -478,46 +930,113 @@ class _Shaping(BaseModel):
         try:
             re.compile(str(table.get("pattern", "")))
         except re.error as error:
-            raise ValueError(f"reward.pattern: {table['pattern']!r} is no regular expression ({error}); correct it") from None
+            raise ValueError(
+                f"reward.pattern: {table['pattern']!r} is no regular expression ({error}); correct it"
+            ) from None
         return table
 
 # %% ../../nbs/loop/06_config.ipynb #config-scale
 class _Scale(BaseModel):
     "How much hardware one trainer takes, and how it saves memory."
 
-    trainers: Annotated[int, Knob(1, 64, unit="processes", apply="dispatch", help="processes of the trainer; they share the model and each batch. A change restarts the workers")] = 1
-    gradient_checkpointing: Annotated[bool, Knob(live=False, help="keep only each layer's input and recompute the rest in the backward pass. Slower, less memory")] = False
-    packing: Annotated[bool, Knob(live=False, help="put the sequences of a micro-batch end to end; the model's attention must keep them apart")] = False
-    context_parallel: Annotated[int, Knob(1, 1024, unit="processes", live=False, help="processes per sequence; only 1 is supported")] = 1
+    trainers: Annotated[
+        int,
+        Knob(
+            1,
+            64,
+            unit="processes",
+            apply="dispatch",
+            help="processes of the trainer; they share the model and each batch. A change restarts the workers",
+        ),
+    ] = 1
+    gradient_checkpointing: Annotated[
+        bool,
+        Knob(
+            live=False,
+            help="keep only each layer's input and recompute the rest in the backward pass. Slower, less memory",
+        ),
+    ] = False
+    packing: Annotated[
+        bool,
+        Knob(
+            live=False, help="put the sequences of a micro-batch end to end; the model's attention must keep them apart"
+        ),
+    ] = False
+    context_parallel: Annotated[
+        int, Knob(1, 1024, unit="processes", live=False, help="processes per sequence; only 1 is supported")
+    ] = 1
 
 
 def _check_scale(c: "RunConfig") -> None:
     if c.trainers > 1 and c.placement != "split":
-        raise ValueError(f'trainers: {c.trainers} processes are a trainer by itself; set placement = "split", or trainers = 1')
+        raise ValueError(
+            f'trainers: {c.trainers} processes are a trainer by itself; set placement = "split", or trainers = 1'
+        )
     if c.trainers > 1 and c.clock != "real":
         raise ValueError(f'trainers: {c.trainers} processes run in real time only; set clock = "real", or trainers = 1')
     if c.context_parallel != 1:
-        raise ValueError(f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; set context_parallel = 1, "
-                         "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers")
+        raise ValueError(
+            f"context_parallel: {c.context_parallel} is not there: a sequence is never cut across processes; set context_parallel = 1, "
+            "and for a longer context gradient_checkpointing = true, a smaller micro_tokens, or more trainers"
+        )
 
 # %% ../../nbs/loop/06_config.ipynb #config-sandbox
 class SandboxConfig(BaseModel):
     "The pool of sandboxes that a run judges code in."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     folder: Annotated[str, Knob(live=False, help="folder of the sandbox pool; empty: the user's default pool")] = ""
-    tier: Annotated[str, Knob(choices=("", *map(str, Tier)), live=False, help="isolation of programs; empty: the strongest that works on this machine")] = ""
-    workers: Annotated[int, Knob(0, 1024, unit="processes", live=False, help="processes that start programs; 0: one per core")] = 0
-    allow_unsafe: Annotated[bool, Knob(live=False, help="accept rlimits if nothing stronger works: they stop accidents, but not attacks")] = False
+    tier: Annotated[
+        str,
+        Knob(
+            choices=("", *map(str, Tier)),
+            live=False,
+            help="isolation of programs; empty: the strongest that works on this machine",
+        ),
+    ] = ""
+    workers: Annotated[
+        int, Knob(0, 1024, unit="processes", live=False, help="processes that start programs; 0: one per core")
+    ] = 0
+    allow_unsafe: Annotated[
+        bool, Knob(live=False, help="accept rlimits if nothing stronger works: they stop accidents, but not attacks")
+    ] = False
     url: Annotated[str, Knob(live=False, help="address of a remote sandbox service")] = ""
     api: Annotated[str, Knob(choices=APIS, live=False, help="protocol of the remote service")] = "http"
-    token: Annotated[str, Knob(live=False, help="$NAME of the environment variable that holds the remote service's token")] = ""
+    token: Annotated[
+        str, Knob(live=False, help="$NAME of the environment variable that holds the remote service's token")
+    ] = ""
     faults: dict[str, Any] = {}  # of the fake tier
-    running: Annotated[int, Knob(1, 1024, unit="programs", live=False, help="most programs that one worker runs at once")] = 2
-    create_rate: Annotated[float, Knob(0, 10_000, unit="1/s", live=False, help="most starts of sandboxes and workers per second; 0: no limit")] = 0.0
-    idle_s: Annotated[float, Knob(0.1, 86_400, unit="s", live=False, help="time without a connected run until the pool ends; below 60 s a killed run soon leaves nothing")] = 30.0
-    at_once: Annotated[int, Knob(1, 1024, unit="verdicts", live=False, help="most rollouts that are graded at the same time")] = 16
-    canaries: Annotated[int, Knob(0, 10_000, unit="tasks", live=False, help="tasks checked before the start: their right solution must pass and a wrong one must fail")] = 4
+    running: Annotated[
+        int, Knob(1, 1024, unit="programs", live=False, help="most programs that one worker runs at once")
+    ] = 2
+    create_rate: Annotated[
+        float,
+        Knob(0, 10_000, unit="1/s", live=False, help="most starts of sandboxes and workers per second; 0: no limit"),
+    ] = 0.0
+    idle_s: Annotated[
+        float,
+        Knob(
+            0.1,
+            86_400,
+            unit="s",
+            live=False,
+            help="time without a connected run until the pool ends; below 60 s a killed run soon leaves nothing",
+        ),
+    ] = 30.0
+    at_once: Annotated[
+        int, Knob(1, 1024, unit="verdicts", live=False, help="most rollouts that are graded at the same time")
+    ] = 16
+    canaries: Annotated[
+        int,
+        Knob(
+            0,
+            10_000,
+            unit="tasks",
+            live=False,
+            help="tasks checked before the start: their right solution must pass and a wrong one must fail",
+        ),
+    ] = 4
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -529,13 +1048,21 @@ class SandboxConfig(BaseModel):
 def _check_sandbox(s: SandboxConfig) -> None:
     "ValueError for settings of a pool that do not go together."
     if s.tier == Tier.RLIMITS and not s.allow_unsafe:
-        raise ValueError('sandbox.tier: "rlimits" stops accidents, and nobody who means it; set sandbox.allow_unsafe = true if that will do, or sandbox.tier = "" for the strongest that works here')
+        raise ValueError(
+            'sandbox.tier: "rlimits" stops accidents, and nobody who means it; set sandbox.allow_unsafe = true if that will do, or sandbox.tier = "" for the strongest that works here'
+        )
     if s.allow_unsafe and s.tier not in ("", Tier.RLIMITS):
-        raise ValueError(f'sandbox.allow_unsafe: true is for limits alone, and sandbox.tier = "{s.tier}" is another; leave it out, or set sandbox.tier = "" or "rlimits"')
+        raise ValueError(
+            f'sandbox.allow_unsafe: true is for limits alone, and sandbox.tier = "{s.tier}" is another; leave it out, or set sandbox.tier = "" or "rlimits"'
+        )
     if s.tier == Tier.REMOTE and not s.url.startswith(("http://", "https://")):
-        raise ValueError(f"sandbox.url: {s.url!r} is no address of a remote service; write http://HOST:PORT or https://HOST")
+        raise ValueError(
+            f"sandbox.url: {s.url!r} is no address of a remote service; write http://HOST:PORT or https://HOST"
+        )
     if s.token and not (s.token.startswith("$") and s.token[1:].isidentifier()):
-        raise ValueError("sandbox.token: name a variable of the environment as $NAME; the token itself would stand in config.toml")
+        raise ValueError(
+            "sandbox.token: name a variable of the environment as $NAME; the token itself would stand in config.toml"
+        )
     for name in s.faults:
         if name not in Faults.__dataclass_fields__:
             raise unknown("sandbox.faults", name, Faults.__dataclass_fields__)
@@ -543,7 +1070,9 @@ def _check_sandbox(s: SandboxConfig) -> None:
     for name in ("url", "token", "faults"):
         tier = Tier.FAKE if name == "faults" else Tier.REMOTE
         if getattr(s, name) and s.tier != tier:
-            raise ValueError(f'sandbox.{name}: is for the tier "{tier}" alone, and sandbox.tier = "{s.tier}"; set sandbox.tier = "{tier}", or leave it out')
+            raise ValueError(
+                f'sandbox.{name}: is for the tier "{tier}" alone, and sandbox.tier = "{s.tier}"; set sandbox.tier = "{tier}", or leave it out'
+            )
 
 # %% ../../nbs/loop/06_config.ipynb #config-code
 class _Code(BaseModel):
@@ -555,23 +1084,35 @@ class _Code(BaseModel):
 def _check_code(c: "RunConfig") -> None:
     verifier = key_of(c.verifier)
     if c.infra_warn > c.infra_stop:
-        raise ValueError(f"infra_warn: {c.infra_warn:g} is above infra_stop = {c.infra_stop:g}, so the run would stop before it warns; use infra_warn <= {c.infra_stop:g}")
+        raise ValueError(
+            f"infra_warn: {c.infra_warn:g} is above infra_stop = {c.infra_stop:g}, so the run would stop before it warns; use infra_warn <= {c.infra_stop:g}"
+        )
     if key_of(c.tasks) in CODE_SETS and verifier in ALL_VERIFIERS and verifier != "code":
-        raise ValueError(f'verifier: "{verifier}" compares with the answer, and those of the task set "{c.tasks["name"]}" are tests; set verifier = "code"')
+        raise ValueError(
+            f'verifier: "{verifier}" compares with the answer, and those of the task set "{c.tasks["name"]}" are tests; set verifier = "code"'
+        )
     for field, table in (("tasks", c.tasks), *((f"eval.{e.name}.tasks", e.tasks) for e in c.eval if e.tasks)):
         if verifier == "code" and (name := key_of(table)) in ALL_SETS and name not in (*CODE_SETS, "file", "hub"):
-            raise ValueError(f'{field}: those of the set "{name}" have answers, and verifier = "code" runs programs against tests; set {field} = "expressions" (sums as programs) or "code", or another verifier')
+            raise ValueError(
+                f'{field}: those of the set "{name}" have answers, and verifier = "code" runs programs against tests; set {field} = "expressions" (sums as programs) or "code", or another verifier'
+            )
     if key_of(c.environment) == "code" and verifier in ALL_VERIFIERS and verifier != "code":
-        raise ValueError(f'environment: "code" tries programs on their tests, and verifier = "{verifier}" runs none; set verifier = "code"')
+        raise ValueError(
+            f'environment: "code" tries programs on their tests, and verifier = "{verifier}" runs none; set verifier = "code"'
+        )
     if key_of(c.reward) == "tests" and verifier in ALL_VERIFIERS and verifier != "code":
-        raise ValueError(f'reward: "tests" pays what tests of code say, and verifier = "{verifier}" runs none; set verifier = "code", or another reward')
+        raise ValueError(
+            f'reward: "tests" pays what tests of code say, and verifier = "{verifier}" runs none; set verifier = "code", or another reward'
+        )
 
 # %% ../../nbs/loop/06_config.ipynb #config-foreign
 def with_its_tasks(table: Mapping) -> dict:
     "A configuration's table with the tasks of its environment of `verifiers`, if it has one and names no other."
     environment, tasks = table.get("environment"), table.get("tasks", "verifiers")
     named = {"name": tasks} if isinstance(tasks, str) else tasks
-    if not all(isinstance(each, Mapping) and each.get("name") == "verifiers" for each in (environment, named)) or named.get("id"):
+    if not all(
+        isinstance(each, Mapping) and each.get("name") == "verifiers" for each in (environment, named)
+    ) or named.get("id"):
         return dict(table)
     return {**table, "tasks": {**named, **{key: environment[key] for key in ("id", "args") if key in environment}}}
 
@@ -579,16 +1120,23 @@ def with_its_tasks(table: Mapping) -> dict:
 def _check_foreign(c: "RunConfig") -> None:
     foreign = key_of(c.environment) == "verifiers"
     if foreign and not c.environment["id"]:
-        raise ValueError('environment.id: none, and "verifiers" runs the environment that it names; give a module, module:function, or the path of a Python file')
+        raise ValueError(
+            'environment.id: none, and "verifiers" runs the environment that it names; give a module, module:function, or the path of a Python file'
+        )
     for field, table in (("tasks", c.tasks), *((f"eval.{e.name}.tasks", e.tasks) for e in c.eval if e.tasks)):
         if foreign and (name := key_of(table)) in ALL_SETS and name != "verifiers":
-            raise ValueError(f'{field}: an environment of the package verifiers has rows of its own, and these are those of "{name}"; set {field} = "verifiers", or another environment')
+            raise ValueError(
+                f'{field}: an environment of the package verifiers has rows of its own, and these are those of "{name}"; set {field} = "verifiers", or another environment'
+            )
         if key_of(table) == "verifiers" and not foreign:
-            raise ValueError(f'{field}: rows of an environment of the package verifiers are judged by that environment; set environment = {{name = "verifiers", id = {table.get("id", "")!r}}}, or other tasks')
+            raise ValueError(
+                f'{field}: rows of an environment of the package verifiers are judged by that environment; set environment = {{name = "verifiers", id = {table.get("id", "")!r}}}, or other tasks'
+            )
 
 # %% ../../nbs/loop/06_config.ipynb #config-scorer
 class JudgeConfig(BaseModel):
     "A model behind an address that gives a response a number from 0 to 1. `key`: $NAME of one in the environment."
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     url: str = ""
@@ -597,8 +1145,12 @@ class JudgeConfig(BaseModel):
     key: str = ""
     temperature: Annotated[float, Knob(0, 4, live=False)] = 0.0
     max_tokens: Annotated[int, Knob(1, 1_000_000, unit="tokens", live=False, help="longest answer of the judge")] = 16
-    timeout: Annotated[float, Knob(0.01, 3600, unit="s", live=False, help="longest wait for one answer of the judge")] = 30.0
-    at_once: Annotated[int, Knob(1, 1024, unit="requests", live=False, help="most requests to the judge at the same time")] = 16
+    timeout: Annotated[
+        float, Knob(0.01, 3600, unit="s", live=False, help="longest wait for one answer of the judge")
+    ] = 30.0
+    at_once: Annotated[
+        int, Knob(1, 1024, unit="requests", live=False, help="most requests to the judge at the same time")
+    ] = 16
 
     @model_validator(mode="after")
     def _ranges(self):
@@ -610,11 +1162,31 @@ class JudgeConfig(BaseModel):
 class _Scorer(BaseModel):
     "Which other models are asked about finished rollouts."
 
-    reference: Annotated[str, Knob(live=False, help='reference policy for KL: "start" (the initial policy) or a model; empty: none')] = ""
-    reference_every: Annotated[int, Knob(0, 1_000_000, unit="versions", live=False, help="versions between updates of the reference to the current policy; 0: never")] = 0
+    reference: Annotated[
+        str, Knob(live=False, help='reference policy for KL: "start" (the initial policy) or a model; empty: none')
+    ] = ""
+    reference_every: Annotated[
+        int,
+        Knob(
+            0,
+            1_000_000,
+            unit="versions",
+            live=False,
+            help="versions between updates of the reference to the current policy; 0: never",
+        ),
+    ] = 0
     teacher: Annotated[str, Knob(live=False, help="teacher model for log-probabilities; empty: none")] = ""
     reward_model: Annotated[str, Knob(live=False, help="folder of a reward model; empty: none")] = ""
-    scorer_tokens: Annotated[int, Knob(1, 10**9, unit="tokens", live=False, help="most tokens of one scorer round and of one forward pass, including padding")] = 16_384
+    scorer_tokens: Annotated[
+        int,
+        Knob(
+            1,
+            10**9,
+            unit="tokens",
+            live=False,
+            help="most tokens of one scorer round and of one forward pass, including padding",
+        ),
+    ] = 16_384
     judge: JudgeConfig = JudgeConfig()
 
     @field_validator("judge", mode="before")
@@ -625,23 +1197,48 @@ class _Scorer(BaseModel):
 # %% ../../nbs/loop/06_config.ipynb #config-scorer-check
 def asked(config: "RunConfig") -> tuple[tuple[str, ...], tuple[str, ...]]:
     "Names of the models that are asked about rollouts: for log-probabilities, and for a number. Both empty: there is no scorer."
-    return tuple(name for name in ("reference", "teacher") if getattr(config, name)), ("reward_model",) * bool(config.reward_model) + ("judge",) * bool(config.judge.url)
+    return tuple(name for name in ("reference", "teacher") if getattr(config, name)), ("reward_model",) * bool(
+        config.reward_model
+    ) + ("judge",) * bool(config.judge.url)
 
 
 def _check_scorer(c: "RunConfig") -> None:
     if c.reference_every and c.reference != "start":
-        raise ValueError(f'reference_every: only the policy itself can be refreshed, and reference is {c.reference or "none"!r}; set reference = "start", or reference_every = 0')
+        raise ValueError(
+            f'reference_every: only the policy itself can be refreshed, and reference is {c.reference or "none"!r}; set reference = "start", or reference_every = 0'
+        )
     if c.judge.url and c.deadlines.judge <= c.judge.timeout:
-        raise ValueError(f"deadlines.judge: {c.deadlines.judge:g} s end a scorer that waits for its judge; use more than judge.timeout = {c.judge.timeout:g}")
+        raise ValueError(
+            f"deadlines.judge: {c.deadlines.judge:g} s end a scorer that waits for its judge; use more than judge.timeout = {c.judge.timeout:g}"
+        )
     if key_of(c.reward) == "scored" and c.reward["by"] not in asked(c)[1]:
         remedy = "judge = an address" if c.reward["by"] == "judge" else "reward_model = the folder of one"
-        raise ValueError(f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward')
+        raise ValueError(
+            f'reward: "scored" takes the number of {c.reward["by"]!r}, and the run asks none; set {remedy}, or take another reward'
+        )
 
 # %% ../../nbs/loop/06_config.ipynb #config-cross
-class RunConfig(_Code, _Shaping, _Scorer, _Scale, _Watch, _Keep, _What, _Generation, _Data, _Turns, _Training, _Objective, _Weights, _Where):
+class RunConfig(
+    _Code,
+    _Shaping,
+    _Scorer,
+    _Scale,
+    _Watch,
+    _Keep,
+    _What,
+    _Generation,
+    _Data,
+    _Turns,
+    _Training,
+    _Objective,
+    _Weights,
+    _Where,
+):
     "Everything a run is told. Frozen; a live change makes a new one."
 
-    sinks: Annotated[tuple[str, ...], Knob(live=False, help="experiment trackers that receive the tables during the run")] = ()
+    sinks: Annotated[
+        tuple[str, ...], Knob(live=False, help="experiment trackers that receive the tables during the run")
+    ] = ()
     eval: tuple[EvalConfig, ...] = (EvalConfig(),)
 
     @field_validator(*FUNCTIONS, mode="before")
@@ -696,24 +1293,42 @@ def _check_together(c: RunConfig) -> None:
             f"batch: {c.batch} rollouts are not a whole number of groups of {c.group}; use {' or '.join(dict.fromkeys(str(n * c.group) for n in (max(1, c.batch // c.group), c.batch // c.group + 1)))}"
         )
     if c.generator == "scripted" and c.clock == "real" and c.virtual.scripted_errors:
-        raise ValueError(f'virtual.scripted_errors: {c.virtual.scripted_errors:g} needs scripted verdicts, and on the real clock the environment judges; set clock = "virtual", or leave it out')
+        raise ValueError(
+            f'virtual.scripted_errors: {c.virtual.scripted_errors:g} needs scripted verdicts, and on the real clock the environment judges; set clock = "virtual", or leave it out'
+        )
     if c.generators > 1 and c.placement == "colocated":
-        raise ValueError(f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1')
+        raise ValueError(
+            f'generators: {c.generators} need processes of their own; set placement = "split", or generators = 1'
+        )
     if c.sleep and c.placement == "split":
-        raise ValueError('sleep: generator and trainer of a split run have memory of their own; set placement = "colocated", or sleep = false')
+        raise ValueError(
+            'sleep: generator and trainer of a split run have memory of their own; set placement = "colocated", or sleep = false'
+        )
     if c.vllm and c.generator != "vllm":
-        raise ValueError(f'vllm: these are options of another generator than "{c.generator}"; set generator = "vllm", or leave them out')
+        raise ValueError(
+            f'vllm: these are options of another generator than "{c.generator}"; set generator = "vllm", or leave them out'
+        )
     if c.transport == "ipc" and c.placement == "colocated":
-        raise ValueError('transport: in a colocated run weights do not travel; leave it out, or set placement = "split"')
+        raise ValueError(
+            'transport: in a colocated run weights do not travel; leave it out, or set placement = "split"'
+        )
     if c.transport == "ipc" and c.trainers > 1:
-        raise ValueError(f'transport: "ipc" is there for one trainer process, and trainers = {c.trainers}; use transport = "file"')
+        raise ValueError(
+            f'transport: "ipc" is there for one trainer process, and trainers = {c.trainers}; use transport = "file"'
+        )
     if c.backlog == "drop_oldest" and c.staleness == 0:
-        raise ValueError('backlog: "drop_oldest" lets the generator run ahead, and staleness = 0 forbids it; use staleness >= 1, or backlog = "hold"')
+        raise ValueError(
+            'backlog: "drop_oldest" lets the generator run ahead, and staleness = 0 forbids it; use staleness >= 1, or backlog = "hold"'
+        )
     if c.publish_every - 1 > c.staleness:
-        raise ValueError(f"publish_every: {c.publish_every} would make rollouts {c.publish_every - 1} versions old before new weights come, and staleness = {c.staleness} forbids to train them; "
-                         f"use publish_every <= {c.staleness + 1}, or staleness >= {c.publish_every - 1}")
+        raise ValueError(
+            f"publish_every: {c.publish_every} would make rollouts {c.publish_every - 1} versions old before new weights come, and staleness = {c.staleness} forbids to train them; "
+            f"use publish_every <= {c.staleness + 1}, or staleness >= {c.publish_every - 1}"
+        )
     if c.stragglers == "partial" and c.staleness == 0 and c.old_tokens != "mask":
-        raise ValueError(f'old_tokens: "{c.old_tokens}" would train tokens of an older policy, and staleness = 0 forbids it; use old_tokens = "mask", or staleness >= 1')
+        raise ValueError(
+            f'old_tokens: "{c.old_tokens}" would train tokens of an older policy, and staleness = 0 forbids it; use old_tokens = "mask", or staleness >= 1'
+        )
     _known_sinks(c.sinks)
     names = [e.name for e in c.eval]
     if len(set(names)) < len(names) or "preflight" in names:
@@ -721,9 +1336,11 @@ def _check_together(c: RunConfig) -> None:
 
 # %% ../../nbs/loop/06_config.ipynb #config-has-policy
 def check_has_policy(config: RunConfig, run: str, purpose: str) -> None:
-    "ValueError if a run was made without a model, so that it has no policy for this `purpose` (such as \"to export\")."
+    'ValueError if a run was made without a model, so that it has no policy for this `purpose` (such as "to export").'
     if config.generator == "scripted":
-        raise ValueError(f'run: {run!r} has generator = "scripted" and no policy {purpose}; start a run with a model: generator = "torch"')
+        raise ValueError(
+            f'run: {run!r} has generator = "scripted" and no policy {purpose}; start a run with a model: generator = "torch"'
+        )
 
 # %% ../../nbs/loop/06_config.ipynb #config-masks
 MASKING_GENERATORS = ("torch", "vllm")  # they draw each token themselves, so they know which others could have come
@@ -756,6 +1373,7 @@ def check_sinks(names: Iterable[str]) -> None:
 @dataclass(frozen=True)
 class OtherName:
     "What a field of another trainer is called here. `words`: what to say beside it."
+
     trainer: str
     name: str
     field: str
@@ -795,9 +1413,20 @@ def unknown_field(field: str, name: object, value: object, known: Iterable[str])
 
 # %% ../../nbs/loop/06_config.ipynb #config-errors
 def _line(error: Mapping) -> str:
-    field = ".".join(str(part) for part in error["loc"] if part != "str" and "[" not in str(part))  # of alternatives the field alone
+    field = ".".join(
+        str(part) for part in error["loc"] if part != "str" and "[" not in str(part)
+    )  # of alternatives the field alone
     if error["type"] == "extra_forbidden":
-        known = {"eval": EvalConfig, "guards": GuardConfig, "virtual": VirtualCosts, "deadlines": Deadlines, "balance": BalanceConfig, "lora": LoraConfig, "judge": JudgeConfig, "sandbox": SandboxConfig}.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
+        known = {
+            "eval": EvalConfig,
+            "guards": GuardConfig,
+            "virtual": VirtualCosts,
+            "deadlines": Deadlines,
+            "balance": BalanceConfig,
+            "lora": LoraConfig,
+            "judge": JudgeConfig,
+            "sandbox": SandboxConfig,
+        }.get(error["loc"][0] if len(error["loc"]) > 1 else "", RunConfig).model_fields
         return unknown_field(field, error["loc"][-1], error["input"], known)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
@@ -814,7 +1443,9 @@ def make_config(table: Mapping, extra: Mapping[str, Mapping[str, Callable]] | No
 # %% ../../nbs/loop/06_config.ipynb #config-load
 def presets() -> list[str]:
     "Names of the packaged presets."
-    return sorted(p.name.removesuffix(".toml") for p in (files("rlbench.data") / "presets").iterdir() if p.name.endswith(".toml"))
+    return sorted(
+        p.name.removesuffix(".toml") for p in (files("rlbench.data") / "presets").iterdir() if p.name.endswith(".toml")
+    )
 
 
 def read_table_file(source: str) -> dict:
@@ -825,7 +1456,11 @@ def read_table_file(source: str) -> dict:
     elif path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
-        raise ConfigError(describe_folder(path) if path.is_dir() else str(unknown("config", source, presets())) + "; or give the path of a .toml file")
+        raise ConfigError(
+            describe_folder(path)
+            if path.is_dir()
+            else str(unknown("config", source, presets())) + "; or give the path of a .toml file"
+        )
     try:
         table = beside(tomllib.loads(text), path.parent)
         table.pop("inputs", None)  # hashes, in the configuration of a run's folder
@@ -873,7 +1508,9 @@ def parse_assignment(text: str) -> tuple[str, object]:
         return field.strip(), value.strip()
 
 
-def load_config(source: str | Mapping | RunConfig, overrides: Mapping[str, object] | None = None, extra=None) -> RunConfig:
+def load_config(
+    source: str | Mapping | RunConfig, overrides: Mapping[str, object] | None = None, extra=None
+) -> RunConfig:
     "Preset, TOML path, table or config, with overrides (dotted names allowed). Functions named by file are imported."
     if isinstance(source, RunConfig):
         table = source.model_dump()
@@ -883,7 +1520,9 @@ def load_config(source: str | Mapping | RunConfig, overrides: Mapping[str, objec
     for field, value in sorted((overrides or {}).items(), key=names_first):
         set_dotted(table, field, value)
     files = functions_of_files(table)
-    return make_config(table, {field: {**files.get(field, {}), **(extra or {}).get(field, {})} for field in (*files, *(extra or {}))})
+    return make_config(
+        table, {field: {**files.get(field, {}), **(extra or {}).get(field, {})} for field in (*files, *(extra or {}))}
+    )
 
 # %% ../../nbs/loop/06_config.ipynb #config-files
 _KEPT = re.compile(r"functions/\w+-[0-9a-f]{12}\.py")
@@ -897,7 +1536,11 @@ def named_by_file(value: object) -> bool:
 def beside(table: dict, folder: Path) -> dict:
     "The table of a configuration file in `folder`, with the files and folders that lie beside it found from anywhere."
     table = with_absolute_paths(table, folder)
-    here = {f: {**v, "source": str(folder / v["source"])} for f, v in table.items() if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()}
+    here = {
+        f: {**v, "source": str(folder / v["source"])}
+        for f, v in table.items()
+        if f in FUNCTIONS and named_by_file(v) and (folder / str(v["source"])).is_file()
+    }
     return {**table, **here}
 
 
@@ -923,7 +1566,9 @@ def functions_of_files(table: Mapping) -> dict[str, dict[str, Callable]]:
         try:
             exec(compile(captured.source, str(path), "exec"), module.__dict__)
         except Exception as error:
-            raise ConfigError(f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; a copy of it must run by itself") from None
+            raise ConfigError(
+                f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; a copy of it must run by itself"
+            ) from None
         found[field] = dict.fromkeys((captured.name, path.stem), getattr(module, captured.name))
         try:
             check_ingredients(field, captured.name, found[field][captured.name])
@@ -941,7 +1586,14 @@ def _knob(field: str, config: RunConfig) -> Knob:
         if (rest or "mode") not in knobs:
             raise unknown("balance", rest, knobs)
         return knobs[rest or "mode"][0]
-    if head == "sandbox" and (not rest or rest in SandboxConfig.model_fields) or head == "lora" and (rest or "rank") in LoraConfig.model_fields or head == "judge" and (rest or "url") in JudgeConfig.model_fields:
+    if (
+        head == "sandbox"
+        and (not rest or rest in SandboxConfig.model_fields)
+        or head == "lora"
+        and (rest or "rank") in LoraConfig.model_fields
+        or head == "judge"
+        and (rest or "url") in JudgeConfig.model_fields
+    ):
         return Knob(live=False)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
@@ -977,7 +1629,9 @@ def value_of(config: RunConfig, field: str):
 def check_built(target: RunConfig, built: RunConfig | None) -> None:
     "ValueError for what the workers of a live run were not built for."
     if built and target.max_tokens > built.max_tokens:
-        raise ValueError(f"max_tokens: {target.max_tokens} is more than the generators were built for; use at most {built.max_tokens}, or start another run")
+        raise ValueError(
+            f"max_tokens: {target.max_tokens} is more than the generators were built for; use at most {built.max_tokens}, or start another run"
+        )
 
 
 def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
@@ -991,6 +1645,7 @@ def with_knob(config: RunConfig, field: str, value, extra=None) -> RunConfig:
 @dataclass(frozen=True)
 class Note:
     "A word on a configuration, and the fields that it is about."
+
     fields: tuple[str, ...]
     text: str
 
@@ -1005,27 +1660,52 @@ def notes_on_sampler(config: RunConfig) -> list[Note]:
     "What is untrue about the policy that wrote the tokens."
     found = []
     if config.staleness >= 2 and not weighs_sampler(config):
-        found.append(Note(("staleness", "correction"), (
-            f'correction: with staleness = {config.staleness} and correction = "none", tokens of policies up to {config.staleness} '
-            'versions older are trained on as if the newest policy had written them; set correction = "tis", or staleness <= 1'
-        )))
+        found.append(
+            Note(
+                ("staleness", "correction"),
+                (
+                    f'correction: with staleness = {config.staleness} and correction = "none", tokens of policies up to {config.staleness} '
+                    'versions older are trained on as if the newest policy had written them; set correction = "tis", or staleness <= 1'
+                ),
+            )
+        )
     cut = [name for name, cuts in (("top_p", config.top_p < 1), ("top_k", config.top_k > 0)) if cuts]
     if cut and weighs_sampler(config) and not supplies_sampling_masks(config):
-        found.append(Note((*cut, "correction"), (
-            f"{cut[0]}: generator \"{config.generator}\" does not say which tokens were left to draw from, so the trainer's log-probabilities "
-            f'are of all tokens and the correction weighs a difference that is none; leave {" and ".join(cut)} out, or use generator = "torch"'
-        )))
+        found.append(
+            Note(
+                (*cut, "correction"),
+                (
+                    f'{cut[0]}: generator "{config.generator}" does not say which tokens were left to draw from, so the trainer\'s log-probabilities '
+                    f'are of all tokens and the correction weighs a difference that is none; leave {" and ".join(cut)} out, or use generator = "torch"'
+                ),
+            )
+        )
     return found
 
 # %% ../../nbs/loop/06_config.ipynb #config-notes
 def notes_on(config: RunConfig) -> list[Note]:
     "What a configuration does not do though its fields look like it; of built-in functions."
     found, loss, advantage = [], key_of(config.loss), FUNCTIONS["advantage"].get(key_of(config.advantage))
-    if config.optimizer_steps == 1 and config.old == "recomputed" and loss in PARTS["loss"] and loss not in (*RATIOLESS, *TO_SAMPLER):
-        found.append(Note(("loss", "optimizer_steps"), f'loss: with optimizer_steps = 1 and old = "recomputed" every ratio is 1, so no bound of "{loss}" ever acts'))
+    if (
+        config.optimizer_steps == 1
+        and config.old == "recomputed"
+        and loss in PARTS["loss"]
+        and loss not in (*RATIOLESS, *TO_SAMPLER)
+    ):
+        found.append(
+            Note(
+                ("loss", "optimizer_steps"),
+                f'loss: with optimizer_steps = 1 and old = "recomputed" every ratio is 1, so no bound of "{loss}" ever acts',
+            )
+        )
     found += notes_on_sampler(config)
     if config.critic and advantage is not None and "values_RT" not in ingredients_of(advantage, 1):
-        found.append(Note(("critic", "advantage"), f'critic: advantage "{config.advantage["name"]}" does not ask for its values, so it learns nothing and takes its memory; set advantage = "gae", or critic = false'))
+        found.append(
+            Note(
+                ("critic", "advantage"),
+                f'critic: advantage "{config.advantage["name"]}" does not ask for its values, so it learns nothing and takes its memory; set advantage = "gae", or critic = false',
+            )
+        )
     return found
 
 # %% ../../nbs/loop/06_config.ipynb #config-notes-asked
@@ -1044,17 +1724,66 @@ def notes_of_change(before: RunConfig, after: RunConfig) -> list[str]:
 # %% ../../nbs/loop/06_config.ipynb #config-steerable
 ACTS_ON = {
     "data": ("tasks", "band", "sampler", "group", "batch", "filter"),
-    "budget": ("steps", "minutes", "tokens", "dollars_per_hour", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "restarts", "after_resume"),
+    "budget": (
+        "steps",
+        "minutes",
+        "tokens",
+        "dollars_per_hour",
+        "checkpoint_every",
+        "checkpoint_minutes",
+        "checkpoints_kept",
+        "checkpoint_gb",
+        "restarts",
+        "after_resume",
+    ),
     "queue": ("staleness", "overdue", "oversample", "stragglers", "straggler_unit", "old_tokens", "publish_every"),
-    "environment": ("score_deadline", "score_retries", "infra_warn", "infra_stop", "verifier", "reward", "max_turns", "episodes_at_once", "on_resume", "max_state_lag"),
-    "trainer": ("learning_rate", "weight_decay", "max_grad_norm", "optimizer_steps", "micro_tokens", "old", "shaping", "advantage", "loss", "correction", "aggregation", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule",
-                "replay_share", "replay_size", "replay_correction", "supervised_share", "supervised_weight", "critic_learning_rate", "critic_epochs", "value_clip", "trainers"),
+    "environment": (
+        "score_deadline",
+        "score_retries",
+        "infra_warn",
+        "infra_stop",
+        "verifier",
+        "reward",
+        "max_turns",
+        "episodes_at_once",
+        "on_resume",
+        "max_state_lag",
+    ),
+    "trainer": (
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "optimizer_steps",
+        "micro_tokens",
+        "old",
+        "shaping",
+        "advantage",
+        "loss",
+        "correction",
+        "aggregation",
+        "kl",
+        "kl_in",
+        "kl_weight",
+        "kl_schedule",
+        "entropy_weight",
+        "entropy_schedule",
+        "replay_share",
+        "replay_size",
+        "replay_correction",
+        "supervised_share",
+        "supervised_weight",
+        "critic_learning_rate",
+        "critic_epochs",
+        "value_clip",
+        "trainers",
+    ),
 }  # the rest acts on the generator
 
-
+# %% ../../nbs/loop/06_config.ipynb #config-steerable-part-2
 @dataclass(frozen=True)
 class LiveKnob:
     "A knob of a live run: its field (dotted for a parameter of a function), range and help, value, and what it acts on."
+
     field: str
     knob: Knob
     value: object
@@ -1064,24 +1793,37 @@ class LiveKnob:
 def live_knobs(config: RunConfig, extra: Mapping | None = None) -> list[LiveKnob]:
     "Every live knob of a configuration and of the functions it names. `extra`: captured functions by field."
     acts_on = {field: group for group, fields in ACTS_ON.items() for field in fields}
-    found = [LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator")) for name, (knob, _) in knobs_in(RunConfig).items() if knob.live]
-    found += [LiveKnob(f"balance.{name}", knob, getattr(config.balance, name), "queue") for name, (knob, _) in knobs_in(BalanceConfig).items() if knob.live]
+    found = [
+        LiveKnob(name, knob, getattr(config, name), acts_on.get(name, "generator"))
+        for name, (knob, _) in knobs_in(RunConfig).items()
+        if knob.live
+    ]
+    found += [
+        LiveKnob(f"balance.{name}", knob, getattr(config.balance, name), "queue")
+        for name, (knob, _) in knobs_in(BalanceConfig).items()
+        if knob.live
+    ]
     for field in (f for f in FUNCTIONS if _knob(f, config).live):
         functions, table = {**FUNCTIONS[field], **(extra or {}).get(field, {})}, getattr(config, field)
         knob = replace(_knob(field, config), choices=tuple(dict.fromkeys((*FUNCTIONS[field], table["name"]))))
         name = {"name": table["name"], "source": table["source"]} if "source" in table else table["name"]
         found.append(LiveKnob(field, knob, name, acts_on[field]))
         knobs = {key: k for key, (k, _) in knobs_of(functions[key_of(table)]).items() if k.live}
-        found += [LiveKnob(f"{field}.{key}", replace(k, apply=knob.apply), table[key], acts_on[field]) for key, k in knobs.items()]
+        found += [
+            LiveKnob(f"{field}.{key}", replace(k, apply=knob.apply), table[key], acts_on[field])
+            for key, k in knobs.items()
+        ]
     return found
 
 # %% ../../nbs/loop/06_config.ipynb #config-write
 def to_toml(config: RunConfig) -> str:
     "The whole configuration as TOML; `read_config` gives it back."
+
     def plain(value):
         if isinstance(value, Mapping):
             return {k: plain(v) for k, v in value.items() if v is not None}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
     return tomli_w.dumps(plain(config.model_dump()))
 
 
@@ -1091,7 +1833,7 @@ def captured_functions(folder: Path) -> dict[str, dict[str, Callable]]:
     for path in sorted((folder / "functions").glob("*.py")):
         with suppress(ValueError, OSError):
             functions[path.stem] = load_function(path)
-    return {field: functions for field in FUNCTIONS}
+    return dict.fromkeys(FUNCTIONS, functions)
 
 
 def check_sources(folder: Path, table: Mapping) -> None:

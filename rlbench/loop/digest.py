@@ -34,6 +34,7 @@ def add_fact(digest: str, fact: list) -> str:
 @dataclass(frozen=True)
 class Digest:
     "One hash for each part of what a run did; empty for a part of which nothing is known. `version`: of the weights."
+
     events: str = ""
     evaluations: str = ""
     weights: str = ""
@@ -53,6 +54,7 @@ def whole_digest(parts: Mapping[str, str]) -> str:
 @dataclass(frozen=True)
 class Trace:
     "What a run folder tells of its digest: `parts` (those it knows), `evaluations` by (version, name) and `weights` by version."
+
     run: str
     parts: Mapping[str, str]
     evaluations: Mapping[tuple[int, str], str]
@@ -90,6 +92,7 @@ def read_trace(folder: str | Path) -> Trace:
 @dataclass(frozen=True)
 class PartCheck:
     "Whether a part of two digests is equal, in `words`; `equal` is None if it cannot be told."
+
     part: str
     equal: bool | None
     words: str
@@ -122,7 +125,9 @@ def check_part(part: str, one: Trace, two: Trace) -> PartCheck:
     if not places:
         return PartCheck(part, None, "of no version that both have")
     alone = len(first.keys() ^ second.keys())
-    return PartCheck(part, True, "equal" + (f" where both have them ({len(places)}; {alone} in one run only)" if alone else ""))
+    return PartCheck(
+        part, True, "equal" + (f" where both have them ({len(places)}; {alone} in one run only)" if alone else "")
+    )
 
 
 def compare_traces(one: Trace, two: Trace) -> tuple[PartCheck, ...]:

@@ -19,7 +19,14 @@ from ..knobs import nearest, unknown
 from ..records import EVALS, STEPS
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-condition
-COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "is nan": lambda figure, _: not math.isfinite(figure)}
+COMPARE = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "is nan": lambda figure, _: not math.isfinite(figure),
+}
 LEVELS = ("start", "best")
 _NAME = r"[A-Za-z][\w-]*(?:\.\w+)?"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -32,6 +39,7 @@ _ROWS = re.compile(r"(.*?)\s+for\s+(\d+)\s*", re.ASCII | re.DOTALL)
 @dataclass(frozen=True)
 class Clause:
     "A comparison of a sum of figures with a number, or with that many times a level of the run: its `start` or its `best`."
+
     names: tuple[str, ...]
     sign: str
     bound: float = 0.0
@@ -45,6 +53,7 @@ class Clause:
 @dataclass(frozen=True)
 class Condition:
     "Clauses that are all true of `rows` rows in a row. Its text is the one way to write it."
+
     clauses: tuple[Clause, ...]
     rows: int = 1
 
@@ -81,14 +90,22 @@ def _parse_clause(part: str | None, text: object) -> Clause:
         )
     names, sign, bound, level, nan = found.groups()
     if not math.isfinite(float(bound or 0)):
-        raise ValueError(f"guard: {bound} in {text!r} is too large for a number; for figures that are not finite write 'loss is nan'")
+        raise ValueError(
+            f"guard: {bound} in {text!r} is too large for a number; for figures that are not finite write 'loss is nan'"
+        )
     if level and level not in LEVELS:
-        raise ValueError(f"guard: {level!r} in {text!r} is no level of a run; write 'of start' (its first rows) or 'of best' (its highest so far)")
-    return Clause(tuple(name.strip() for name in names.split("+")), "is nan" if nan else sign, float(bound or 0), level or "")
+        raise ValueError(
+            f"guard: {level!r} in {text!r} is no level of a run; write 'of start' (its first rows) or 'of best' (its highest so far)"
+        )
+    return Clause(
+        tuple(name.strip() for name in names.split("+")), "is nan" if nan else sign, float(bound or 0), level or ""
+    )
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-figures
 FIGURES = tuple(c.name for c in STEPS if c.dtype in ("int", "float") and c.name not in ("seq", "attempt"))
-EVAL_FIGURES = tuple(c.name for c in EVALS if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "at", "version"))
+EVAL_FIGURES = tuple(
+    c.name for c in EVALS if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "at", "version")
+)
 
 
 def step_figures(row: Mapping[str, object]) -> dict[str, float | None]:
@@ -108,9 +125,13 @@ def check_condition(condition: Condition, evals: Iterable[str]) -> None:
     for name in condition.names:
         if not any(name in row for row in rows):
             known = [figure for row in rows for figure in row]
-            raise ValueError(f"guard: {name!r} is neither a number of the steps table nor an evaluation{nearest(name, known)}; run.steps.columns has the first, the configuration's [[eval]] the second")
+            raise ValueError(
+                f"guard: {name!r} is neither a number of the steps table nor an evaluation{nearest(name, known)}; run.steps.columns has the first, the configuration's [[eval]] the second"
+            )
     if not any(set(condition.names) <= set(row) for row in rows):
-        raise ValueError(f"guard: {' + '.join(condition.names)} adds figures of different tables; write a guard for each")
+        raise ValueError(
+            f"guard: {' + '.join(condition.names)} adds figures of different tables; write a guard for each"
+        )
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-action
 ALERT = "alert"
@@ -124,11 +145,19 @@ def parse_action(text: str) -> tuple[str, object]:
         return text.strip(), None
     found = _ASSIGNMENT.fullmatch(text) if isinstance(text, str) else None
     if not found:
-        raise unknown("guard", text, DOES) if re.fullmatch(r"\w+", str(text)) else ValueError(f"guard: {text!r} is no action; use {', '.join(DOES)} or an assignment, as in 'temperature = 0.8'")
+        raise (
+            unknown("guard", text, DOES)
+            if re.fullmatch(r"\w+", str(text))
+            else ValueError(
+                f"guard: {text!r} is no action; use {', '.join(DOES)} or an assignment, as in 'temperature = 0.8'"
+            )
+        )
     try:
         return found[1], tomllib.loads(f"value = {found[2]}")["value"]
     except tomllib.TOMLDecodeError:
-        raise ValueError(f"guard: the value in {text!r} cannot be read; write numbers as 0.8, texts as \"easy\", lists as [0.2, 0.8]") from None
+        raise ValueError(
+            f'guard: the value in {text!r} cannot be read; write numbers as 0.8, texts as "easy", lists as [0.2, 0.8]'
+        ) from None
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-rule
 START_ROWS = 3  # so many rows make the level `start`
@@ -138,6 +167,7 @@ START_ROWS = 3  # so many rows make the level `start`
 class Guard:
     """A condition, what to do, and where it stands: rows in a row for which the condition was true; whether it can fire; the version
     at which it last did (-1: never); for each clause, how many rows it has seen and the level that it compares with."""
+
     id: str
     when: str
     do: str = ALERT
@@ -150,6 +180,7 @@ class Guard:
 @dataclass(frozen=True)
 class Firing:
     "A guard has fired: `text` is the figures in words, `figure` the number of the first clause."
+
     guard: str
     when: str
     do: str
@@ -186,7 +217,9 @@ def look(guard: Guard, figures: Mapping[str, float | None], version: int) -> tup
     streak = guard.streak + 1 if all(is_true(clause, figure, *level) for clause, figure, level in rows) else 0
     if not guard.armed or streak < condition.rows:
         return replace(guard, streak=streak, armed=guard.armed or not streak, levels=levels), None
-    firing = Firing(guard.id, guard.when, guard.do, version, sums[0], _describe_firing(rows, version, streak, condition.rows))
+    firing = Firing(
+        guard.id, guard.when, guard.do, version, sums[0], _describe_firing(rows, version, streak, condition.rows)
+    )
     return replace(guard, streak=streak, armed=False, fired=version, levels=levels), firing
 
 
@@ -219,7 +252,10 @@ def eval_alerts(evals: Iterable[str]) -> tuple[str, ...]:
 
 def first_guards(alerts: Iterable[str], guards: Iterable[tuple[str, str]]) -> list[Guard]:
     "The guards a run starts with: alerts by condition, and pairs of condition and action."
-    return [*(Guard(f"alert-{n}", when) for n, when in enumerate(alerts, 1)), *(Guard(f"guard-{n}", when, do) for n, (when, do) in enumerate(guards, 1))]
+    return [
+        *(Guard(f"alert-{n}", when) for n, when in enumerate(alerts, 1)),
+        *(Guard(f"guard-{n}", when, do) for n, (when, do) in enumerate(guards, 1)),
+    ]
 
 
 def short_names(guards: Iterable[Guard]) -> dict[str, str]:

@@ -21,7 +21,6 @@ __all__ = ['MAX_RESTARTS', 'VERBS', 'EARLY_PAUSE', 'SAVE_PAUSE', 'PLACED', 'ERRO
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-imports
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,23 +30,86 @@ from operator import index
 import numpy as np
 
 from ..advantage import MIN_GROUP, informative
-from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, row_of, touch
-from .config import FUNCTIONS, EvalConfig, RunConfig, apply_point, check_built, check_guard, value_of, with_knob
 from ..curriculum import Curriculum, draw, observe
-from .digest import add_fact, fold_fact
 from ..environments.environment import State, function_name, resume_turn
-from .guards import ALERT, Firing, Guard, look, parse_action, parse_condition, without
 from ..knobs import bind, ingredients_of, key_of, supply
-from .queue import Waiting, backpressure, capacity, overflow, take
-from ..records import MAX_VERSIONS, CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
-from ..objective.shaping import Facts, facts, reshape
-from ..staleness import drains, fresh, may_start, room, stops, surplus
-from rlbench.loop.state import (
-    ASKED, PREFLIGHT, ActorState, Commanded, Configure, Evaluation, Generate, Generated, GroupState, Item, LoopState, Lost, Mark, MarkOld,
-    Measured, Member, Move, Moved, Moving, Observed, Prepare, Publish, Published, Ramp, Recalled, Replaced, Replayed, Save, Saved, Saves, Score,
-    Scored, Snapshot, Start, Started, STAYS, Stored, Tell, Ticked, Train, Trained, TrainingFailed, Write, close_group, discard, dissolve, doom,
-    generators, give_fate, held, live_groups, next_try, next_version, settled, stop_members, synchronous, trainer, wave_boundary,
+from .balance import MOVES, Balance, Limits, Settings, advise, decide, noted, row_of, touch
+from rlbench.loop.config import (
+    FUNCTIONS,
+    EvalConfig,
+    RunConfig,
+    apply_point,
+    check_built,
+    check_guard,
+    value_of,
+    with_knob,
 )
+from .digest import add_fact, fold_fact
+from .guards import ALERT, Firing, Guard, look, parse_action, parse_condition, without
+from .queue import Waiting, backpressure, capacity, overflow, take
+from rlbench.loop.state import (
+    ASKED,
+    PREFLIGHT,
+    STAYS,
+    ActorState,
+    Commanded,
+    Configure,
+    Evaluation,
+    Generate,
+    Generated,
+    GroupState,
+    Item,
+    LoopState,
+    Lost,
+    Mark,
+    MarkOld,
+    Measured,
+    Member,
+    Move,
+    Moved,
+    Moving,
+    Observed,
+    Prepare,
+    Publish,
+    Published,
+    Ramp,
+    Recalled,
+    Replaced,
+    Replayed,
+    Save,
+    Saved,
+    Saves,
+    Score,
+    Scored,
+    Snapshot,
+    Start,
+    Started,
+    Stored,
+    Tell,
+    Ticked,
+    Train,
+    Trained,
+    TrainingFailed,
+    Write,
+    close_group,
+    discard,
+    dissolve,
+    doom,
+    generators,
+    give_fate,
+    held,
+    live_groups,
+    next_try,
+    next_version,
+    settled,
+    stop_members,
+    synchronous,
+    trainer,
+    wave_boundary,
+)
+from ..objective.shaping import Facts, facts, reshape
+from ..records import MAX_VERSIONS, CommandRow, EvalRow, Fate, Outcome, Sampling, Served, StepRow, StopReason
+from ..staleness import drains, fresh, may_start, room, stops, surplus
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-on-started
 def on_started(state: LoopState, e: Started, actions: list) -> None:
@@ -99,22 +161,42 @@ def on_scored(state: LoopState, e: Scored, actions: list) -> None:
     member.status = "done"
     state.touched.append(member.group)
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-on-scored-part-2
 def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     "A version is made: fold it into the digest, give the batch its fate."
     if not state.training:
         return
     groups = [state.groups[i] for i in state.training]
     lines = sorted(
-        (g.task, m.k, m.id, m.reward, m.hash) for g in groups for m in (state.members[i] for i in g.members) if m.reward is not None and not (m.masked or m.unrewarded)
+        (g.task, m.k, m.id, m.reward, m.hash)
+        for g in groups
+        for m in (state.members[i] for i in g.members)
+        if m.reward is not None and not (m.masked or m.unrewarded)
     )
     note_fact(state, ["trained", e.version, lines])
     state.version = e.version
     state.optimizer_steps += e.optimizer_steps
     batch = [state.members[i] for g in groups for i in g.members]
     ended, thrown, tokens, thrown_tokens = state.late.tally
-    meters = thrown / (ended + len(batch)), thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)), max(0.0, state.late.filled)
-    actions.append(Write("steps", StepRow(e.version, state.optimizer_steps, tuple(g.id for g in groups), live_groups(state), *meters, tuple(m.id for m in batch if m.unrewarded), state.infra[1] / max(1, state.infra[0]))))
+    meters = (
+        thrown / (ended + len(batch)),
+        thrown_tokens / max(1, tokens + sum(m.tokens for m in batch)),
+        max(0.0, state.late.filled),
+    )
+    actions.append(
+        Write(
+            "steps",
+            StepRow(
+                e.version,
+                state.optimizer_steps,
+                tuple(g.id for g in groups),
+                live_groups(state),
+                *meters,
+                tuple(m.id for m in batch if m.unrewarded),
+                state.infra[1] / max(1, state.infra[0]),
+            ),
+        )
+    )
     state.training, state.infra = [], (0, 0, *state.infra[2:])
     for group in groups:
         close_group(state, group, Fate.TRAINED, actions, e.version)
@@ -122,7 +204,7 @@ def on_trained(state: LoopState, e: Trained, actions: list) -> None:
     for actor in state.actors.values():
         actor.restarts = 0
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-on-scored-part-3
 def note_fact(state: LoopState, fact: list) -> None:
     "Fold a batch or a command into the digest. No order of events enters it, so live runs, resumes and replays share one definition."
     state.traced = replace(state.traced, events=fold_fact(state.traced.events, fact))
@@ -144,7 +226,14 @@ def on_recalled(state: LoopState, e: Recalled, actions: list) -> None:
             group.status = "open"
             state.queue = [w for w in state.queue if w.group != group.id]
             state.staged = [each for each in state.staged if each[0] != group.id]
-        member.status, member.tried, member.outcome, member.reward, member.correct, member.parts = "written", 0, None, None, None, ()
+        member.status, member.tried, member.outcome, member.reward, member.correct, member.parts = (
+            "written",
+            0,
+            None,
+            None,
+            None,
+            (),
+        )
         state.written.append(member.id)
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-infra
@@ -154,15 +243,29 @@ def note_infra(state: LoopState, failed: bool, actions: list, message: str = "")
     seen, lost, window = seen + 1, lost + failed, max(FAILED_LEAST, c.batch)
     state.infra = scored + 1, masked + failed, seen, lost
     if state.phase in ("running", "draining") and lost > c.infra_stop * window:
-        fail(state, f"the machine failed {lost} of {seen} scorings, more than infra_stop = {c.infra_stop:g} of {window} allows: {message}")
+        fail(
+            state,
+            f"the machine failed {lost} of {seen} scorings, more than infra_stop = {c.infra_stop:g} of {window} allows: {message}",
+        )
         return
     if seen < window:
         return
     share, state.infra = lost / seen, (scored + 1, masked + failed, 0, 0)
     if share > c.infra_warn and not state.infra_told:
-        told = f"the machine failed {share:.0%} of the last {seen} scorings: {message or state.failure}".partition("\n")[0]
+        told = f"the machine failed {share:.0%} of the last {seen} scorings: {message or state.failure}".partition(
+            "\n"
+        )[0]
         firing = Firing("infra", f"infra_masked > {c.infra_warn:g}", ALERT, state.version, share, told)
-        actions += [journal(state, Commanded(f"infra-at-{state.seq}", f"guard: {firing.when}", ALERT, None, 0, state.at, told), "applied", told, "now"), Tell(firing)]
+        actions += [
+            journal(
+                state,
+                Commanded(f"infra-at-{state.seq}", f"guard: {firing.when}", ALERT, None, 0, state.at, told),
+                "applied",
+                told,
+                "now",
+            ),
+            Tell(firing),
+        ]
     state.infra_told = share > c.infra_warn
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-observed
@@ -188,7 +291,17 @@ def succeed(state: LoopState, member: Member, fate: Fate, kept: int, actions: li
     attempt = next_try(state, member.id, member.attempt + 1)
     give_fate(state, member, fate, actions, kept=(kept, mark.seconds, attempt))
     state.dispatched += 1
-    new = Member(member.id, member.group, member.k, attempt, tokens=mark.tokens, seconds=mark.seconds, oldest=mark.oldest, hash=mark.hash, turns=member.turns[:kept])
+    new = Member(
+        member.id,
+        member.group,
+        member.k,
+        attempt,
+        tokens=mark.tokens,
+        seconds=mark.seconds,
+        oldest=mark.oldest,
+        hash=mark.hash,
+        turns=member.turns[:kept],
+    )
     state.members[member.id] = new
     return new
 
@@ -208,7 +321,9 @@ def turns_open(state: LoopState) -> bool:
     "Whether a synchronous run has to wait before it sends later turns: like the first ones they go together, in the order of their rollouts."
     if not any(state.members[i].turns for i in state.to_send):
         return False
-    if any(a.load for a in state.actors.values()) or any(m.status in ("written", "scoring") for m in state.members.values()):
+    if any(a.load for a in state.actors.values()) or any(
+        m.status in ("written", "scoring") for m in state.members.values()
+    ):
         return True
     state.to_send.sort()
     return False
@@ -225,7 +340,11 @@ def between_turns(state: LoopState, members: list[Member], actions: list) -> Non
 
 def last_turn(state: LoopState, member: Member, group: GroupState) -> bool:
     "Whether no turn may follow the one that was just written."
-    return len(member.turns) + 1 >= state.config.max_turns or member.reason is StopReason.LENGTH or member.tokens >= group.sampling.max_tokens
+    return (
+        len(member.turns) + 1 >= state.config.max_turns
+        or member.reason is StopReason.LENGTH
+        or member.tokens >= group.sampling.max_tokens
+    )
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-on-rest
 def on_published(state: LoopState, e: Published, actions: list) -> None:
@@ -255,7 +374,9 @@ def on_ticked(state: LoopState, e: Ticked, actions: list) -> None:
 def on_training_failed(state: LoopState, e: TrainingFailed, actions: list) -> None:
     "The batch goes back into the queue and the last function before the one at fault into its place; without one the run ends."
     groups, state.training = [state.groups[i] for i in state.training], []
-    newest = next((r.field for r in reversed(state.replaced) if r.field in OBJECTIVE and r.version == state.version), "")
+    newest = next(
+        (r.field for r in reversed(state.replaced) if r.field in OBJECTIVE and r.version == state.version), ""
+    )
     running = state.phase in ("running", "draining")
     if running and put_back(state, e.field or newest, e.message, actions):
         for group in groups:
@@ -274,7 +395,9 @@ def on_lost(state: LoopState, e: Lost, actions: list) -> None:
     "The actor is gone: its work gets its fate or is asked for again."
     actor = state.actors.setdefault(e.actor, ActorState("unknown"))
     actor.up, actor.load = False, 0
-    {"generator": _lost_generator, "environment": _lost_environment, "scorer": _lost_scorer}.get(actor.kind, _lost_for_good)(state, e, actions)
+    {"generator": _lost_generator, "environment": _lost_environment, "scorer": _lost_scorer}.get(
+        actor.kind, _lost_for_good
+    )(state, e, actions)
     if actor.kind in ("generator", "environment", "scorer") and actor.restarts < MAX_RESTARTS:
         actor.restarts += not e.at_work  # otherwise what it was doing is charged
         if state.phase != "failing":
@@ -343,7 +466,18 @@ def place_of(state: LoopState) -> tuple[int, int, bool, int]:
 def journal(state: LoopState, command: Commanded, status: str, reason: str, apply: str, place: tuple = ()) -> Write:
     "The journal's row: what became of a command, and where in the run; `place` if that was not here."
     over = min(max(command.over, 0), MAX_VERSIONS)  # one outside is refused, and its reason has the number
-    row = CommandRow(command.id, command.author, command.knob, command.value, over, status, reason, apply, *(place or place_of(state)), command.heard)
+    row = CommandRow(
+        command.id,
+        command.author,
+        command.knob,
+        command.value,
+        over,
+        status,
+        reason,
+        apply,
+        *(place or place_of(state)),
+        command.heard,
+    )
     return Write("commands", row)
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-decide-command
@@ -376,14 +510,23 @@ def decide_command(state: LoopState, actions: list) -> None:
                 continue
             _verb(state, command, actions) if command.knob in VERBS else _turn_knob(state, command, actions)
             status, reason = "applied", command.reason
-            state.balance = touch(state.balance, command.knob, state.version) if command.author != BALANCE else state.balance
+            state.balance = (
+                touch(state.balance, command.knob, state.version) if command.author != BALANCE else state.balance
+            )
             if command.knob not in ("guard", "unguard", "checkpoint", *PLACED):  # they change nothing that is trained
-                note_fact(state, ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups])
+                note_fact(
+                    state,
+                    ["command", command.knob, command.value, command.over, state.version, state.dispatched_groups],
+                )
         except Exception as error:  # whatever is in a command, it is refused and the run goes on
             if apply and _right_later(state, waiting, command):
                 waiting.append(command)
                 continue
-            message = str(error) if isinstance(error, ValueError) else f"{command.knob}: {command.value!r:.200} cannot be understood ({type(error).__name__}: {error}); give another value"
+            message = (
+                str(error)
+                if isinstance(error, ValueError)
+                else f"{command.knob}: {command.value!r:.200} cannot be understood ({type(error).__name__}: {error}); give another value"
+            )
             apply, status, reason = "", "refused", message + (f" ({command.reason})" if command.reason else "")
         actions.append(journal(state, command, status, reason, apply))
     state.commands = waiting
@@ -474,7 +617,18 @@ def _follow_ramp(state: LoopState, ramp: Ramp, actions: list) -> None:
         state.config = with_knob(state.config, ramp.knob, value, state.functions)
     except ValueError as error:
         if share >= 1.0:
-            row = CommandRow(f"ramp-{ramp.knob}-{ramp.since}", "ramp", ramp.knob, ramp.end, ramp.over, "refused", str(error), "", state.version, state.dispatched_groups)
+            row = CommandRow(
+                f"ramp-{ramp.knob}-{ramp.since}",
+                "ramp",
+                ramp.knob,
+                ramp.end,
+                ramp.over,
+                "refused",
+                str(error),
+                "",
+                state.version,
+                state.dispatched_groups,
+            )
             actions.append(Write("commands", row))
         return
     actions.append(Configure(state.config))
@@ -546,7 +700,9 @@ def decide_snapshot(state: LoopState, actions: list) -> None:
     reason = due_snapshot(state)
     if not reason or synchronous(state) and not settled(state) and reason != "before a stop":
         return
-    taken = copy.deepcopy(state, {id(state.config): state.config, id(state.built): state.built, id(state.functions): {}})
+    taken = copy.deepcopy(
+        state, {id(state.config): state.config, id(state.built): state.built, id(state.functions): {}}
+    )
     state.saves = replace(state.saves, asked="", writing=state.version, version=state.version, at=state.at, stored="")
     actions.append(Snapshot(trainer(state), state.version, reason, taken))
 
@@ -557,7 +713,18 @@ def on_stored(state: LoopState, e: Stored, actions: list) -> None:
     state.saves.writing, state.saves.stored = -1, e.path
     state.saves.took = state.at - state.saves.at
     if e.message:
-        row = CommandRow(f"checkpoint-{e.version}-{state.seq}", "rlbench", "checkpoint", None, 0, "refused", e.message, "", state.version, state.dispatched_groups)
+        row = CommandRow(
+            f"checkpoint-{e.version}-{state.seq}",
+            "rlbench",
+            "checkpoint",
+            None,
+            0,
+            "refused",
+            e.message,
+            "",
+            state.version,
+            state.dispatched_groups,
+        )
         actions.append(Write("commands", row))
 
 
@@ -590,7 +757,12 @@ def decide_move(state: LoopState, actions: list) -> None:
     if state.phase != "running":
         return end_move(state, f"the run is already {state.phase}", actions)
     if move.stage == "emptying":
-        stop_members(state, [m for m in state.members.values() if m.status == "generating" and not state.groups[m.group].eval], "partial", actions)
+        stop_members(
+            state,
+            [m for m in state.members.values() if m.status == "generating" and not state.groups[m.group].eval],
+            "partial",
+            actions,
+        )
         if empty_handed(state):
             move.stage, state.saves.asked, state.saves.stored = "saving", f"a change of {move.command.knob}", ""
     elif not state.saves.asked and state.saves.writing < 0:
@@ -604,14 +776,29 @@ def decide_move(state: LoopState, actions: list) -> None:
 def empty_handed(state: LoopState) -> bool:
     "Whether generators and trainer are up and have nothing to do."
     theirs = [a for a in state.actors.values() if a.kind not in STAYS]
-    idle = all(a.up and not a.load and a.version == a.sent for a in theirs if not a.given_up) and bool(generators(state)) and trainer(state) is not None
-    return idle and not state.training and not state.evaluations and state.saves.writing < 0 and not state.saves.asked and not state.saving
+    idle = (
+        all(a.up and not a.load and a.version == a.sent for a in theirs if not a.given_up)
+        and bool(generators(state))
+        and trainer(state) is not None
+    )
+    return (
+        idle
+        and not state.training
+        and not state.evaluations
+        and state.saves.writing < 0
+        and not state.saves.asked
+        and not state.saving
+    )
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-moved
 def end_move(state: LoopState, refused: str, actions: list, told: str = "") -> None:
     "Journal what became of a change of placement."
     command, place, state.moving = state.moving.command, state.moving.place, None
-    actions.append(journal(state, command, "refused" if refused else "applied", refused or told, "" if refused else "dispatch", place))
+    actions.append(
+        journal(
+            state, command, "refused" if refused else "applied", refused or told, "" if refused else "dispatch", place
+        )
+    )
 
 
 def on_moved(state: LoopState, e: Moved, actions: list) -> None:
@@ -624,7 +811,9 @@ def on_moved(state: LoopState, e: Moved, actions: list) -> None:
         state.config = with_knob(state.config, knob, value_of(state.moving.target, knob), state.functions)
         state.balance = touch(state.balance, knob, state.version)
         actions.append(Configure(state.config))
-    end_move(state, e.message, actions, ", ".join(filter(None, (state.moving.command.reason, f"took {e.seconds:.1f} s"))))
+    end_move(
+        state, e.message, actions, ", ".join(filter(None, (state.moving.command.reason, f"took {e.seconds:.1f} s")))
+    )
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-functions
 ERRORS_IN_A_ROW = 8  # of a reward, a verifier or a sampler, until the function before it is put back
@@ -666,7 +855,17 @@ def put_back(state: LoopState, name: str, message: str, actions: list) -> bool:
         return False
     state.ramps = [r for r in state.ramps if r.knob.partition(".")[0] != name]
     note_fact(state, ["command", name, table, 0, state.version, state.dispatched_groups])
-    row = CommandRow(f"put-back-{state.seq}-{len(state.replaced)}", "rlbench", name, table, 0, "applied", message.partition("\n")[0], "now", *place_of(state))
+    row = CommandRow(
+        f"put-back-{state.seq}-{len(state.replaced)}",
+        "rlbench",
+        name,
+        table,
+        0,
+        "applied",
+        message.partition("\n")[0],
+        "now",
+        *place_of(state),
+    )
     actions.extend((Configure(state.config), Write("commands", row)))
     return True
 
@@ -693,7 +892,11 @@ def note_call(state: LoopState, e: Scored, actions: list) -> None:
 
 def said(name: str, function: Callable, error: Exception) -> str:
     "What a function of the user's did wrong. Guarded ones say it themselves."
-    return str(error) if getattr(error, "field", "") == name else f"{name} {function_name(function)}: raised {type(error).__name__}: {error}"
+    return (
+        str(error)
+        if getattr(error, "field", "") == name
+        else f"{name} {function_name(function)}: raised {type(error).__name__}: {error}"
+    )
 
 
 def draw_task(state: LoopState, actions: list) -> int:
@@ -720,7 +923,11 @@ def _serve(state: LoopState, command: Commanded, actions: list) -> None:
     "Serve another pool."
     pool = command.pool
     if pool is None or command.over:
-        raise ValueError("tasks: other tasks come at once, not over some versions; leave out over" if command.over else "tasks: no tasks were made for this command; send it to the run once more")
+        raise ValueError(
+            "tasks: other tasks come at once, not over some versions; leave out over"
+            if command.over
+            else "tasks: no tasks were made for this command; send it to the run once more"
+        )
     state.config = with_knob(state.config, "tasks", pool.table, state.functions)
     state.pool, state.staged, state.late.again = pool.name, [], []
     state.pools[pool.name] = len(pool.levels)
@@ -744,7 +951,9 @@ def _change_guards(state: LoopState, command: Commanded) -> None:
             check_guard(state.config, when, do, state.functions)
             state.guards.append(Guard(command.id, str(parse_condition(when)), do.strip()))
         case _:
-            raise ValueError(f'guard: {command.value!r} is no guard; give a table, e.g. {{"when": "entropy < 0.1", "do": "pause"}}')
+            raise ValueError(
+                f'guard: {command.value!r} is no guard; give a table, e.g. {{"when": "entropy < 0.1", "do": "pause"}}'
+            )
 
 
 def on_measured(state: LoopState, e: Measured, actions: list) -> None:
@@ -753,7 +962,9 @@ def on_measured(state: LoopState, e: Measured, actions: list) -> None:
     state.guards = [guard for guard, _ in looked]
     for firing in (firing for _, firing in looked if firing):
         knob, value = parse_action(firing.do)
-        command = Commanded(f"{firing.guard}-at-{firing.version}", f"guard: {firing.when}", knob, value, 0, e.at, firing.text)
+        command = Commanded(
+            f"{firing.guard}-at-{firing.version}", f"guard: {firing.when}", knob, value, 0, e.at, firing.text
+        )
         if knob == ALERT:
             actions.append(journal(state, command, "applied", firing.text, "now"))
         else:
@@ -769,15 +980,28 @@ def settings_of(state: LoopState) -> Settings:
     "What the balance rule looks at, as it is in force."
     c = state.config
     count = max(1, sum(a.kind == "generator" and not a.given_up for a in state.actors.values()))
-    return Settings(**{name: getattr(c, name) for name in MOVES}, batch=c.batch_groups, group=c.group, colocated=c.placement == "colocated", generators=count, max_tokens=c.max_tokens)
+    return Settings(
+        **{name: getattr(c, name) for name in MOVES},
+        batch=c.batch_groups,
+        group=c.group,
+        colocated=c.placement == "colocated",
+        generators=count,
+        max_tokens=c.max_tokens,
+    )
 
 
 def limits_of(state: LoopState) -> Limits:
     "The user's limits, and those of the run: the slots that generators have, and no higher bound without a correction."
     c, b = state.config, state.config.balance
     slots = min((a.slots for a in generators(state).values()), default=b.concurrency[1])
-    bound = b.staleness if key_of(c.correction) != "none" else (b.staleness[0], min(b.staleness[1], max(c.staleness, 1)))
-    ranges = {**{name: getattr(b, name) for name in MOVES}, "concurrency": (b.concurrency[0], max(1, min(b.concurrency[1], slots))), "staleness": bound}
+    bound = (
+        b.staleness if key_of(c.correction) != "none" else (b.staleness[0], min(b.staleness[1], max(c.staleness, 1)))
+    )
+    ranges = {
+        **{name: getattr(b, name) for name in MOVES},
+        "concurrency": (b.concurrency[0], max(1, min(b.concurrency[1], slots))),
+        "staleness": bound,
+    }
     if c.stragglers == "oversample":  # its factor is the strategy, and the user's choice
         ranges["oversample"] = (c.oversample, c.oversample)
     return Limits(b.lag, **ranges, leave=b.leave)
@@ -788,7 +1012,11 @@ def filtered_share(state: LoopState, figures: Mapping[str, float | None]) -> flo
     if state.config.filter == "band":
         counts = {fate: entry[0] for fate, entry in state.books.items() if fate != Fate.EVALUATED}
         return counts.get(Fate.FILTERED, 0) / max(1, sum(counts.values()))
-    return (figures.get("all_pass") or 0.0) + (figures.get("all_fail") or 0.0) if state.config.filter == "zero_advantage" else 0.0
+    return (
+        (figures.get("all_pass") or 0.0) + (figures.get("all_fail") or 0.0)
+        if state.config.filter == "zero_advantage"
+        else 0.0
+    )
 
 
 def weigh(state: LoopState, e: Measured, actions: list) -> None:
@@ -801,12 +1029,22 @@ def weigh(state: LoopState, e: Measured, actions: list) -> None:
         return
     s = settings_of(state)
     ended = int(sum(entry[0] for entry in state.books.values()))
-    row = row_of(e.version, f, s.colocated, unusable=filtered_share(state, f), ended=ended, dropped=int(state.books.get("stale", [0])[0]), evaluated=beside == "evaluated")
+    row = row_of(
+        e.version,
+        f,
+        s.colocated,
+        unusable=filtered_share(state, f),
+        ended=ended,
+        dropped=int(state.books.get("stale", [0])[0]),
+        evaluated=beside == "evaluated",
+    )
     theirs = {r.knob for r in state.ramps} | {c.knob for c in state.commands if c.author != BALANCE}
     state.balance, move = (decide if mode == "act" else advise)(noted(state.balance, row), s, limits_of(state), theirs)
     if move:
         command = Commanded(f"{BALANCE}-{move.knob}-{e.version}", BALANCE, move.knob, move.value, 0, e.at, move.reason)
-        state.commands.append(command) if mode == "act" else actions.append(journal(state, command, "advised", move.reason, apply_point(move.knob, state.config)))
+        state.commands.append(command) if mode == "act" else actions.append(
+            journal(state, command, "advised", move.reason, apply_point(move.knob, state.config))
+        )
 
 
 def decide_beside(state: LoopState, actions: list) -> None:
@@ -814,7 +1052,13 @@ def decide_beside(state: LoopState, actions: list) -> None:
     if state.config.balance.mode == "off":
         return
     beside = state.balance.beside
-    now = "held" if held(state) or not all(a.up or a.given_up for a in state.actors.values()) else "evaluated" if state.evaluations else ""
+    now = (
+        "held"
+        if held(state) or not all(a.up or a.given_up for a in state.actors.values())
+        else "evaluated"
+        if state.evaluations
+        else ""
+    )
     if now and beside not in (now, "held"):
         state.balance = replace(state.balance, beside=now)
 
@@ -836,7 +1080,15 @@ def decide_score(state: LoopState, actions: list) -> None:
             doom(state, group, Fate.ABORTED)
         elif judged:
             member.status, member.tried = "scoring", member.tried + 1
-            actions.append(Score(member.id, member.attempt, member.tried, state.config.score_deadline, last_turn(state, member, group)))
+            actions.append(
+                Score(
+                    member.id,
+                    member.attempt,
+                    member.tried,
+                    state.config.score_deadline,
+                    last_turn(state, member, group),
+                )
+            )
         else:
             state.written.append(member.id)
 
@@ -878,7 +1130,13 @@ def settle(state: LoopState, group: GroupState, actions: list) -> None:
 def known_of(members: list[Member]) -> Facts:
     "What shapings and advantages may ask for, of members that are done. A last turn in which nothing could be written is none."
     turns = [len(m.turns) + (not m.turns or m.tokens > m.turns[-1].tokens) for m in members]
-    return facts([m.tokens for m in members], [m.correct for m in members], [m.reason is StopReason.LENGTH for m in members], turns, [m.parts for m in members])
+    return facts(
+        [m.tokens for m in members],
+        [m.correct for m in members],
+        [m.reason is StopReason.LENGTH for m in members],
+        turns,
+        [m.parts for m in members],
+    )
 
 
 def shaped_rewards(state: LoopState, members: list[Member], actions: list) -> np.ndarray:
@@ -957,14 +1215,18 @@ def off_band(state: LoopState, members: list[Member]) -> bool:
 def enqueue(state: LoopState, group: GroupState) -> None:
     "The group may be trained, as far as its own age allows."
     group.status = "queued"
-    valid = [m for m in (state.members[i] for i in group.members) if m.reward is not None and m.lost is None and not m.masked]
+    valid = [
+        m for m in (state.members[i] for i in group.members) if m.reward is not None and m.lost is None and not m.masked
+    ]
     waiting = Waiting(min(m.oldest for m in valid), group.id)
     state.queue.append(waiting)
     state.eldest = min(state.eldest, waiting.oldest)
 
 
 def _settle_training(state: LoopState, group: GroupState, valid: list[Member], actions: list) -> None:
-    if len(valid) < min(len(group.members), max(2, MIN_GROUP.get(key_of(state.config.advantage), 1))) or all(m.masked for m in valid):
+    if len(valid) < min(len(group.members), max(2, MIN_GROUP.get(key_of(state.config.advantage), 1))) or all(
+        m.masked for m in valid
+    ):
         close_group(state, group, Fate.MASKED, actions)
         return
     rewards_R = shaped_rewards(state, valid, actions)
@@ -1013,7 +1275,11 @@ def hopeless(state: LoopState) -> str:
     if state.refused >= FAILED_BATCHES * c.batch_groups:
         return f"the generator would not write a response of {state.refused} groups in a row; run.log says why"
     if state.fruitless >= FRUITLESS_BATCHES * c.batch_groups:
-        outside = f"were solved less often than {c.band[0]:g} or more often than {c.band[1]:g}, or" if c.filter == "band" else "all passed or all failed, or"
+        outside = (
+            f"were solved less often than {c.band[0]:g} or more often than {c.band[1]:g}, or"
+            if c.filter == "band"
+            else "all passed or all failed, or"
+        )
         return f"{state.fruitless} groups in a row {outside} were left no reward: nothing to learn from; change the tasks, the band, the group size or the filter"
     return ""
 
@@ -1039,8 +1305,15 @@ def decide_publish(state: LoopState, actions: list) -> None:
         return
     pinned = [e.version for e in state.evaluations.values() if e.open]
     owed = state.phase == "running" and not synchronous(state) and wanted(state, state.published)
-    due_now = state.version - state.published >= state.config.publish_every or state.phase == "draining" or state.asked_publish
-    before, state.published = state.published, pinned[0] if pinned else state.version if due_now and not owed else state.published
+    due_now = (
+        state.version - state.published >= state.config.publish_every
+        or state.phase == "draining"
+        or state.asked_publish
+    )
+    before, state.published = (
+        state.published,
+        pinned[0] if pinned else state.version if due_now and not owed else state.published,
+    )
     if drains(state.config.stragglers) and state.published > before:
         actions.append(Prepare(state.published))
     for name, actor in behind.items():
@@ -1048,7 +1321,7 @@ def decide_publish(state: LoopState, actions: list) -> None:
             actor.sent = state.published
             actions.append(Publish(name, state.published))
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-decide-train-part-2
 def decide_train(state: LoopState, actions: list) -> None:
     "Take the next batch if there is one."
     c = state.config
@@ -1058,7 +1331,15 @@ def decide_train(state: LoopState, actions: list) -> None:
         return
     if held(state) or trainer(state) is None or synchronous(state) and not settled(state):
         return
-    taken = take(state.queue, state.version, c.staleness, c.batch_groups, c.overdue, _unfinished_oldest(state), c.backlog == "drop_oldest")
+    taken = take(
+        state.queue,
+        state.version,
+        c.staleness,
+        c.batch_groups,
+        c.overdue,
+        _unfinished_oldest(state),
+        c.backlog == "drop_oldest",
+    )
     state.queue = list(taken.left) + list(taken.batch)
     state.eldest = min((w.oldest for w in state.queue), default=state.version)
     for waiting in taken.stale:
@@ -1076,7 +1357,7 @@ def decide_train(state: LoopState, actions: list) -> None:
     actions.append(Train(trainer(state), tuple(state.training), state.version + 1))
     drop_surplus(state, actions)
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-decide-train-part-3
 def _unfinished_oldest(state: LoopState) -> Iterator[int]:
     "The oldest version in each training group that is not finished yet, eldest group first: who looks for one at the edge finds it soon."
     for group in state.groups.values():
@@ -1098,9 +1379,19 @@ def decide_stragglers(state: LoopState, actions: list) -> None:
     c = state.config
     if state.late.fill < 0 and len(state.queue) >= c.batch_groups:
         state.late.fill = unfinished_share(state)
-    if not synchronous(state) or len(state.queue) < c.batch_groups or state.phase != "running" or state.training or held(state) or trainer(state) is None:
+    if (
+        not synchronous(state)
+        or len(state.queue) < c.batch_groups
+        or state.phase != "running"
+        or state.training
+        or held(state)
+        or trainer(state) is None
+    ):
         return
-    if c.stragglers in ("in_flight", "wait") or sum(fresh(w.oldest, state.version, 0) for w in state.queue) < c.batch_groups:
+    if (
+        c.stragglers in ("in_flight", "wait")
+        or sum(fresh(w.oldest, state.version, 0) for w in state.queue) < c.batch_groups
+    ):
         return
     running = unfinished(state)
     if running and c.stragglers == "oversample":
@@ -1150,10 +1441,14 @@ def interrupt(state: LoopState, members: list[Member], actions: list) -> None:
 def put_off(state: LoopState, member: Member, group: GroupState, cut: str, actions: list) -> None:
     "A member was stopped: it leaves its group, starts again from nothing, or waits with its tokens."
     if cut == "surplus":
-        return leave(state, member, group, Fate.ABORTED if member.reason is StopReason.ABORTED else Fate.SURPLUS, actions)
+        return leave(
+            state, member, group, Fate.ABORTED if member.reason is StopReason.ABORTED else Fate.SURPLUS, actions
+        )
     if cut == "requeue" and member.tokens:
         give_fate(state, member, Fate.ABORTED, actions)
-        member = state.members[member.id] = Member(member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1))
+        member = state.members[member.id] = Member(
+            member.id, member.group, member.k, next_try(state, member.id, member.attempt + 1)
+        )
         state.dispatched += 1
     member.status, member.waited = "partial" if member.tokens else "to_send", True
     state.late.buffer.append(member.id)
@@ -1166,7 +1461,9 @@ def take_up(state: LoopState, actions: list) -> None:
     for member in waiting:
         state.groups[member.group].status = "open"
     state.to_send, state.late.buffer = state.late.buffer + state.to_send, []
-    for group in map(state.groups.get, dict.fromkeys(m.group for m in waiting if synchronous(state) or m.status == "partial")):
+    for group in map(
+        state.groups.get, dict.fromkeys(m.group for m in waiting if synchronous(state) or m.status == "partial")
+    ):
         finished = [m for m in map(state.members.get, group.members) if m.status not in UNFINISHED and not m.masked]
         if finished and whole(state) and old_tokens(state) != "train":
             mark_old(finished, old_tokens(state), actions)
@@ -1184,7 +1481,9 @@ def leave(state: LoopState, member: Member, group: GroupState, fate: Fate, actio
     give_fate(state, member, fate, actions)
     del state.members[member.id]
     group.members.remove(member.id)
-    state.to_send, state.late.buffer, state.written = ([i for i in each if i != member.id] for each in (state.to_send, state.late.buffer, state.written))
+    state.to_send, state.late.buffer, state.written = (
+        [i for i in each if i != member.id] for each in (state.to_send, state.late.buffer, state.written)
+    )
     state.touched.append(group.id)
 
 
@@ -1211,7 +1510,12 @@ def drop_surplus(state: LoopState, actions: list) -> None:
 
 def unfinished_share(state: LoopState) -> float:
     "Of the training rollouts that are alive outside training, the share still to be written."
-    alive = [m for g in state.groups.values() if g.status != "training" and not g.eval and g.doom is None for m in map(state.members.get, g.members)]
+    alive = [
+        m
+        for g in state.groups.values()
+        if g.status != "training" and not g.eval and g.doom is None
+        for m in map(state.members.get, g.members)
+    ]
     return sum(m.status in UNFINISHED for m in alive) / max(1, len(alive))
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-backlog
@@ -1246,7 +1550,14 @@ def wanted(state: LoopState, version: int) -> list[EvalConfig]:
         return [e for e in c.eval if last.get(e.name) != version]
     due_now = [e for e in c.eval if e.name not in last or e.every and version // e.every > last[e.name] // e.every]
     if PREFLIGHT not in state.evaluated:
-        due_now.append(EvalConfig(name=PREFLIGHT, count=min(c.preflight, state.pools[state.pool]), k=c.preflight_k, temperature=c.temperature))
+        due_now.append(
+            EvalConfig(
+                name=PREFLIGHT,
+                count=min(c.preflight, state.pools[state.pool]),
+                k=c.preflight_k,
+                temperature=c.temperature,
+            )
+        )
     return due_now
 
 
@@ -1283,7 +1594,10 @@ def _start_evaluation(state: LoopState, e: EvalConfig, version: int) -> None:
     chosen = (
         range(min(count, e.count))
         if e.name != PREFLIGHT
-        else [draw(state.curriculum, FUNCTIONS["sampler"]["uniform"], state.config.seed, (0, 1), 0.0) for _ in range(e.count)]
+        else [
+            draw(state.curriculum, FUNCTIONS["sampler"]["uniform"], state.config.seed, (0, 1), 0.0)
+            for _ in range(e.count)
+        ]
     )
     groups = [new_group(state, pool, task, e.name, e.k, sampling) for task in chosen]
     state.evaluations[e.name] = Evaluation(e.name, version, e.k, e.temperature, [g.id for g in groups], len(groups))
@@ -1333,7 +1647,13 @@ def new_group(state: LoopState, pool: str, task: int, name: str, size: int, samp
 def decide_admit(state: LoopState, actions: list) -> None:
     "Make groups while there is room."
     up = generators(state)
-    if state.phase != "running" or held(state) or not up or PREFLIGHT not in state.evaluated or PREFLIGHT in state.evaluations:
+    if (
+        state.phase != "running"
+        or held(state)
+        or not up
+        or PREFLIGHT not in state.evaluated
+        or PREFLIGHT in state.evaluations
+    ):
         return
     if synchronous(state) and not (wave_boundary(state) or _wave_just_opened(state)):
         return
@@ -1351,14 +1671,25 @@ def decide_admit(state: LoopState, actions: list) -> None:
     places = min(places_in_line(state, live, 0 if inside else c.oversample), left - live)
     while places > 0 and len(state.to_send) < ahead and state.phase == "running":
         task = state.late.again.pop(0)[1] if state.late.again else draw_task(state, actions)
-        group = new_group(state, state.pool, task, "", c.group + inside, Sampling(c.temperature, c.top_p, c.top_k, c.max_tokens))
+        group = new_group(
+            state, state.pool, task, "", c.group + inside, Sampling(c.temperature, c.top_p, c.top_k, c.max_tokens)
+        )
         group.need, places = c.group if inside else 0, places - 1
 
 
 def _wave_just_opened(state: LoopState) -> bool:
     "Evaluations of this version were made a moment ago and nothing has been sent yet: training groups join their wave."
-    return bool(state.evaluations) and not state.training and not any(a.load for a in state.actors.values()) and all(
-        g.eval and state.members[i].status == "to_send" for g in state.groups.values() if g.status == "open" for i in g.members)
+    return (
+        bool(state.evaluations)
+        and not state.training
+        and not any(a.load for a in state.actors.values())
+        and all(
+            g.eval and state.members[i].status == "to_send"
+            for g in state.groups.values()
+            if g.status == "open"
+            for i in g.members
+        )
+    )
 
 
 def _capacity(state: LoopState, actor: ActorState) -> int:
@@ -1376,7 +1707,11 @@ def decide_send(state: LoopState, actions: list) -> None:
         return
     if synchronous(state) and turns_open(state):
         return
-    space = {name: places for name, a in up.items() if (places := 10**9 if synchronous(state) else _capacity(state, a)) and not emptying(state, a)}
+    space = {
+        name: places
+        for name, a in up.items()
+        if (places := 10**9 if synchronous(state) else _capacity(state, a)) and not emptying(state, a)
+    }
     if not space:
         return
     chosen: dict[str, list[Item]] = {}
@@ -1405,7 +1740,7 @@ def decide_send(state: LoopState, actions: list) -> None:
     state.to_send = waiting
     actions.extend(Generate(name, tuple(items)) for name, items in chosen.items())
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-decide-send-part-2
 def _may_run(state: LoopState, group: GroupState, actor: ActorState, under_way: bool) -> bool:
     if group.eval:
         return actor.version == state.evaluations[group.eval].version
@@ -1417,14 +1752,41 @@ def _send(state: LoopState, member: Member, group: GroupState, name: str) -> Ite
     old = old_tokens(state) if partial else ""
     actor.load += 1
     kept = (partial and old != "mask" or not partial and member.turns) and member.oldest >= 0
-    member.status, member.actor, member.oldest = "generating", name, min(member.oldest, actor.version) if kept else actor.version
-    sampling = replace(group.sampling, max_tokens=group.sampling.max_tokens - member.turns[-1].tokens) if member.turns else group.sampling
-    return Item(member.id, member.attempt, group.id, member.k, group.pool, group.task, group.eval, actor.version, sampling, len(member.turns), partial, old)
+    member.status, member.actor, member.oldest = (
+        "generating",
+        name,
+        min(member.oldest, actor.version) if kept else actor.version,
+    )
+    sampling = (
+        replace(group.sampling, max_tokens=group.sampling.max_tokens - member.turns[-1].tokens)
+        if member.turns
+        else group.sampling
+    )
+    return Item(
+        member.id,
+        member.attempt,
+        group.id,
+        member.k,
+        group.pool,
+        group.task,
+        group.eval,
+        actor.version,
+        sampling,
+        len(member.turns),
+        partial,
+        old,
+    )
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-decide-finish
 def decide_finish(state: LoopState, actions: list) -> None:
     "Save the policy and end, when nothing is alive."
-    if state.phase in ("running", *FINISHED) or state.groups or state.training or state.evaluations or state.saves.writing >= 0:
+    if (
+        state.phase in ("running", *FINISHED)
+        or state.groups
+        or state.training
+        or state.evaluations
+        or state.saves.writing >= 0
+    ):
         return
     if state.phase == "draining" and wanted(state, state.version):
         return
@@ -1453,13 +1815,26 @@ def abandon(state: LoopState, reason: str) -> list:
     return actions
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-take-up
-def resume_state(state: LoopState, reported: Mapping[tuple[int, int], int], tries: Mapping[int, int], lost: tuple[int, int, float]) -> list:
+def resume_state(
+    state: LoopState, reported: Mapping[tuple[int, int], int], tries: Mapping[int, int], lost: tuple[int, int, float]
+) -> list:
     """Make the state of a checkpoint one to go on from; returns the rows to write. `reported`: tokens of attempts that were in flight; `tries`: rollout -> first free try, beside those still known from an earlier resume;
     `lost`: attempts dispatched after the checkpoint, with their tokens and seconds."""
     actions: list = []
-    state.actors, state.saving, state.saved, state.asked_publish, state.excused, state.moving = {}, False, -1, False, set(), None
+    state.actors, state.saving, state.saved, state.asked_publish, state.excused, state.moving = (
+        {},
+        False,
+        -1,
+        False,
+        set(),
+        None,
+    )
     state.published = state.version  # what every generator starts with
-    state.saves = Saves(version=state.version, at=state.at, tries={r: max(n, state.saves.tries.get(r, 0)) for r, n in {**state.saves.tries, **tries}.items()})
+    state.saves = Saves(
+        version=state.version,
+        at=state.at,
+        tries={r: max(n, state.saves.tries.get(r, 0)) for r, n in {**state.saves.tries, **tries}.items()},
+    )
     state.commands = [command for command in state.commands if command.knob != "stop"]
     count, tokens, _ = lost
     if count:
@@ -1471,10 +1846,12 @@ def resume_state(state: LoopState, reported: Mapping[tuple[int, int], int], trie
         enqueue(state, group)
     state.training = []
     _drop_at_resume(state, actions)
-    state.to_send.sort(key=lambda i: (not state.groups[state.members[i].group].eval, state.members[i].status != "partial", i))
+    state.to_send.sort(
+        key=lambda i: (not state.groups[state.members[i].group].eval, state.members[i].status != "partial", i)
+    )
     return actions
 
-
+# %% ../../nbs/loop/08_loop.ipynb #loop-take-up-part-2
 def _again(state: LoopState, member: Member, reported: Mapping[tuple[int, int], int], actions: list) -> None:
     "One rollout after a resume."
     if member.status == "scoring":
@@ -1493,26 +1870,58 @@ def _again(state: LoopState, member: Member, reported: Mapping[tuple[int, int], 
 
 
 def _drop_at_resume(state: LoopState, actions: list) -> None:
-    "Evaluations of another version, and with `after_resume = \"drop\"` every training group."
+    'Evaluations of another version, and with `after_resume = "drop"` every training group.'
     gone = [e for e in state.evaluations.values() if e.version != state.version]
     for evaluation in gone:
         del state.evaluations[evaluation.name]
         state.evaluated.pop(evaluation.name, None)
-    dropped = {i for e in gone for i in e.groups} | {g.id for g in state.groups.values() if not g.eval and state.config.after_resume == "drop"}
+    dropped = {i for e in gone for i in e.groups} | {
+        g.id for g in state.groups.values() if not g.eval and state.config.after_resume == "drop"
+    }
     for group in [g for g in state.groups.values() if g.id in dropped]:
         close_group(state, group, group.doom or Fate.LOST_RESUME, actions)
     state.queue = [w for w in state.queue if w.group in state.groups]
-    state.to_send, state.late.buffer = ([i for i in each if i in state.members] for each in (state.to_send, state.late.buffer))
+    state.to_send, state.late.buffer = (
+        [i for i in each if i in state.members] for each in (state.to_send, state.late.buffer)
+    )
 
 # %% ../../nbs/loop/08_loop.ipynb #loop-step
 HANDLERS = {
-    Started: on_started, Generated: on_generated, Observed: on_observed, Scored: on_scored, Recalled: on_recalled, Trained: on_trained, TrainingFailed: on_training_failed, Published: on_published,
-    Saved: on_saved, Stored: on_stored, Commanded: on_commanded, Ticked: on_ticked, Lost: on_lost, Measured: on_measured, Replayed: on_replayed, Moved: on_moved,
+    Started: on_started,
+    Generated: on_generated,
+    Observed: on_observed,
+    Scored: on_scored,
+    Recalled: on_recalled,
+    Trained: on_trained,
+    TrainingFailed: on_training_failed,
+    Published: on_published,
+    Saved: on_saved,
+    Stored: on_stored,
+    Commanded: on_commanded,
+    Ticked: on_ticked,
+    Lost: on_lost,
+    Measured: on_measured,
+    Replayed: on_replayed,
+    Moved: on_moved,
 }
 DECISIONS = (
-    decide_move, decide_snapshot, decide_beside, decide_command, decide_score, decide_settle, decide_budget, decide_settle, decide_publish, decide_stragglers, decide_settle, decide_train, decide_overflow,
+    decide_move,
+    decide_snapshot,
+    decide_beside,
+    decide_command,
+    decide_score,
+    decide_settle,
+    decide_budget,
+    decide_settle,
+    decide_publish,
+    decide_stragglers,
+    decide_settle,
+    decide_train,
+    decide_overflow,
     decide_evaluate,
-    decide_admit, decide_send, decide_finish,
+    decide_admit,
+    decide_send,
+    decide_finish,
 )
 FINISHED = ("done", "failed")
 
@@ -1525,6 +1934,6 @@ def step(state: LoopState, event) -> list:
     state.seq += 1
     state.at = max(state.at, event.at)
     HANDLERS[type(event)](state, event, actions)
-    for decide in DECISIONS:
-        decide(state, actions)
+    for take_decision in DECISIONS:
+        take_decision(state, actions)
     return actions

@@ -15,6 +15,7 @@ from ..staleness import fresh, hold
 @dataclass(frozen=True, order=True)
 class Waiting:
     "A finished group in the queue; the order of the fields is the order of training."
+
     oldest: int
     group: int
 
@@ -22,16 +23,29 @@ class Waiting:
 @dataclass(frozen=True)
 class Taken:
     "What `take` decided: the batch (empty: not yet), what remains, and what is too old."
+
     batch: tuple[Waiting, ...]
     left: tuple[Waiting, ...]
     stale: tuple[Waiting, ...]
 
 # %% ../../nbs/loop/01_queue.ipynb #queue-take
-def take(queue: list[Waiting], version: int, bound: int, batch: int, overdue: str, unfinished_oldest: Iterable[int], in_turn: bool = False) -> Taken:
+def take(
+    queue: list[Waiting],
+    version: int,
+    bound: int,
+    batch: int,
+    overdue: str,
+    unfinished_oldest: Iterable[int],
+    in_turn: bool = False,
+) -> Taken:
     "Sort out stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not hold it. `in_turn`: in order of arrival, not of age."
     stale = tuple(w for w in queue if not fresh(w.oldest, version, bound))
     usable = [w for w in queue if fresh(w.oldest, version, bound)]
-    if len(usable) < batch or overdue == "wait" and hold(version, bound, unfinished_oldest, [w.oldest for w in usable], batch):
+    if (
+        len(usable) < batch
+        or overdue == "wait"
+        and hold(version, bound, unfinished_oldest, [w.oldest for w in usable], batch)
+    ):
         return Taken((), tuple(usable), stale)
     chosen = (usable if in_turn else sorted(usable))[:batch]
     gone = {w.group for w in chosen}

@@ -16,11 +16,11 @@ __all__ = ['ASKED', 'PREFLIGHT', 'STAYS', 'DISCARDED', 'Started', 'Generated', '
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..curriculum import Curriculum
+from ..environments.environment import State
 from .balance import Balance
 from .config import RunConfig
-from ..curriculum import Curriculum
 from .digest import Digest, whole_digest
-from ..environments.environment import State
 from .guards import ALERTS, Firing, Guard, eval_alerts, first_guards
 from .queue import Waiting
 from ..records import Fate, GroupRow, Outcome, RolloutRow, Sampling, StopReason
@@ -165,6 +165,7 @@ class Lost:
 @dataclass(frozen=True)
 class Measured:
     "The figures of the row of a finished batch or evaluation."
+
     version: int
     figures: Mapping[str, float | None]
     at: float = 0.0
@@ -173,6 +174,7 @@ class Measured:
 @dataclass(frozen=True)
 class Moved:
     "The workers of another placement are there, after `seconds`; or `message` says why those of the old one were started again. `lost`: not even those would start."
+
     message: str = ""
     seconds: float = 0.0
     lost: bool = False
@@ -182,6 +184,7 @@ class Moved:
 @dataclass(frozen=True)
 class Observed:
     "The environment answered with something to see: turn `turn` of the episode may be written. It begins in the environment's state `state`, in which the newest writes are of version `writer` (-1: none)."
+
     rollout: int
     attempt: int
     turn: int
@@ -193,12 +196,14 @@ class Observed:
 @dataclass(frozen=True)
 class Replayed:
     "A replay has said all it has to say and is at the version that the original reached."
+
     at: float = 0.0
 
 # %% ../../nbs/loop/07_state.ipynb #state-events-stored
 @dataclass(frozen=True)
 class Stored:
     "The checkpoint of `version` is on disk, in the folder `path` of the run's checkpoints; or it was dropped, and `message` says why."
+
     version: int
     path: str = ""
     message: str = ""
@@ -209,12 +214,14 @@ class Stored:
 @dataclass(frozen=True)
 class Start:
     "Start a lost actor again."
+
     actor: str
 
 
 @dataclass(frozen=True)
 class Item:
     "One response wanted from a generator."
+
     rollout: int
     attempt: int
     group: int
@@ -232,6 +239,7 @@ class Item:
 @dataclass(frozen=True)
 class Generate:
     "Have a generator write these."
+
     actor: str
     items: tuple[Item, ...]
 
@@ -239,6 +247,7 @@ class Generate:
 @dataclass(frozen=True)
 class Score:
     "Have the episode go on with a response, and scored if it is over; `tried` counts from 1, `deadline` is in seconds, `last`: no other turn may follow."
+
     rollout: int
     attempt: int
     tried: int
@@ -249,6 +258,7 @@ class Score:
 @dataclass(frozen=True)
 class Train:
     "Train on these groups to make `version`."
+
     actor: str
     groups: tuple[int, ...]
     version: int
@@ -257,6 +267,7 @@ class Train:
 @dataclass(frozen=True)
 class Publish:
     "Give a generator the weights of `version`."
+
     actor: str
     version: int
 
@@ -264,6 +275,7 @@ class Publish:
 @dataclass(frozen=True)
 class Save:
     "Put the trained policy on disk."
+
     actor: str
     version: int
 
@@ -271,6 +283,7 @@ class Save:
 @dataclass(frozen=True)
 class Abort:
     "Ask a generator to stop writing these, or the environment to stop working on them."
+
     actor: str
     keys: tuple[tuple[int, int], ...]
     keep: bool = True
@@ -279,12 +292,14 @@ class Abort:
 @dataclass(frozen=True)
 class Configure:
     "A knob changed that actors must know about."
+
     config: RunConfig
 
 
 @dataclass(frozen=True)
 class Write:
     "One row for a table."
+
     table: str
     row: object
 
@@ -292,6 +307,7 @@ class Write:
 @dataclass(frozen=True)
 class Move:
     "End the workers that generate and train, and start those of another placement from a checkpoint of this name."
+
     placement: str
     generators: int
     checkpoint: str
@@ -300,12 +316,14 @@ class Move:
 @dataclass(frozen=True)
 class Prepare:
     "Generators will want the weights of `version` once they are empty: have them ready, before the trainer begins the next batch."
+
     version: int
 
 
 @dataclass(frozen=True)
 class MarkOld:
     "What these have written counts as an older policy's: `how` is mask or correct."
+
     keys: tuple[tuple[int, int], ...]
     how: str
 
@@ -313,12 +331,14 @@ class MarkOld:
 @dataclass(frozen=True)
 class Tell:
     "A guard has fired: whoever wants to hear of it is told."
+
     firing: Firing
 
 # %% ../../nbs/loop/07_state.ipynb #state-state
 @dataclass(slots=True)
 class ActorState:
     "An actor as the loop knows it."
+
     kind: str
     slots: int = 0
     version: int = 0  # confirmed
@@ -332,6 +352,7 @@ class ActorState:
 @dataclass(frozen=True)
 class Mark:
     "A finished turn: the rollout's totals after it, and the environment's state in which the next one begins."
+
     tokens: int = 0
     seconds: float = 0.0
     oldest: int = -1
@@ -342,6 +363,7 @@ class Mark:
 @dataclass(slots=True)
 class Member:
     "A rollout that is alive. `turns`: those after which the episode went on; `waited`: it was left lying, and `on_resume` says how it goes on."
+
     id: int
     group: int
     k: int
@@ -369,6 +391,7 @@ class Member:
 @dataclass(slots=True)
 class GroupState:
     "A group that is alive. `eval` is empty for training groups; `doom` is the fate it will get however its members end."
+
     id: int
     pool: str
     task: int
@@ -384,6 +407,7 @@ class GroupState:
 @dataclass
 class Evaluation:
     "An evaluation under way."
+
     name: str
     version: int
     k: int
@@ -398,6 +422,7 @@ class Evaluation:
 @dataclass
 class Ramp:
     "A numeric knob on its way from one value to another over some versions."
+
     knob: str
     start: float | tuple
     end: float | tuple
@@ -408,6 +433,7 @@ class Ramp:
 @dataclass(frozen=True)
 class Replaced:
     "A named function that another one took the place of, and the version from which on."
+
     field: str
     table: Mapping
     version: int
@@ -416,6 +442,7 @@ class Replaced:
 @dataclass
 class Saves:
     "Where a run stands with its checkpoints. `tries`: of rollouts that a resume dispatches again, the first try whose number is free."
+
     asked: str = ""  # by whom one is asked for
     writing: int = -1  # version of the one that is being written
     version: int = -1  # of the last one begun; -1 before the first
@@ -428,6 +455,7 @@ class Saves:
 @dataclass
 class Moving:
     "A change of placement under way. `stage`: emptying, saving or starting."
+
     command: Commanded
     target: RunConfig
     place: tuple[int, int, bool, int]  # where it began
@@ -437,9 +465,12 @@ class Moving:
 @dataclass
 class Late:
     "What straggler strategies hold back, and the meters of what was thrown away."
+
     buffer: list[int] = field(default_factory=list)  # stopped rollouts that come first when dispatch goes on
     again: list[tuple[str, int]] = field(default_factory=list)  # (pool, task) of stopped groups that are sent again
-    tally: list[float] = field(default_factory=lambda: [0, 0, 0, 0])  # training attempts ended since the last batch, discarded ones, and their tokens
+    tally: list[float] = field(
+        default_factory=lambda: [0, 0, 0, 0]
+    )  # training attempts ended since the last batch, discarded ones, and their tokens
     fill: float = -1.0  # share unfinished when the next batch was full; -1: it is not
     filled: float = -1.0  # the same of the batch in training
 
@@ -447,6 +478,7 @@ class Late:
 @dataclass(kw_only=True)
 class Counts:
     "What a run has counted so far."
+
     optimizer_steps: int = 0
     generated_tokens: int = 0
     books: dict[str, list[float]] = field(default_factory=dict)  # fate -> [count, tokens, seconds]
@@ -457,7 +489,12 @@ class Counts:
     refused: int = 0  # groups in a row of which the generator would not write a response
     failures: int = 0  # failed scorings in a row
     failure: str = ""
-    infra: tuple[int, int, int, int] = (0, 0, 0, 0)  # scorings ended and those the machine failed: since the last batch, and in the window that is watched
+    infra: tuple[int, int, int, int] = (
+        0,
+        0,
+        0,
+        0,
+    )  # scorings ended and those the machine failed: since the last batch, and in the window that is watched
     infra_told: bool = False  # the window before was above infra_warn
     traced: Digest = Digest()  # what it did, in hashes
 
@@ -465,6 +502,7 @@ class Counts:
 @dataclass(kw_only=True)
 class Watching:
     "What looks at the rows of finished batches, and what it remembers of them."
+
     guards: list[Guard] = field(default_factory=list)
     balance: Balance = field(default_factory=Balance)
 
@@ -472,10 +510,15 @@ class Watching:
 @dataclass
 class LoopState(Counts, Watching):
     "All that a run is, except tokens and weights."
+
     config: RunConfig
     curriculum: Curriculum
-    pools: dict[str, int]  # pool name -> number of tasks; "train", one per evaluation set, and those that commands brought
-    functions: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)  # captured ones; of most only the signature is looked at
+    pools: dict[
+        str, int
+    ]  # pool name -> number of tasks; "train", one per evaluation set, and those that commands brought
+    functions: Mapping[str, Mapping[str, Callable]] = field(
+        default_factory=dict
+    )  # captured ones; of most only the signature is looked at
     pool: str = "train"  # the one that is served
     replaced: list[Replaced] = field(default_factory=list)  # the last one last
     erring: dict[str, int] = field(default_factory=dict)  # field -> calls in a row that failed of the function in it
@@ -524,6 +567,7 @@ ASKED = "asked by "  # the reason of a checkpoint that somebody asked for begins
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     "Put the whole run on disk: this state, and of the trainer what belongs to it."
+
     actor: str
     version: int
     reason: str
@@ -531,7 +575,10 @@ class Snapshot:
 
 # %% ../../nbs/loop/07_state.ipynb #state-start
 PREFLIGHT = "preflight"
-STAYS = ("environment", "scorer")  # kinds of actors that neither write nor train: they live on when the others change their placement
+STAYS = (
+    "environment",
+    "scorer",
+)  # kinds of actors that neither write nor train: they live on when the others change their placement
 
 
 def alerts_of(config: RunConfig) -> tuple[str, ...]:
@@ -540,10 +587,15 @@ def alerts_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def start_state(
-    config: RunConfig, levels: list[int], eval_counts: dict[str, int], functions: Mapping[str, Mapping[str, Callable]] | None = None
+    config: RunConfig,
+    levels: list[int],
+    eval_counts: dict[str, int],
+    functions: Mapping[str, Mapping[str, Callable]] | None = None,
 ) -> LoopState:
     "The state before the first event. `levels`: of the training tasks in order; `eval_counts`: tasks per evaluation set; `functions`: captured ones, by field."
-    state = LoopState(config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config)
+    state = LoopState(
+        config, Curriculum(list(levels)), {"train": len(levels), **eval_counts}, functions or {}, built=config
+    )
     state.guards = first_guards(alerts_of(config), [(g.when, g.do) for g in config.guards])
     if not config.preflight:
         state.evaluated[PREFLIGHT] = 0
@@ -608,7 +660,14 @@ def next_try(state: LoopState, rollout: int, least: int) -> int:
 DISCARDED = (Fate.SURPLUS, Fate.ABORTED, Fate.STALE)
 
 
-def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, trained_at: int = -1, kept: tuple[int, float, int] = (0, 0.0, -1)) -> None:
+def give_fate(
+    state: LoopState,
+    member: Member,
+    fate: Fate,
+    actions: list,
+    trained_at: int = -1,
+    kept: tuple[int, float, int] = (0, 0.0, -1),
+) -> None:
     "The end of a (rollout, attempt)."
     entry = state.books.setdefault(fate.value, [0, 0, 0.0])
     entry[0] += 1
@@ -620,7 +679,9 @@ def give_fate(state: LoopState, member: Member, fate: Fate, actions: list, train
         tally[1] += thrown
         tally[2] += member.tokens
         tally[3] += thrown * member.tokens
-    actions.append(Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens, *kept)))
+    actions.append(
+        Write("rollouts", RolloutRow(member.id, member.attempt, member.group, fate, trained_at, member.tokens, *kept))
+    )
 
 
 def close_group(state: LoopState, group: GroupState, fate: Fate, actions: list, trained_at: int = -1) -> None:
@@ -636,7 +697,15 @@ def close_group(state: LoopState, group: GroupState, fate: Fate, actions: list, 
             Write(
                 "groups",
                 GroupRow(
-                    group.id, group.pool, group.task, group.version, len(members), solved, scored, fate, sum(m.tokens for m in members)
+                    group.id,
+                    group.pool,
+                    group.task,
+                    group.version,
+                    len(members),
+                    solved,
+                    scored,
+                    fate,
+                    sum(m.tokens for m in members),
                 ),
             )
         )
@@ -663,7 +732,12 @@ def doom(state: LoopState, group: GroupState, fate: Fate) -> None:
 
 def dissolve(state: LoopState, fate: Fate, evaluations: bool, actions: list) -> None:
     "Doom every group outside training: what runs is aborted, the rest ends as soon as its answers are in."
-    discard(state, [g for g in state.groups.values() if g.status != "training" and g.doom is None and (evaluations or not g.eval)], fate, actions)
+    discard(
+        state,
+        [g for g in state.groups.values() if g.status != "training" and g.doom is None and (evaluations or not g.eval)],
+        fate,
+        actions,
+    )
     state.late.again = []
 
 
@@ -674,7 +748,9 @@ def discard(state: LoopState, groups: list[GroupState], fate: Fate, actions: lis
         for member in (state.members[i] for i in group.members):
             member.status = "done" if member.status in ("to_send", "partial", "written") else member.status
     ids = {i for g in groups for i in g.members}
-    state.to_send, state.late.buffer, state.written = ([i for i in each if i not in ids] for each in (state.to_send, state.late.buffer, state.written))
+    state.to_send, state.late.buffer, state.written = (
+        [i for i in each if i not in ids] for each in (state.to_send, state.late.buffer, state.written)
+    )
     state.queue = [w for w in state.queue if state.groups[w.group].doom is None]
     members = [state.members[i] for g in groups for i in g.members]
     stop_members(state, members, "surplus", actions)

@@ -23,9 +23,13 @@ def check_address(text: str) -> None:
         if not text[1:].isidentifier():
             raise ValueError(f"webhook: {text!r} names no environment variable; write $NAME")
     elif urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
-        raise ValueError("webhook: not an address that can be posted to; write http://… or https://…, or $NAME for one in the environment")
+        raise ValueError(
+            "webhook: not an address that can be posted to; write http://… or https://…, or $NAME for one in the environment"
+        )
     elif is_metadata(urlsplit(text).hostname):
-        raise ValueError("webhook: a link-local address, under which a cloud's machine tells its keys; name the server that is to be told")
+        raise ValueError(
+            "webhook: a link-local address, under which a cloud's machine tells its keys; name the server that is to be told"
+        )
 
 
 def address(text: str) -> str:

@@ -29,6 +29,7 @@ from ..knobs import unknown
 @dataclass(frozen=True)
 class ModelShape:
     "The numbers of a decoder that memory and compute depend on."
+
     layers: int
     width: int
     heads: int
@@ -59,6 +60,7 @@ class ModelShape:
 @dataclass(frozen=True)
 class Hardware:
     "One accelerator or core: FLOP/s dense, bytes of memory, bytes/s, dollars an hour; FLOP/s in FP8 (0: none), bytes/s to its neighbours (0: not known)."
+
     name: str
     peak: float
     memory: float
@@ -71,6 +73,7 @@ class Hardware:
 @dataclass(frozen=True)
 class TokenPrices:
     "Dollars per million tokens: read as a prompt, written, trained."
+
     prefill: float
     sample: float
     train: float
@@ -79,6 +82,7 @@ class TokenPrices:
 @dataclass(frozen=True)
 class Transport:
     "How weights travel: bytes a second, and seconds before the first of them."
+
     rate: float
     before: float = 0.0
 
@@ -86,18 +90,25 @@ class Transport:
 @dataclass(frozen=True)
 class SandboxOffer:
     "Seconds from asking for a sandbox to its first command, and dollars for an hour of one (0: not printed)."
+
     median: float
     p99: float
     hour: float = 0.0
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-tables
-def _gpu(name: str, peak: float, memory: float, bandwidth: float, hour: float, fp8: float = 0.0, link: float = 0.0) -> Hardware:
+def _gpu(
+    name: str, peak: float, memory: float, bandwidth: float, hour: float, fp8: float = 0.0, link: float = 0.0
+) -> Hardware:
     return Hardware(name, peak * 1e12, memory * 1e9, bandwidth * 1e12, hour, fp8 * 1e12, link * 1e9)
 
 
 SECTIONS = {
     "gpu": (_gpu, ("peak", "memory", "bandwidth", "hour"), ("fp8", "link")),
-    "model": (lambda name, **numbers: ModelShape(**numbers), tuple(f.name for f in fields(ModelShape))[:6], tuple(f.name for f in fields(ModelShape))[6:]),
+    "model": (
+        lambda name, **numbers: ModelShape(**numbers),
+        tuple(f.name for f in fields(ModelShape))[:6],
+        tuple(f.name for f in fields(ModelShape))[6:],
+    ),
     "prices": (lambda name, **numbers: TokenPrices(**numbers), ("prefill", "sample", "train"), ()),
     "transport": (lambda name, rate, before=0.0: Transport(rate * 1e9, before), ("rate",), ("before",)),
     "sandbox": (lambda name, **numbers: SandboxOffer(**numbers), ("median", "p99"), ("hour",)),
@@ -107,6 +118,7 @@ SECTIONS = {
 @dataclass(frozen=True)
 class Tables:
     "What is known by name: GPUs, models, prices of tokens, transports, sandboxes."
+
     gpu: Mapping[str, Hardware] = field(default_factory=dict)
     model: Mapping[str, ModelShape] = field(default_factory=dict)
     prices: Mapping[str, TokenPrices] = field(default_factory=dict)
@@ -118,7 +130,7 @@ def _row(where: str, section: str, name: str, told) -> object:
     make, needed, optional = SECTIONS[section]
     place = f"{where}: {section}.{name}"
     if not isinstance(told, Mapping):
-        raise ValueError(f"{place}: {told!r} is no table; write [{section}.\"{name}\"] with {', '.join(needed)}")
+        raise ValueError(f'{place}: {told!r} is no table; write [{section}."{name}"] with {", ".join(needed)}')
     for key, value in told.items():
         if key not in (*needed, *optional):
             raise unknown(place, key, (*needed, *optional))
@@ -132,7 +144,10 @@ def _row(where: str, section: str, name: str, told) -> object:
 def read_tables(path: str | Path | None = None) -> Tables:
     "The tables that come with rlbench, with those of a TOML file of the same form over them. ValueError, naming file, section and field, for what is no table of these; OSError for a file that cannot be read."
     found: dict[str, dict] = {section: {} for section in SECTIONS}
-    sources = [("planner/tables.toml", files("rlbench.data") / "planner" / "tables.toml"), *([(str(path), Path(path))] if path else [])]
+    sources = [
+        ("planner/tables.toml", files("rlbench.data") / "planner" / "tables.toml"),
+        *([(str(path), Path(path))] if path else []),
+    ]
     for where, source in sources:
         try:
             told = tomllib.loads(source.read_text(encoding="utf-8"))
@@ -197,6 +212,7 @@ def resident_tokens(prompt: float, response: float) -> float:
 @dataclass(frozen=True)
 class EngineMemory:
     "What an engine holds, in bytes: weights, activations, cache. `sequence`: bytes of cache for a sequence of so many tokens."
+
     weights: float
     activations: float
     cache: float
@@ -233,21 +249,38 @@ class EngineMemory:
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-engine-of
 def engine_of(
-    shape: ModelShape, hardware: Hardware, gpus: int, used: float = 0.9, activations: float = 6e9, dtype_bytes: float = 2, kv_dtype_bytes: int = 2, by_sequence: bool = False
+    shape: ModelShape,
+    hardware: Hardware,
+    gpus: int,
+    used: float = 0.9,
+    activations: float = 6e9,
+    dtype_bytes: float = 2,
+    kv_dtype_bytes: int = 2,
+    by_sequence: bool = False,
 ) -> EngineMemory:
     """What an engine of `gpus` GPUs holds: `used` of their memory, `activations` bytes on each, weights of `dtype_bytes` a number.
     With attention `by_sequence` no key is stored twice. ValueError where the model does not fit, with what would."""
     if gpus < 1 or not 0 < used <= 1:
-        raise ValueError(f"gpus: {gpus}; an engine has at least one" if gpus < 1 else f"used: {used:g}; give a share of the memory, above 0 and at most 1")
+        raise ValueError(
+            f"gpus: {gpus}; an engine has at least one"
+            if gpus < 1
+            else f"used: {used:g}; give a share of the memory, above 0 and at most 1"
+        )
     weights, each = weight_bytes(shape, dtype_bytes), hardware.memory * used - activations
     cache = gpus * each - weights
     if cache <= 0:
-        enough = f"take at least {int(weights // each) + 1} of them" if each > 0 else "the activations alone are too large for one; lower them"
+        enough = (
+            f"take at least {int(weights // each) + 1} of them"
+            if each > 0
+            else "the activations alone are too large for one; lower them"
+        )
         raise ValueError(
             f"gpus: {gpus} x {hardware.name} hold {max(0.0, gpus * each) / 1e9:,.1f} GB beside activations ({used:.0%} of {hardware.memory / 1e9:,.0f} GB less {activations / 1e9:,.1f} GB, each), and the weights take "
             f"{weights / 1e9:,.1f} GB ({dtype_bytes:g} bytes a number): memory binds. Remedy: {enough}{', or FP8 weights (1 byte a number)' if dtype_bytes > 1 and each > 0 else ''}"
         )
-    return EngineMemory(weights, activations * gpus, cache, shape, kv_dtype_bytes, kv_replication(shape, gpus, by_sequence))
+    return EngineMemory(
+        weights, activations * gpus, cache, shape, kv_dtype_bytes, kv_replication(shape, gpus, by_sequence)
+    )
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-flops
 def training_flops(shape: ModelShape, tokens: float, context: float = 0) -> float:
@@ -273,12 +306,17 @@ def optimizer_bytes(shape: ModelShape) -> int:
 def lora_parameters(shape: ModelShape, rank: int) -> int:
     "Parameters of adapters of `rank` on every matrix in the layers of a dense decoder. ValueError if the shape does not say how wide its feed-forward part is."
     if not shape.inner:
-        raise ValueError("inner: the shape has none, so the size of adapters cannot be told; give the width of the feed-forward part")
+        raise ValueError(
+            "inner: the shape has none, so the size of adapters cannot be told; give the width of the feed-forward part"
+        )
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return shape.layers * rank * (2 * (shape.width + q) + 2 * (shape.width + kv) + 3 * (shape.width + shape.inner))
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-activations
-SAVED = {4: (24, 16, 16, 16), 2: (26, 10, 10, 8)}  # bytes a token saves in a layer, per element of width, queries, keys and feed-forward part
+SAVED = {
+    4: (24, 16, 16, 16),
+    2: (26, 10, 10, 8),
+}  # bytes a token saves in a layer, per element of width, queries, keys and feed-forward part
 
 
 def activation_bytes(shape: ModelShape, tokens: float, dtype_bytes: int = 2, checkpointing: bool = True) -> float:
@@ -291,6 +329,7 @@ def activation_bytes(shape: ModelShape, tokens: float, dtype_bytes: int = 2, che
 @dataclass(frozen=True)
 class Efficiency:
     "Share of the bound that is reached in decoding (of the memory's bandwidth), reading prompts and training (of the peak); where that is from."
+
     decode: float = 0.5
     prefill: float = 0.5
     training: float = 0.35
@@ -310,17 +349,37 @@ def peak_of(hardware: Hardware, dtype_bytes: float) -> float:
 
 
 def decode_seconds(
-    shape: ModelShape, hardware: Hardware, sequences: float, resident: float, count: int = 1, dtype_bytes: float = 2, efficiency: float = 1.0, kv_dtype_bytes: int = 0, replication: int = 1
+    shape: ModelShape,
+    hardware: Hardware,
+    sequences: float,
+    resident: float,
+    count: int = 1,
+    dtype_bytes: float = 2,
+    efficiency: float = 1.0,
+    kv_dtype_bytes: int = 0,
+    replication: int = 1,
 ) -> float:
     "Lower bound of one decode step on `count` devices; `efficiency` below 1 scales it to what a system reaches (0.3 to 0.7 is usual). `dtype_bytes`: of a weight, and of a number in the cache unless `kv_dtype_bytes` says otherwise."
-    read = touched(shape, sequences) * dtype_bytes + sequences * sequence_bytes(shape, resident, kv_dtype_bytes or max(1, int(dtype_bytes)), replication)
+    read = touched(shape, sequences) * dtype_bytes + sequences * sequence_bytes(
+        shape, resident, kv_dtype_bytes or max(1, int(dtype_bytes)), replication
+    )
     memory, compute = read / hardware.bandwidth, forward_flops(shape, sequences) / peak_of(hardware, dtype_bytes)
     return max(memory, compute) / (count * efficiency)
 
 
-def prefill_seconds(shape: ModelShape, hardware: Hardware, tokens: float, count: int = 1, dtype_bytes: float = 2, efficiency: float = 1.0) -> float:
+def prefill_seconds(
+    shape: ModelShape,
+    hardware: Hardware,
+    tokens: float,
+    count: int = 1,
+    dtype_bytes: float = 2,
+    efficiency: float = 1.0,
+) -> float:
     "Lower bound of reading a prompt of `tokens`, attention counted."
-    memory, compute = touched(shape, tokens) * dtype_bytes / hardware.bandwidth, forward_flops(shape, tokens, tokens) / peak_of(hardware, dtype_bytes)
+    memory, compute = (
+        touched(shape, tokens) * dtype_bytes / hardware.bandwidth,
+        forward_flops(shape, tokens, tokens) / peak_of(hardware, dtype_bytes),
+    )
     return max(memory, compute) / (count * efficiency)
 
 
@@ -334,14 +393,22 @@ def dollars_per_million(hardware: Hardware, tokens_per_second: float, count: int
     return count * hardware.dollars_per_hour / 3600 / tokens_per_second * 1e6 if tokens_per_second else inf
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-measured
-def measured(tokens_per_second: float, step: float, sequences: float, where: str, other: Efficiency = Efficiency()) -> Efficiency:
+def measured(
+    tokens_per_second: float, step: float, sequences: float, where: str, other: Efficiency = Efficiency()
+) -> Efficiency:
     "The efficiency of decoding at which all of `sequences` together made `tokens_per_second`, where the bound of a step is `step` seconds; reading and training as in `other`."
-    return Efficiency(round(tokens_per_second * step / sequences, 4), other.prefill, other.training, f"decode measured: {where}; the rest {other.source}")
+    return Efficiency(
+        round(tokens_per_second * step / sequences, 4),
+        other.prefill,
+        other.training,
+        f"decode measured: {where}; the rest {other.source}",
+    )
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-pools
 @dataclass(frozen=True)
 class Pools:
     "GPUs that read prompts and GPUs that write: requests a second of each, and seconds of a request's reading, its cache's way across, and its writing."
+
     reads: float
     writes: float
     prefill: float
@@ -370,14 +437,36 @@ def transfer_seconds(shape: ModelShape, tokens: float, transport: Transport, dty
 
 
 def pools_of(
-    shape: ModelShape, hardware: Hardware, prefill: int, decode: int, prompt: float, response: float, running: float, transport: Transport,
-    dtype_bytes: float = 2, kv_dtype_bytes: int = 2, efficiency: Efficiency = Efficiency(), replication: int = 1,
+    shape: ModelShape,
+    hardware: Hardware,
+    prefill: int,
+    decode: int,
+    prompt: float,
+    response: float,
+    running: float,
+    transport: Transport,
+    dtype_bytes: float = 2,
+    kv_dtype_bytes: int = 2,
+    efficiency: Efficiency = Efficiency(),
+    replication: int = 1,
 ) -> Pools:
     "Two pools of so many GPUs with `running` requests being written, each with `prompt` tokens to be read and `response` tokens to be written. ValueError for a pool of no GPU."
     if prefill < 1 or decode < 1:
-        raise ValueError(f"{'prefill' if prefill < 1 else 'decode'}: {min(prefill, decode)}; a pool has at least one GPU")
+        raise ValueError(
+            f"{'prefill' if prefill < 1 else 'decode'}: {min(prefill, decode)}; a pool has at least one GPU"
+        )
     read = prefill_seconds(shape, hardware, prompt, prefill, dtype_bytes, efficiency.prefill)
-    write = response * decode_seconds(shape, hardware, running, resident_tokens(prompt, response), decode, dtype_bytes, efficiency.decode, kv_dtype_bytes, replication)
+    write = response * decode_seconds(
+        shape,
+        hardware,
+        running,
+        resident_tokens(prompt, response),
+        decode,
+        dtype_bytes,
+        efficiency.decode,
+        kv_dtype_bytes,
+        replication,
+    )
     return Pools(1 / read, running / write, read, transfer_seconds(shape, prompt, transport, kv_dtype_bytes), write)
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-machine
@@ -404,8 +493,14 @@ def machine(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             return ""
 
-    return {"processor": processor(), "cores": str(os.cpu_count() or 1), "system": platform.system(), "python": platform.python_version(),
-            **{package: installed(package) for package in packages}, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "processor": processor(),
+        "cores": str(os.cpu_count() or 1),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **{package: installed(package) for package in packages},
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-parts
 VLLM_CPU_FLAGS = frozenset({"avx512f", "avx2"})  # vLLM's CPU build has kernels for either

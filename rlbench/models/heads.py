@@ -16,7 +16,19 @@ import numpy as np
 import torch
 
 from .hardware import portions
-from .model import DTYPES, Policy, context_length, encode_prompt, encode_response, load_tokenizer, locate, model_config, own_weights, quiet, replaced
+from rlbench.models.model import (
+    DTYPES,
+    Policy,
+    context_length,
+    encode_prompt,
+    encode_response,
+    load_tokenizer,
+    locate,
+    model_config,
+    own_weights,
+    quiet,
+    replaced,
+)
 
 # %% ../../nbs/models/03_heads.ipynb #heads-model
 class ValueModel(torch.nn.Module):
@@ -25,7 +37,12 @@ class ValueModel(torch.nn.Module):
     def __init__(self, body: torch.nn.Module, score: torch.nn.Linear | None = None):
         super().__init__()
         width = body.config.get_text_config().hidden_size
-        self.body, self.score = body, torch.nn.Linear(width, 1, bias=False, device=next(body.parameters()).device) if score is None else score.float()
+        self.body, self.score = (
+            body,
+            torch.nn.Linear(width, 1, bias=False, device=next(body.parameters()).device)
+            if score is None
+            else score.float(),
+        )
         if score is None:
             torch.nn.init.zeros_(self.score.weight)
 
@@ -45,7 +62,9 @@ def new_value_model(policy: Policy) -> ValueModel:
     "A value model over a copy of the policy's body, its head at zero. ValueError for a policy with adapters on it."
     body = policy.model.base_model
     if any(".lora_" in name for name, _ in body.named_parameters()):
-        raise ValueError("critic: the policy has adapters on it, and a copy would train those alone; make the value model from the policy as it was loaded")
+        raise ValueError(
+            "critic: the policy has adapters on it, and a copy would train those alone; make the value model from the policy as it was loaded"
+        )
     with torch.no_grad():
         copied = copy.deepcopy(body)
     for parameter in copied.parameters():
@@ -74,7 +93,9 @@ def _held(tokens_RT: torch.Tensor, lengths_R: torch.Tensor) -> torch.Tensor:
     return torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None] < lengths_R.to(tokens_RT.device)[:, None]
 
 # %% ../../nbs/models/03_heads.ipynb #heads-save
-def save_value_model(model: ValueModel, tokenizer, folder: Path | str, beside: Callable[[Path], None] | None = None) -> Path:
+def save_value_model(
+    model: ValueModel, tokenizer, folder: Path | str, beside: Callable[[Path], None] | None = None
+) -> Path:
     "Write the model as a Hugging Face sequence classifier with one label, replacing an earlier one. `beside(folder)` writes more into it before it is there. ValueError for a family without such a class."
     from safetensors.torch import save_file
 
@@ -82,9 +103,15 @@ def save_value_model(model: ValueModel, tokenizer, folder: Path | str, beside: C
     config.architectures, config.num_labels = [_classifier(type(config))], 1
     if config.get_text_config().pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    named = {f"{model.body.base_model_prefix}.{name}": tensor for name, tensor in model.body.state_dict().items()} | {"score.weight": model.score.weight}
+    named = {f"{model.body.base_model_prefix}.{name}": tensor for name, tensor in model.body.state_dict().items()} | {
+        "score.weight": model.score.weight
+    }
     with replaced(folder) as aside, quiet():
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}, aside / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()},
+            aside / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         if beside:
@@ -97,7 +124,9 @@ def _classifier(kind: type) -> str:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ValueError(f"reward_model: {kind.__name__.removesuffix('Config')} has no sequence classifier to save a head in; take another family")
+        raise ValueError(
+            f"reward_model: {kind.__name__.removesuffix('Config')} has no sequence classifier to save a head in; take another family"
+        )
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind].__name__
 
 # %% ../../nbs/models/03_heads.ipynb #heads-load
@@ -113,12 +142,20 @@ def load_value_model(name: str, device: str = "cpu", dtype: str = "float32") -> 
         what = (config.architectures or [config.model_type])[0]
         if "SequenceClassification" not in what or config.num_labels != 1:
             labels = f" with {config.num_labels} labels" if "SequenceClassification" in what else ""
-            raise ValueError(f"reward_model: {name!r} is a {what}{labels}, not a sequence classifier with one label; train one with: rlbench reward-model PAIRS --out FOLDER")
-        model, report = AutoModelForSequenceClassification.from_pretrained(source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True)
+            raise ValueError(
+                f"reward_model: {name!r} is a {what}{labels}, not a sequence classifier with one label; train one with: rlbench reward-model PAIRS --out FOLDER"
+            )
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True
+        )
     if report["missing_keys"]:
-        raise ValueError(f"reward_model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again")
+        raise ValueError(
+            f"reward_model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again"
+        )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear) or model.score.bias is not None:
-        raise ValueError(f"reward_model: {name!r} ({type(model).__name__}) does not end in one linear row called score; take another family")
+        raise ValueError(
+            f"reward_model: {name!r} ({type(model).__name__}) does not end in one linear row called score; take another family"
+        )
     own_weights(model)
     return ValueModel(model.base_model, model.score).to(device).eval()
 
@@ -134,8 +171,12 @@ class RewardModel(Policy):
     @torch.no_grad()
     def scores(self, rows: Sequence[np.ndarray], micro_tokens: int = 8192) -> np.ndarray:
         "float32 [R]: the score at the last token of each row (int [T], prompt and response). ValueError for an empty row or one longer than the model can read."
-        if wrong := [f"row {i} has {len(row)} tokens" for i, row in enumerate(rows) if not 0 < len(row) <= self.context]:
-            raise ValueError(f"reward_model: {wrong[0]}, and {self.name!r} reads 1 to {self.context}; shorten max_tokens or take another model")
+        if wrong := [
+            f"row {i} has {len(row)} tokens" for i, row in enumerate(rows) if not 0 < len(row) <= self.context
+        ]:
+            raise ValueError(
+                f"reward_model: {wrong[0]}, and {self.name!r} reads 1 to {self.context}; shorten max_tokens or take another model"
+            )
         scores_R, device = np.zeros(len(rows), np.float32), next(self.model.parameters()).device
         for batch in portions([len(row) for row in rows], micro_tokens):
             tokens_RT, lengths_R = padded([rows[i] for i in batch], self.pad_id)
@@ -157,9 +198,13 @@ def load_reward_model(name: str, device: str = "cpu", dtype: str = "float32") ->
     model, tokenizer = load_value_model(name, device, dtype), load_tokenizer(name, locate(name))
     text = model.config.get_text_config()
     eos = [getattr(text, "eos_token_id", None), tokenizer.eos_token_id]
-    stop = tuple(sorted({i for each in eos if each is not None for i in (each if isinstance(each, (list, tuple)) else [each])}))
+    stop = tuple(
+        sorted({i for each in eos if each is not None for i in (each if isinstance(each, (list, tuple)) else [each])})
+    )
     if not stop:
-        raise ValueError(f"reward_model: {name!r} has no stop token, so nothing says where a response ends; set eos_token in its tokenizer")
+        raise ValueError(
+            f"reward_model: {name!r} has no stop token, so nothing says where a response ends; set eos_token in its tokenizer"
+        )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop[0]
     return RewardModel(name, model, tokenizer, stop, pad, context_length(model, tokenizer))
 

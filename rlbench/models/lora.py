@@ -20,7 +20,15 @@ ALL = "all-linear"
 
 def linear_layers(model: torch.nn.Module) -> tuple[str, ...]:
     "Names that adapters can be put beside: the last part of the name of every linear layer of the body, sorted."
-    return tuple(sorted({name.rpartition(".")[2] for name, module in model.base_model.named_modules() if type(module) is torch.nn.Linear}))
+    return tuple(
+        sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.base_model.named_modules()
+                if type(module) is torch.nn.Linear
+            }
+        )
+    )
 
 
 def chosen(model: torch.nn.Module, targets: str | Sequence[str] = ALL) -> tuple[str, ...]:
@@ -34,11 +42,24 @@ def chosen(model: torch.nn.Module, targets: str | Sequence[str] = ALL) -> tuple[
     return tuple(dict.fromkeys(asked))
 
 # %% ../../nbs/models/04_lora.ipynb #adapter-adapt
-def adapt(model: torch.nn.Module, rank: int, alpha: float = 16.0, targets: str | Sequence[str] = ALL, dropout: float = 0.0, seed: int = 0) -> torch.nn.Module:
+def adapt(
+    model: torch.nn.Module,
+    rank: int,
+    alpha: float = 16.0,
+    targets: str | Sequence[str] = ALL,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> torch.nn.Module:
     "Put adapters beside linear layers of a Hugging Face model, in place, and freeze the rest; returns the model. ValueError for an unknown layer."
     from peft import LoraConfig, inject_adapter_in_model
 
-    told = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(chosen(model, targets)), lora_dropout=dropout, task_type="CAUSAL_LM")
+    told = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(chosen(model, targets)),
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(seed)
         inject_adapter_in_model(told, model)
@@ -66,7 +87,9 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 @torch.no_grad()
-def merged(base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+def merged(
+    base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float
+) -> dict[str, torch.Tensor]:
     "Hugging Face name -> tensor: `base` with scale * B A added to the weights that have an adapter. KeyError for an adapter of a layer that `base` does not have."
     named = dict(base)
     for name in (name for name in adapters if name.endswith(A)):
@@ -83,7 +106,12 @@ def save_trained(policy: Policy, folder: Path | str, state: Mapping[str, torch.T
     base, own = base_weights(model, state), adapters(model, state)
     if not own:
         return save_policy(policy, folder, None if state is None else base)
-    return save_policy(policy, folder, merged(base, own, scale_of(model)), lambda aside: save_adapter(model, policy.name, own, aside / "adapter"))
+    return save_policy(
+        policy,
+        folder,
+        merged(base, own, scale_of(model)),
+        lambda aside: save_adapter(model, policy.name, own, aside / "adapter"),
+    )
 
 
 def save_adapter(model: torch.nn.Module, name: str, own: Mapping[str, torch.Tensor], folder: Path) -> None:

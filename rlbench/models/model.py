@@ -35,7 +35,9 @@ def locate(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"model: the folder {name!r} has no config.json; give a folder that save_pretrained wrote")
+            raise FileNotFoundError(
+                f"model: the folder {name!r} has no config.json; give a folder that save_pretrained wrote"
+            )
         return str(path)
     if not name or path.exists() or name[0] in "./~" or name.count("/") > 1 or "\\" in name:
         raise FileNotFoundError(
@@ -60,7 +62,11 @@ def stop_tokens(model, tokenizer) -> tuple[int, ...]:
     "Token ids that end a response, sorted: those of the tokenizer, the model's configuration and its generation settings. ValueError if there is none."
     text = model.config.get_text_config()
     found = set()
-    for ids in (tokenizer.eos_token_id, getattr(text, "eos_token_id", None), getattr(model.generation_config, "eos_token_id", None)):
+    for ids in (
+        tokenizer.eos_token_id,
+        getattr(text, "eos_token_id", None),
+        getattr(model.generation_config, "eos_token_id", None),
+    ):
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     if not found:
         raise ValueError(
@@ -101,7 +107,9 @@ def load_tokenizer(name: str, source: str):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-    raise ValueError(f"model: {name!r} has no tokenizer that loads ({reason}); put one beside the model with tokenizer.save_pretrained")
+    raise ValueError(
+        f"model: {name!r} has no tokenizer that loads ({reason}); put one beside the model with tokenizer.save_pretrained"
+    )
 
 # %% ../../nbs/models/02_model.ipynb #model-kind
 def check_causal(name: str, config) -> None:
@@ -109,7 +117,7 @@ def check_causal(name: str, config) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     saved = tuple(config.architectures or ())
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else ()
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     causal = [c.__name__ for c in (classes if isinstance(classes, (tuple, list)) else (classes,))]
     if not causal or saved and not set(saved) & set(causal):
         what = " or ".join(saved) or config.model_type
@@ -147,9 +155,13 @@ def load_policy(name: str, device: str = "cpu", dtype: str = "float32") -> Polic
         config = model_config(name, source)
         check_causal(name, config)
         tokenizer = load_tokenizer(name, source)
-        model, report = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True
+        )
     if report["missing_keys"]:
-        raise ValueError(f"model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again")
+        raise ValueError(
+            f"model: {name!r} lacks the weights {', '.join(sorted(report['missing_keys'])[:3])}; save the whole model again"
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
@@ -171,12 +183,20 @@ def own_weights(model):
 def encode_prompt(policy: Policy, prompt: str) -> np.ndarray:
     "int32 [T]: the tokens of a prompt, which may stand for a conversation, through the chat template if the tokenizer has one. ValueError for a prompt without tokens or with text the tokenizer cannot express."
     chat = read_chat(prompt)
-    ids = _rendered(policy, chat.messages, chat.tools, add_generation_prompt=True) if policy.tokenizer.chat_template else policy.tokenizer(plain_chat(chat)).input_ids
+    ids = (
+        _rendered(policy, chat.messages, chat.tools, add_generation_prompt=True)
+        if policy.tokenizer.chat_template
+        else policy.tokenizer(plain_chat(chat)).input_ids
+    )
     return _known(policy, ids, prompt, "tasks: the prompt", "take another model or other tasks")
 
 
 def _rendered(policy: Policy, messages: Sequence[Mapping], tools: Sequence[Mapping] = (), **more) -> list[int]:
-    return list(policy.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, tokenize=True, return_dict=False, **more))
+    return list(
+        policy.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=True, return_dict=False, **more
+        )
+    )
 
 
 def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str) -> np.ndarray:
@@ -184,9 +204,13 @@ def _known(policy: Policy, ids: Sequence[int], text: str, what: str, remedy: str
     if not len(ids):
         raise ValueError(f"{what} {text!r} has no tokens; give it at least one character")
     if policy.tokenizer.unk_token_id is not None and policy.tokenizer.unk_token_id in ids:
-        strange = dict.fromkeys(c for c in text if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids)
+        strange = dict.fromkeys(
+            c for c in text if policy.tokenizer.unk_token_id in policy.tokenizer(c, add_special_tokens=False).input_ids
+        )
         which = " ".join(map(repr, list(strange)[:8])) or "those that its chat template adds"
-        raise ValueError(f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {which}; {remedy}")
+        raise ValueError(
+            f"{what} {text[:60]!r} has characters that the model {policy.name!r} has no tokens for: {which}; {remedy}"
+        )
     return np.asarray(ids, np.int32)
 
 
@@ -209,9 +233,14 @@ def encode_observation(policy: Policy, text: str) -> np.ndarray:
     chat = read_chat(text)
     if policy.tokenizer.chat_template:
         talk = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
-        answered, whole = _rendered(policy, talk), _rendered(policy, [*talk, *chat.messages], add_generation_prompt=True)
-        stops, ends = ([place for place, token in enumerate(ids) if token in policy.stop_ids] for ids in (answered, whole))
-        ids = whole[ends[len(stops) - 1] + 1 if stops else len(answered):]
+        answered, whole = (
+            _rendered(policy, talk),
+            _rendered(policy, [*talk, *chat.messages], add_generation_prompt=True),
+        )
+        stops, ends = (
+            [place for place, token in enumerate(ids) if token in policy.stop_ids] for ids in (answered, whole)
+        )
+        ids = whole[ends[len(stops) - 1] + 1 if stops else len(answered) :]
     else:
         ids = policy.tokenizer(plain_chat(chat), add_special_tokens=False).input_ids
     return _known(policy, ids, text, "environment: the observation", "have the environment say it in others")
@@ -221,7 +250,9 @@ def head_logits(model, hidden_NH: torch.Tensor) -> torch.Tensor:
     "float32 [N, V]: the model's logits for vectors of its body, with the soft cap or factor its configuration asks for."
     config = model.config.get_text_config()
     logits_NV = model.get_output_embeddings()(hidden_NH).float()
-    logits_NV = logits_NV * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    logits_NV = (
+        logits_NV * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    )
     cap = getattr(config, "final_logit_softcapping", None)
     return cap * torch.tanh(logits_NV / cap) if cap else logits_NV
 
@@ -243,14 +274,18 @@ class Fp32Linear(torch.nn.Linear):
 
     def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            return torch.nn.functional.linear(hidden_NH.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return torch.nn.functional.linear(
+                hidden_NH.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+            )
 
 
 def fp32_head(model: torch.nn.Module) -> torch.nn.Module:
     "Have a model's output layer compute in float32, in place; returns the model. ValueError if it is no plain linear layer."
     head = model.get_output_embeddings()
     if type(head) not in (torch.nn.Linear, Fp32Linear):
-        raise ValueError(f'logits: "fp32" needs a plain linear output layer, and {type(model).__name__} has {type(head).__name__}; use logits = "model"')
+        raise ValueError(
+            f'logits: "fp32" needs a plain linear output layer, and {type(model).__name__} has {type(head).__name__}; use logits = "model"'
+        )
     head.__class__ = Fp32Linear  # the parameters stay the same objects, tied ones included
     return model
 
@@ -258,6 +293,7 @@ def fp32_head(model: torch.nn.Module) -> torch.nn.Module:
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
     "Sampling masks of R rows on the model's device. `counts_RT` int64 [R, T]: tokens kept at each place, 0: all; `ids` int64: which ones, row by row."
+
     counts_RT: torch.Tensor
     ids: torch.Tensor
 
@@ -270,7 +306,9 @@ class KeptTokens:
         return place_M, self.ids[(ends_N - counts_N)[place_M] + within_M]
 
 
-def kept_tokens(masks: Sequence[SamplingMask | None], width: int, device: torch.device | str = "cpu") -> KeptTokens | None:
+def kept_tokens(
+    masks: Sequence[SamplingMask | None], width: int, device: torch.device | str = "cpu"
+) -> KeptTokens | None:
     "The masks of R rows, laid out for `width` columns; None if no row has one."
     if all(mask is None for mask in masks):
         return None
@@ -289,16 +327,22 @@ def _within_mask(logits_NV: torch.Tensor, place_M: torch.Tensor, ids_M: torch.Te
     return logits_NV.masked_fill(~kept_NV & kept_NV.any(-1, keepdim=True), -torch.inf)
 
 
-def _chunk(model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor, place_M=None, ids_M=None) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk(
+    model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor, place_M=None, ids_M=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits_NV = head_logits(model, hidden_NH) / temperature_N[:, None]
     if place_M is not None:
         logits_NV = _within_mask(logits_NV, place_M, ids_M)
     logprobs_NV = torch.log_softmax(logits_NV, -1)
-    finite_NV = logprobs_NV if place_M is None else logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0)  # 0 log 0 is 0
+    finite_NV = (
+        logprobs_NV if place_M is None else logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0)
+    )  # 0 log 0 is 0
     return logprobs_NV.gather(-1, tokens_N[:, None])[:, 0], -(logprobs_NV.exp() * finite_NV).sum(-1)
 
 
-def _chunks(model, hidden_NH, tokens_N, temperature_N, size: int, masks: Callable | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunks(
+    model, hidden_NH, tokens_N, temperature_N, size: int, masks: Callable | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     "`masks(start, stop)`: the tokens kept at a stretch of the N places, as `KeptTokens.at` gives them."
     parts = list(zip(hidden_NH.split(size), tokens_N.split(size), temperature_N.split(size)))
     if masks is not None:
@@ -328,15 +372,25 @@ def token_logprobs(
     if not bool((temperature_R > 0).all()):
         raise ValueError(f"temperature: {float(temperature_R.min())} gives no distribution; use a temperature above 0")
     hidden_RTH = model.base_model(input_ids=tokens_RT, use_cache=False).last_hidden_state
-    wanted_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None] < lengths_R.to(tokens_RT.device)[:, None]
+    wanted_RT = (
+        torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None] < lengths_R.to(tokens_RT.device)[:, None]
+    )
     wanted_RT = wanted_RT if mask_RT is None else wanted_RT & mask_RT.bool()
     wanted_RT[:, 0] = False
     rows_N, columns_N = wanted_RT.nonzero(as_tuple=True)
-    return flat_logprobs(model, hidden_RTH[rows_N, columns_N - 1], tokens_RT, rows_N, columns_N, temperature_R, elements, kept)
+    return flat_logprobs(
+        model, hidden_RTH[rows_N, columns_N - 1], tokens_RT, rows_N, columns_N, temperature_R, elements, kept
+    )
 
 
 def flat_logprobs(
-    model, hidden_NH: torch.Tensor, tokens_RT: torch.Tensor, rows_N: torch.Tensor, columns_N: torch.Tensor, temperature_R: torch.Tensor, elements: int = 2**24,
+    model,
+    hidden_NH: torch.Tensor,
+    tokens_RT: torch.Tensor,
+    rows_N: torch.Tensor,
+    columns_N: torch.Tensor,
+    temperature_R: torch.Tensor,
+    elements: int = 2**24,
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "Log-probability and entropy [R, T] of the tokens at (row, column), each predicted from its hidden vector, over the tokens `kept`; zero elsewhere. At most `elements` logits exist at a time."
@@ -345,7 +399,9 @@ def flat_logprobs(
         return zeros_RT, zeros_RT.clone()
     size = max(1, elements // model.get_output_embeddings().weight.shape[0])
     masks = None if kept is None else lambda start, stop: kept.at(rows_N[start:stop], columns_N[start:stop])
-    logprobs_N, entropy_N = _chunks(model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size, masks)
+    logprobs_N, entropy_N = _chunks(
+        model, hidden_NH, tokens_RT[rows_N, columns_N].long(), temperature_R[rows_N], size, masks
+    )
     return zeros_RT.index_put((rows_N, columns_N), logprobs_N), zeros_RT.index_put((rows_N, columns_N), entropy_N)
 
 # %% ../../nbs/models/02_model.ipynb #model-names
@@ -377,7 +433,10 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def save_policy(
-    policy: Policy, folder: Path | str, weights: Mapping[str, torch.Tensor] | None = None, beside: Callable[[Path], None] | None = None
+    policy: Policy,
+    folder: Path | str,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     "Write the policy as a Hugging Face folder, replacing an earlier one. `weights`: others than its own; `beside(folder)` writes more into it before it is there."
     folder = Path(folder)

@@ -16,7 +16,14 @@ def none(old_RT, sampler_RT):
     return old_RT.detach() * 0 + 1
 
 
-def tis(old_RT, sampler_RT, *, cap: Knob(1, 100, help="largest weight of a token; larger ratios are cut to it. Higher values: less bias, more variance") = 2.0):
+def tis(
+    old_RT,
+    sampler_RT,
+    *,
+    cap: Knob(
+        1, 100, help="largest weight of a token; larger ratios are cut to it. Higher values: less bias, more variance"
+    ) = 2.0,
+):
     "Truncated importance weight min(pi_old / mu, cap) per token, without gradient (fengyao.notion.site/off-policy-rl)."
     return (old_RT.detach() - sampler_RT).exp().clip(max=cap)
 
@@ -44,7 +51,12 @@ def icepop(
     return mis(old_RT, sampler_RT, low=low, high=high)
 
 
-def decoupled(old_RT, sampler_RT, *, cap: Knob(1, 100, help="drop tokens with a larger ratio of trainer to sampler probability") = 5.0):
+def decoupled(
+    old_RT,
+    sampler_RT,
+    *,
+    cap: Knob(1, 100, help="drop tokens with a larger ratio of trainer to sampler probability") = 5.0,
+):
     "Importance weight pi_old / mu per token, 0 above the cap: the behaviour weight of decoupled PPO (arXiv 2110.00641, 2505.24298)."
     return mis(old_RT, sampler_RT, low=0.0, high=cap)
 
@@ -53,7 +65,13 @@ def _product(old_RT, sampler_RT, mask_RT):
     return ((old_RT.detach() - sampler_RT).where(mask_RT.bool(), 0).sum(1, keepdim=True)).exp().expand_as(old_RT)
 
 
-def sequence_tis(old_RT, sampler_RT, mask_RT, *, cap: Knob(1, 100, help="largest weight of a sequence; a larger product of ratios is cut to it") = 2.0):
+def sequence_tis(
+    old_RT,
+    sampler_RT,
+    mask_RT,
+    *,
+    cap: Knob(1, 100, help="largest weight of a sequence; a larger product of ratios is cut to it") = 2.0,
+):
     "min(product of a sequence's ratios, cap), at each of its tokens."
     return _product(old_RT, sampler_RT, mask_RT).clip(max=cap)
 
@@ -84,19 +102,42 @@ def geometric(
     return ((mean_R1 >= low) & (mean_R1 <= high)).to(old_RT.dtype).expand_as(old_RT)
 
 
-def k3_mask(old_RT, sampler_RT, mask_RT, *, bound: Knob(0, 100, unit="nats", help="drop sequences whose mean k3 divergence from the sampler is larger") = 0.01):
+def k3_mask(
+    old_RT,
+    sampler_RT,
+    mask_RT,
+    *,
+    bound: Knob(0, 100, unit="nats", help="drop sequences whose mean k3 divergence from the sampler is larger") = 0.01,
+):
     "1 at the tokens of a sequence whose mean of c - 1 - log c is at most `bound`, else 0."
     log_RT = old_RT.detach() - sampler_RT
     return (over_sequence(log_RT.exp() - 1 - log_RT, mask_RT) <= bound).to(old_RT.dtype).expand_as(old_RT)
 
 
-def veto(old_RT, sampler_RT, mask_RT, *, low: Knob(0, 1, help="drop a sequence when one of its tokens has a smaller ratio") = 1e-4):
+def veto(
+    old_RT,
+    sampler_RT,
+    mask_RT,
+    *,
+    low: Knob(0, 1, help="drop a sequence when one of its tokens has a smaller ratio") = 1e-4,
+):
     "0 at the tokens of a sequence that has any ratio below `low`, else 1."
     bad_RT = ((old_RT.detach() - sampler_RT).exp() < low) & mask_RT.bool()
     return (~bad_RT.any(1, keepdim=True)).to(old_RT.dtype).expand_as(old_RT)
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-m2po
-def m2po(old_RT, sampler_RT, whole_RT, *, tau: Knob(0, 100, unit="nats^2", help="largest mean squared log-ratio of the batch; the most extreme tokens are dropped until it holds") = 0.04):
+def m2po(
+    old_RT,
+    sampler_RT,
+    whole_RT,
+    *,
+    tau: Knob(
+        0,
+        100,
+        unit="nats^2",
+        help="largest mean squared log-ratio of the batch; the most extreme tokens are dropped until it holds",
+    ) = 0.04,
+):
     "Importance weight pi_old / mu, 0 for the tokens whose squared log-ratio must go for the batch's mean to be at most tau (arXiv 2510.01161). Of a whole batch."
     log_RT = old_RT.detach() - sampler_RT
     square_N = (log_RT.double() ** 2)[whole_RT.bool()].sort().values
@@ -108,8 +149,17 @@ def m2po(old_RT, sampler_RT, whole_RT, *, tau: Knob(0, 100, unit="nats^2", help=
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-names
 CORRECTIONS = {
-    "none": none, "tis": tis, "mis": mis, "icepop": icepop, "decoupled": decoupled, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
-    "geometric": geometric, "k3_mask": k3_mask, "veto": veto, "m2po": m2po,
+    "none": none,
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+    "decoupled": decoupled,
+    "sequence_tis": sequence_tis,
+    "sequence_mis": sequence_mis,
+    "geometric": geometric,
+    "k3_mask": k3_mask,
+    "veto": veto,
+    "m2po": m2po,
 }
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-measures

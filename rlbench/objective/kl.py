@@ -21,13 +21,24 @@ def k2(logprobs_RT, reference_RT):
     return (logprobs_RT - reference_RT) ** 2 / 2
 
 
-def k3(logprobs_RT, reference_RT, *, clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0):
+def k3(
+    logprobs_RT,
+    reference_RT,
+    *,
+    clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0,
+):
     "e^u - u - 1 per token with u = log ref - log pi, in nats, at least 0 (GRPO, arXiv 2402.03300); its gradient as a loss is that of KL(ref || pi)."
     u_RT = (reference_RT - logprobs_RT).clamp(-clamp, clamp)
     return u_RT.exp() - u_RT - 1
 
 
-def weighted_k3(logprobs_RT, reference_RT, old_RT, *, clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0):
+def weighted_k3(
+    logprobs_RT,
+    reference_RT,
+    old_RT,
+    *,
+    clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0,
+):
     "k3 times pi / pi_old, gradient through both: unbiased on samples of pi_old, in value and in the gradient of KL(pi || ref) (DeepSeek-V3.2, arXiv 2512.02556)."
     return (logprobs_RT - old_RT.detach()).exp() * k3(logprobs_RT, reference_RT, clamp=clamp)
 
@@ -59,8 +70,16 @@ def adaptive(
     rollouts: int = 0,
     *,
     target: Knob(1e-9, 1000, unit="nats", help="target value of the measured KL or entropy") = 0.02,
-    horizon: Knob(1, 1e9, unit="rollouts", help="rollouts over which the weight changes by at most 20 %. Higher values adapt more slowly") = 10_000.0,
-    hold: Knob(choices=("below", "above"), help="below: raise the weight while the measure is above the target (KL); above: while it is below") = "below",
+    horizon: Knob(
+        1,
+        1e9,
+        unit="rollouts",
+        help="rollouts over which the weight changes by at most 20 %. Higher values adapt more slowly",
+    ) = 10_000.0,
+    hold: Knob(
+        choices=("below", "above"),
+        help="below: raise the weight while the measure is above the target (KL); above: while it is below",
+    ) = "below",
 ) -> float:
     "The weight used last, turned up or down by how far the measure is from its target (arXiv 1909.08593); the configured weight before there is a measure."
     last = weight if last is None else last

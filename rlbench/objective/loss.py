@@ -16,6 +16,7 @@ from ..knobs import Knob
 @dataclass(frozen=True, eq=False)
 class LossTerms:
     "Per-token loss before aggregation, and where a bound took gradient away (boolean). Tensors [R, T]."
+
     loss_RT: object
     clipped_low_RT: object
     clipped_high_RT: object
@@ -172,13 +173,21 @@ def cispo(
     return _weighted(ratio_RT.clamp(1 - low, 1 + high), ratio_RT, logprobs_RT, advantages_RT)
 
 
-def cispo_cap(logprobs_RT, old_RT, advantages_RT, *, cap: Knob(0, 100, help="upper bound of the weight itself (not its distance from 1)") = 5.0) -> LossTerms:
+def cispo_cap(
+    logprobs_RT,
+    old_RT,
+    advantages_RT,
+    *,
+    cap: Knob(0, 100, help="upper bound of the weight itself (not its distance from 1)") = 5.0,
+) -> LossTerms:
     "Log-probability weighted by min(ratio, cap) without gradient: CISPO as ScaleRL (arXiv 2510.13786) and TRL write it."
     ratio_RT = (logprobs_RT - old_RT).detach().exp()
     return _weighted(ratio_RT.clamp(max=cap), ratio_RT, logprobs_RT, advantages_RT)
 
 
-def pipeline(logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 4.0) -> LossTerms:
+def pipeline(
+    logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 4.0
+) -> LossTerms:
     "Log-probability weighted by min(ratio, 1 + high) without gradient (PipelineRL, arXiv 2509.19128); meant for old = sampler and sequence_sum."
     return cispo_cap(logprobs_RT, old_RT, advantages_RT, cap=1 + high)
 
@@ -189,7 +198,15 @@ def supervised(logprobs_RT, old_RT, advantages_RT) -> LossTerms:
     return LossTerms(loss_RT=-logprobs_RT, clipped_low_RT=never_RT, clipped_high_RT=never_RT)
 
 
-def value_loss(values_RT, old_values_RT, returns_RT, *, clip: Knob(0, 1e6, help="largest change of a value within a batch that the loss rewards, in reward units; 0: no bound") = 0.2):
+def value_loss(
+    values_RT,
+    old_values_RT,
+    returns_RT,
+    *,
+    clip: Knob(
+        0, 1e6, help="largest change of a value within a batch that the loss rewards, in reward units; 0: no bound"
+    ) = 0.2,
+):
     "Half the squared error of the critic per token, pessimistic about moves beyond `clip` (arXiv 1707.06347's code; [R, T]). Gradient flows through `values_RT` only."
     error_RT = (values_RT - returns_RT.detach()) ** 2
     if not clip:
@@ -201,6 +218,7 @@ def value_loss(values_RT, old_values_RT, returns_RT, *, clip: Knob(0, 1e6, help=
 @dataclass(frozen=True)
 class Totals:
     "What an optimizer batch holds, counted before it is split: tokens that carry weight, and sequences with at least one."
+
     tokens: int
     sequences: int
 
@@ -221,7 +239,10 @@ def sequence_mean(mask_RT, totals: Totals):
 
 
 def constant(
-    mask_RT, totals: Totals, *, length: Knob(1, 1_000_000, unit="tokens", help="divisor of every sequence's sum; usually max_tokens") = 64
+    mask_RT,
+    totals: Totals,
+    *,
+    length: Knob(1, 1_000_000, unit="tokens", help="divisor of every sequence's sum; usually max_tokens") = 64,
 ):
     "Weight [R, T]: one over a constant length and the batch's sequences (Dr.GRPO, arXiv 2503.20783)."
     return mask_RT / (length * max(totals.sequences, 1))
@@ -233,7 +254,20 @@ def sequence_sum(mask_RT, totals: Totals):
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-names
 LOSSES = {
-    "ppo": ppo, "reinforce": reinforce, "dual_clip": dual_clip, "two_sided": two_sided, "gspo": gspo, "gmpo": gmpo,
-    "cispo": cispo, "cispo_cap": cispo_cap, "pipeline": pipeline, "supervised": supervised,
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "dual_clip": dual_clip,
+    "two_sided": two_sided,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "cispo_cap": cispo_cap,
+    "pipeline": pipeline,
+    "supervised": supervised,
 }
-AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant, "sequence_sum": sequence_sum}
+AGGREGATIONS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant": constant,
+    "sequence_sum": sequence_sum,
+}

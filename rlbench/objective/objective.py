@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..advantage import ADVANTAGES, grpo
+from ..knobs import Named, bind, ingredients_of, nearest, resolve, supply
 from .correction import CORRECTIONS, log_linear, none, tis
 from .kl import KLS, SCHEDULES, constant
-from ..knobs import Named, bind, ingredients_of, nearest, resolve, supply
 from .loss import AGGREGATIONS, LOSSES, Totals, ppo, token_mean
+from .rare_objectives import ZOO_ADVANTAGES, ZOO_CORRECTIONS, ZOO_LOSSES
 from .shaping import INGREDIENTS as SHAPING_INGREDIENTS
 from .shaping import SHAPINGS
 from .shaping import none as unshaped
-from .rare_objectives import ZOO_ADVANTAGES, ZOO_CORRECTIONS, ZOO_LOSSES
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-parts
 def no_kl(logprobs_RT, reference_RT):
@@ -28,14 +28,29 @@ def no_kl(logprobs_RT, reference_RT):
 
 
 PARTS: dict[str, Mapping[str, Callable]] = {
-    "shaping": SHAPINGS, "advantage": {**ADVANTAGES, **ZOO_ADVANTAGES}, "loss": {**LOSSES, **ZOO_LOSSES}, "correction": {**CORRECTIONS, **ZOO_CORRECTIONS},
-    "aggregation": AGGREGATIONS, "kl": {"none": no_kl, **KLS}, "kl_schedule": SCHEDULES, "entropy_schedule": SCHEDULES,
+    "shaping": SHAPINGS,
+    "advantage": {**ADVANTAGES, **ZOO_ADVANTAGES},
+    "loss": {**LOSSES, **ZOO_LOSSES},
+    "correction": {**CORRECTIONS, **ZOO_CORRECTIONS},
+    "aggregation": AGGREGATIONS,
+    "kl": {"none": no_kl, **KLS},
+    "kl_schedule": SCHEDULES,
+    "entropy_schedule": SCHEDULES,
 }
 OLD = ("recomputed", "sampler", "log_linear")
 KL_IN = ("loss", "reward")
-WEIGHTS = ("tis", "mis", "icepop", "sequence_tis", "sequence_mis", "decoupled", "m2po")  # corrections that weigh, and do not only mask
+WEIGHTS = (
+    "tis",
+    "mis",
+    "icepop",
+    "sequence_tis",
+    "sequence_mis",
+    "decoupled",
+    "m2po",
+)  # corrections that weigh, and do not only mask
 RATIOLESS = ("reinforce", "supervised", "dro")  # losses whose gradient carries no ratio
 TO_SAMPLER = ("dppo_tv", "ipo_mask")  # losses whose ratio is to the sampler, whatever `old` says
+
 
 def weighed_twice(old: str, loss: str, correction: str) -> str:
     "What is wrong with a ratio to the sampler beside a correction that weighs by it; empty if nothing is. Names of built-in functions."
@@ -49,12 +64,15 @@ def weighed_twice(old: str, loss: str, correction: str) -> str:
 @dataclass(frozen=True)
 class Objective:
     "What a training step minimises: advantage x loss x correction, added up by the aggregation, plus KL and less entropy. All callables are bound; `old` says whose log-probs the ratio is taken to."
+
     advantage: Callable = grpo  # rewards_R -> advantages_R
     loss: Callable = ppo  # logprobs_RT, old_RT, advantages_RT -> LossTerms
     correction: Callable = none  # old_RT, sampler_RT -> weight_RT
     aggregation: Callable = token_mean  # mask_RT, Totals -> weight_RT
     old: str = "recomputed"  # the trainer's at the batch's start, the "sampler"'s, or "log_linear" between it and the present one
-    partials: Callable = tis  # in the correction's place, for tokens of partial rollouts that are to be corrected in any case
+    partials: Callable = (
+        tis  # in the correction's place, for tokens of partial rollouts that are to be corrected in any case
+    )
     replayed: Callable = tis  # in the correction's place, for rollouts that were trained on before
     shaping: Callable = unshaped  # rewards_R -> rewards_R
     kl: Callable | None = None  # logprobs_RT, reference_RT -> kl_RT
@@ -83,27 +101,61 @@ def one_of(field: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def objective(advantage="grpo", loss="ppo", correction="none", aggregation="token_mean", old="recomputed", kl="none", kl_weight=0.0, kl_in="loss", **more) -> Objective:
+def objective(
+    advantage="grpo",
+    loss="ppo",
+    correction="none",
+    aggregation="token_mean",
+    old="recomputed",
+    kl="none",
+    kl_weight=0.0,
+    kl_in="loss",
+    **more,
+) -> Objective:
     "Names, tables {name, knobs} or `Named` -> Objective; `more`: shaping, kl_schedule, entropy_weight, entropy_schedule. ValueError names an unknown function, an unknown knob or a value out of range."
-    parts = {field: bound_part(field, value) for field, value in dict(advantage=advantage, loss=loss, correction=correction, aggregation=aggregation).items()}
+    parts = {
+        field: bound_part(field, value)
+        for field, value in dict(advantage=advantage, loss=loss, correction=correction, aggregation=aggregation).items()
+    }
     given = {field: bound_part(field, value) if field in PARTS else value for field, value in more.items()}
     return Objective(
-        **parts, old=one_of("old", old, OLD), partials=tis if correction == "none" else parts["correction"],
-        kl=None if kl == "none" else bound_part("kl", kl), kl_weight=kl_weight, kl_in=one_of("kl_in", kl_in, KL_IN), **given,
+        **parts,
+        old=one_of("old", old, OLD),
+        partials=tis if correction == "none" else parts["correction"],
+        kl=None if kl == "none" else bound_part("kl", kl),
+        kl_weight=kl_weight,
+        kl_in=one_of("kl_in", kl_in, KL_IN),
+        **given,
     )
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-asked
 OF_GROUP = (*SHAPING_INGREDIENTS, "batch_R")  # what an advantage may ask for when it is called for one group
 OF_BATCH = (
-    "mask_RT", "groups_R", "sets_R", "lengths_R", "steps_RT", "kl_RT",
-    "sampler_RT", "reference_RT", "teacher_RT", "values_RT", "memory",
+    "mask_RT",
+    "groups_R",
+    "sets_R",
+    "lengths_R",
+    "steps_RT",
+    "kl_RT",
+    "sampler_RT",
+    "reference_RT",
+    "teacher_RT",
+    "values_RT",
+    "memory",
 )  # and when it is called once for the whole batch, which it asks for with mask_RT or groups_R
 MAY_ASK: dict[str, tuple[int, tuple[str, ...]]] = {
-    "shaping": (1, SHAPING_INGREDIENTS), "loss": (3, ("mask_RT", "sampler_RT", "start_RT")),
-    "correction": (2, ("mask_RT", "advantages_RT", "whole_RT")), "replay_correction": (2, ("mask_RT", "advantages_RT", "whole_RT")),
-    "kl": (2, ("sampler_RT", "old_RT")), "kl_schedule": (2, ("last", "measured", "rollouts")),
-    "entropy_schedule": (2, ("last", "measured", "rollouts")), "reward": (1, ()), "verifier": (2, ("pool",)),
-    "environment": (0, ("pool",)), "sampler": (4, ()), "aggregation": (2, ()),
+    "shaping": (1, SHAPING_INGREDIENTS),
+    "loss": (3, ("mask_RT", "sampler_RT", "start_RT")),
+    "correction": (2, ("mask_RT", "advantages_RT", "whole_RT")),
+    "replay_correction": (2, ("mask_RT", "advantages_RT", "whole_RT")),
+    "kl": (2, ("sampler_RT", "old_RT")),
+    "kl_schedule": (2, ("last", "measured", "rollouts")),
+    "entropy_schedule": (2, ("last", "measured", "rollouts")),
+    "reward": (1, ()),
+    "verifier": (2, ("pool",)),
+    "environment": (0, ("pool",)),
+    "sampler": (4, ()),
+    "aggregation": (2, ()),
 }  # by field: how many arguments come first, and the names that may follow
 
 
@@ -123,7 +175,11 @@ def check_ingredients(field: str, name: str, function: Callable) -> None:
     missing = [asked for asked, needed in ingredients_of(function, given).items() if needed and asked not in known]
     if not missing:
         return
-    offered = f"it may ask for {', '.join(known)}" if known else f"it is given {given} argument{'s' * (given != 1)} and nothing else"
+    offered = (
+        f"it may ask for {', '.join(known)}"
+        if known
+        else f"it is given {given} argument{'s' * (given != 1)} and nothing else"
+    )
     if field == "advantage" and known is OF_GROUP:
         offered += f"; or, for the whole batch at once, with mask_RT or groups_R: {', '.join(OF_BATCH)}"
     raise ValueError(
@@ -135,6 +191,7 @@ def check_ingredients(field: str, name: str, function: Callable) -> None:
 @dataclass(frozen=True, eq=False)
 class Tokens:
     "Tensors [R, T] in nats unless said otherwise; gradients flow through `logprobs_RT` and `entropy_RT`."
+
     logprobs_RT: object  # of the policy that is trained
     start_RT: object  # under its weights when the batch began
     sampler_RT: object  # under the policy that wrote them
@@ -151,6 +208,7 @@ class Tokens:
 @dataclass(frozen=True)
 class Weights:
     "What KL and entropy count in this batch, by their schedules."
+
     kl: float = 0.0
     entropy: float = 0.0
 
@@ -159,7 +217,9 @@ def proximal(old: str, t: Tokens):
     "Log-probs [R, T] that the ratio is taken to, without gradient. ValueError if `old` needs versions that are not there."
     if old == "log_linear":
         if t.alpha_RT is None:
-            raise ValueError('old: "log_linear" needs the version of every token, which these do not have; use old = "recomputed"')
+            raise ValueError(
+                'old: "log_linear" needs the version of every token, which these do not have; use old = "recomputed"'
+            )
         return log_linear(t.logprobs_RT.detach(), t.sampler_RT, t.alpha_RT)
     return (t.sampler_RT if old == "sampler" else t.start_RT).detach()
 
@@ -168,7 +228,9 @@ def corrected(objective: Objective, t: Tokens, old_RT):
     "The correction's weights [R, T]: of the run's own, of partials where they are marked, of replayed rollouts."
     compared_RT = t.logprobs_RT.detach() if objective.old == "sampler" else old_RT
     there = dict(mask_RT=t.mask_RT, advantages_RT=t.advantages_RT, whole_RT=t.mask_RT)
-    weight_RT = supply(objective.correction, compared_RT, t.sampler_RT, **there) if t.correction_RT is None else t.correction_RT
+    weight_RT = (
+        supply(objective.correction, compared_RT, t.sampler_RT, **there) if t.correction_RT is None else t.correction_RT
+    )
     for marked_RT, other in ((t.partial_RT, objective.partials), (t.replayed_RT, objective.replayed)):
         if marked_RT is not None and bool(marked_RT.any()):
             weight_RT = weight_RT.where(~marked_RT, supply(other, compared_RT, t.sampler_RT, **there))
@@ -178,6 +240,7 @@ def corrected(objective: Objective, t: Tokens, old_RT):
 @dataclass(frozen=True, eq=False)
 class Value:
     "The objective on some rows: a scalar tensor to differentiate, and its terms [R, T]. `share_RT` is the aggregation's weight; `kl_RT` is None without a KL term."
+
     loss: object
     clipped_low_RT: object
     clipped_high_RT: object
@@ -193,18 +256,41 @@ def divergence(objective: Objective, t: Tokens, old_RT):
     if objective.kl is None or objective.kl_in != "loss":
         return None
     if t.reference_RT is None:
-        raise ValueError('kl: needs the log-probabilities of a reference policy, and these rollouts have none; set reference = "start", or kl = "none"')
+        raise ValueError(
+            'kl: needs the log-probabilities of a reference policy, and these rollouts have none; set reference = "start", or kl = "none"'
+        )
     return supply(objective.kl, t.logprobs_RT, t.reference_RT, sampler_RT=t.sampler_RT, old_RT=old_RT)
 
 
 def evaluate(objective: Objective, t: Tokens, totals: Totals, weights: Weights = Weights()) -> Value:
     "The objective's value and its terms; `totals` are global, `weights` those of KL and entropy."
     old_RT = proximal(objective.old, t)
-    terms = supply(objective.loss, t.logprobs_RT, old_RT, t.advantages_RT, mask_RT=t.mask_RT, sampler_RT=t.sampler_RT, start_RT=t.start_RT)
-    correction_RT, share_RT, kl_RT = corrected(objective, t, old_RT), objective.aggregation(t.mask_RT, totals), divergence(objective, t, old_RT)
+    terms = supply(
+        objective.loss,
+        t.logprobs_RT,
+        old_RT,
+        t.advantages_RT,
+        mask_RT=t.mask_RT,
+        sampler_RT=t.sampler_RT,
+        start_RT=t.start_RT,
+    )
+    correction_RT, share_RT, kl_RT = (
+        corrected(objective, t, old_RT),
+        objective.aggregation(t.mask_RT, totals),
+        divergence(objective, t, old_RT),
+    )
     loss = (terms.loss_RT * share_RT * correction_RT).sum()
     if kl_RT is not None:
         loss = loss + weights.kl * (kl_RT * share_RT).sum()
     if weights.entropy:
         loss = loss - weights.entropy * (t.entropy_RT * share_RT).sum()
-    return Value(loss, terms.clipped_low_RT & t.mask_RT, terms.clipped_high_RT & t.mask_RT, terms.loss_RT, old_RT, correction_RT, share_RT, kl_RT)
+    return Value(
+        loss,
+        terms.clipped_low_RT & t.mask_RT,
+        terms.clipped_high_RT & t.mask_RT,
+        terms.loss_RT,
+        old_RT,
+        correction_RT,
+        share_RT,
+        kl_RT,
+    )

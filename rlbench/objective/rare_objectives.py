@@ -18,18 +18,27 @@ def sapo(
     old_RT,
     advantages_RT,
     *,
-    positive: Knob(0.01, 100, help="gate temperature for positive advantages. Higher values fade updates sooner away from ratio 1") = 1.0,
-    negative: Knob(0.01, 100, help="gate temperature for other advantages. Higher values fade updates sooner away from ratio 1") = 1.05,
+    positive: Knob(
+        0.01, 100, help="gate temperature for positive advantages. Higher values fade updates sooner away from ratio 1"
+    ) = 1.0,
+    negative: Knob(
+        0.01, 100, help="gate temperature for other advantages. Higher values fade updates sooner away from ratio 1"
+    ) = 1.05,
 ) -> LossTerms:
     "Advantage times a sigmoid of the ratio per token: PPO's gradient at ratio 1, fading away from it (arXiv 2511.20347). Nothing is clipped."
     ratio_RT, never_RT = (logprobs_RT - old_RT.detach()).exp(), logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
-    gate = lambda tau: (tau * (ratio_RT - 1)).sigmoid() * 4 / tau
+
+    def gate(tau):
+        return (tau * (ratio_RT - 1)).sigmoid() * 4 / tau
+
     return LossTerms(-gate(positive).where(advantages_RT > 0, gate(negative)) * advantages_RT, never_RT, never_RT)
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-tv
 def _masked(logprobs_RT, sampler_RT, advantages_RT, low_RT, high_RT, spring) -> LossTerms:
     log_RT = logprobs_RT - sampler_RT
-    return LossTerms((-advantages_RT * log_RT.exp()).where(~(low_RT | high_RT), 0) + spring * log_RT**2, low_RT, high_RT)
+    return LossTerms(
+        (-advantages_RT * log_RT.exp()).where(~(low_RT | high_RT), 0) + spring * log_RT**2, low_RT, high_RT
+    )
 
 
 def dppo_tv(
@@ -38,13 +47,27 @@ def dppo_tv(
     advantages_RT,
     sampler_RT,
     *,
-    low: Knob(0, 1, unit="probability", help="drop a token with advantage <= 0 when its probability falls this far below the sampler's") = 0.2,
-    high: Knob(0, 1, unit="probability", help="drop a token with positive advantage when its probability rises this far above the sampler's") = 0.2,
-    spring: Knob(0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler") = 1e-3,
+    low: Knob(
+        0,
+        1,
+        unit="probability",
+        help="drop a token with advantage <= 0 when its probability falls this far below the sampler's",
+    ) = 0.2,
+    high: Knob(
+        0,
+        1,
+        unit="probability",
+        help="drop a token with positive advantage when its probability rises this far above the sampler's",
+    ) = 0.2,
+    spring: Knob(
+        0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler"
+    ) = 1e-3,
 ) -> LossTerms:
     "Advantage times the ratio to the sampler, dropped where the probability moved too far the asked way, plus a squared log-ratio, per token (arXiv 2602.04879)."
     moved_RT, good_RT = logprobs_RT.detach().exp() - sampler_RT.exp(), advantages_RT > 0
-    return _masked(logprobs_RT, sampler_RT, advantages_RT, (moved_RT < -low) & ~good_RT, (moved_RT > high) & good_RT, spring)
+    return _masked(
+        logprobs_RT, sampler_RT, advantages_RT, (moved_RT < -low) & ~good_RT, (moved_RT > high) & good_RT, spring
+    )
 
 
 def ipo_mask(
@@ -53,12 +76,18 @@ def ipo_mask(
     advantages_RT,
     sampler_RT,
     *,
-    bound: Knob(0, 1, unit="probability", help="drop a token when its probability differs from the sampler's by more than this") = 0.2,
-    spring: Knob(0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler") = 1e-3,
+    bound: Knob(
+        0, 1, unit="probability", help="drop a token when its probability differs from the sampler's by more than this"
+    ) = 0.2,
+    spring: Knob(
+        0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler"
+    ) = 1e-3,
 ) -> LossTerms:
     "`dppo_tv` with tokens dropped that moved too far either way, whatever their advantage (prime-rl)."
     moved_RT, any_RT = logprobs_RT.detach().exp() - sampler_RT.exp(), advantages_RT == advantages_RT
-    return _masked(logprobs_RT, sampler_RT, advantages_RT, (moved_RT < -bound) & any_RT, (moved_RT > bound) & any_RT, spring)
+    return _masked(
+        logprobs_RT, sampler_RT, advantages_RT, (moved_RT < -bound) & any_RT, (moved_RT > bound) & any_RT, spring
+    )
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-luspo
 def luspo(
@@ -75,7 +104,15 @@ def luspo(
     return LossTerms(terms.loss_RT * mask_RT.bool().sum(1, keepdim=True), terms.clipped_low_RT, terms.clipped_high_RT)
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-dro
-def dro(logprobs_RT, old_RT, advantages_RT, *, beta: Knob(0, 1000, help="weight of the squared log-ratio. Higher values pull the policy more strongly to ratio 1") = 1.0) -> LossTerms:
+def dro(
+    logprobs_RT,
+    old_RT,
+    advantages_RT,
+    *,
+    beta: Knob(
+        0, 1000, help="weight of the squared log-ratio. Higher values pull the policy more strongly to ratio 1"
+    ) = 1.0,
+) -> LossTerms:
     "Negative advantage times log-probability, plus beta/2 times the squared log-ratio, per token (arXiv 2405.19107). Nothing is clipped."
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
     return LossTerms(-advantages_RT * logprobs_RT + beta / 2 * (logprobs_RT - old_RT.detach()) ** 2, never_RT, never_RT)
@@ -94,19 +131,45 @@ def vespo(
 ) -> LossTerms:
     "Log-probability weighted by e^l W^k e^(-l W) of the sequence's whole ratio W, without gradient (arXiv 2602.10693). Nothing is clipped."
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
-    log_R1 = (over_sequence((logprobs_RT - old_RT).detach(), mask_RT) * mask_RT.bool().sum(1, keepdim=True)).clamp(max=80)  # e^80 is finite
-    phi = lambda k, decay: (decay + k * log_R1 - decay * log_R1.exp()).exp()
+    log_R1 = (over_sequence((logprobs_RT - old_RT).detach(), mask_RT) * mask_RT.bool().sum(1, keepdim=True)).clamp(
+        max=80
+    )  # e^80 is finite
+
+    def phi(k, decay):
+        return (decay + k * log_R1 - decay * log_R1.exp()).exp()
+
     weight_RT = phi(good_k, good_lambda).where(advantages_RT >= 0, phi(bad_k, bad_lambda))
     return LossTerms(-weight_RT * advantages_RT * logprobs_RT, never_RT, never_RT)
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-opsm
-def opsm(old_RT, sampler_RT, mask_RT, advantages_RT, *, delta: Knob(0, 100, unit="nats per token", help="drop tokens with negative advantage if their sequence's mean log-probability falls this far") = 0.5):
+def opsm(
+    old_RT,
+    sampler_RT,
+    mask_RT,
+    advantages_RT,
+    *,
+    delta: Knob(
+        0,
+        100,
+        unit="nats per token",
+        help="drop tokens with negative advantage if their sequence's mean log-probability falls this far",
+    ) = 0.5,
+):
     "0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1 (off-policy sequence masking, arXiv 2512.02556)."
     far_R1 = over_sequence(sampler_RT - old_RT.detach(), mask_RT) > delta
     return (~(far_R1 & (advantages_RT < 0))).to(old_RT.dtype).expand_as(old_RT)
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-rae
-def rae(rewards_R, groups_R, memory, sets_R=None, *, decay: Knob(0, 1, help="share of the running baseline that remains after each rollout. Higher values adapt more slowly") = 0.95) -> np.ndarray:
+def rae(
+    rewards_R,
+    groups_R,
+    memory,
+    sets_R=None,
+    *,
+    decay: Knob(
+        0, 1, help="share of the running baseline that remains after each rollout. Higher values adapt more slowly"
+    ) = 0.95,
+) -> np.ndarray:
     "Reward minus its role's running mean, float64 [R], NaN without a reward (arXiv 2506.24119); `memory` holds the means under 'rae NAME' and is moved on. Needs no group."
     rewards_R = np.asarray(rewards_R, float)
     roles_R = np.asarray([""] * len(rewards_R) if sets_R is None else sets_R, str)

@@ -18,7 +18,18 @@ from ..records import Group, Rollout, StopReason
 from ..reward import overlong_penalty
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-kimi
-def kimi_length(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, unit="reward", help="weight of the length reward, which lies between -0.5 and 0.5. Higher values shorten responses") = 0.5) -> np.ndarray:
+def kimi_length(
+    rewards_R,
+    lengths_R,
+    correct_R,
+    *,
+    weight: Knob(
+        0,
+        10,
+        unit="reward",
+        help="weight of the length reward, which lies between -0.5 and 0.5. Higher values shorten responses",
+    ) = 0.5,
+) -> np.ndarray:
     "Reward plus Kimi k1.5's length reward, float64 [R] (arXiv 2501.12599). The scale is set by the members that have a reward."
     rewards_R, lengths_R = np.asarray(rewards_R, float), np.asarray(lengths_R, float)
     judged = lengths_R[~np.isnan(rewards_R)]
@@ -28,8 +39,16 @@ def kimi_length(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, unit="re
     return rewards_R + weight * np.where(correct_R, lambda_R, np.minimum(0.0, lambda_R))
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-share
-def length_share(rewards_R, lengths_R, turns_R=None, *, tokens: Knob(0, 10, help="penalty of the longest response, as a multiple of the group's mean reward") = 0.1,
-                 turns: Knob(0, 10, help="penalty of the episode with the most turns, as a multiple of the group's mean reward") = 0.0) -> np.ndarray:
+def length_share(
+    rewards_R,
+    lengths_R,
+    turns_R=None,
+    *,
+    tokens: Knob(0, 10, help="penalty of the longest response, as a multiple of the group's mean reward") = 0.1,
+    turns: Knob(
+        0, 10, help="penalty of the episode with the most turns, as a multiple of the group's mean reward"
+    ) = 0.0,
+) -> np.ndarray:
     "Reward minus mean reward x (tokens x length / longest + turns x turns / most), float64 [R]. Only members that have a reward set mean and maxima."
     rewards_R = np.asarray(rewards_R, float)
     judged_R = ~np.isnan(rewards_R)
@@ -44,7 +63,13 @@ def _share(counts_R, judged_R: np.ndarray) -> np.ndarray:
     return counts_R / max(1.0, counts_R[judged_R].max())
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-efficiency
-def efficiency(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, help="weight of the bonus for short right answers; the bonus is at most weight x reward") = 1.0) -> np.ndarray:
+def efficiency(
+    rewards_R,
+    lengths_R,
+    correct_R,
+    *,
+    weight: Knob(0, 10, help="weight of the bonus for short right answers; the bonus is at most weight x reward") = 1.0,
+) -> np.ndarray:
     "Reward of right answers times 1 + weight x their saving below the mean length of right answers, float64 [R]."
     rewards_R, lengths_R = np.asarray(rewards_R, float), np.asarray(lengths_R, float)
     right_R = np.asarray(correct_R, bool) & ~np.isnan(rewards_R)
@@ -54,10 +79,18 @@ def efficiency(rewards_R, lengths_R, correct_R, *, weight: Knob(0, 10, help="wei
     return np.where(right_R, rewards_R * (1 + weight * saving_R), rewards_R)
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-overlong
-def soft_overlong(rewards_R, lengths_R, truncated_R, *, cache: Knob(0, 65536, unit="tokens", help="length of the penalty's slope below the limit") = 20,
-                  limit: Knob(1, 10_000_000, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64) -> np.ndarray:
+def soft_overlong(
+    rewards_R,
+    lengths_R,
+    truncated_R,
+    *,
+    cache: Knob(0, 65536, unit="tokens", help="length of the penalty's slope below the limit") = 20,
+    limit: Knob(1, 10_000_000, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64,
+) -> np.ndarray:
     "Reward plus DAPO's soft overlong penalty, float64 [R]; a truncated response pays 1 whatever the limit (arXiv 2503.14476)."
-    penalty_R = [-1.0 if cut else overlong_penalty(int(length), limit, cache) for length, cut in zip(lengths_R, truncated_R)]
+    penalty_R = [
+        -1.0 if cut else overlong_penalty(int(length), limit, cache) for length, cut in zip(lengths_R, truncated_R)
+    ]
     return np.asarray(rewards_R, float) + penalty_R
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-truncated
@@ -72,13 +105,19 @@ def none(rewards_R) -> np.ndarray:
 
 
 SHAPINGS: dict[str, Callable] = {
-    "none": none, "kimi_length": kimi_length, "length_share": length_share, "efficiency": efficiency, "soft_overlong": soft_overlong, "mask_truncated": mask_truncated,
+    "none": none,
+    "kimi_length": kimi_length,
+    "length_share": length_share,
+    "efficiency": efficiency,
+    "soft_overlong": soft_overlong,
+    "mask_truncated": mask_truncated,
 }
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-facts
 @dataclass(frozen=True, eq=False)
 class Facts:
     "What is known of a group's R rollouts besides their rewards; K names of reward parts."
+
     lengths_R: np.ndarray  # int64: response tokens
     correct_R: np.ndarray  # bool: the verifier said yes
     truncated_R: np.ndarray  # bool: stopped by the length limit
@@ -90,16 +129,37 @@ class Facts:
 INGREDIENTS = tuple(Facts.__annotations__)
 
 
-def facts(lengths: Sequence[int], correct: Sequence[bool | None], truncated: Sequence[bool], turns: Sequence[int], parts: Sequence[Sequence[tuple[str, float]]]) -> Facts:
+def facts(
+    lengths: Sequence[int],
+    correct: Sequence[bool | None],
+    truncated: Sequence[bool],
+    turns: Sequence[int],
+    parts: Sequence[Sequence[tuple[str, float]]],
+) -> Facts:
     "The record of a group from one entry per rollout; `parts`: (name, value) pairs of each."
     names_K = tuple(dict.fromkeys(name for row in parts for name, _ in row))
-    parts_RK = np.array([[dict(row).get(name, np.nan) for name in names_K] for row in parts], float).reshape(len(parts), len(names_K))
-    return Facts(np.array(lengths, np.int64), np.array([bool(c) for c in correct], bool), np.array(truncated, bool), np.array(turns, np.int64), parts_RK, names_K)
+    parts_RK = np.array([[dict(row).get(name, np.nan) for name in names_K] for row in parts], float).reshape(
+        len(parts), len(names_K)
+    )
+    return Facts(
+        np.array(lengths, np.int64),
+        np.array([bool(c) for c in correct], bool),
+        np.array(truncated, bool),
+        np.array(turns, np.int64),
+        parts_RK,
+        names_K,
+    )
 
 
 def facts_of(rollouts: Sequence[Rollout]) -> Facts:
     "The record of these rollouts."
-    return facts([r.length for r in rollouts], [r.correct for r in rollouts], [r.reason is StopReason.LENGTH for r in rollouts], [len(r.responses) for r in rollouts], [r.parts for r in rollouts])
+    return facts(
+        [r.length for r in rollouts],
+        [r.correct for r in rollouts],
+        [r.reason is StopReason.LENGTH for r in rollouts],
+        [len(r.responses) for r in rollouts],
+        [r.parts for r in rollouts],
+    )
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-shaped
 def reshape(shaping: Callable, rewards_R, known: Facts) -> np.ndarray:
@@ -112,7 +172,10 @@ def reshape(shaping: Callable, rewards_R, known: Facts) -> np.ndarray:
         after_R = np.zeros(0)
     if after_R.shape != before_R.shape or np.isinf(after_R).any():
         text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        raise FunctionFailed("shaping", f"shaping {function_name(shaping)}: returned {text} for {len(before_R)} rewards; return one number for each, NaN for none")
+        raise FunctionFailed(
+            "shaping",
+            f"shaping {function_name(shaping)}: returned {text} for {len(before_R)} rewards; return one number for each, NaN for none",
+        )
     return np.where(np.isnan(before_R), np.nan, after_R)
 
 

@@ -17,6 +17,7 @@ from ..models.hardware import TokenPrices
 @dataclass(frozen=True)
 class Fleet:
     "Machines that a run keeps busy: GPUs, their price an hour, and dollars an hour for everything beside them (sandboxes, processors, storage) by name."
+
     gpus: int
     gpu_hour: float
     beside: tuple[tuple[str, float], ...] = ()
@@ -35,6 +36,7 @@ class Fleet:
 @dataclass(frozen=True)
 class Batch:
     "One trained batch: rollouts, tokens of them all (prompts included), mean seconds from a rollout's start to its end, seconds since the batch before."
+
     rollouts: int
     tokens: float
     latency: float
@@ -64,7 +66,10 @@ def wall_clock(fleet: Fleet, batch: Batch, beside: bool = False) -> float:
 # %% ../../nbs/planning/03_cost.ipynb #cost-lines
 def lines(fleet: Fleet, batch: Batch) -> tuple[tuple[str, float], ...]:
     "Dollars per million tokens, billed by the clock, for each line of the invoice: the GPUs first. They add up to `wall_clock` with `beside`."
-    return tuple((name, per_million(hourly, batch.wall, batch.tokens)) for name, hourly in (("GPUs", fleet.gpus_hourly), *fleet.beside))
+    return tuple(
+        (name, per_million(hourly, batch.wall, batch.tokens))
+        for name, hourly in (("GPUs", fleet.gpus_hourly), *fleet.beside)
+    )
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-prices
 def token_priced(prices: TokenPrices, batch: Batch) -> float:
@@ -76,11 +81,15 @@ def token_priced(prices: TokenPrices, batch: Batch) -> float:
 AVERAGES = ("total", "mean")
 
 
-def over_batches(fleet: Fleet, batches: Sequence[Batch], convention: str = "wall", average: str = "total", beside: bool = False) -> float:
+def over_batches(
+    fleet: Fleet, batches: Sequence[Batch], convention: str = "wall", average: str = "total", beside: bool = False
+) -> float:
     "Dollars per million tokens of several batches. ValueError for an unknown convention or average."
     seconds = {"wall": lambda b: b.wall, "latency": lambda b: b.latency}.get(convention)
     if seconds is None or average not in AVERAGES:
-        raise ValueError(f"{'convention' if seconds is None else 'average'}: {convention if seconds is None else average!r} is unknown; choose from {', '.join(('wall', 'latency') if seconds is None else AVERAGES)}")
+        raise ValueError(
+            f"{'convention' if seconds is None else 'average'}: {convention if seconds is None else average!r} is unknown; choose from {', '.join(('wall', 'latency') if seconds is None else AVERAGES)}"
+        )
     hourly = fleet.hourly if beside else fleet.gpus_hourly
     if average == "mean":
         return sum(per_million(hourly, seconds(b), b.tokens) for b in batches) / len(batches)
@@ -106,6 +115,7 @@ def wasted(spent: Mapping[str, float], useful: Iterable[str] = ("trained", "eval
 @dataclass(frozen=True)
 class Owned:
     "A server bought: dollars, GPUs in it, years of life, interest a year, share of its price that is left at the end, dollars a GPU and hour to run it."
+
     capital: float
     gpus: int = 8
     years: float = 6.0

@@ -28,14 +28,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..loop.config import FUNCTIONS, RunConfig, captured_functions, load_config, make_config, read_config, value_of, with_knob
-from ..knobs import key_of
-from ..runtime.forecasts import Figures, Prediction, dollars, filling, happened
 from ..base.ledger import read_table
+from ..knobs import key_of
+from rlbench.loop.config import (
+    FUNCTIONS,
+    RunConfig,
+    captured_functions,
+    load_config,
+    make_config,
+    read_config,
+    value_of,
+    with_knob,
+)
 from .queueing import group_shares, mean_below, staleness_of, tail_factor
 from .simulator import Decode, KnownRollout, Simulated, Spread, Step, World, simulate
-from ..runtime.steer import in_force
+from ..runtime.forecasts import Figures, Prediction, dollars, filling, happened
 from ..runtime.run_reader import at_version, over_time
+from ..runtime.steer import in_force
 
 if TYPE_CHECKING:
     import polars as pl
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Estimate:
     "A parameter, its 90 % range, observations, whether it is `measured` or `assumed`, and its unit."
+
     value: float
     low: float
     high: float
@@ -52,13 +62,17 @@ class Estimate:
     unit: str = ""
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} {self.unit}".strip() + (f" ({self.low:.4g} to {self.high:.4g}, n = {self.count})" if self.source == "measured" else " (assumed)")
+        return f"{self.value:.4g} {self.unit}".strip() + (
+            f" ({self.low:.4g} to {self.high:.4g}, n = {self.count})" if self.source == "measured" else " (assumed)"
+        )
 
 
 BLOCKS, Z90 = 8, 1.645
 
 
-def jackknife(count: int, figure: Callable[[np.ndarray], np.ndarray], mixed: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def jackknife(
+    count: int, figure: Callable[[np.ndarray], np.ndarray], mixed: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     "Values of `figure` over all of `count` observations in order of time, and their standard errors. `figure(keep)`: a mask of observations -> float64 [F]; `mixed`: nothing drifts with time, so a block has observations of all of it."
     whole, blocks = figure(np.ones(count, bool)), min(BLOCKS, count)
     part = np.arange(count) % max(1, blocks) if mixed else np.arange(count) * blocks // max(1, count)
@@ -71,8 +85,12 @@ def estimate(values: np.ndarray, unit: str = "", weights: np.ndarray | None = No
     if not len(values):
         return Estimate(0.0, 0.0, 0.0, 0, "assumed", unit)
     weights = np.ones(len(values)) if weights is None else weights
-    (value,), (error,) = jackknife(len(values), lambda keep: np.array([np.average(values[keep], weights=weights[keep])]))
-    return Estimate(float(value), float(max(0.0, value - Z90 * error)), float(value + Z90 * error), len(values), "measured", unit)
+    (value,), (error,) = jackknife(
+        len(values), lambda keep: np.array([np.average(values[keep], weights=weights[keep])])
+    )
+    return Estimate(
+        float(value), float(max(0.0, value - Z90 * error)), float(value + Z90 * error), len(values), "measured", unit
+    )
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-nonnegative
 def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -90,6 +108,7 @@ def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class Turns:
     "Finished turns, in order of their ends; arrays [N]: seconds at which each began and ended, tokens, and sequences at work in its generator meanwhile (mean over its time), seconds of these in which a batch was trained. `loads`: of each generator (second, sequences at work from then on)."
+
     begin: np.ndarray
     end: np.ndarray
     tokens: np.ndarray
@@ -101,6 +120,7 @@ class Turns:
 @dataclass
 class Bench:
     "A generator as the log shows it: what runs (key -> when it began), what waits, its changes of load (time, sequences at work)."
+
     running: dict = field(default_factory=dict)
     line: deque = field(default_factory=deque)
     loads: list = field(default_factory=list)
@@ -112,9 +132,13 @@ class Bench:
         self.loads.append((now, len(self.running)))
 
 
-def spans_of(at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], ends: Mapping[int, float]) -> list[tuple[float, float]]:
+def spans_of(
+    at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], ends: Mapping[int, float]
+) -> list[tuple[float, float]]:
     "(begin, end) of every training whose version was made; `ends`: version -> when."
-    return [(when, ends[t["version"]]) for when, kind, t in zip(at, kinds, told) if kind == "Train" and t["version"] in ends]
+    return [
+        (when, ends[t["version"]]) for when, kind, t in zip(at, kinds, told) if kind == "Train" and t["version"] in ends
+    ]
 
 
 def overlap(points: np.ndarray, spans: Sequence[tuple[float, float]]) -> np.ndarray:
@@ -128,7 +152,13 @@ def overlap(points: np.ndarray, spans: Sequence[tuple[float, float]]) -> np.ndar
     return np.where(i == 0, 0.0, whole[last] + np.minimum(points, ends[last]) - begins[last])
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-turns-two
-def turns_of(at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], slots_at: Sequence[tuple[float, int]], spans: Sequence[tuple[float, float]]) -> Turns:
+def turns_of(
+    at: Sequence[float],
+    kinds: Sequence[str],
+    told: Sequence[Mapping],
+    slots_at: Sequence[tuple[float, int]],
+    spans: Sequence[tuple[float, float]],
+) -> Turns:
     "The finished turns of a log of events: seconds, kinds, fields. `slots_at`: (second, sequences that a generator may have at work from then on), in order."
     benches: dict[str, Bench] = {}
     whose, written, stopped, rows = {}, {}, set(), []
@@ -161,32 +191,66 @@ def turns_of(at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping],
     for name, bench in benches.items():
         mine = np.array([row[3] == name for row in rows], bool)
         beside[mine] = _mean_load(bench.loads, begin[mine], end[mine])
-    return Turns(begin, end, tokens, beside, overlap(end, spans) - overlap(begin, spans), [bench.loads for bench in benches.values()])
+    return Turns(
+        begin,
+        end,
+        tokens,
+        beside,
+        overlap(end, spans) - overlap(begin, spans),
+        [bench.loads for bench in benches.values()],
+    )
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-turns-two-part-2
 def writing_share(turns: Turns, begin: float, end: float) -> float:
     "Share of the time between two moments in which a generator had something to write, in the mean of the generators; 1 if nothing is known of any."
     span = np.array([begin]), np.array([end])
-    return float(np.mean([_mean_load([(when, min(count, 1)) for when, count in loads], *span)[0] for loads in turns.loads])) if turns.loads else 1.0
+    return (
+        float(
+            np.mean([_mean_load([(when, min(count, 1)) for when, count in loads], *span)[0] for loads in turns.loads])
+        )
+        if turns.loads
+        else 1.0
+    )
 
 
 def _mean_load(loads: Sequence[tuple[float, int]], begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     when, count = np.array([each[0] for each in loads]), np.array([each[1] for each in loads], float)
     area = np.concatenate([[0.0], np.cumsum(np.diff(when) * count[:-1])])
-    upto = lambda points: np.interp(points, when, area)
+
+    def upto(points):
+        return np.interp(points, when, area)
+
     return (upto(end) - upto(begin)) / (end - begin)
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-decode
 MOST_TRAINING = 0.5  # share of its pace that a generator can lose to training
+
+
 UNKNOWN = 0.4  # standard error of the part of a token's time that goes with the sequences beside it, where the run cannot tell: from nothing to most of it
-VARIES, LEAST_UNSURE = 0.05, 0.1  # how much the load of turns must vary for it to tell what it costs (standard deviation over mean); least standard error of that
-LITTLE, LONG = 0.02, 20.0  # with so much the end of a run on the virtual clock, where the load falls, can tell it, if a turn takes as many looks of its generator: nothing drifts there, and a look more or less is little
-SURE, ALWAYS = 3.0, 0.08  # standard errors from which on training is said to slow a generator down; how much its share of turns must vary (standard deviation) for it to tell that
+
+
+VARIES, LEAST_UNSURE = (
+    0.05,
+    0.1,
+)  # how much the load of turns must vary for it to tell what it costs (standard deviation over mean); least standard error of that
+
+
+LITTLE, LONG = (
+    0.02,
+    20.0,
+)  # with so much the end of a run on the virtual clock, where the load falls, can tell it, if a turn takes as many looks of its generator: nothing drifts there, and a look more or less is little
+
+
+SURE, ALWAYS = (
+    3.0,
+    0.08,
+)  # standard errors from which on training is said to slow a generator down; how much its share of turns must vary (standard deviation) for it to tell that
 
 
 @dataclass(frozen=True)
 class Curve:
     "A decode curve with its estimates: seconds of a token alone, for each sequence beside; slowdown beside training. `beside`: sequences at work, mean; `error`: standard error of the part of the pace at that load that goes with the sequences at work."
+
     base: Estimate
     each: Estimate
     shared: Estimate
@@ -194,7 +258,7 @@ class Curve:
     error: float = 0.5
     prefill: float = 0.0  # seconds of a prompt token
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-decode-part-2
 def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> Curve:
     "The decode curve of finished turns. `apart`: on the virtual clock no two actors share a machine and nothing drifts; `looks`: of its generator in a turn, mean."
     seconds, count = turns.end - turns.begin, len(turns.end)
@@ -210,18 +274,52 @@ def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> Curve:
     sure = slowed > SURE * unsure
     exact = apart and looks >= LONG
     (pace, part), (off, error) = jackknife(count, lambda keep: solve(keep, slowed if sure else 0.0), exact)
-    told = np.std(turns.beside) > (LITTLE if exact else VARIES) * mean and 0 < pace < inf and error < 0.25 and -0.25 < part < 1.25
+    told = (
+        np.std(turns.beside) > (LITTLE if exact else VARIES) * mean
+        and 0 < pace < inf
+        and error < 0.25
+        and -0.25 < part < 1.25
+    )
     part, error = (float(np.clip(part, 0.0, 1.0)), max(LEAST_UNSURE, float(error))) if told else (0.0, UNKNOWN)
     pace = float(pace) if 0 < pace < inf else float(seconds.sum() / turns.tokens.sum())
-    known = lambda value, wrong, unit: Estimate(float(value), float(max(0.0, value - Z90 * wrong)), float(value + Z90 * wrong), count, "measured" if told else "assumed", unit)
+
+    def known(value, wrong, unit):
+        return Estimate(
+            float(value),
+            float(max(0.0, value - Z90 * wrong)),
+            float(value + Z90 * wrong),
+            count,
+            "measured" if told else "assumed",
+            unit,
+        )
+
     shared = 1 / (1 - slowed)
-    beside = Estimate(shared, max(1.0, shared - Z90 * unsure * shared**2), shared + Z90 * unsure * shared**2, count, "measured", "x") if sure else Estimate(1.0, 1.0, 1.0, 0, "assumed", "x")
-    return Curve(known(pace * (1 - part), pace * error, "s/token"), known(pace * part / mean, pace * error / mean, "s/token/sequence"), beside, mean, error)
+    beside = (
+        Estimate(
+            shared,
+            max(1.0, shared - Z90 * unsure * shared**2),
+            shared + Z90 * unsure * shared**2,
+            count,
+            "measured",
+            "x",
+        )
+        if sure
+        else Estimate(1.0, 1.0, 1.0, 0, "assumed", "x")
+    )
+    return Curve(
+        known(pace * (1 - part), pace * error, "s/token"),
+        known(pace * part / mean, pace * error / mean, "s/token/sequence"),
+        beside,
+        mean,
+        error,
+    )
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-stated
 LEAST_WORK = 5  # versions in which something was written: two more than there are costs
 EXACT = 1e-6  # of the seconds: what stated costs leave unexplained is rounding
-TOLD_APART = 1e-5  # least singular value of the scaled columns, over the largest, from which on their costs are told apart
+TOLD_APART = (
+    1e-5  # least singular value of the scaled columns, over the largest, from which on their costs are told apart
+)
 
 
 def stated_curve(rows: "pl.DataFrame", generators: int) -> Curve | None:
@@ -241,7 +339,10 @@ def stated_curve(rows: "pl.DataFrame", generators: int) -> Curve | None:
     else:
         return None
     cost = dict(zip(parts, costs))
-    known = lambda value, unit: Estimate(float(value), float(value), float(value), len(rows), "measured", unit)
+
+    def known(value, unit):
+        return Estimate(float(value), float(value), float(value), len(rows), "measured", unit)
+
     alone = Estimate(1.0, 1.0, 1.0, 0, "assumed", "x")
     if 1 in parts:
         return Curve(known(cost[0], "s/token"), known(cost[1], "s/token/sequence"), alone, load, 0.0, float(cost[2]))
@@ -356,13 +457,16 @@ def solve_of(solved: np.ndarray, scored: np.ndarray) -> tuple[float, float] | fl
 # %% ../../nbs/planning/04_fit.ipynb #fit-train
 def train_of(seconds: np.ndarray, tokens: np.ndarray) -> tuple[Estimate, Estimate]:
     "Seconds of a batch [V] of so many tokens [V]: those of any batch, and of a token."
+
     def solve(keep: np.ndarray) -> np.ndarray:
         return nonnegative(np.column_stack([np.ones(int(keep.sum())), tokens[keep]]), seconds[keep])
 
     (base, slope), (_, wrong) = jackknife(len(seconds), solve)
     if np.std(tokens) > 0.02 * tokens.mean() and slope and base > 1e-6 * seconds.mean() and Z90 * wrong < 0.4 * slope:
         fixed = estimate(seconds - slope * tokens, "s")
-        return replace(fixed, value=float(base)), Estimate(float(slope), float(slope - Z90 * wrong), float(slope + Z90 * wrong), len(seconds), "measured", "s/token")
+        return replace(fixed, value=float(base)), Estimate(
+            float(slope), float(slope - Z90 * wrong), float(slope + Z90 * wrong), len(seconds), "measured", "s/token"
+        )
     return Estimate(0.0, 0.0, 0.0, 0, "assumed", "s"), estimate(seconds / tokens, "s/token", tokens)
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-fitted
@@ -372,6 +476,7 @@ LEAST = 12  # versions that a fit needs
 @dataclass(frozen=True)
 class Fitted:
     "A run as a world: its configuration, the versions looked at, the parameters with their ranges, and what was seen meanwhile. `busy`: of the seconds of a batch, those in which the trainer itself is at work."
+
     name: str
     config: RunConfig
     versions: tuple[int, int]
@@ -381,10 +486,14 @@ class Fitted:
     seen: Figures
     beside: float  # sequences at work in a generator, mean
     now: int = 0  # version of the run
-    lengths: tuple[np.ndarray, ...] = ()  # of the rollouts, block by block in order of time: tokens, and whether they were stopped
+    lengths: tuple[
+        np.ndarray, ...
+    ] = ()  # of the rollouts, block by block in order of time: tokens, and whether they were stopped
     judged: tuple[np.ndarray, ...] = ()  # right and judged rollouts of the groups
     unsure: float = 0.0  # standard error of the share of a token's time that goes with the sequences beside it
-    workload: Mapping[tuple[int, int], KnownRollout] = field(default_factory=dict)  # of a run whose versions were looked at from the beginning, for `replayed`
+    workload: Mapping[tuple[int, int], KnownRollout] = field(
+        default_factory=dict
+    )  # of a run whose versions were looked at from the beginning, for `replayed`
 
     def __str__(self) -> str:
         rows = [f"{self.name}, versions {self.versions[0]} to {self.versions[1]}: {self.seen}"]
@@ -396,6 +505,7 @@ class Fitted:
 @dataclass(frozen=True, eq=False)
 class Read:
     "What is read of a run for a fit: rows of steps, rollouts and groups of the window, its log of events, and when each batch was sent."
+
     steps: "pl.DataFrame"
     rollouts: "pl.DataFrame"
     groups: "pl.DataFrame"
@@ -409,30 +519,73 @@ class Read:
 # %% ../../nbs/planning/04_fit.ipynb #fit-read
 KINDS = ("Generate", "Generated", "Abort", "Train", "Published")
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-read-part-2
 def read_run(folder: Path, config: RunConfig, since: int, until: int | None) -> Read:
     "The tables of a run between two versions. ValueError with the versions that are there if they are too few."
     import polars as pl
 
-    steps, commands = read_table(folder, "steps"), read_table(folder, "commands", ["status", "version", "over", "value"])
-    turned = commands.filter((pl.col("status") == "applied") & pl.col("value").is_not_null() & (pl.col("value") != "null"))
-    changed = max([v + (over or 0) for v, over in turned.select("version", "over").iter_rows() if until is None or v < until], default=0)
+    steps, commands = (
+        read_table(folder, "steps"),
+        read_table(folder, "commands", ["status", "version", "over", "value"]),
+    )
+    turned = commands.filter(
+        (pl.col("status") == "applied") & pl.col("value").is_not_null() & (pl.col("value") != "null")
+    )
+    changed = max(
+        [v + (over or 0) for v, over in turned.select("version", "over").iter_rows() if until is None or v < until],
+        default=0,
+    )
     first, last = max(since, changed) + filling(config.staleness), until if until is not None else 2**31
-    kept = steps.filter((pl.col("version") > first) & (pl.col("version") <= last) & (pl.col("version") <= last_fed(folder, steps, config)))
+    kept = steps.filter(
+        (pl.col("version") > first)
+        & (pl.col("version") <= last)
+        & (pl.col("version") <= last_fed(folder, steps, config))
+    )
     if len(kept) < LEAST:
-        raise ValueError(f"fit: {Path(folder).name} has {len(kept)} versions after version {first} (from {max(since, changed)} on it fills up){f' and up to {until}' if until is not None else ''}, and {LEAST} are needed; "
-                         f"let it make {LEAST - len(kept)} more, or look at an earlier part of it (since, until)")
+        raise ValueError(
+            f"fit: {Path(folder).name} has {len(kept)} versions after version {first} (from {max(since, changed)} on it fills up){f' and up to {until}' if until is not None else ''}, and {LEAST} are needed; "
+            f"let it make {LEAST - len(kept)} more, or look at an earlier part of it (since, until)"
+        )
     begin, end = kept["at"][0] - kept["seconds"][0], kept["at"][-1]
     within = (pl.col("at") > begin) & (pl.col("at") <= end)
-    rollouts = read_table(folder, "rollouts", ["at", "rollout", "try", "group", "fate", "reason", "outcome", "length", "turns", "tool_seconds", "seconds", "score_seconds"]).filter(within & (pl.col("group") >= 0))
-    events = read_table(folder, "events", ["at", "kind", "fields"]).filter(pl.col("kind").is_in(KINDS) & (pl.col("at") <= (end if until is not None else inf)))
+    rollouts = read_table(
+        folder,
+        "rollouts",
+        [
+            "at",
+            "rollout",
+            "try",
+            "group",
+            "fate",
+            "reason",
+            "outcome",
+            "length",
+            "turns",
+            "tool_seconds",
+            "seconds",
+            "score_seconds",
+        ],
+    ).filter(within & (pl.col("group") >= 0))
+    events = read_table(folder, "events", ["at", "kind", "fields"]).filter(
+        pl.col("kind").is_in(KINDS) & (pl.col("at") <= (end if until is not None else inf))
+    )
     told = [json.loads(text) for text in events["fields"]]
     at, kinds = events["at"].to_list(), events["kind"].to_list()
     sent = {t["version"]: when for when, kind, t in zip(at, kinds, told) if kind == "Train"}
     prompt = read_table(folder, "tokens", ["prompt_tokens"])["prompt_tokens"].list.len().mean()
-    return Read(kept, rollouts, read_table(folder, "groups").filter(within), at, kinds, told, sent, (begin, end), float(prompt or 0.0))
+    return Read(
+        kept,
+        rollouts,
+        read_table(folder, "groups").filter(within),
+        at,
+        kinds,
+        told,
+        sent,
+        (begin, end),
+        float(prompt or 0.0),
+    )
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-read-part-3
 def last_fed(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
     "The last version before a run that comes to the end of its steps begins nothing new: what is left is used up."
     if not len(steps) or steps["version"][-1] < config.steps:
@@ -444,8 +597,14 @@ def last_fed(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
 # %% ../../nbs/planning/04_fit.ipynb #fit-parts
 def batch_seconds(read: Read) -> tuple[np.ndarray, np.ndarray, float]:
     "Seconds from sending each batch to its version without those in which weights were handed over before, its tokens, and the share of these seconds in which the trainer was at work."
-    rows = read.steps.select("version", "at", "trained_tokens", "trainer_compute", "trainer_overhead", "trainer_publish").rows()
-    known = [(max(compute + over, at - read.sent[v] - handed), float(tokens), compute + over) for v, at, tokens, compute, over, handed in rows if v in read.sent and tokens]
+    rows = read.steps.select(
+        "version", "at", "trained_tokens", "trainer_compute", "trainer_overhead", "trainer_publish"
+    ).rows()
+    known = [
+        (max(compute + over, at - read.sent[v] - handed), float(tokens), compute + over)
+        for v, at, tokens, compute, over, handed in rows
+        if v in read.sent and tokens
+    ]
     seconds, tokens, work = np.array(known).T
     return seconds, tokens, float(min(1.0, work.sum() / seconds.sum()))
 
@@ -453,12 +612,26 @@ def batch_seconds(read: Read) -> tuple[np.ndarray, np.ndarray, float]:
 def weights_seconds(read: Read, config: RunConfig, look: float) -> tuple[Estimate, Estimate, Estimate]:
     "Seconds for which handing weights over holds the trainer up, for which loading them does a generator, and those from a finished batch to an idle generator; `look`: those between two looks of a busy one."
     begin, end = read.span
-    loaded = [(t["actor"], t["version"]) for at, kind, t in zip(read.at, read.kinds, read.told) if kind == "Published" and begin < at <= end]
+    loaded = [
+        (t["actor"], t["version"])
+        for at, kind, t in zip(read.at, read.kinds, read.told)
+        if kind == "Published" and begin < at <= end
+    ]
     none = Estimate(0.0, 0.0, 0.0, 0, "assumed", "s")
     if not loaded:
         return none, none, none
-    part = lambda column, count: replace(whole := estimate(read.steps[column].to_numpy(), "s"), value=whole.value * len(read.steps) / count, low=whole.low * len(read.steps) / count, high=whole.high * len(read.steps) / count)
-    handed = max(1, int((read.steps["trainer_publish"] > 0).sum()))  # where generators run empty first, more than they load
+
+    def part(column, count):
+        return replace(
+            whole := estimate(read.steps[column].to_numpy(), "s"),
+            value=whole.value * len(read.steps) / count,
+            low=whole.low * len(read.steps) / count,
+            high=whole.high * len(read.steps) / count,
+        )
+
+    handed = max(
+        1, int((read.steps["trainer_publish"] > 0).sum())
+    )  # where generators run empty first, more than they load
     hands, loads = part("trainer_publish", handed), part("generator_publish", len(loaded) / config.generators)
     if config.clock == "virtual":
         return hands, loads, none  # there a message takes no time
@@ -480,8 +653,13 @@ def judged(read: Read) -> tuple[np.ndarray, np.ndarray, Estimate, Estimate]:
     "Right and judged rollouts of the groups served, share of groups that the filter lets through, share of verdicts that the machine failed to give."
     import polars as pl
 
-    groups = read.groups.filter((pl.col("scored") > 0) & pl.col("fate").is_in(["trained", "filtered", "masked", "stale"]))
-    scored = read.rollouts.filter(pl.col("fate").is_in(["trained", "filtered", "masked", "stale", "environment_error"]) & pl.col("outcome").is_not_null())
+    groups = read.groups.filter(
+        (pl.col("scored") > 0) & pl.col("fate").is_in(["trained", "filtered", "masked", "stale"])
+    )
+    scored = read.rollouts.filter(
+        pl.col("fate").is_in(["trained", "filtered", "masked", "stale", "environment_error"])
+        & pl.col("outcome").is_not_null()
+    )
     fails = estimate((scored["outcome"] != "ok").cast(float).to_numpy(), "share")
     passed = estimate((groups["fate"] != "filtered").cast(float).to_numpy(), "share")
     return groups["solved"].to_numpy().astype(float), groups["scored"].to_numpy().astype(float), passed, fails
@@ -490,6 +668,7 @@ def judged(read: Read) -> tuple[np.ndarray, np.ndarray, Estimate, Estimate]:
 @dataclass(frozen=True, eq=False)
 class Responses:
     "The rollouts of a window in order of time, arrays [N]: response tokens, whether it was stopped before its end, turns, group; of those with several turns the mean seconds of a wait for the episode, and how many waits these were."
+
     tokens: np.ndarray
     stopped: np.ndarray
     turns: np.ndarray
@@ -503,14 +682,25 @@ def written_of(read: Read) -> Responses:
     import polars as pl
 
     lost = ["left_at_stop", "lost_generator", "lost_resume", "rewound"]
-    done = read.rollouts.filter((pl.col("length") > 0) & ~pl.col("fate").is_in(lost)).with_columns(pl.col("turns").fill_null(1).clip(1), (pl.col("reason") == "aborted").alias("stopped"))
+    done = read.rollouts.filter((pl.col("length") > 0) & ~pl.col("fate").is_in(lost)).with_columns(
+        pl.col("turns").fill_null(1).clip(1), (pl.col("reason") == "aborted").alias("stopped")
+    )
     done = done.sort("at").unique("rollout", keep="last", maintain_order=True)
     ended = done.filter(~pl.col("stopped"))
     if len(ended) < 50:
-        raise ValueError(f"fit: {len(ended)} rollouts were finished in the versions looked at, and 50 are needed; let the run go on")
+        raise ValueError(
+            f"fit: {len(ended)} rollouts were finished in the versions looked at, and 50 are needed; let the run go on"
+        )
     several = ended.filter(pl.col("turns") > 1)
     waits = several["turns"].to_numpy() - 1.0
-    return Responses(done["length"].to_numpy().astype(float), done["stopped"].to_numpy(), done["turns"].to_numpy().astype(float), done["group"].to_numpy(), several["tool_seconds"].to_numpy() / waits, waits)
+    return Responses(
+        done["length"].to_numpy().astype(float),
+        done["stopped"].to_numpy(),
+        done["turns"].to_numpy().astype(float),
+        done["group"].to_numpy(),
+        several["tool_seconds"].to_numpy() / waits,
+        waits,
+    )
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-then
 def slots_over_time(folder: Path, ends: Mapping[int, float]) -> list[tuple[float, int]]:
@@ -525,9 +715,15 @@ def config_at(folder: Path, until: int | None) -> RunConfig:
     if until is None:
         return in_force(folder)
     rows = read_table(folder, "commands", ["knob", "value", "version", "status"]).rows()
-    turned = {knob: json.loads(value) for knob, value, version, status in rows if status == "applied" and value not in (None, "null") and version < until}
+    turned = {
+        knob: json.loads(value)
+        for knob, value, version, status in rows
+        if status == "applied" and value not in (None, "null") and version < until
+    }
     config = read_config(folder)
-    return load_config(config, {knob: value for knob, value in turned.items() if _is_knob(config, knob)}, captured_functions(folder))
+    return load_config(
+        config, {knob: value for knob, value in turned.items() if _is_knob(config, knob)}, captured_functions(folder)
+    )
 
 
 def _is_knob(config: RunConfig, name: str) -> bool:
@@ -543,20 +739,40 @@ def fit(folder: str | Path, since: int = 0, until: int | None = None) -> Fitted:
     folder = Path(getattr(folder, "folder", folder))
     config = config_at(folder, until)
     if config.placement != "split":
-        raise ValueError(f'placement: {folder.name} is "{config.placement}", its actors take turns in one worker; only "split" runs are fitted')
+        raise ValueError(
+            f'placement: {folder.name} is "{config.placement}", its actors take turns in one worker; only "split" runs are fitted'
+        )
     read = read_run(folder, config, since, until)
     ends = dict(read_table(folder, "steps", ["version", "at"]).select("version", "at").iter_rows())
     slots = slots_over_time(folder, ends)
     turns = turns_of(read.at, read.kinds, read.told, slots, spans_of(read.at, read.kinds, read.told, ends))
     stated = stated_curve(read.steps, config.generators) if config.clock == "virtual" else None
-    curve, wrote = stated or curve_of(turns, config.clock == "virtual", float(np.mean(turns.tokens)) / config.decode_steps), written_of(read)
+    curve, wrote = (
+        stated or curve_of(turns, config.clock == "virtual", float(np.mean(turns.tokens)) / config.decode_steps),
+        written_of(read),
+    )
     world, estimates, busy, groups = world_of(read, config, turns, curve, wrote)
-    found = Fitted(folder.name, config, (int(read.steps["version"][0]), int(read.steps["version"][-1])), world, estimates, busy, happened(read.steps, config.dollars_per_hour), curve.beside, max(ends),
-                   (wrote.tokens, wrote.stopped), groups, curve.error, workload_of(folder))
+    found = Fitted(
+        folder.name,
+        config,
+        (int(read.steps["version"][0]), int(read.steps["version"][-1])),
+        world,
+        estimates,
+        busy,
+        happened(read.steps, config.dollars_per_hour),
+        curve.beside,
+        max(ends),
+        (wrote.tokens, wrote.stopped),
+        groups,
+        curve.error,
+        workload_of(folder),
+    )
     return found if stated else paced(found, away_seconds(read.at, read.kinds, read.told, read.span))
 
-
-def world_of(read: Read, config: RunConfig, turns: Turns, curve: Curve, wrote: Responses) -> tuple[World, dict[str, Estimate], float, tuple[np.ndarray, ...]]:
+# %% ../../nbs/planning/04_fit.ipynb #fit-run-part-2
+def world_of(
+    read: Read, config: RunConfig, turns: Turns, curve: Curve, wrote: Responses
+) -> tuple[World, dict[str, Estimate], float, tuple[np.ndarray, ...]]:
     "The world that a window shows, its estimates, the share of a batch's seconds in which the trainer is at work, and how the groups were judged."
     seconds, tokens, busy = batch_seconds(read)
     train, train_token = train_of(seconds, tokens)
@@ -565,21 +781,59 @@ def world_of(read: Read, config: RunConfig, turns: Turns, curve: Curve, wrote: R
     sync, pause, travel = weights_seconds(read, config, config.decode_steps * pace)
     solved, scored, passed, fails = judged(read)
     verdicts, virtual = verdict_seconds(read, config), config.clock == "virtual"
-    world = World(tokens=tokens_of(wrote.tokens, wrote.stopped, config.max_tokens), alike=likeness(wrote.tokens[~wrote.stopped], wrote.groups[~wrote.stopped]), decode=Decode(curve.base.value, curve.each.value), prefill=curve.prefill * read.prompt, prefill_token=curve.prefill,
-                  turns=spread_of(wrote.turns[~wrote.stopped], config.max_turns), tool=spread_of(wrote.tools, draws=wrote.waits), score=spread_of(verdicts), solve=solve_of(solved, scored) if len(solved) else 0.5, fails=fails.value,
-                  train=train.value / slowed, train_token=train_token.value / slowed, sync=sync.value, pause=pause.value, looks=float(config.decode_steps), whole=virtual, one_verdict=virtual, travel=travel.value,
-                  shared=curve.shared.value, slowed=curve.shared.value)
-    estimates = {"tokens": estimate(wrote.tokens[~wrote.stopped], "tokens"), "base": curve.base, "each": curve.each, "shared": curve.shared, "latency": estimate(turns.end - turns.begin, "s"), "turns": estimate(wrote.turns[~wrote.stopped], "turns"),
-                 "tool": estimate(wrote.tools, "s"), "score": estimate(verdicts, "s"), "solve": estimate(_shares(read.groups), "share"), "passed": passed, "fails": fails, "train": train, "train_token": train_token, "sync": sync, "load": pause, "travel": travel}
+    world = World(
+        tokens=tokens_of(wrote.tokens, wrote.stopped, config.max_tokens),
+        alike=likeness(wrote.tokens[~wrote.stopped], wrote.groups[~wrote.stopped]),
+        decode=Decode(curve.base.value, curve.each.value),
+        prefill=curve.prefill * read.prompt,
+        prefill_token=curve.prefill,
+        turns=spread_of(wrote.turns[~wrote.stopped], config.max_turns),
+        tool=spread_of(wrote.tools, draws=wrote.waits),
+        score=spread_of(verdicts),
+        solve=solve_of(solved, scored) if len(solved) else 0.5,
+        fails=fails.value,
+        train=train.value / slowed,
+        train_token=train_token.value / slowed,
+        sync=sync.value,
+        pause=pause.value,
+        looks=float(config.decode_steps),
+        whole=virtual,
+        one_verdict=virtual,
+        travel=travel.value,
+        shared=curve.shared.value,
+        slowed=curve.shared.value,
+    )
+    estimates = {
+        "tokens": estimate(wrote.tokens[~wrote.stopped], "tokens"),
+        "base": curve.base,
+        "each": curve.each,
+        "shared": curve.shared,
+        "latency": estimate(turns.end - turns.begin, "s"),
+        "turns": estimate(wrote.turns[~wrote.stopped], "turns"),
+        "tool": estimate(wrote.tools, "s"),
+        "score": estimate(verdicts, "s"),
+        "solve": estimate(_shares(read.groups), "share"),
+        "passed": passed,
+        "fails": fails,
+        "train": train,
+        "train_token": train_token,
+        "sync": sync,
+        "load": pause,
+        "travel": travel,
+    }
     return world, estimates, busy, (solved, scored)
-
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-run-lengths
 def tokens_of(written: np.ndarray, stopped: np.ndarray, most: int) -> Spread:
     "Response lengths as they were seen, those that were stopped taken into account; where none of the finished came to `most`, as a lognormal above what was seen."
     values = whole_lengths(written, stopped)
     mean = float(values.mean())
-    return Spread(mean, sqrt(log(1 + float(values.var()) / mean**2)), float(min(most, values[-1])), seen=tuple(float(each) for each in values / mean))
+    return Spread(
+        mean,
+        sqrt(log(1 + float(values.var()) / mean**2)),
+        float(min(most, values[-1])),
+        seen=tuple(float(each) for each in values / mean),
+    )
 
 
 def workload_of(folder: Path) -> dict[tuple[int, int], KnownRollout]:
@@ -587,10 +841,18 @@ def workload_of(folder: Path) -> dict[tuple[int, int], KnownRollout]:
     import polars as pl
 
     columns = ["group", "k", "try", "reason", "length", "reward", "correct"]
-    last = read_table(folder, "rollouts", columns).filter(pl.col("group") >= 0).sort("try").unique(["group", "k"], keep="last")
+    last = (
+        read_table(folder, "rollouts", columns)
+        .filter(pl.col("group") >= 0)
+        .sort("try")
+        .unique(["group", "k"], keep="last")
+    )
     first = last["group"].min() or 0
     rows = last.select("group", "k", "length", "reward", "correct", "reason").iter_rows()
-    return {(group - first, k): known_rollout(length, reward, correct, reason) for group, k, length, reward, correct, reason in rows}
+    return {
+        (group - first, k): known_rollout(length, reward, correct, reason)
+        for group, k, length, reward, correct, reason in rows
+    }
 
 
 def known_rollout(length: int, reward: float | None, correct: bool | None, reason: str | None) -> KnownRollout:
@@ -604,7 +866,9 @@ def _shares(groups: "pl.DataFrame") -> np.ndarray:
     return (known["solved"] / known["scored"]).to_numpy()
 
 
-def away_seconds(at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], span: tuple[float, float]) -> Estimate:
+def away_seconds(
+    at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], span: tuple[float, float]
+) -> Estimate:
     "Seconds from sending a turn to a generator until the loop hears that it is finished, of those that were in a span of time."
     sent, stopped, away = {}, set(), []
     for now, kind, t in zip(at, kinds, told):
@@ -623,6 +887,7 @@ def away_seconds(at: Sequence[float], kinds: Sequence[str], told: Sequence[Mappi
 @dataclass(frozen=True)
 class Sizes:
     "What the formulas need of a world, worked out once: response tokens, turns, seconds between turns and of a verdict, share of groups let through, longest of a group over the mean, with what is outside and without, and longest of a batch."
+
     tokens: float
     turns: float
     outside: float
@@ -636,13 +901,26 @@ def sizes_of(config: RunConfig, world: World) -> Sizes:
     "The sizes of a world under a configuration."
     turns = max(1.0, cut_mean(world.turns))
     accepted = group_shares(world.solve, config.group).accepted if config.filter != "none" else 1.0
-    tokens, calls, tool, batch = cut_mean(world.tokens), turns - 1, cut_mean(world.tool), min(config.batch, config.concurrency * config.generators)
+    tokens, calls, tool, batch = (
+        cut_mean(world.tokens),
+        turns - 1,
+        cut_mean(world.tool),
+        min(config.batch, config.concurrency * config.generators),
+    )
     outside, writing = calls * tool + cut_mean(world.score), turns * world.prefill + tokens * world.decode.seconds(1)
     spread = writing**2 * expm1(world.tokens.sigma**2) + calls * tool**2 * expm1(world.tool.sigma**2)
     whole = sqrt(log1p(spread / (writing + outside) ** 2))  # sigma of a rollout from its beginning to its verdict
-    return Sizes(tokens, turns, outside, max(1e-3, accepted), tail_factor(config.group, world.tokens.sigma), tail_factor(config.group, whole), tail_factor(batch, world.tokens.sigma))
+    return Sizes(
+        tokens,
+        turns,
+        outside,
+        max(1e-3, accepted),
+        tail_factor(config.group, world.tokens.sigma),
+        tail_factor(config.group, whole),
+        tail_factor(batch, world.tokens.sigma),
+    )
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-form-part-2
 def form(config: RunConfig, world: World, busy: float, sizes: Sizes | None = None) -> Figures:
     "The figures by formulas alone."
     c, z = config, sizes or sizes_of(config, world)
@@ -650,18 +928,35 @@ def form(config: RunConfig, world: World, busy: float, sizes: Sizes | None = Non
     if c.staleness == 0:
         return waves(c, world, busy, z, alone)
     slots, live = c.concurrency * c.generators, (c.staleness + c.oversample) * c.batch
-    idle = min(1.0, max(0.0, 1 - (live - c.batch) / slots)) if hold else 0.0  # how far a full batch leaves too few groups alive for all places
+    idle = (
+        min(1.0, max(0.0, 1 - (live - c.batch) / slots)) if hold else 0.0
+    )  # how far a full batch leaves too few groups alive for all places
     rate, count = c.batch / alone, float(slots)
     for _ in range(60):
         compute = alone * (1 + (world.slowed - 1) * (1 - exp(-count / c.generators)))
         full = c.batch / (compute + world.sync / c.publish_every)
         slow = 1 / (1 - min(1.0, rate * compute / c.batch) * (1 - 1 / world.shared))
-        latency, whole = (slow * (z.turns * world.prefill + (z.tokens + idle_tokens(c, world, z, n)) * world.decode.seconds(n / c.generators)) for n in (count, slots))
-        supply = c.batch / (c.batch * whole / slots / z.accepted + idle * (latency * (z.last - 1) + z.outside + world.travel) + world.sync / c.publish_every)
+        latency, whole = (
+            slow
+            * (
+                z.turns * world.prefill
+                + (z.tokens + idle_tokens(c, world, z, n)) * world.decode.seconds(n / c.generators)
+            )
+            for n in (count, slots)
+        )
+        supply = c.batch / (
+            c.batch * whole / slots / z.accepted
+            + idle * (latency * (z.last - 1) + z.outside + world.travel)
+            + world.sync / c.publish_every
+        )
         alive = (live + c.batch / 4) / ((latency + z.outside) * z.whole) * z.accepted if hold and z.outside else inf
         rate = 0.5 * rate + 0.5 * min(full, supply, alive)
         count = 0.5 * count + 0.5 * (min(slots, max(1.0, rate / z.accepted * latency)) if hold else slots)
-    old = min(float(c.staleness), rate * (latency + z.outside) * z.whole / c.batch) - 0.5 if alive < min(full, supply) else age(c, world, supply / full, count, rate, z)
+    old = (
+        min(float(c.staleness), rate * (latency + z.outside) * z.whole / c.batch) - 0.5
+        if alive < min(full, supply)
+        else age(c, world, supply / full, count, rate, z)
+    )
     return figures(c, rate, compute, busy, world, old)
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-form-parts
@@ -669,7 +964,10 @@ def idle_tokens(config: RunConfig, world: World, sizes: Sizes, count: float) -> 
     "Tokens that a place could have written while it was empty, for each rollout: what ends between two looks of a generator is replaced at once as far as something waits in it, else after the look that follows."
     if not world.looks:
         return 0.0
-    ends, waiting = count / config.generators * world.looks * sizes.turns / sizes.tokens, max(2, config.concurrency // 8)
+    ends, waiting = (
+        count / config.generators * world.looks * sizes.turns / sizes.tokens,
+        max(2, config.concurrency // 8),
+    )
     chances = [exp(k * log(ends) - ends - lgamma(k + 1)) for k in range(waiting)] if ends < 200 else []
     missed = ends - waiting + sum((waiting - k) * chance for k, chance in enumerate(chances))
     return sizes.turns * 1.5 * world.looks * max(0.0, missed) / ends
@@ -678,7 +976,11 @@ def idle_tokens(config: RunConfig, world: World, sizes: Sizes, count: float) -> 
 def age(config: RunConfig, world: World, rho: float, count: float, rate: float, sizes: Sizes) -> float:
     "Mean staleness; `rho`: what could be delivered over what could be trained."
     c = config
-    room = c.queue_batches or (max(0.0, (c.staleness + c.oversample) - count * sizes.accepted / c.batch) if c.backlog == "hold" else c.staleness)
+    room = c.queue_batches or (
+        max(0.0, (c.staleness + c.oversample) - count * sizes.accepted / c.batch)
+        if c.backlog == "hold"
+        else c.staleness
+    )
     found = staleness_of(rho, count, c.batch, room, c.backlog, c.group, world.tokens.sigma, sizes.accepted)
     return min(float(c.staleness), found + world.travel * rate / c.batch)
 
@@ -688,7 +990,13 @@ def waves(config: RunConfig, world: World, busy: float, sizes: Sizes, compute: f
     c = config
     asked, slots = c.batch / sizes.accepted, c.concurrency * c.generators
     latency = sizes.turns * world.prefill + sizes.tokens * world.decode.seconds(min(asked, slots) / c.generators)
-    step = latency * (max(asked / slots, 1.0) + tail_factor(round(min(asked, slots)), world.tokens.sigma) - 1) + sizes.outside + compute + world.sync + world.travel
+    step = (
+        latency * (max(asked / slots, 1.0) + tail_factor(round(min(asked, slots)), world.tokens.sigma) - 1)
+        + sizes.outside
+        + compute
+        + world.sync
+        + world.travel
+    )
     return figures(c, c.batch / step, compute, busy, world, 0.0)
 
 
@@ -698,10 +1006,49 @@ def figures(config: RunConfig, rate: float, compute: float, busy: float, world: 
     return Figures(wait, 60 * rate, staleness, dollars(60 * rate, config.dollars_per_hour))
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-knobs
-LOOP = ("group", "batch", "concurrency", "staleness", "overdue", "backlog", "queue_batches", "oversample", "stragglers", "straggler_unit", "old_tokens", "filter", "generators", "publish_every", "decode_steps", "steps", "minutes", "tokens", "dollars_per_hour")
-QUIET = ("name", "seed", "alerts", "guards", "webhook", "sinks", "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "checkpoint_gb", "restarts", "after_resume", "balance", "eval", "preflight", "preflight_k")
+LOOP = (
+    "group",
+    "batch",
+    "concurrency",
+    "staleness",
+    "overdue",
+    "backlog",
+    "queue_batches",
+    "oversample",
+    "stragglers",
+    "straggler_unit",
+    "old_tokens",
+    "filter",
+    "generators",
+    "publish_every",
+    "decode_steps",
+    "steps",
+    "minutes",
+    "tokens",
+    "dollars_per_hour",
+)
 
 
+QUIET = (
+    "name",
+    "seed",
+    "alerts",
+    "guards",
+    "webhook",
+    "sinks",
+    "checkpoint_every",
+    "checkpoint_minutes",
+    "checkpoints_kept",
+    "checkpoint_gb",
+    "restarts",
+    "after_resume",
+    "balance",
+    "eval",
+    "preflight",
+    "preflight_k",
+)
+
+# %% ../../nbs/planning/04_fit.ipynb #fit-knobs-part-2
 def words_of(fitted: Fitted, config: RunConfig, knobs: Mapping[str, object]) -> tuple[str, ...]:
     "What a prediction for these knobs leaves out, in sentences."
     said, cut = [], fitted.world.tokens.ceiling >= fitted.config.max_tokens
@@ -712,13 +1059,21 @@ def words_of(fitted: Fitted, config: RunConfig, knobs: Mapping[str, object]) -> 
         elif head == "max_tokens" and (config.max_tokens <= fitted.config.max_tokens or not cut):
             continue
         elif head == "max_tokens":
-            said.append("max_tokens: how long the responses would have become that were cut is not in the ledger; predicted with the lengths seen")
+            said.append(
+                "max_tokens: how long the responses would have become that were cut is not in the ledger; predicted with the lengths seen"
+            )
         elif head == "max_turns" and config.max_turns <= fitted.config.max_turns or head in LOOP:
             continue
         else:
-            said.append(f"{knob}: what it does to lengths, solve rates and the time of a batch is not in the ledger; predicted as if it did nothing")
-    for knob in [knob for knob in ("concurrency", "generators") if knob in knobs and fitted.estimates["each"].source == "assumed"]:
-        said.append(f"{knob}: the run always had about {fitted.beside:.0f} sequences at work, so what another number does to the speed of each is not in its ledger; the range is that of anything from nothing to most of it")
+            said.append(
+                f"{knob}: what it does to lengths, solve rates and the time of a batch is not in the ledger; predicted as if it did nothing"
+            )
+    for knob in [
+        knob for knob in ("concurrency", "generators") if knob in knobs and fitted.estimates["each"].source == "assumed"
+    ]:
+        said.append(
+            f"{knob}: the run always had about {fitted.beside:.0f} sequences at work, so what another number does to the speed of each is not in its ledger; the range is that of anything from nothing to most of it"
+        )
     if config.filter != "none" and fitted.config.filter == "none" and "filter" in knobs:
         said.append("filter: nothing was filtered in this run; what will be follows from the solve rates seen")
     return tuple(said)
@@ -744,14 +1099,42 @@ SIMULATED, MOST = 3000, 60  # rollouts, and versions, that a simulation trains a
 
 def bare(config: RunConfig) -> RunConfig:
     "The configuration without what comes only now and then, and with built-in functions."
-    plain = {field: RunConfig.model_fields[field].default for field in ("sampler", "shaping", "environment")} | {"sampler": "uniform"}
-    own = {field: "grpo" for field in ("advantage",) if getattr(config, field).get("source") or key_of(config.advantage) not in FUNCTIONS["advantage"]}
-    table = {**config.model_dump(), **plain, **own, "preflight": 0, "eval": [], "guards": [], "alerts": False, "webhook": "", "steps": 10_000_000, "minutes": 0.0, "tokens": 0, "checkpoint_every": 0, "checkpoint_minutes": 0.0, "balance": "off",
-             "clock": "virtual", "generator": "scripted", "verifier": "exact", "reward": "correct", "tasks": "arithmetic", "sinks": []}
+    plain = {field: RunConfig.model_fields[field].default for field in ("sampler", "shaping", "environment")} | {
+        "sampler": "uniform"
+    }
+    own = {
+        field: "grpo"
+        for field in ("advantage",)
+        if getattr(config, field).get("source") or key_of(config.advantage) not in FUNCTIONS["advantage"]
+    }
+    table = {
+        **config.model_dump(),
+        **plain,
+        **own,
+        "preflight": 0,
+        "eval": [],
+        "guards": [],
+        "alerts": False,
+        "webhook": "",
+        "steps": 10_000_000,
+        "minutes": 0.0,
+        "tokens": 0,
+        "checkpoint_every": 0,
+        "checkpoint_minutes": 0.0,
+        "balance": "off",
+        "clock": "virtual",
+        "generator": "scripted",
+        "verifier": "exact",
+        "reward": "correct",
+        "tasks": "arithmetic",
+        "sinks": [],
+    }
     return make_config(table)
 
 
-def played(config: RunConfig, world: World, busy: float, seed: int = 0, versions: int = 0) -> tuple[Figures, Simulated, tuple[float, float]]:
+def played(
+    config: RunConfig, world: World, busy: float, seed: int = 0, versions: int = 0
+) -> tuple[Figures, Simulated, tuple[float, float]]:
     "The figures of so many versions of a simulated run (0: enough of them), what was simulated, and when these versions began and ended. `config` is a bare one."
     first = filling(config.staleness)
     until = first + (versions or max(8, min(MOST, SIMULATED // config.batch)))
@@ -773,7 +1156,9 @@ def replayed(fitted: Fitted) -> Figures:
     "The figures of the versions looked at when the fitted world makes the run once more, with the response lengths and verdicts that the run had: how well it reproduces the run. For a run whose knobs nobody turned."
     first, last = fitted.versions
     seen = simulate(bare(fitted.config), replace(fitted.world, workload=fitted.workload), 0, last)
-    return figures_of(fitted.config, seen.steps[first - 2].at if first > 1 else 0.0, seen.steps[first - 1 : last], fitted.busy)
+    return figures_of(
+        fitted.config, seen.steps[first - 2].at if first > 1 else 0.0, seen.steps[first - 1 : last], fitted.busy
+    )
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-predict
 def as_drawn(fitted: Fitted, world: World, target: RunConfig, chance: np.random.Generator) -> World:
@@ -782,9 +1167,21 @@ def as_drawn(fitted: Fitted, world: World, target: RunConfig, chance: np.random.
     tokens = world.tokens if stopped.all() else tokens_of(written, stopped, target.max_tokens)
     solved, scored = another_sample(fitted.judged, chance)
     part = world.decode.each * fitted.beside / (world.decode.base + world.decode.each * fitted.beside)
-    times = {name: max(0.2, 1 + relative_error(fitted.estimates.get(name)) * chance.standard_normal()) for name in ("train", "train_token", "sync", "load", "travel")}
-    return replace(world, tokens=tokens, solve=solve_of(solved, scored) if len(solved) else world.solve, decode=shared_out(fitted, world, between(part, fitted.unsure, chance)), train=world.train * times["train"],
-                   train_token=world.train_token * times["train_token"], sync=world.sync * times["sync"], pause=(world.pause or 0.0) * times["load"], travel=world.travel * times["travel"])
+    times = {
+        name: max(0.2, 1 + relative_error(fitted.estimates.get(name)) * chance.standard_normal())
+        for name in ("train", "train_token", "sync", "load", "travel")
+    }
+    return replace(
+        world,
+        tokens=tokens,
+        solve=solve_of(solved, scored) if len(solved) else world.solve,
+        decode=shared_out(fitted, world, between(part, fitted.unsure, chance)),
+        train=world.train * times["train"],
+        train_token=world.train_token * times["train_token"],
+        sync=world.sync * times["sync"],
+        pause=(world.pause or 0.0) * times["load"],
+        travel=world.travel * times["travel"],
+    )
 
 
 def relative_error(each: Estimate | None) -> float:
@@ -813,38 +1210,74 @@ def shared_out(fitted: Fitted, world: World, part: float) -> Decode:
     pace = world.decode.seconds(fitted.beside)
     return Decode(pace * (1 - part), pace * part / max(1e-9, fitted.beside))
 
-
 # %% ../../nbs/planning/04_fit.ipynb #fit-predict-range
 REPLICATES, T90 = 6, 2.015  # simulations of a prediction's range, and the quantile of Student's t for them
+
+
 LONGER = 4  # times as many versions for its centre
 
 
-def predict(fitted: Fitted, table: Mapping[str, object] | None = None, *, config: RunConfig | None = None, simulated: bool = True, folder: Path | None = None, **knobs) -> Prediction:
+def predict(
+    fitted: Fitted,
+    table: Mapping[str, object] | None = None,
+    *,
+    config: RunConfig | None = None,
+    simulated: bool = True,
+    folder: Path | None = None,
+    **knobs,
+) -> Prediction:
     """What the run would do with these knobs, dotted ones in `table`, or with another configuration. `simulated=False`: by formula alone, at once; `folder`: that of the run, for functions of its own.
     ValueError for an unknown knob or a value that a run would refuse."""
     asked = {**(table or {}), **knobs}
     target = changed(folder, config or fitted.config, asked)
-    world = replace(fitted.world, looks=float(target.decode_steps), train=fitted.world.train * target.batch / fitted.config.batch)
-    world = replace(world, tokens=capped_to(world.tokens, target.max_tokens), turns=capped_to(world.turns, target.max_turns))
+    world = replace(
+        fitted.world, looks=float(target.decode_steps), train=fitted.world.train * target.batch / fitted.config.batch
+    )
+    world = replace(
+        world, tokens=capped_to(world.tokens, target.max_tokens), turns=capped_to(world.turns, target.max_turns)
+    )
     by_form = corrected(fitted, target, form(target, world, fitted.busy))
     if not simulated:
-        return Prediction(asked, fitted.now, fitted.versions, by_form, by_form, by_form, by_form, words_of(fitted, target, asked), time.time())
+        return Prediction(
+            asked,
+            fitted.now,
+            fitted.versions,
+            by_form,
+            by_form,
+            by_form,
+            by_form,
+            words_of(fitted, target, asked),
+            time.time(),
+        )
     centre, low, high = replicated(fitted, target, world)
-    return Prediction(asked, fitted.now, fitted.versions, by_form, centre, low, high, words_of(fitted, target, asked), time.time())
+    return Prediction(
+        asked, fitted.now, fitted.versions, by_form, centre, low, high, words_of(fitted, target, asked), time.time()
+    )
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-predict-range-part-2
 def replicated(fitted: Fitted, target: RunConfig, world: World) -> tuple[Figures, Figures, Figures]:
     """Figures, from a long simulation of the fitted world, and the ends of their 90 % range for as many versions as were fitted
     (`MOST` at most), from simulations each with other luck and other parameters."""
     chance, plain = np.random.default_rng(0), bare(target)
     versions = max(8, min(MOST, fitted.versions[1] - fitted.versions[0] + 1))
-    each = [played(plain, as_drawn(fitted, world, target, chance), fitted.busy, seed, versions)[0] for seed in range(REPLICATES)]
+    each = [
+        played(plain, as_drawn(fitted, world, target, chance), fitted.busy, seed, versions)[0]
+        for seed in range(REPLICATES)
+    ]
     told = np.array([(one.wait, one.rate, one.staleness) for one in each])
     long = played(plain, world, fitted.busy, REPLICATES, LONGER * versions)[0]
     mean, spread = np.array([long.wait, long.rate, long.staleness]), T90 * told.std(0, ddof=1) * sqrt(1 + 1 / LONGER)
     spread = np.maximum(spread, (0.002, 0.004 * mean[1], 0.01))  # nothing is known to the last digit
     spread[2] += cycle_error(target.publish_every, versions)
-    make = lambda v: Figures(min(1.0, max(0.0, float(v[0]))), max(0.0, float(v[1])), min(float(target.staleness), max(0.0, float(v[2]))), dollars(max(0.0, float(v[1])), target.dollars_per_hour))
+
+    def make(v):
+        return Figures(
+            min(1.0, max(0.0, float(v[0]))),
+            max(0.0, float(v[1])),
+            min(float(target.staleness), max(0.0, float(v[2]))),
+            dollars(max(0.0, float(v[1])), target.dollars_per_hour),
+        )
+
     return make(mean), make(mean - spread), make(mean + spread)
 
 
@@ -859,7 +1292,12 @@ def corrected(fitted: Fitted, target: RunConfig, figures: Figures) -> Figures:
     now = form(fitted.config, fitted.world, fitted.busy)
     rate = figures.rate * fitted.seen.rate / now.rate if now.rate else figures.rate
     wait, age = figures.wait + fitted.seen.wait - now.wait, figures.staleness + fitted.seen.staleness - now.staleness
-    return Figures(min(1.0, max(0.0, wait)), rate, min(float(target.staleness), max(0.0, age)), dollars(rate, target.dollars_per_hour))
+    return Figures(
+        min(1.0, max(0.0, wait)),
+        rate,
+        min(float(target.staleness), max(0.0, age)),
+        dollars(rate, target.dollars_per_hour),
+    )
 
 
 def capped_to(spread: Spread, ceiling: float) -> Spread:
@@ -888,5 +1326,8 @@ def quicker(fitted: Fitted, times: float) -> Fitted:
     for name in ("base", "each"):
         each = scaled[name]
         scaled[name] = replace(each, value=each.value * times, low=each.low * times, high=each.high * times)
-    return replace(fitted, estimates=scaled, world=replace(world, decode=Decode(world.decode.base * times, world.decode.each * times)))
-
+    return replace(
+        fitted,
+        estimates=scaled,
+        world=replace(world, decode=Decode(world.decode.base * times, world.decode.each * times)),
+    )

@@ -18,9 +18,9 @@ from math import exp, log
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
-from ..models.hardware import TABLES, ModelShape, Tables, read_tables
-from ..loop.config import ConfigError, RunConfig, make_config, set_dotted
 from ..knobs import Knob, check_value, unknown
+from ..loop.config import ConfigError, RunConfig, make_config, set_dotted
+from ..models.hardware import TABLES, ModelShape, Tables, read_tables
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-model
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes of a number
@@ -29,6 +29,7 @@ PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}  # 
 @dataclass(frozen=True)
 class ModelPart:
     "Which model: a name out of the tables, or the path of a config.json."
+
     name: Annotated[str, Knob(help="name in the table of models")] = ""
     config: Annotated[str, Knob(help="path of a config.json, or of its folder")] = ""
 
@@ -36,84 +37,169 @@ class ModelPart:
 @dataclass(frozen=True)
 class GeneratorPart:
     "The GPUs that write."
+
     gpu: Annotated[str, Knob(help="name in the table of GPUs")] = ""
-    gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs", help="number that generates, including those for prefill alone (prefill_gpus)")] = 0
-    engine: Annotated[int, Knob(1, 4096, unit="GPUs", help="size of one engine; each engine holds one copy of the weights")] = 1
-    tensor_parallel: Annotated[int, Knob(0, 4096, unit="GPUs", help="number that shares each layer (tensor parallelism); 0: all of an engine")] = 0
-    by_sequence: Annotated[bool, Knob(help="split attention by sequence, so that no GPU stores a second copy of the KV cache")] = False
+    gpus: Annotated[
+        int,
+        Knob(1, 1_000_000, unit="GPUs", help="number that generates, including those for prefill alone (prefill_gpus)"),
+    ] = 0
+    engine: Annotated[
+        int, Knob(1, 4096, unit="GPUs", help="size of one engine; each engine holds one copy of the weights")
+    ] = 1
+    tensor_parallel: Annotated[
+        int, Knob(0, 4096, unit="GPUs", help="number that shares each layer (tensor parallelism); 0: all of an engine")
+    ] = 0
+    by_sequence: Annotated[
+        bool, Knob(help="split attention by sequence, so that no GPU stores a second copy of the KV cache")
+    ] = False
     precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the weights")] = "bf16"
     kv_precision: Annotated[str, Knob(choices=tuple(PRECISIONS), help="precision of the KV cache")] = "bf16"
     use: Annotated[float, Knob(0.01, 1, unit="share", help="fraction of a GPU's memory that the engine may use")] = 0.9
-    activations: Annotated[float, Knob(0, 1000, unit="GB", help="memory each GPU needs besides weights and KV cache")] = 4.0
-    efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="fraction of the decoding bound that an engine reaches; fitted if rollouts.latency is given")] = 0.4
-    prefill_efficiency: Annotated[float, Knob(0.001, 1, unit="share", help="fraction of peak compute that prefill reaches")] = 0.5
-    prefill_gpus: Annotated[int, Knob(0, 1_000_000, unit="GPUs", help="number that only prefills and passes the KV cache on; 0: every engine does both")] = 0
-    sequences: Annotated[int, Knob(0, 1_000_000, unit="sequences", help="most that an engine runs at once, by its own setting; 0: no such limit")] = 0
+    activations: Annotated[
+        float, Knob(0, 1000, unit="GB", help="memory each GPU needs besides weights and KV cache")
+    ] = 4.0
+    efficiency: Annotated[
+        float,
+        Knob(
+            0.001,
+            1,
+            unit="share",
+            help="fraction of the decoding bound that an engine reaches; fitted if rollouts.latency is given",
+        ),
+    ] = 0.4
+    prefill_efficiency: Annotated[
+        float, Knob(0.001, 1, unit="share", help="fraction of peak compute that prefill reaches")
+    ] = 0.5
+    prefill_gpus: Annotated[
+        int,
+        Knob(
+            0,
+            1_000_000,
+            unit="GPUs",
+            help="number that only prefills and passes the KV cache on; 0: every engine does both",
+        ),
+    ] = 0
+    sequences: Annotated[
+        int,
+        Knob(
+            0,
+            1_000_000,
+            unit="sequences",
+            help="most that an engine runs at once, by its own setting; 0: no such limit",
+        ),
+    ] = 0
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-trainer
 @dataclass(frozen=True)
 class TrainerPart:
     "The GPUs that train, and how their weights travel."
+
     gpu: Annotated[str, Knob(help="name in the table of GPUs; empty: the GPU of the generators")] = ""
     gpus: Annotated[int, Knob(1, 1_000_000, unit="GPUs")] = 0
-    mfu: Annotated[float, Knob(0.0001, 1, unit="share", help="fraction of peak compute that training reaches, not counting attention")] = 0.35
-    seconds: Annotated[float, Knob(0, 1e7, unit="s", help="measured time of one batch; it replaces mfu. 0: computed from mfu")] = 0.0
+    mfu: Annotated[
+        float,
+        Knob(0.0001, 1, unit="share", help="fraction of peak compute that training reaches, not counting attention"),
+    ] = 0.35
+    seconds: Annotated[
+        float, Knob(0, 1e7, unit="s", help="measured time of one batch; it replaces mfu. 0: computed from mfu")
+    ] = 0.0
     offload: Annotated[bool, Knob(help="keep the optimizer state in host memory")] = False
-    transport: Annotated[str, Knob(help="name in the table of transports; it sets how fast weights reach the generators")] = "broadcast"
-    sync: Annotated[float, Knob(-1, 1e6, unit="s", help="time per publish in which only weights travel; -1: computed from the transport")] = -1.0
+    transport: Annotated[
+        str, Knob(help="name in the table of transports; it sets how fast weights reach the generators")
+    ] = "broadcast"
+    sync: Annotated[
+        float,
+        Knob(-1, 1e6, unit="s", help="time per publish in which only weights travel; -1: computed from the transport"),
+    ] = -1.0
 
 
 @dataclass(frozen=True)
 class RolloutPart:
     "What a rollout is."
+
     prompt: Annotated[float, Knob(0, 1e9, unit="tokens")] = 0.0
-    response: Annotated[float, Knob(1, 1e9, unit="tokens", help="mean tokens of a rollout's responses, all turns together")] = 0.0
+    response: Annotated[
+        float, Knob(1, 1e9, unit="tokens", help="mean tokens of a rollout's responses, all turns together")
+    ] = 0.0
     sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of the response length")] = 0.5
-    longest: Annotated[float, Knob(0, 1e9, unit="tokens", help="tokens of prompt and response at which a rollout is truncated; 0: unknown")] = 0.0
-    latency: Annotated[float, Knob(0, 1e7, unit="s", help="measured time of a rollout from start to end; 0: computed from generators.efficiency")] = 0.0
+    longest: Annotated[
+        float,
+        Knob(0, 1e9, unit="tokens", help="tokens of prompt and response at which a rollout is truncated; 0: unknown"),
+    ] = 0.0
+    latency: Annotated[
+        float,
+        Knob(
+            0,
+            1e7,
+            unit="s",
+            help="measured time of a rollout from start to end; 0: computed from generators.efficiency",
+        ),
+    ] = 0.0
     turns: Annotated[int, Knob(1, 10_000, unit="turns")] = 1
     tool: Annotated[float, Knob(0, 1e6, unit="s", help="time of a tool between two turns")] = 0.0
     tool_sigma: Annotated[float, Knob(0, 3, help="standard deviation of the logarithm of the tool's time")] = 0.0
-    solve: Annotated[float, Knob(0, 1, unit="share", help="fraction of right rollouts; or [a, b]: tasks have solve rates from Beta(a, b)")] = 0.5
+    solve: Annotated[
+        float,
+        Knob(0, 1, unit="share", help="fraction of right rollouts; or [a, b]: tasks have solve rates from Beta(a, b)"),
+    ] = 0.5
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-environment
 @dataclass(frozen=True)
 class EnvironmentPart:
     "What rollouts need beside GPUs."
-    sandboxes: Annotated[int, Knob(0, 10_000_000, unit="sandboxes", help="most at the same time; 0: as many as rollouts need")] = 0
+
+    sandboxes: Annotated[
+        int, Knob(0, 10_000_000, unit="sandboxes", help="most at the same time; 0: as many as rollouts need")
+    ] = 0
     offer: Annotated[str, Knob(help="name in the table of sandboxes; it sets start time and price")] = ""
     start: Annotated[float, Knob(0, 1e6, unit="s", help="time until a sandbox is ready")] = 0.0
     start_sigma: Annotated[float, Knob(0, 5, help="standard deviation of the logarithm of the start time")] = 0.0
     score: Annotated[float, Knob(0, 1e6, unit="s", help="time to score one rollout")] = 0.0
-    fails: Annotated[float, Knob(0, 0.99, unit="share", help="fraction of scorings that fail because of the machine")] = 0.0
+    fails: Annotated[
+        float, Knob(0, 0.99, unit="share", help="fraction of scorings that fail because of the machine")
+    ] = 0.0
     price: Annotated[float, Knob(0, 1e6, unit="$", help="price of one sandbox per hour")] = 0.0
 
 
 @dataclass(frozen=True)
 class PricePart:
     "What is paid, and what to compare it with."
-    gpu_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of any GPU per hour; 0: as in the table of GPUs")] = 0.0
-    beside: Annotated[float, Knob(0, 1e9, unit="$", help="price per hour of everything besides the GPUs: processors, storage and so on")] = 0.0
+
+    gpu_hour: Annotated[float, Knob(0, 1e6, unit="$", help="price of any GPU per hour; 0: as in the table of GPUs")] = (
+        0.0
+    )
+    beside: Annotated[
+        float,
+        Knob(0, 1e9, unit="$", help="price per hour of everything besides the GPUs: processors, storage and so on"),
+    ] = 0.0
     tokens: Annotated[str, Knob(help="name in the table of price lists")] = ""
 
 
 @dataclass(frozen=True)
 class TargetPart:
     "What a better plan has to keep."
-    staleness: Annotated[float, Knob(0, 1024, unit="versions", help="largest mean staleness of trained rollouts; 0: that of the plan itself")] = 0.0
+
+    staleness: Annotated[
+        float,
+        Knob(0, 1024, unit="versions", help="largest mean staleness of trained rollouts; 0: that of the plan itself"),
+    ] = 0.0
 
 
 @dataclass(frozen=True)
 class TenancyPart:
     "Runs like this one that share the generators, each with a trainer of its own."
+
     runs: Annotated[int, Knob(1, 100_000, unit="runs")] = 1
     rank: Annotated[int, Knob(0, 4096, help="rank of each run's LoRA adapters; 0: each run has full weights")] = 0
-    adapter: Annotated[float, Knob(0, 10_000, unit="GB", help="size of one run's adapters, for models whose shape does not give it")] = 0.0
+    adapter: Annotated[
+        float, Knob(0, 10_000, unit="GB", help="size of one run's adapters, for models whose shape does not give it")
+    ] = 0.0
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-drift
 @dataclass(frozen=True)
 class DriftPart:
     "What changes over the run: values at equal distances over the first `over` versions."
+
     over: Annotated[int, Knob(1, 1_000_000, unit="versions")] = 25
     latency: tuple[float, ...] = ()
     prompt: tuple[float, ...] = ()
@@ -133,7 +219,17 @@ def drifted(values: tuple[float, ...], version: int, over: int) -> float:
     return values[low] + (place - low) * (values[min(low + 1, len(values) - 1)] - values[low])
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-read
-PARTS = {"model": ModelPart, "generators": GeneratorPart, "trainer": TrainerPart, "rollouts": RolloutPart, "environment": EnvironmentPart, "prices": PricePart, "target": TargetPart, "tenancy": TenancyPart, "drift": DriftPart}
+PARTS = {
+    "model": ModelPart,
+    "generators": GeneratorPart,
+    "trainer": TrainerPart,
+    "rollouts": RolloutPart,
+    "environment": EnvironmentPart,
+    "prices": PricePart,
+    "target": TargetPart,
+    "tenancy": TenancyPart,
+    "drift": DriftPart,
+}
 Range = tuple[float, float, float]  # low, value, high
 
 
@@ -192,8 +288,23 @@ def read_part(section: str, table: Mapping, ranges: dict[str, Range]):
     return kind(**told)
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-run
-OWN_FIELDS = {"clock": "virtual", "generator": "scripted", "placement": "split", "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0, "sampler": "uniform", "advantage": "grpo"}
-ELSEWHERE = {"model": "model.name", "dollars_per_hour": "prices.gpu_hour", "minutes": "run.steps", "tokens": "run.steps"}
+OWN_FIELDS = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "placement": "split",
+    "preflight": 0,
+    "eval": [],
+    "alerts": False,
+    "checkpoint_every": 0,
+    "sampler": "uniform",
+    "advantage": "grpo",
+}
+ELSEWHERE = {
+    "model": "model.name",
+    "dollars_per_hour": "prices.gpu_hour",
+    "minutes": "run.steps",
+    "tokens": "run.steps",
+}
 
 
 def read_run(table: Mapping) -> RunConfig:
@@ -214,6 +325,7 @@ def read_run(table: Mapping) -> RunConfig:
 @dataclass(frozen=True)
 class PlanFile:
     "A checked plan: the records of its tables, the shape of its model, the run's configuration, and what was given as a range. `asked`: whether the file says how many rollouts are to be written at once."
+
     name: str
     about: str
     shape: ModelShape
@@ -239,7 +351,10 @@ class PlanFile:
     @property
     def hourly(self) -> float:
         "Dollars an hour for the GPUs."
-        each = [(self.prices.gpu_hour or self.tables.gpu[part.gpu].dollars_per_hour) * part.gpus for part in (self.generators, self.trainer)]
+        each = [
+            (self.prices.gpu_hour or self.tables.gpu[part.gpu].dollars_per_hour) * part.gpus
+            for part in (self.generators, self.trainer)
+        ]
         return sum(each)
 
     @property
@@ -272,7 +387,10 @@ def named(place: str, name: str, known: Mapping):
 def read_shape(model: ModelPart, tables: Tables, folder: Path) -> ModelShape:
     "The shape of the model of a plan. ValueError where it is not told, or told twice."
     if bool(model.name) == bool(model.config):
-        raise ValueError("model: give either name, out of the table of models, or config, the path of a config.json" + (", not both" if model.name else ""))
+        raise ValueError(
+            "model: give either name, out of the table of models, or config, the path of a config.json"
+            + (", not both" if model.name else "")
+        )
     if model.name:
         return named("model.name", model.name, tables.model)
     path = Path(model.config).expanduser()
@@ -284,37 +402,65 @@ def read_shape(model: ModelPart, tables: Tables, folder: Path) -> ModelShape:
 
     return shape_of(str(path))
 
-
-def check_parts(generators: GeneratorPart, trainer: TrainerPart, rollouts: RolloutPart, environment: EnvironmentPart, prices: PricePart, tables: Tables) -> None:
+# %% ../../nbs/planning/05_planfile.ipynb #planfile-check-part-2
+def check_parts(
+    generators: GeneratorPart,
+    trainer: TrainerPart,
+    rollouts: RolloutPart,
+    environment: EnvironmentPart,
+    prices: PricePart,
+    tables: Tables,
+) -> None:
     "ValueError for names that no table has, and for values that do not go together."
-    for place, name, known in (("generators.gpu", generators.gpu, tables.gpu), ("trainer.gpu", trainer.gpu, tables.gpu), ("trainer.transport", trainer.transport, tables.transport),
-                               ("environment.offer", environment.offer, tables.sandbox), ("prices.tokens", prices.tokens, tables.prices)):
+    for place, name, known in (
+        ("generators.gpu", generators.gpu, tables.gpu),
+        ("trainer.gpu", trainer.gpu, tables.gpu),
+        ("trainer.transport", trainer.transport, tables.transport),
+        ("environment.offer", environment.offer, tables.sandbox),
+        ("prices.tokens", prices.tokens, tables.prices),
+    ):
         if name:
             named(place, name, known)
     writing = generators.gpus - generators.prefill_gpus
     if generators.prefill_gpus >= generators.gpus:
-        raise ValueError(f"generators.prefill_gpus: {generators.prefill_gpus} of {generators.gpus} GPUs only read prompts, and none is left to write; use fewer, or more generators.gpus")
+        raise ValueError(
+            f"generators.prefill_gpus: {generators.prefill_gpus} of {generators.gpus} GPUs only read prompts, and none is left to write; use fewer, or more generators.gpus"
+        )
     if writing < generators.engine:
-        raise ValueError(f"generators.engine: {generators.engine} GPUs hold the weights once, and {writing} write; use at most {max(1, writing)}, or more generators.gpus")
+        raise ValueError(
+            f"generators.engine: {generators.engine} GPUs hold the weights once, and {writing} write; use at most {max(1, writing)}, or more generators.gpus"
+        )
     if generators.tensor_parallel > generators.engine:
-        raise ValueError(f"generators.tensor_parallel: {generators.tensor_parallel} is more than an engine has; use at most generators.engine = {generators.engine}")
+        raise ValueError(
+            f"generators.tensor_parallel: {generators.tensor_parallel} is more than an engine has; use at most generators.engine = {generators.engine}"
+        )
     if generators.prefill_gpus % generators.engine:
-        raise ValueError(f"generators.prefill_gpus: {generators.prefill_gpus} are no whole number of engines; use a multiple of generators.engine = {generators.engine}")
+        raise ValueError(
+            f"generators.prefill_gpus: {generators.prefill_gpus} are no whole number of engines; use a multiple of generators.engine = {generators.engine}"
+        )
     if rollouts.longest and rollouts.longest < rollouts.prompt + rollouts.response:
-        raise ValueError(f"rollouts.longest: {rollouts.longest:,.0f} tokens are less than prompt and response together on average, {rollouts.prompt + rollouts.response:,.0f}; give a longer one, or 0")
+        raise ValueError(
+            f"rollouts.longest: {rollouts.longest:,.0f} tokens are less than prompt and response together on average, {rollouts.prompt + rollouts.response:,.0f}; give a longer one, or 0"
+        )
     if rollouts.latency and rollouts.latency <= (rollouts.turns - 1) * rollouts.tool:
-        raise ValueError(f"rollouts.latency: {rollouts.latency:g} s are from the start of a rollout to its end, and its tools take {(rollouts.turns - 1) * rollouts.tool:g} s of them (rollouts.turns, rollouts.tool); give a longer latency, fewer turns, or faster tools")
+        raise ValueError(
+            f"rollouts.latency: {rollouts.latency:g} s are from the start of a rollout to its end, and its tools take {(rollouts.turns - 1) * rollouts.tool:g} s of them (rollouts.turns, rollouts.tool); give a longer latency, fewer turns, or faster tools"
+        )
     if environment.offer and environment.start:
-        raise ValueError("environment.start: the offer says how long a sandbox takes to start; give one of start and offer")
+        raise ValueError(
+            "environment.start: the offer says how long a sandbox takes to start; give one of start and offer"
+        )
 
-
+# %% ../../nbs/planning/05_planfile.ipynb #planfile-check-part-3
 def offered(environment: EnvironmentPart, tables: Tables) -> EnvironmentPart:
     "The environment with what its offer of sandboxes says."
     if not environment.offer:
         return environment
     offer = tables.sandbox[environment.offer]
     sigma = log(offer.p99 / offer.median) / 2.326
-    return replace(environment, start=offer.median * exp(sigma**2 / 2), start_sigma=sigma, price=environment.price or offer.hour)
+    return replace(
+        environment, start=offer.median * exp(sigma**2 / 2), start_sigma=sigma, price=environment.price or offer.hour
+    )
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-make
 def make_plan(table: Mapping, name: str = "", tables: Tables = TABLES, folder: Path = Path()) -> PlanFile:
@@ -324,69 +470,148 @@ def make_plan(table: Mapping, name: str = "", tables: Tables = TABLES, folder: P
             raise unknown("plan", section, (*PARTS, "run", "about"))
     ranges: dict[str, Range] = {}
     parts = {section: read_part(section, table.get(section, {}), ranges) for section in PARTS}
-    missing = [place for place in NEEDED for section, _, key in [place.partition(".")] if not getattr(parts[section], key)]
+    missing = [
+        place for place in NEEDED for section, _, key in [place.partition(".")] if not getattr(parts[section], key)
+    ]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: missing, and a plan needs {'it' if len(missing) == 1 else 'them'}; `rlbench plan --fields` lists all fields")
+        raise ValueError(
+            f"{', '.join(missing)}: missing, and a plan needs {'it' if len(missing) == 1 else 'them'}; `rlbench plan --fields` lists all fields"
+        )
     parts["trainer"] = replace(parts["trainer"], gpu=parts["trainer"].gpu or parts["generators"].gpu)
     check_parts(parts["generators"], parts["trainer"], parts["rollouts"], parts["environment"], parts["prices"], tables)
     parts["environment"] = offered(parts["environment"], tables)
-    run = {key: split_range(f"run.{key}", value) for key, value in table.get("run", {}).items()} if isinstance(table.get("run", {}), Mapping) else table["run"]
+    run = (
+        {key: split_range(f"run.{key}", value) for key, value in table.get("run", {}).items()}
+        if isinstance(table.get("run", {}), Mapping)
+        else table["run"]
+    )
     if isinstance(run, Mapping):
         ranges |= {f"run.{key}": span for key, (_, span) in run.items() if span}
         run = {key: value for key, (value, _) in run.items()}
-    return PlanFile(name, str(table.get("about", "")), read_shape(parts["model"], tables, folder), **parts, run=read_run(run), tables=tables, asked="concurrency" in run, ranges=ranges)
+    return PlanFile(
+        name,
+        str(table.get("about", "")),
+        read_shape(parts["model"], tables, folder),
+        **parts,
+        run=read_run(run),
+        tables=tables,
+        asked="concurrency" in run,
+        ranges=ranges,
+    )
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-load
 def plans() -> dict[str, str]:
     "The plans that come with rlbench: name -> what it is about."
-    found = {p.name.removesuffix(".toml"): p for p in (files("rlbench.data") / "planner").iterdir() if p.name.endswith(".toml") and p.name != "tables.toml"}
-    return {name: str(tomllib.loads(found[name].read_text(encoding="utf-8")).get("about", "")) for name in sorted(found)}
+    found = {
+        p.name.removesuffix(".toml"): p
+        for p in (files("rlbench.data") / "planner").iterdir()
+        if p.name.endswith(".toml") and p.name != "tables.toml"
+    }
+    return {
+        name: str(tomllib.loads(found[name].read_text(encoding="utf-8")).get("about", "")) for name in sorted(found)
+    }
 
 
-def load_plan(source: str | Path | Mapping | PlanFile, overrides: Mapping[str, object] | None = None, tables: str | Path | None = None) -> PlanFile:
+def load_plan(
+    source: str | Path | Mapping | PlanFile,
+    overrides: Mapping[str, object] | None = None,
+    tables: str | Path | None = None,
+) -> PlanFile:
     "A plan by the name of one that comes along, from a TOML file, or from its tables; `overrides` by dotted names; `tables`: a file with GPUs, models, prices of one's own. ValueError with what to mend."
     if isinstance(source, PlanFile):
         for place, value in (overrides or {}).items():
             source = with_value(source, place, value)
         return source
-    path, known = Path() if isinstance(source, Mapping) else Path(source), [] if isinstance(source, Mapping) else plans()
+    path, known = (
+        Path() if isinstance(source, Mapping) else Path(source),
+        [] if isinstance(source, Mapping) else plans(),
+    )
     if isinstance(source, Mapping):
         table = {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
     elif str(source) in known or path.is_file():
-        text = (files("rlbench.data") / "planner" / f"{source}.toml").read_text(encoding="utf-8") if str(source) in known else path.read_text(encoding="utf-8")
+        text = (
+            (files("rlbench.data") / "planner" / f"{source}.toml").read_text(encoding="utf-8")
+            if str(source) in known
+            else path.read_text(encoding="utf-8")
+        )
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{source}: not valid TOML: {error}") from None
     elif path.suffix or len(path.parts) > 1:
-        raise ValueError(f"plan: there is no file {str(source)!r}; give the path of a .toml file, or one of {', '.join(known)}")
+        raise ValueError(
+            f"plan: there is no file {str(source)!r}; give the path of a .toml file, or one of {', '.join(known)}"
+        )
     else:
         raise ValueError(f"{unknown('plan', str(source), known)}; or give the path of a .toml file")
     for place, value in (overrides or {}).items():
         if "." not in place:
-            raise ValueError(f"--set: {place!r} names no field of a table; write such as rollouts.sigma=0.4 or run.staleness=4, and see `rlbench plan --fields`")
+            raise ValueError(
+                f"--set: {place!r} names no field of a table; write such as rollouts.sigma=0.4 or run.staleness=4, and see `rlbench plan --fields`"
+            )
         section, _, name = place.partition(".")
         inner = table[section] = dict(table.get(section, {}))
         set_dotted(inner, name, value) if section == "run" else inner.update({name: value})
     if tables and not Path(tables).is_file():
-        raise ValueError(f"tables: there is no file {str(tables)!r}; give a TOML file like data/planner/tables.toml, with rows of your own")
+        raise ValueError(
+            f"tables: there is no file {str(tables)!r}; give a TOML file like data/planner/tables.toml, with rows of your own"
+        )
     return make_plan(table, path.stem or "plan", read_tables(tables) if tables else TABLES, path.parent)
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-fields
-RUN_FIELDS = ("batch", "group", "concurrency", "generators", "staleness", "oversample", "stragglers", "backlog", "queue_batches", "overdue", "filter", "publish_every", "steps")
+RUN_FIELDS = (
+    "batch",
+    "group",
+    "concurrency",
+    "generators",
+    "staleness",
+    "oversample",
+    "stragglers",
+    "backlog",
+    "queue_batches",
+    "overdue",
+    "filter",
+    "publish_every",
+    "steps",
+)
 
 
 def plan_fields() -> list[tuple[str, str, str]]:
     "(field, default, meaning with unit and choices) of a plan file."
-    rows, trace = [], Knob(help="values at equal distances over the first drift.over versions; they replace the single value")
+    rows, trace = (
+        [],
+        Knob(help="values at equal distances over the first drift.over versions; they replace the single value"),
+    )
     for section, kind in PARTS.items():
         hints = get_type_hints(kind, include_extras=True)
-        rows += [_field_row(f"{section}.{each.name}", each.default, next(iter(getattr(hints[each.name], "__metadata__", ())), trace)) for each in fields(kind)]
+        rows += [
+            _field_row(
+                f"{section}.{each.name}", each.default, next(iter(getattr(hints[each.name], "__metadata__", ())), trace)
+            )
+            for each in fields(kind)
+        ]
     known = read_run({}).model_dump()
-    return rows + [_field_row(f"run.{name}", known[name], next(each for each in RunConfig.model_fields[name].metadata if isinstance(each, Knob))) for name in RUN_FIELDS]
+    return rows + [
+        _field_row(
+            f"run.{name}",
+            known[name],
+            next(each for each in RunConfig.model_fields[name].metadata if isinstance(each, Knob)),
+        )
+        for name in RUN_FIELDS
+    ]
 
 
 def _field_row(place: str, default, knob: Knob) -> tuple[str, str, str]:
     choices = f"one of {', '.join(map(str, knob.choices))}" if knob.choices else ""
-    told = "needed" if place in NEEDED else f"{default:g}" if is_number(default) else str(default).lower() if isinstance(default, bool) else "[]" if default == () else str(default)
+    told = (
+        "needed"
+        if place in NEEDED
+        else f"{default:g}"
+        if is_number(default)
+        else str(default).lower()
+        if isinstance(default, bool)
+        else "[]"
+        if default == ()
+        else str(default)
+    )
     return place, told, ", ".join(part for part in (knob.unit, knob.help, choices) if part)

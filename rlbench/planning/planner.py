@@ -20,18 +20,54 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf, isnan, log, nan
 
-from ..models.hardware import decode_seconds, forward_flops, kv_replication, lora_parameters, optimizer_bytes, peak_of, prefill_seconds, publish_seconds, resident_tokens, sequence_bytes, touched, training_flops, utilisation, weight_bytes
-from .cost import Batch, Fleet, break_even, by_fate, latency_billed, per_million, token_priced, wall_clock
-from .queueing import NORMAL, cut_off, drop_oldest_form, drop_share, first_batch_seconds, group_shares, hold_form, latency_quantile, oldest_of, tail_factor
-from ..loop.config import RunConfig
-from .planfile import DRIFTS, PRECISIONS, PlanFile, drifted, load_plan, with_value
 from ..base.charts import Chart, Line, Mark
+from ..loop.config import RunConfig
+from rlbench.models.hardware import (
+    decode_seconds,
+    forward_flops,
+    kv_replication,
+    lora_parameters,
+    optimizer_bytes,
+    peak_of,
+    prefill_seconds,
+    publish_seconds,
+    resident_tokens,
+    sequence_bytes,
+    touched,
+    training_flops,
+    utilisation,
+    weight_bytes,
+)
+from rlbench.planning.cost import (
+    Batch,
+    Fleet,
+    break_even,
+    by_fate,
+    latency_billed,
+    per_million,
+    token_priced,
+    wall_clock,
+)
+from .planfile import DRIFTS, PRECISIONS, PlanFile, drifted, load_plan, with_value
+from rlbench.planning.queueing import (
+    NORMAL,
+    cut_off,
+    drop_oldest_form,
+    drop_share,
+    first_batch_seconds,
+    group_shares,
+    hold_form,
+    latency_quantile,
+    oldest_of,
+    tail_factor,
+)
 from .simulator import Decode, Simulated, Spread, World, ended, simulate, summary
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-memory
 @dataclass(frozen=True)
 class Memory:
     "The memory of the GPUs that write: engines, bytes of an engine's weights (all runs), bytes and tokens of cache an engine holds, tokens a sequence holds on average, sequences that fit in all engines, and how many if each reserved room to its longest (nan: not told)."
+
     engines: int
     weights: float
     room: float
@@ -49,7 +85,9 @@ def adapter_bytes(plan: PlanFile) -> float:
     if not t.rank:
         return weight_bytes(plan.shape, PRECISIONS[plan.generators.precision])
     if not plan.shape.inner or plan.shape.experts:
-        raise ValueError(f"tenancy.rank: the shape of {plan.model.name or plan.model.config} does not tell how large its adapters are; set tenancy.adapter = GB of one")
+        raise ValueError(
+            f"tenancy.rank: the shape of {plan.model.name or plan.model.config} does not tell how large its adapters are; set tenancy.adapter = GB of one"
+        )
     return lora_parameters(plan.shape, t.rank) * 2.0
 
 
@@ -70,7 +108,12 @@ def held_bytes(plan: PlanFile, runs: int) -> float:
 def sequence_size(plan: PlanFile, resident: float) -> float:
     "Bytes of cache of a sequence of so many tokens, all copies counted."
     g = plan.generators
-    return sequence_bytes(plan.shape, resident, PRECISIONS[g.kv_precision], kv_replication(plan.shape, g.tensor_parallel or g.engine, g.by_sequence))
+    return sequence_bytes(
+        plan.shape,
+        resident,
+        PRECISIONS[g.kv_precision],
+        kv_replication(plan.shape, g.tensor_parallel or g.engine, g.by_sequence),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-memory-of
 def memory_of(plan: PlanFile) -> Memory:
@@ -83,20 +126,43 @@ def memory_of(plan: PlanFile) -> Memory:
         alone = held_bytes(plan, 1)
         if runs > 1 and alone + least <= have:
             fit = max(n for n in range(1, runs) if held_bytes(plan, n) + least <= have)
-            raise ValueError(f"tenancy.runs: {runs} runs keep {size(held)} in an engine, and it has {size(have)}; at most {fit} fit" + ("" if plan.tenancy.rank or plan.tenancy.adapter else ", or give them adapters: tenancy.rank"))
+            raise ValueError(
+                f"tenancy.runs: {runs} runs keep {size(held)} in an engine, and it has {size(have)}; at most {fit} fit"
+                + ("" if plan.tenancy.rank or plan.tenancy.adapter else ", or give them adapters: tenancy.rank")
+            )
         a_gpu = have / g.engine
         needed = ceil((alone + least) / a_gpu) if a_gpu > 0 else 0
-        remedy = f"use at least {needed} GPUs an engine, or fewer bytes a number" if needed else "lower generators.activations"
-        raise ValueError(f"generators.engine: {name} in {g.precision} takes {size(alone)} and one sequence {size(least)}, and {g.engine} {g.gpu} have {size(max(0.0, have))} for them; {remedy}")
+        remedy = (
+            f"use at least {needed} GPUs an engine, or fewer bytes a number"
+            if needed
+            else "lower generators.activations"
+        )
+        raise ValueError(
+            f"generators.engine: {name} in {g.precision} takes {size(alone)} and one sequence {size(least)}, and {g.engine} {g.gpu} have {size(max(0.0, have))} for them; {remedy}"
+        )
     engines, room = (g.gpus - g.prefill_gpus) // g.engine, have - held
     whole = inf if g.sequences == 0 else g.sequences
     each = min(room / least, whole)
-    return Memory(engines, held, room, room / least * resident, resident, engines * each, engines * min(room // sequence_size(plan, r.longest), whole) if r.longest else nan)
+    return Memory(
+        engines,
+        held,
+        room,
+        room / least * resident,
+        resident,
+        engines * each,
+        engines * min(room // sequence_size(plan, r.longest), whole) if r.longest else nan,
+    )
 
 
 def size(count: float) -> str:
     "Bytes for people."
-    return f"{count / 1e12:.3g} TB" if count >= 1e12 else f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+    return (
+        f"{count / 1e12:.3g} TB"
+        if count >= 1e12
+        else f"{count / 1e9:.3g} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.3g} MB"
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-trainer
 def check_trainer(plan: PlanFile) -> None:
@@ -105,7 +171,10 @@ def check_trainer(plan: PlanFile) -> None:
     need = plan.shape.parameters * 4.0 if t.offload else float(optimizer_bytes(plan.shape))
     one = plan.tables.gpu[t.gpu].memory * 0.9
     if need > t.gpus * one:
-        raise ValueError(f"trainer.gpus: weights, gradients and optimizer of {plan.model.name or plan.model.config} take {size(need)}, and {t.gpus} {t.gpu} have {size(t.gpus * one)}; use at least {ceil(need / one)}" + ("" if t.offload else ", or trainer.offload = true"))
+        raise ValueError(
+            f"trainer.gpus: weights, gradients and optimizer of {plan.model.name or plan.model.config} take {size(need)}, and {t.gpus} {t.gpu} have {size(t.gpus * one)}; use at least {ceil(need / one)}"
+            + ("" if t.offload else ", or trainer.offload = true")
+        )
 
 
 def train_seconds(plan: PlanFile) -> float:
@@ -113,7 +182,9 @@ def train_seconds(plan: PlanFile) -> float:
     t, r = plan.trainer, plan.rollouts
     if t.seconds:
         return t.seconds
-    return training_flops(plan.shape, plan.run.batch * (r.prompt + r.response)) / (t.gpus * plan.tables.gpu[t.gpu].peak * t.mfu)
+    return training_flops(plan.shape, plan.run.batch * (r.prompt + r.response)) / (
+        t.gpus * plan.tables.gpu[t.gpu].peak * t.mfu
+    )
 
 
 def sync_seconds(plan: PlanFile) -> float:
@@ -125,12 +196,18 @@ def sync_seconds(plan: PlanFile) -> float:
 def reached(plan: PlanFile) -> float:
     "Share of its peak that the trainer reaches while it computes, attention not counted."
     t, r = plan.trainer, plan.rollouts
-    return utilisation(training_flops(plan.shape, plan.run.batch * (r.prompt + r.response)), train_seconds(plan), plan.tables.gpu[t.gpu], t.gpus)
+    return utilisation(
+        training_flops(plan.shape, plan.run.batch * (r.prompt + r.response)),
+        train_seconds(plan),
+        plan.tables.gpu[t.gpu],
+        t.gpus,
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-limits
 @dataclass(frozen=True)
 class Limit:
     "A limit on the rollouts that are written at once, and where it is from."
+
     name: str
     rollouts: float
     words: str
@@ -139,11 +216,22 @@ class Limit:
 def limits(plan: PlanFile, memory: Memory) -> tuple[Limit, ...]:
     "All of them, the lowest first. Those of sandboxes and of the bound count rollouts that are under way, the others sequences in an engine."
     c, g = plan.run, plan.generators
-    alive = (max(1, c.staleness) + c.oversample) * c.batch / (tail_factor(c.group, plan.rollouts.sigma) if c.staleness else 1.0)
+    alive = (
+        (max(1, c.staleness) + c.oversample)
+        * c.batch
+        / (tail_factor(c.group, plan.rollouts.sigma) if c.staleness else 1.0)
+    )
     found = [
         *[Limit("run.concurrency", float(plan.concurrency), "what the run asks for")] * plan.asked,
-        Limit("memory", memory.sequences / plan.tenancy.runs, "what the cache of the engines holds" if memory.room / sequence_size(plan, memory.resident) <= (g.sequences or inf) else "what the engines run by their own setting"),
-        *[Limit("environment.sandboxes", float(plan.environment.sandboxes), "sandboxes there are")] * bool(plan.environment.sandboxes),
+        Limit(
+            "memory",
+            memory.sequences / plan.tenancy.runs,
+            "what the cache of the engines holds"
+            if memory.room / sequence_size(plan, memory.resident) <= (g.sequences or inf)
+            else "what the engines run by their own setting",
+        ),
+        *[Limit("environment.sandboxes", float(plan.environment.sandboxes), "sandboxes there are")]
+        * bool(plan.environment.sandboxes),
         Limit("run.staleness", alive, f"what the bound of {c.staleness} version{'s' * (c.staleness != 1)} lets in"),
     ]
     return tuple(sorted(found, key=lambda limit: limit.rollouts))
@@ -154,16 +242,22 @@ def flags(plan: PlanFile, memory: Memory) -> tuple[str, ...]:
     g, found = plan.generators, []
     asked = plan.concurrency * plan.tenancy.runs
     if plan.asked and asked > memory.sequences:
-        found.append(f"over capacity: {asked:,} rollouts at once, and the cache holds {three(memory.sequences)} of {three(memory.resident)} tokens on average; {asked:,} fit up to a context of {three(memory.engines * memory.tokens / asked)} tokens. The rest waits for a place")
+        found.append(
+            f"over capacity: {asked:,} rollouts at once, and the cache holds {three(memory.sequences)} of {three(memory.resident)} tokens on average; {asked:,} fit up to a context of {three(memory.engines * memory.tokens / asked)} tokens. The rest waits for a place"
+        )
     if plan.environment.sandboxes and plan.asked and plan.concurrency > plan.environment.sandboxes:
         waves = plan.concurrency / plan.environment.sandboxes
-        found.append(f"over the quota: {plan.concurrency:,} rollouts ask for {plan.environment.sandboxes:,} sandboxes; of a first wave the last gets one after {waves - 1:.3g} times the time of a rollout")
+        found.append(
+            f"over the quota: {plan.concurrency:,} rollouts ask for {plan.environment.sandboxes:,} sandboxes; of a first wave the last gets one after {waves - 1:.3g} times the time of a rollout"
+        )
     if idle := (g.gpus - g.prefill_gpus) % g.engine:
         found.append(f"idle: {idle} of {g.gpus} GPUs make no whole engine of {g.engine}")
     if any(getattr(plan.drift, name) for name in DRIFTS):
         found.append("drift: the figures below are of its mean; see what changes over the run")
     if plan.tenancy.runs > 1:
-        found.append(f"tenancy: the figures below are of one run with its share of the cache; what {plan.tenancy.runs} do to each other's speed and price stands at the end")
+        found.append(
+            f"tenancy: the figures below are of one run with its share of the cache; what {plan.tenancy.runs} do to each other's speed and price stands at the end"
+        )
     return tuple(found)
 
 
@@ -184,6 +278,7 @@ def three(value: float) -> str:
 @dataclass(frozen=True)
 class Pace:
     "Seconds of a rollout with so many written at once: a token, all tokens, reading, tools, a sandbox, a verdict; the share of the roofline that decoding reaches, whether that was fitted, and the curve of the engine."
+
     running: float
     token: float
     writing: float
@@ -210,7 +305,17 @@ def token_seconds(plan: PlanFile, memory: Memory, running: float) -> float:
     "The bound of one decode step with so many sequences in all engines."
     g = plan.generators
     replication = kv_replication(plan.shape, g.tensor_parallel or g.engine, g.by_sequence)
-    return decode_seconds(plan.shape, plan.tables.gpu[g.gpu], running / memory.engines, memory.resident, g.engine, PRECISIONS[g.precision], 1.0, PRECISIONS[g.kv_precision], replication)
+    return decode_seconds(
+        plan.shape,
+        plan.tables.gpu[g.gpu],
+        running / memory.engines,
+        memory.resident,
+        g.engine,
+        PRECISIONS[g.precision],
+        1.0,
+        PRECISIONS[g.kv_precision],
+        replication,
+    )
 
 
 def curve(plan: PlanFile, memory: Memory, running: float, efficiency: float) -> Decode:
@@ -220,7 +325,9 @@ def curve(plan: PlanFile, memory: Memory, running: float, efficiency: float) -> 
     base = touched(plan.shape, n) * bytes_weight / gpu.bandwidth * scale
     cache = sequence_size(plan, memory.resident) / memory.resident / gpu.bandwidth * scale
     flops = forward_flops(plan.shape, 1) / peak_of(gpu, bytes_weight) * scale
-    return Decode(base, flops - base / n) if n * flops > base + n * memory.resident * cache else Decode(base, 0.0, cache)
+    return (
+        Decode(base, flops - base / n) if n * flops > base + n * memory.resident * cache else Decode(base, 0.0, cache)
+    )
 
 
 def reading_seconds(plan: PlanFile) -> float:
@@ -228,7 +335,9 @@ def reading_seconds(plan: PlanFile) -> float:
     g, gpu = plan.generators, plan.tables.gpu[plan.generators.gpu]
     if not plan.rollouts.prompt:
         return 0.0
-    read = prefill_seconds(plan.shape, gpu, plan.rollouts.prompt, g.engine, PRECISIONS[g.precision], g.prefill_efficiency)
+    read = prefill_seconds(
+        plan.shape, gpu, plan.rollouts.prompt, g.engine, PRECISIONS[g.precision], g.prefill_efficiency
+    )
     return read + (sequence_size(plan, plan.rollouts.prompt) / gpu.link if g.prefill_gpus and gpu.link else 0.0)
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-pace-of
@@ -240,18 +349,35 @@ def pace_of(plan: PlanFile, memory: Memory, running: float) -> Pace:
     if r.latency:
         writing = r.latency - tools - reading - e.start - e.score
         if writing < bound * r.response:
-            raise ValueError(f"rollouts.latency: {r.latency:g} s leave {max(0.0, writing):.3g} s for {r.response:,.0f} tokens, and {plan.generators.engine} {g.gpu} need {bound * r.response:.3g} s at the very best with {running:,.0f} at once; "
-                             "give a longer latency, fewer tokens, or a lower run.concurrency")
+            raise ValueError(
+                f"rollouts.latency: {r.latency:g} s leave {max(0.0, writing):.3g} s for {r.response:,.0f} tokens, and {plan.generators.engine} {g.gpu} need {bound * r.response:.3g} s at the very best with {running:,.0f} at once; "
+                "give a longer latency, fewer tokens, or a lower run.concurrency"
+            )
         efficiency = bound * r.response / writing
     token = bound / efficiency
-    return Pace(running, token, token * r.response, reading, tools, e.start, e.score, efficiency, bool(r.latency), curve(plan, memory, running, efficiency))
+    return Pace(
+        running,
+        token,
+        token * r.response,
+        reading,
+        tools,
+        e.start,
+        e.score,
+        efficiency,
+        bool(r.latency),
+        curve(plan, memory, running, efficiency),
+    )
 
 
 def settled(plan: PlanFile, memory: Memory) -> tuple[Pace, Limit]:
     "How many sequences are in the engines, with the times of a rollout then; and the limit that decides it."
     lowest = limits(plan, memory)
-    in_engines = min((limit for limit in lowest if limit.name in ("run.concurrency", "memory")), key=lambda limit: limit.rollouts)
-    under_way = min((limit for limit in lowest if limit.name not in ("run.concurrency", "memory")), key=lambda limit: limit.rollouts)
+    in_engines = min(
+        (limit for limit in lowest if limit.name in ("run.concurrency", "memory")), key=lambda limit: limit.rollouts
+    )
+    under_way = min(
+        (limit for limit in lowest if limit.name not in ("run.concurrency", "memory")), key=lambda limit: limit.rollouts
+    )
     pace = pace_of(plan, memory, in_engines.rollouts)
     if in_engines.rollouts * pace.latency / pace.engine <= under_way.rollouts:
         return pace, in_engines
@@ -270,7 +396,10 @@ def last_wave(plan: PlanFile, memory: Memory, pace: Pace, count: int, points: in
         return pace.latency
     if plan.tenancy.runs > 1:  # the other runs keep the engines as full as they are on average
         return pace.latency * tail_factor(count, sigma)
-    step = lambda running: pace.decode.seconds(running / memory.engines, running / memory.engines * memory.resident)
+
+    def step(running):
+        return pace.decode.seconds(running / memory.engines, running / memory.engines * memory.resident)
+
     reach = latency_quantile(0.999, 1.0, sigma, count)  # in mean lengths
     total = 0.0
     for point in range(points):
@@ -292,6 +421,7 @@ def wave_seconds(plan: PlanFile, pace: Pace, accepted: float) -> float:
 @dataclass(frozen=True)
 class Cycle:
     "Seconds of a batch: from one to the next, computing, weights travelling; share of rollouts whose group the filter leaves; of those the share that is too old when it is done; seconds to write the rollouts of a batch; share of the time in which the engines stand still."
+
     step: float
     compute: float
     sync: float
@@ -325,20 +455,28 @@ def cycle_of(plan: PlanFile, pace: Pace) -> Cycle:
         step = max(written, compute + sync) if pace.fitted else max(written, compute) + sync
         late = drop_share(c.staleness + 0.5, step, pace.latency, plan.rollouts.sigma, c.group)
         stale = (stale + min(0.9, late)) / 2 if late > 1e-4 else 0.0
-    return Cycle(step, compute, sync, accepted, stale, written * (1 - sync / step) if pace.fitted else written, sync / step)
+    return Cycle(
+        step, compute, sync, accepted, stale, written * (1 - sync / step) if pace.fitted else written, sync / step
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-calibrated
 def calibrated(plan: PlanFile) -> PlanFile:
     "The plan with what its measured latency and seconds say put in their place: efficiency and MFU, which hold for other numbers of GPUs and rollouts, too."
     pace, _ = settled(plan, memory_of(plan))
     efficiency = pace.efficiency / (1 - cycle_of(plan, pace).still) if pace.fitted else pace.efficiency
-    return replace(plan, rollouts=replace(plan.rollouts, latency=0.0), generators=replace(plan.generators, efficiency=min(1.0, efficiency)), trainer=replace(plan.trainer, seconds=0.0, mfu=reached(plan)))
+    return replace(
+        plan,
+        rollouts=replace(plan.rollouts, latency=0.0),
+        generators=replace(plan.generators, efficiency=min(1.0, efficiency)),
+        trainer=replace(plan.trainer, seconds=0.0, mfu=reached(plan)),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-forecast
 @dataclass(frozen=True)
 class Forecast:
     """What a run will do. `rate`: trained rollouts a second; `step`: seconds of a batch, of which the trainer has the shares `compute`, `sync`, `wait`; `ratio`: what it could take over what it gets; staleness in versions; `latency`: seconds of a rollout;
     `unfinished`, `thrown`, `thrown_tokens`, `zero_advantage`: shares; `mfu`: while it computes; dollars per million trained tokens as `latency_billed`, by `wall` clock, with what stands `beside` the GPUs (sandboxes, processors), and as `listed` by an API; `even`: the hour of a GPU at which the clock and the list agree; `first`: seconds until the first batch is full; `fates`: what a dollar bought."""
+
     how: str
     rate: float
     step: float
@@ -380,19 +518,53 @@ def bought(plan: PlanFile, tokens: Mapping[str, float], wait: float) -> tuple[tu
     training = trainer_hourly(plan)
     spent = by_fate({fate: {"tokens": n} for fate, n in tokens.items()}, plan.hourly - training, training * (1 - wait))
     spent = {**spent, "trainer waits": training * wait}
-    return tuple((fate, dollars / plan.hourly) for fate, dollars in sorted(spent.items(), key=lambda pair: -pair[1]) if dollars > 5e-4 * plan.hourly)
+    return tuple(
+        (fate, dollars / plan.hourly)
+        for fate, dollars in sorted(spent.items(), key=lambda pair: -pair[1])
+        if dollars > 5e-4 * plan.hourly
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-money
-def filled(plan: PlanFile, how: str, step: float, compute: float, sync: float, latency: float, under_way: float, fates: Mapping[str, float], tokens: float = 0.0, **rest: float) -> Forecast:
+def filled(
+    plan: PlanFile,
+    how: str,
+    step: float,
+    compute: float,
+    sync: float,
+    latency: float,
+    under_way: float,
+    fates: Mapping[str, float],
+    tokens: float = 0.0,
+    **rest: float,
+) -> Forecast:
     "A forecast with what follows from a few of its figures. `compute` and `sync`: seconds of a batch; `fates`: tokens of what ended; `tokens`: of a trained rollout, the plan's if 0."
     r, c = plan.rollouts, plan.run
     each, wait = tokens or r.prompt + r.response, max(0.0, 1 - (compute + sync) / step)
     batch, fleet = Batch(c.batch, c.batch * each, latency, step, c.batch * r.prompt), fleet_of(plan, under_way)
     prices = plan.tables.prices.get(plan.prices.tokens)
     listed, even = (token_priced(prices, batch), break_even(fleet, batch, prices)) if prices else (nan, nan)
-    mfu = utilisation(training_flops(plan.shape, c.batch * each), compute, plan.tables.gpu[plan.trainer.gpu], plan.trainer.gpus)
-    return Forecast(how, c.batch / step, step, compute / step, sync / step, wait, step / compute, latency=latency, under_way=under_way, mfu=mfu, latency_billed=latency_billed(fleet, batch), wall=wall_clock(fleet, batch),
-                    beside=wall_clock(fleet, batch, beside=True), listed=listed, even=even, fates=bought(plan, fates, wait), **rest)
+    mfu = utilisation(
+        training_flops(plan.shape, c.batch * each), compute, plan.tables.gpu[plan.trainer.gpu], plan.trainer.gpus
+    )
+    return Forecast(
+        how,
+        c.batch / step,
+        step,
+        compute / step,
+        sync / step,
+        wait,
+        step / compute,
+        latency=latency,
+        under_way=under_way,
+        mfu=mfu,
+        latency_billed=latency_billed(fleet, batch),
+        wall=wall_clock(fleet, batch),
+        beside=wall_clock(fleet, batch, beside=True),
+        listed=listed,
+        even=even,
+        fates=bought(plan, fates, wait),
+        **rest,
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-form
 def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> float:
@@ -403,14 +575,20 @@ def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> f
     flying, batch = pace.running * pace.latency / pace.engine, c.batch / cycle.accepted / (1 - cycle.stale)
     rarely = (c.publish_every - 1) / 2
     if cycle.rho < 1 or c.backlog == "drop_oldest":
-        return min(c.staleness, drop_oldest_form(cycle.rho, flying, batch, c.queue_batches or c.staleness, factor) + rarely)
-    return min(c.staleness, hold_form(flying * factor * cycle.accepted, c.batch, c.queue_batches or c.staleness) + rarely)
+        return min(
+            c.staleness, drop_oldest_form(cycle.rho, flying, batch, c.queue_batches or c.staleness, factor) + rarely
+        )
+    return min(
+        c.staleness, hold_form(flying * factor * cycle.accepted, c.batch, c.queue_batches or c.staleness) + rarely
+    )
 
 
 def thrown_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
     "(share of the rollouts that ended without being trained, share of their tokens): the filter, what a full queue pushes out, what a cut-off leaves behind."
     c = plan.run
-    kept = cycle.accepted * (1 - cycle.stale) / max(1.0, cycle.rho if c.backlog == "drop_oldest" and c.staleness else 1.0)
+    kept = (
+        cycle.accepted * (1 - cycle.stale) / max(1.0, cycle.rho if c.backlog == "drop_oldest" and c.staleness else 1.0)
+    )
     if c.stragglers == "oversample" and c.oversample and c.staleness == 0:
         cut = cut_off(1 + c.oversample, 1.0, plan.rollouts.sigma, c.group)
         return 1 - kept * (1 - cut.rollouts), 1 - kept * (1 - cut.tokens)
@@ -429,10 +607,28 @@ def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
     alive = max(1, c.staleness) * c.batch if held else flying * factor + c.batch
     thrown, tokens = thrown_form(plan, cycle)
     passed = 1 - cycle.accepted
-    return filled(plan, "closed form", cycle.step, cycle.compute, cycle.sync, latency, flying, {"trained": 1 - tokens, "filtered": min(tokens, passed), "stale": max(0.0, tokens - passed)},
-                  staleness=staleness_form(plan, pace, cycle, factor), oldest=float(min(c.staleness, oldest_of(flying, c.batch / cycle.accepted, latency_quantile(1 - 1e-4, 1.0, sigma), 1.0) + 1)),
-                  unfinished=min(1.0, flying / alive) if c.staleness else c.oversample / (1 + c.oversample), thrown=thrown, thrown_tokens=tokens, zero_advantage=passed,
-                  first=first_batch_seconds(flying, c.batch / cycle.accepted, pace.latency, sigma, c.group))
+    return filled(
+        plan,
+        "closed form",
+        cycle.step,
+        cycle.compute,
+        cycle.sync,
+        latency,
+        flying,
+        {"trained": 1 - tokens, "filtered": min(tokens, passed), "stale": max(0.0, tokens - passed)},
+        staleness=staleness_form(plan, pace, cycle, factor),
+        oldest=float(
+            min(
+                c.staleness,
+                oldest_of(flying, c.batch / cycle.accepted, latency_quantile(1 - 1e-4, 1.0, sigma), 1.0) + 1,
+            )
+        ),
+        unfinished=min(1.0, flying / alive) if c.staleness else c.oversample / (1 + c.oversample),
+        thrown=thrown,
+        thrown_tokens=tokens,
+        zero_advantage=passed,
+        first=first_batch_seconds(flying, c.batch / cycle.accepted, pace.latency, sigma, c.group),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-world
 SKIP, LOOK = 15, 40  # versions that are left out at the beginning, and looked at
@@ -444,8 +640,24 @@ def world_of(plan: PlanFile) -> World:
     pace, _ = settled(plan, memory)
     cycle, r, e = cycle_of(plan, pace), plan.rollouts, plan.environment
     longest = max(1.0, r.longest - r.prompt) if r.longest else 0.0
-    return World(latency=Spread(pace.engine * (1 - cycle.still), r.sigma), prompt=r.prompt, tokens=Spread(r.response, r.sigma, longest), decode=None if pace.fitted else pace.decode, prefill=0.0 if pace.fitted else pace.reading / r.turns,
-                 engines=memory.engines, room=memory.tokens, turns=Spread(float(r.turns)), tool=Spread(r.tool, r.tool_sigma), score=Spread(e.score), solve=r.solve, fails=e.fails, train=cycle.compute, sync=sync_seconds(plan), sandboxes=e.sandboxes, start=Spread(e.start, e.start_sigma))
+    return World(
+        latency=Spread(pace.engine * (1 - cycle.still), r.sigma),
+        prompt=r.prompt,
+        tokens=Spread(r.response, r.sigma, longest),
+        decode=None if pace.fitted else pace.decode,
+        prefill=0.0 if pace.fitted else pace.reading / r.turns,
+        engines=memory.engines,
+        room=memory.tokens,
+        turns=Spread(float(r.turns)),
+        tool=Spread(r.tool, r.tool_sigma),
+        score=Spread(e.score),
+        solve=r.solve,
+        fails=e.fails,
+        train=cycle.compute,
+        sync=sync_seconds(plan),
+        sandboxes=e.sandboxes,
+        start=Spread(e.start, e.start_sigma),
+    )
 
 
 def config_of(plan: PlanFile) -> RunConfig:
@@ -454,18 +666,35 @@ def config_of(plan: PlanFile) -> RunConfig:
     slots = plan.run.concurrency if plan.asked else ceil(memory.sequences / plan.run.generators)
     if g.sequences:
         slots = min(slots, memory.engines * g.sequences // plan.run.generators)
-    return plan.run.model_copy(update={"concurrency": max(1, min(100_000, slots)), "steps": 10_000_000, "max_turns": max(plan.run.max_turns, plan.rollouts.turns, *map(ceil, plan.drift.turns)), "max_tokens": 10_000_000})
+    return plan.run.model_copy(
+        update={
+            "concurrency": max(1, min(100_000, slots)),
+            "steps": 10_000_000,
+            "max_turns": max(plan.run.max_turns, plan.rollouts.turns, *map(ceil, plan.drift.turns)),
+            "max_tokens": 10_000_000,
+        }
+    )
 
 
 Told = Callable[[int, int], None]  # hears which version is made, and up to which one is simulated
 
 
-def simulated(plan: PlanFile, seed: int = 0, versions: int = SKIP + LOOK, world=None, told: Told | None = None) -> Simulated:
+def simulated(
+    plan: PlanFile, seed: int = 0, versions: int = SKIP + LOOK, world=None, told: Told | None = None
+) -> Simulated:
     "A plan's run up to a version; `world`: instead of the plan's."
-    return simulate(config_of(plan), world or world_of(plan), seed, until=versions, told=told and (lambda version: told(version, versions)))
+    return simulate(
+        config_of(plan),
+        world or world_of(plan),
+        seed,
+        until=versions,
+        told=told and (lambda version: told(version, versions)),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-simulate
-def forecast_simulated(plan: PlanFile, seed: int = 0, look: int = LOOK, skip: int = SKIP, told: Told | None = None) -> Forecast:
+def forecast_simulated(
+    plan: PlanFile, seed: int = 0, look: int = LOOK, skip: int = SKIP, told: Told | None = None
+) -> Forecast:
     "The forecast by a simulation of the loop itself, after the first `skip` versions and over `look` of them."
     return seen(plan, simulated(plan, seed, skip + look, told=told).steps, skip)
 
@@ -476,13 +705,30 @@ def seen(plan: PlanFile, steps: Sequence, skip: int = SKIP) -> Forecast:
     attempts, tokens = ({fate: entry[i] for fate, entry in books.items() if fate != "left_at_stop"} for i in (0, 1))
     useful = lambda of: (of.get("trained", 0) + of.get("masked", 0)) / max(1e-9, sum(of.values()))  # noqa: E731
     judged = attempts.get("trained", 0) + attempts.get("masked", 0) + attempts.get("filtered", 0)
-    return filled(plan, "simulated", s.step, s.compute * s.step, s.sync * s.step, s.latency, s.rate / max(1e-9, s.accepted) * s.latency, tokens, s.tokens, staleness=s.staleness, oldest=float(s.oldest), unfinished=s.unfinished,
-                  thrown=1 - useful(attempts), thrown_tokens=1 - useful(tokens), zero_advantage=attempts.get("filtered", 0) / max(1, judged), first=steps[0].wait)
+    return filled(
+        plan,
+        "simulated",
+        s.step,
+        s.compute * s.step,
+        s.sync * s.step,
+        s.latency,
+        s.rate / max(1e-9, s.accepted) * s.latency,
+        tokens,
+        s.tokens,
+        staleness=s.staleness,
+        oldest=float(s.oldest),
+        unfinished=s.unfinished,
+        thrown=1 - useful(attempts),
+        thrown_tokens=1 - useful(tokens),
+        zero_advantage=attempts.get("filtered", 0) / max(1, judged),
+        first=steps[0].wait,
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-split
 @dataclass(frozen=True)
 class Choice:
     "One way to do it: GPUs that write and train, rollouts at once, the field that differs, its value, the forecast, and how much more a token costs than with the best one."
+
     writing: int
     training: int
     concurrency: int
@@ -507,8 +753,11 @@ def first_true(low: int, high: int, holds) -> int:
 
 def best_concurrency(plan: PlanFile, target: float, factor: float) -> Choice | None:
     "The plan at the smallest concurrency with (nearly) the most trained rollouts under the target; None if none keeps it. More at once is never slower and never fresher, so halving finds it."
+
     def at(running: int) -> Forecast:
-        return forecast_form(replace(plan, run=plan.run.model_copy(update={"concurrency": running}), asked=True), factor)
+        return forecast_form(
+            replace(plan, run=plan.run.model_copy(update={"concurrency": running}), asked=True), factor
+        )
 
     most = max(1, int(min(100_000.0, memory_of(plan).sequences / plan.tenancy.runs)))
     if at(most).staleness > target:
@@ -540,7 +789,11 @@ def splits(plan: PlanFile, most: int = 24) -> tuple[Choice, ...]:
         reading = round(share * writing / unit) * unit
         if writing - reading < unit:
             continue
-        tried = replace(c, generators=replace(c.generators, gpus=writing, prefill_gpus=reading), trainer=replace(c.trainer, gpus=plan.gpus - writing))
+        tried = replace(
+            c,
+            generators=replace(c.generators, gpus=writing, prefill_gpus=reading),
+            trainer=replace(c.trainer, gpus=plan.gpus - writing),
+        )
         try:
             check_trainer(tried)
             choice = best_concurrency(tried, target, factor)
@@ -554,14 +807,26 @@ def best(choices: Sequence[Choice]) -> Choice:
     "The cheapest."
     return min(choices, key=lambda choice: choice.forecast.wall)
 
+
 def split_plan(plan: PlanFile, choice: Choice) -> PlanFile:
     "The plan with the GPUs and the concurrency of a choice."
     c = calibrated(plan)
-    reading = round(plan.generators.prefill_gpus / plan.generators.gpus * choice.writing / plan.generators.engine) * plan.generators.engine
-    return replace(c, generators=replace(c.generators, gpus=choice.writing, prefill_gpus=reading), trainer=replace(c.trainer, gpus=choice.training), run=c.run.model_copy(update={"concurrency": choice.concurrency}), asked=True)
+    reading = (
+        round(plan.generators.prefill_gpus / plan.generators.gpus * choice.writing / plan.generators.engine)
+        * plan.generators.engine
+    )
+    return replace(
+        c,
+        generators=replace(c.generators, gpus=choice.writing, prefill_gpus=reading),
+        trainer=replace(c.trainer, gpus=choice.training),
+        run=c.run.model_copy(update={"concurrency": choice.concurrency}),
+        asked=True,
+    )
 
 
-def improved(plan: PlanFile, seed: int = 0, simulate: bool = True, told: Told | None = None) -> tuple[tuple[Choice, ...], Forecast | None]:
+def improved(
+    plan: PlanFile, seed: int = 0, simulate: bool = True, told: Told | None = None
+) -> tuple[tuple[Choice, ...], Forecast | None]:
     "All splits, and the best of them simulated if it saves two per cent or more."
     found = splits(plan)
     worth = simulate and found and best(found).forecast.wall < 0.98 * forecast_form(plan).wall
@@ -571,15 +836,31 @@ def improved(plan: PlanFile, seed: int = 0, simulate: bool = True, told: Told | 
 def split_chart(choices: Sequence[Choice], target: float) -> Chart:
     "Trained rollouts a second over GPUs that write, and their staleness."
     top, x = best(choices), [choice.writing for choice in choices]
-    lines = (Line("rollouts a second", x, [c.forecast.rate / top.forecast.rate for c in choices], "blue"), Line("trainer waits", x, [c.forecast.wait for c in choices], "vermilion", "6 3"), Line("staleness, share of the target", x, [c.forecast.staleness / target for c in choices], "green", "2 2.5"))
-    return Chart("Who writes, who trains", lines, f"best with {top.writing} of {top.writing + top.training} GPUs that write: {three(top.forecast.rate)} rollouts a second", x_label="GPUs that write", y_label="share", y_range=(0, 1.05), marks=(Mark(float(top.writing), "best"),))
+    lines = (
+        Line("rollouts a second", x, [c.forecast.rate / top.forecast.rate for c in choices], "blue"),
+        Line("trainer waits", x, [c.forecast.wait for c in choices], "vermilion", "6 3"),
+        Line("staleness, share of the target", x, [c.forecast.staleness / target for c in choices], "green", "2 2.5"),
+    )
+    return Chart(
+        "Who writes, who trains",
+        lines,
+        f"best with {top.writing} of {top.writing + top.training} GPUs that write: {three(top.forecast.rate)} rollouts a second",
+        x_label="GPUs that write",
+        y_label="share",
+        y_range=(0, 1.05),
+        marks=(Mark(float(top.writing), "best"),),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-alternatives
 def settings(plan: PlanFile) -> list[tuple[str, float]]:
     "Knobs and values to try: concurrency, oversampling, how often weights are published, the bound."
     c, now = plan.run, min(limits(plan, memory_of(plan)), key=lambda limit: limit.rollouts).rollouts
-    return [("run.concurrency", max(1, round(now * times))) for times in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)] + [("run.oversample", value) for value in (0.0, 0.5, 1.0, 1.5)] + \
-        [("run.publish_every", value) for value in sorted({1, 2, 4, 8, c.publish_every}) if value <= c.staleness + 1] + [("run.staleness", value) for value in (1, 2, 4, 8, 16) if value >= c.publish_every - 1]
+    return (
+        [("run.concurrency", max(1, round(now * times))) for times in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
+        + [("run.oversample", value) for value in (0.0, 0.5, 1.0, 1.5)]
+        + [("run.publish_every", value) for value in sorted({1, 2, 4, 8, c.publish_every}) if value <= c.staleness + 1]
+        + [("run.staleness", value) for value in (1, 2, 4, 8, 16) if value >= c.publish_every - 1]
+    )
 
 
 def alternatives(plan: PlanFile) -> tuple[Choice, ...]:
@@ -587,15 +868,31 @@ def alternatives(plan: PlanFile) -> tuple[Choice, ...]:
     c, factor = calibrated(plan), tail_factor(plan.run.group, plan.rollouts.sigma)
     target, found = target_of(plan, factor), []
     for place, value in settings(plan):
-        tried = replace(c, run=c.run.model_copy(update={place.partition(".")[2]: value}), asked=c.asked or place == "run.concurrency")
-        found.append(Choice(plan.generators.gpus, plan.trainer.gpus, tried.run.concurrency, place, value, forecast_form(tried, factor)))
-    kept = [choice.forecast.wall for choice in found if choice.forecast.staleness <= target] or [choice.forecast.wall for choice in found]
+        tried = replace(
+            c,
+            run=c.run.model_copy(update={place.partition(".")[2]: value}),
+            asked=c.asked or place == "run.concurrency",
+        )
+        found.append(
+            Choice(
+                plan.generators.gpus,
+                plan.trainer.gpus,
+                tried.run.concurrency,
+                place,
+                value,
+                forecast_form(tried, factor),
+            )
+        )
+    kept = [choice.forecast.wall for choice in found if choice.forecast.staleness <= target] or [
+        choice.forecast.wall for choice in found
+    ]
     return tuple(replace(choice, dearer=choice.forecast.wall / min(kept) - 1) for choice in found)
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-sensitivity
 @dataclass(frozen=True)
 class Swing:
     "An input from one end of its range to the other: what rate, wait, staleness and dollars by the clock are there. `told`: the plan gave the range."
+
     place: str
     low: float
     value: float
@@ -610,18 +907,36 @@ class Swing:
         return abs(a - b) / ((a + b) / 2)
 
 
-USUAL = ("generators.efficiency", "rollouts.latency", "rollouts.response", "rollouts.prompt", "rollouts.sigma", "trainer.seconds", "trainer.mfu", "trainer.sync", "run.concurrency")
+USUAL = (
+    "generators.efficiency",
+    "rollouts.latency",
+    "rollouts.response",
+    "rollouts.prompt",
+    "rollouts.sigma",
+    "trainer.seconds",
+    "trainer.mfu",
+    "trainer.sync",
+    "run.concurrency",
+)
 
 
 def ranges_of(plan: PlanFile) -> dict[str, tuple[float, float, float]]:
     "Those of the file; of a file without any, a tenth around the inputs that decide."
+
     def value(place: str) -> float:
         return float(getattr(getattr(plan, place.partition(".")[0]), place.partition(".")[2]))
 
     if plan.ranges:
         return dict(plan.ranges)
-    unused = {"generators.efficiency" if plan.rollouts.latency else "rollouts.latency", "trainer.mfu" if plan.trainer.seconds else "trainer.seconds"}
-    return {place: (0.9 * value(place), value(place), 1.1 * value(place)) for place in USUAL if place not in unused and value(place) > 0}
+    unused = {
+        "generators.efficiency" if plan.rollouts.latency else "rollouts.latency",
+        "trainer.mfu" if plan.trainer.seconds else "trainer.seconds",
+    }
+    return {
+        place: (0.9 * value(place), value(place), 1.1 * value(place))
+        for place in USUAL
+        if place not in unused and value(place) > 0
+    }
 
 
 def sensitivity(plan: PlanFile) -> tuple[Swing, ...]:
@@ -640,6 +955,7 @@ def sensitivity(plan: PlanFile) -> tuple[Swing, ...]:
 @dataclass(frozen=True)
 class Tenant:
     "So many runs on the same generators: bytes of weights in an engine, sequences the cache holds, sequences written at once, seconds of a token; of each run the seconds of a batch, trained rollouts a second, dollars per million trained tokens by the clock."
+
     runs: int
     weights: float
     room: float
@@ -662,8 +978,20 @@ def tenant_of(plan: PlanFile, runs: int) -> Tenant:
         wanted = min(runs * most, runs * plan.run.batch / cycle.accepted / cycle.step * pace.engine)
         written = (written + wanted) / 2
     training = trainer_hourly(plan)
-    hourly, tokens = (plan.hourly - training) / runs + training, plan.run.batch * (plan.rollouts.prompt + plan.rollouts.response)
-    return Tenant(runs, memory.weights, memory.sequences, written, pace.token, cycle.step, plan.run.batch / cycle.step, per_million(hourly, cycle.step, tokens))
+    hourly, tokens = (
+        (plan.hourly - training) / runs + training,
+        plan.run.batch * (plan.rollouts.prompt + plan.rollouts.response),
+    )
+    return Tenant(
+        runs,
+        memory.weights,
+        memory.sequences,
+        written,
+        pace.token,
+        cycle.step,
+        plan.run.batch / cycle.step,
+        per_million(hourly, cycle.step, tokens),
+    )
 
 
 def tenants(plan: PlanFile, most: int = 8) -> tuple[Tenant, ...]:
@@ -680,6 +1008,7 @@ def tenants(plan: PlanFile, most: int = 8) -> tuple[Tenant, ...]:
 @dataclass(frozen=True)
 class Change:
     "A run whose inputs change: rate, staleness and seconds of a rollout version by version, the forecasts before and after, and the quantities that change, with their first and last value and the rate after over the rate before if nothing else changed; most first."
+
     versions: tuple[int, ...]
     rates: tuple[float, ...]
     latencies: tuple[float, ...]
@@ -698,12 +1027,18 @@ PLATEAU = 10  # versions that are looked at before and after a change
 
 def changed_at(plan: PlanFile, version: int, names: Sequence[str] = DRIFTS) -> PlanFile:
     "The plan with its rollouts as they are at a version of the change; of the quantities that change only these."
-    found = {name: drifted(getattr(plan.drift, name), version, plan.drift.over) for name in names if getattr(plan.drift, name)}
-    rollouts = replace(plan.rollouts, **{name: max(1, round(value)) if name == "turns" else value for name, value in found.items()})
+    found = {
+        name: drifted(getattr(plan.drift, name), version, plan.drift.over)
+        for name in names
+        if getattr(plan.drift, name)
+    }
+    rollouts = replace(
+        plan.rollouts, **{name: max(1, round(value)) if name == "turns" else value for name, value in found.items()}
+    )
     longer = (rollouts.prompt + rollouts.response) / (plan.rollouts.prompt + plan.rollouts.response)
     return replace(plan, rollouts=rollouts, trainer=replace(plan.trainer, seconds=plan.trainer.seconds * longer))
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-drift-part-2
 def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told | None = None) -> Change:
     "The plan's run while its rollouts change, with so many versions before and after. ValueError for a plan without drift."
     names = [name for name in DRIFTS if getattr(plan.drift, name)]
@@ -714,30 +1049,72 @@ def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told |
     start, end = changed_at(base, 0), changed_at(base, over)
     memory = memory_of(base)
     settle = 4 + ceil(2 * settled(base, memory)[0].running / base.run.batch)
-    steps = simulated(base, seed, began + over + settle + plateau, lambda version: world_of(changed_at(base, max(0, version - began))), told).steps
+    steps = simulated(
+        base,
+        seed,
+        began + over + settle + plateau,
+        lambda version: world_of(changed_at(base, max(0, version - began))),
+        told,
+    ).steps
     seconds = [each.compute + each.sync + each.wait for each in steps]
-    alone = sorted(((name, getattr(plan.drift, name)[0], getattr(plan.drift, name)[-1], forecast_form(changed_at(start, over, (name,))).rate / forecast_form(start).rate) for name in names), key=lambda cause: cause[3])
-    return Change(tuple(each.version for each in steps[SKIP:]), tuple(each.rollouts / took for each, took in zip(steps[SKIP:], seconds[SKIP:])), tuple(each.latency for each in steps[SKIP:]),
-                  seen(start, steps[:began], SKIP), seen(end, steps, len(steps) - plateau), tuple(alone))
+    alone = sorted(
+        (
+            (
+                name,
+                getattr(plan.drift, name)[0],
+                getattr(plan.drift, name)[-1],
+                forecast_form(changed_at(start, over, (name,))).rate / forecast_form(start).rate,
+            )
+            for name in names
+        ),
+        key=lambda cause: cause[3],
+    )
+    return Change(
+        tuple(each.version for each in steps[SKIP:]),
+        tuple(each.rollouts / took for each, took in zip(steps[SKIP:], seconds[SKIP:])),
+        tuple(each.latency for each in steps[SKIP:]),
+        seen(start, steps[:began], SKIP),
+        seen(end, steps, len(steps) - plateau),
+        tuple(alone),
+    )
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-drift-part-3
 def change_words(plan: PlanFile, change: Change) -> str:
     "What changes, and what it does, in a sentence or two."
     name, first, last, alone = change.causes[0]
     mean = forecast_form(plan).rate
-    return (f"The drift decides, not the mean: {name} goes from {three(first)} to {three(last)}, which alone makes the rate {three(1 / alone)} times smaller, and it falls {three(change.falls)} times, from {three(change.before.rate)} to {three(change.after.rate)} a second. "
-            f"With the mean it would be {three(mean)} throughout.")
+    return (
+        f"The drift decides, not the mean: {name} goes from {three(first)} to {three(last)}, which alone makes the rate {three(1 / alone)} times smaller, and it falls {three(change.falls)} times, from {three(change.before.rate)} to {three(change.after.rate)} a second. "
+        f"With the mean it would be {three(mean)} throughout."
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-drift-figure
 def change_chart(change: Change) -> Chart:
     "The delivered rate and the time of a rollout over the versions, each over its first value."
-    lines = (Line("rollouts a second", change.versions, [rate / change.before.rate for rate in change.rates], "blue"), Line("seconds of a rollout", change.versions, [latency / change.before.latency for latency in change.latencies], "vermilion", "6 3"))
-    return Chart("What changes over the run", lines, "over the values at the beginning", x_label="version", y_label="times", y_range=(0, None))
+    lines = (
+        Line("rollouts a second", change.versions, [rate / change.before.rate for rate in change.rates], "blue"),
+        Line(
+            "seconds of a rollout",
+            change.versions,
+            [latency / change.before.latency for latency in change.latencies],
+            "vermilion",
+            "6 3",
+        ),
+    )
+    return Chart(
+        "What changes over the run",
+        lines,
+        "over the values at the beginning",
+        x_label="version",
+        y_label="times",
+        y_range=(0, None),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-plan
 @dataclass(frozen=True)
 class Plan:
     "What the planner has to say about a plan file: what fits and what binds, the forecasts, other splits and settings, ranges, tenants, what changes. `confirmed`: the best split simulated, where it is worth it. `simulated`, `confirmed` and `change` are None where nothing was simulated."
+
     file: PlanFile
     memory: Memory
     limits: tuple[Limit, ...]
@@ -757,7 +1134,7 @@ class Plan:
     def __str__(self) -> str:
         return "\n\n".join(map(str, sheets(self)))
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-plan-part-2
 def binds(plan: PlanFile, memory: Memory, pace: Pace, limit: Limit, cycle: Cycle) -> tuple[str, tuple[str, ...]]:
     "What binds, in one word; and why, in sentences."
     found, rate = limits(plan, memory), plan.run.batch / cycle.step
@@ -765,42 +1142,109 @@ def binds(plan: PlanFile, memory: Memory, pace: Pace, limit: Limit, cycle: Cycle
     after = f"; next comes {other.name} with {count(other.rollouts)}" if other else ""
     told = [f"At most {count(pace.running)} rollouts are written at once: {limit.words} ({limit.name}){after}."]
     if cycle.rho < 0.97:
-        told.append(f"Rollouts are scarce: {three(rate)} a second are trained, and the trainer could take {three(plan.run.batch / (cycle.compute + cycle.sync))}; it waits {percent(1 - (cycle.compute + cycle.sync) / cycle.step)} of its time.")
+        told.append(
+            f"Rollouts are scarce: {three(rate)} a second are trained, and the trainer could take {three(plan.run.batch / (cycle.compute + cycle.sync))}; it waits {percent(1 - (cycle.compute + cycle.sync) / cycle.step)} of its time."
+        )
     elif cycle.rho > 1.03:
-        told.append(f"The trainer is short: it takes {three(rate)} rollouts a second, and {three(rate * cycle.rho)} could be delivered.")
+        told.append(
+            f"The trainer is short: it takes {three(rate)} rollouts a second, and {three(rate * cycle.rho)} could be delivered."
+        )
     else:
         told.append(f"Both sides keep pace at {three(rate)} rollouts a second, where what is trained is oldest.")
-    parts = (("writing", pace.writing), ("reading the prompt", pace.reading), ("tools", pace.tools), ("waiting for a sandbox", pace.start), ("the verdict", pace.score))
-    told.append(f"Of the {three(pace.latency)} s of a rollout, " + ", ".join(f"{name} takes {percent(seconds / pace.latency)}" for name, seconds in parts if seconds / pace.latency >= 0.005) +
-                f"; {three(1 / pace.token)} tokens/s a sequence are {percent(pace.efficiency)} of what the memory could do ({'fitted' if pace.fitted else 'assumed'}).")
+    parts = (
+        ("writing", pace.writing),
+        ("reading the prompt", pace.reading),
+        ("tools", pace.tools),
+        ("waiting for a sandbox", pace.start),
+        ("the verdict", pace.score),
+    )
+    told.append(
+        f"Of the {three(pace.latency)} s of a rollout, "
+        + ", ".join(
+            f"{name} takes {percent(seconds / pace.latency)}"
+            for name, seconds in parts
+            if seconds / pace.latency >= 0.005
+        )
+        + f"; {three(1 / pace.token)} tokens/s a sequence are {percent(pace.efficiency)} of what the memory could do ({'fitted' if pace.fitted else 'assumed'})."
+    )
     if cycle.accepted < 1:
-        told.append(f"{percent(1 - cycle.accepted)} of the groups teach nothing and are filtered, so {three(1 / cycle.accepted)} rollouts are written for each that is trained.")
-    return "trainer" if cycle.rho > 1.03 else "tools" if pace.tools > pace.latency / 2 else "sandbox start" if pace.start > pace.latency / 2 else limit.name, tuple(told)
+        told.append(
+            f"{percent(1 - cycle.accepted)} of the groups teach nothing and are filtered, so {three(1 / cycle.accepted)} rollouts are written for each that is trained."
+        )
+    return (
+        "trainer"
+        if cycle.rho > 1.03
+        else "tools"
+        if pace.tools > pace.latency / 2
+        else "sandbox start"
+        if pace.start > pace.latency / 2
+        else limit.name,
+        tuple(told),
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-overridden
-PACED = ("model.", "generators.", "environment.", "tenancy.", "rollouts.prompt", "rollouts.response", "rollouts.turns", "rollouts.tool", "run.concurrency", "run.generators")  # what the time of a rollout rests on
-COMPUTED = ("model.", "trainer.gpu", "trainer.mfu", "rollouts.prompt", "rollouts.response", "run.batch")  # and that of a batch
+PACED = (
+    "model.",
+    "generators.",
+    "environment.",
+    "tenancy.",
+    "rollouts.prompt",
+    "rollouts.response",
+    "rollouts.turns",
+    "rollouts.tool",
+    "run.concurrency",
+    "run.generators",
+)  # what the time of a rollout rests on
+COMPUTED = (
+    "model.",
+    "trainer.gpu",
+    "trainer.mfu",
+    "rollouts.prompt",
+    "rollouts.response",
+    "run.batch",
+)  # and that of a batch
 
 
 def overridden(source, overrides: Mapping[str, object], tables=None) -> PlanFile:
     "A plan file with fields overridden: what was measured under other conditions is replaced by what it says of efficiency and MFU, and a price of an hour that was told for another GPU by that of the tables."
-    file, touches = load_plan(source, overrides, tables), lambda places: any(place.startswith(places) for place in overrides)
+    file, touches = (
+        load_plan(source, overrides, tables),
+        lambda places: any(place.startswith(places) for place in overrides),
+    )
     other = {"generators.gpu", "trainer.gpu"} & set(overrides)
     paced = file.rollouts.latency and touches(PACED) and "rollouts.latency" not in overrides
     computed = file.trainer.seconds and (other or touches(COMPUTED)) and "trainer.seconds" not in overrides
     if paced or computed:
         known = calibrated(load_plan(source, None, tables))
         if paced:
-            efficiency = file.generators.efficiency if "generators.efficiency" in overrides else known.generators.efficiency
-            file = replace(file, rollouts=replace(file.rollouts, latency=0.0), generators=replace(file.generators, efficiency=efficiency))
+            efficiency = (
+                file.generators.efficiency if "generators.efficiency" in overrides else known.generators.efficiency
+            )
+            file = replace(
+                file,
+                rollouts=replace(file.rollouts, latency=0.0),
+                generators=replace(file.generators, efficiency=efficiency),
+            )
         if computed:
-            file = replace(file, trainer=replace(file.trainer, seconds=0.0, mfu=file.trainer.mfu if "trainer.mfu" in overrides else known.trainer.mfu))
+            file = replace(
+                file,
+                trainer=replace(
+                    file.trainer, seconds=0.0, mfu=file.trainer.mfu if "trainer.mfu" in overrides else known.trainer.mfu
+                ),
+            )
     if other and "prices.gpu_hour" not in overrides:
         file = replace(file, prices=replace(file.prices, gpu_hour=0.0))
     return file
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-make
-def plan(source, overrides: Mapping[str, object] | None = None, tables=None, simulate: bool = True, seed: int = 0, told: Callable[[str, int, int], None] | None = None) -> Plan:
+def plan(
+    source,
+    overrides: Mapping[str, object] | None = None,
+    tables=None,
+    simulate: bool = True,
+    seed: int = 0,
+    told: Callable[[str, int, int], None] | None = None,
+) -> Plan:
     """Plan a run: the name of a plan that comes along, a TOML file, a table, or a `PlanFile`; `overrides` by dotted names. Without simulation it takes a moment, with it some seconds, minutes for thousands of GPUs: `told` hears what is simulated, the version and the last one.
     ValueError, naming field, value and remedy, for what cannot be."""
     file = overridden(source, overrides or {}, tables)
@@ -810,14 +1254,31 @@ def plan(source, overrides: Mapping[str, object] | None = None, tables=None, sim
     cycle = cycle_of(file, pace)
     bind, words = binds(file, memory, pace, limit, cycle)
     drifts = any(getattr(file.drift, name) for name in DRIFTS)
-    of_plan, of_split, of_change = (told and partial(told, what) for what in ("the plan", "the best split", "the change"))
-    return Plan(file, memory, limits(file, memory), pace, bind, words, flags(file, memory), forecast_form(file), forecast_simulated(file, seed, told=of_plan) if simulate else None, *improved(file, seed, simulate, of_split), alternatives(file), sensitivity(file),
-                tenants(file) if file.tenancy.runs > 1 else (), changing(file, seed, told=of_change) if simulate and drifts else None)
+    of_plan, of_split, of_change = (
+        told and partial(told, what) for what in ("the plan", "the best split", "the change")
+    )
+    return Plan(
+        file,
+        memory,
+        limits(file, memory),
+        pace,
+        bind,
+        words,
+        flags(file, memory),
+        forecast_form(file),
+        forecast_simulated(file, seed, told=of_plan) if simulate else None,
+        *improved(file, seed, simulate, of_split),
+        alternatives(file),
+        sensitivity(file),
+        tenants(file) if file.tenancy.runs > 1 else (),
+        changing(file, seed, told=of_change) if simulate and drifts else None,
+    )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-sheets
 @dataclass(frozen=True)
 class Sheet:
     "A title, sentences, and a table: its columns and rows of text."
+
     title: str
     words: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -825,7 +1286,10 @@ class Sheet:
 
     def __str__(self) -> str:
         wide = [max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))]
-        lines = ["  ".join(text.ljust(n) if i == 0 else text.rjust(n) for i, (text, n) in enumerate(zip(row, wide))).rstrip() for row in ((self.columns, *self.rows) if self.columns else ())]
+        lines = [
+            "  ".join(text.ljust(n) if i == 0 else text.rjust(n) for i, (text, n) in enumerate(zip(row, wide))).rstrip()
+            for row in ((self.columns, *self.rows) if self.columns else ())
+        ]
         return "\n".join([self.title, *self.words, *lines])
 
 
@@ -840,11 +1304,26 @@ def percent(value: float) -> str:
 
 
 FIGURES = (
-    ("trained rollouts a second", lambda f: three(f.rate)), ("seconds of a batch", lambda f: three(f.step)), ("  trainer computes", lambda f: percent(f.compute)), ("  weights travel", lambda f: percent(f.sync)),
-    ("  trainer waits", lambda f: percent(f.wait)), ("could take / gets", lambda f: three(f.ratio)), ("staleness, mean (versions)", lambda f: three(f.staleness)), ("  oldest", lambda f: three(f.oldest)),
-    ("seconds of a rollout", lambda f: three(f.latency)), ("under way", lambda f: three(f.under_way)), ("unfinished when a batch is full", lambda f: percent(f.unfinished)), ("thrown away, rollouts", lambda f: percent(f.thrown)),
-    ("thrown away, tokens", lambda f: percent(f.thrown_tokens)), ("groups that teach nothing", lambda f: percent(f.zero_advantage)), ("MFU while computing, no attention", lambda f: percent(f.mfu)),
-    ("$/Mtok billed by latency", lambda f: money(f.latency_billed)), ("$/Mtok by the clock", lambda f: money(f.wall)), ("  with sandboxes and processors", lambda f: money(f.beside)), ("$/Mtok by the price list", lambda f: money(f.listed)), ("  both alike at $ an hour of a GPU", lambda f: money(f.even)),
+    ("trained rollouts a second", lambda f: three(f.rate)),
+    ("seconds of a batch", lambda f: three(f.step)),
+    ("  trainer computes", lambda f: percent(f.compute)),
+    ("  weights travel", lambda f: percent(f.sync)),
+    ("  trainer waits", lambda f: percent(f.wait)),
+    ("could take / gets", lambda f: three(f.ratio)),
+    ("staleness, mean (versions)", lambda f: three(f.staleness)),
+    ("  oldest", lambda f: three(f.oldest)),
+    ("seconds of a rollout", lambda f: three(f.latency)),
+    ("under way", lambda f: three(f.under_way)),
+    ("unfinished when a batch is full", lambda f: percent(f.unfinished)),
+    ("thrown away, rollouts", lambda f: percent(f.thrown)),
+    ("thrown away, tokens", lambda f: percent(f.thrown_tokens)),
+    ("groups that teach nothing", lambda f: percent(f.zero_advantage)),
+    ("MFU while computing, no attention", lambda f: percent(f.mfu)),
+    ("$/Mtok billed by latency", lambda f: money(f.latency_billed)),
+    ("$/Mtok by the clock", lambda f: money(f.wall)),
+    ("  with sandboxes and processors", lambda f: money(f.beside)),
+    ("$/Mtok by the price list", lambda f: money(f.listed)),
+    ("  both alike at $ an hour of a GPU", lambda f: money(f.even)),
     ("first batch full after (s)", lambda f: three(f.first)),
 )  # label, text of a forecast
 
@@ -859,63 +1338,212 @@ def forecast_sheet(p: Plan) -> Sheet:
     fates = list(dict.fromkeys(fate for f in both for fate, _ in f.fates))
     rows += [(f"of a dollar: {fate}", *(percent(dict(f.fates).get(fate, 0.0)) for f in both)) for fate in fates]
     steps, hours = p.file.run.steps, lambda f: p.file.run.steps * f.step / 3600
-    rows += [(f"{steps:,} batches: hours", *(three(hours(f)) for f in both)), (f"{steps:,} batches: GPUs, $", *(f"${three(hours(f) * p.file.hourly)}" for f in both))]
+    rows += [
+        (f"{steps:,} batches: hours", *(three(hours(f)) for f in both)),
+        (f"{steps:,} batches: GPUs, $", *(f"${three(hours(f) * p.file.hourly)}" for f in both)),
+    ]
     apart = p.simulated.wall / p.formed.wall - 1 if p.simulated else 0.0
-    words = (f"The two differ by {percent(abs(apart))} in what a million tokens cost; where they do, believe the simulation: it leaves nothing out. Splits and settings below are compared by closed form.",) * (abs(apart) > APART)
-    return Sheet("Forecast, steady state", ("Mtok: a million tokens of prompts and responses that were trained.", *words), ("", *(f.how for f in both)), tuple(rows))
+    words = (
+        f"The two differ by {percent(abs(apart))} in what a million tokens cost; where they do, believe the simulation: it leaves nothing out. Splits and settings below are compared by closed form.",
+    ) * (abs(apart) > APART)
+    return Sheet(
+        "Forecast, steady state",
+        ("Mtok: a million tokens of prompts and responses that were trained.", *words),
+        ("", *(f.how for f in both)),
+        tuple(rows),
+    )
 
 
 def choice_rows(choices: Sequence[Choice], target: float, label) -> tuple[tuple[str, ...], ...]:
     "A row for each choice; a star where the target is not kept."
-    return tuple((label(c), three(c.forecast.rate), percent(c.forecast.wait), three(c.forecast.staleness) + ("*" if c.forecast.staleness > target else " "), money(c.forecast.wall), f"{round(c.dearer, 2) + 0.0:+.0%}") for c in choices)
+    return tuple(
+        (
+            label(c),
+            three(c.forecast.rate),
+            percent(c.forecast.wait),
+            three(c.forecast.staleness) + ("*" if c.forecast.staleness > target else " "),
+            money(c.forecast.wall),
+            f"{round(c.dearer, 2) + 0.0:+.0%}",
+        )
+        for c in choices
+    )
 
 
 def as_planned(p: Plan) -> Choice:
     "The plan itself, as one of its splits."
     g, t, most = p.file.generators, p.file.trainer, best(p.splits).forecast.wall
-    return Choice(g.gpus, t.gpus, round(p.pace.running), f"as planned: {g.gpus} + {t.gpus}, {round(p.pace.running):,}", 0.0, p.formed, p.formed.wall / most - 1)
+    return Choice(
+        g.gpus,
+        t.gpus,
+        round(p.pace.running),
+        f"as planned: {g.gpus} + {t.gpus}, {round(p.pace.running):,}",
+        0.0,
+        p.formed,
+        p.formed.wall / most - 1,
+    )
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-sheets-two-part-2
 def best_words(p: Plan) -> tuple[str, ...]:
     "The best split in a sentence, and what its simulation says."
     top, f = best(p.splits), p.file
     gain = 1 - top.forecast.wall / p.formed.wall
     if gain < 0.02:
-        return (f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. No other split is cheaper by 2 % or more.",)
+        return (
+            f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. No other split is cheaper by 2 % or more.",
+        )
     if p.confirmed and p.simulated and p.confirmed.wall > 0.98 * p.simulated.wall:
-        return (f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. By closed form {top.writing} + {top.training} with {top.concurrency:,} at once would be {percent(gain)} cheaper; simulated it is not: {money(p.confirmed.wall)} against {money(p.simulated.wall)}.",)
+        return (
+            f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. By closed form {top.writing} + {top.training} with {top.concurrency:,} at once would be {percent(gain)} cheaper; simulated it is not: {money(p.confirmed.wall)} against {money(p.simulated.wall)}.",
+        )
     told = f"Best: {top.writing} GPUs write, {top.training} train, {top.concurrency:,} at once: {money(top.forecast.wall)} a million tokens by the clock instead of {money(p.formed.wall)} with {f.generators.gpus} + {f.trainer.gpus}, {percent(gain)} less."
-    return (told + (f" Simulated: {money(p.confirmed.wall)} instead of {money(p.simulated.wall)}, {three(p.confirmed.rate)} rollouts a second, staleness {three(p.confirmed.staleness)}." if p.confirmed else ""),)
+    return (
+        told
+        + (
+            f" Simulated: {money(p.confirmed.wall)} instead of {money(p.simulated.wall)}, {three(p.confirmed.rate)} rollouts a second, staleness {three(p.confirmed.staleness)}."
+            if p.confirmed
+            else ""
+        ),
+    )
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-sheets-two-part-3
 def sheets(p: Plan) -> tuple[Sheet, ...]:
     "Everything a plan says, table by table."
     f, target = p.file, target_of(p.file)
-    known = {"run.concurrency": "concurrency", "run.oversample": "oversample", "run.publish_every": "publish every", "run.staleness": "bound on staleness"}
+    known = {
+        "run.concurrency": "concurrency",
+        "run.oversample": "oversample",
+        "run.publish_every": "publish every",
+        "run.staleness": "bound on staleness",
+    }
     columns = ("", "rate/s", "waits", "stale ", "$/Mtok", "dearer")
-    found = [Sheet(f"{f.name}: {f.about}" if f.about else f.name, tuple(f"! {flag}" for flag in p.flags)), Sheet(f"What binds: {p.bind}", p.words, ("limit", "rollouts"), tuple((each.name, count(each.rollouts)) for each in p.limits)), forecast_sheet(p)]
+    found = [
+        Sheet(f"{f.name}: {f.about}" if f.about else f.name, tuple(f"! {flag}" for flag in p.flags)),
+        Sheet(
+            f"What binds: {p.bind}",
+            p.words,
+            ("limit", "rollouts"),
+            tuple((each.name, count(each.rollouts)) for each in p.limits),
+        ),
+        forecast_sheet(p),
+    ]
     if len(p.splits) > 1:
-        near = sorted(sorted(p.splits, key=lambda c: (c.forecast.wall, c.writing))[:6] + [c for c in p.splits if c.writing == f.generators.gpus], key=lambda c: c.writing)
-        found.append(Sheet(f"The split of {f.gpus} GPUs, staleness at most {three(round(target, 4))}", best_words(p), ("write + train, at once", *columns[1:]), choice_rows((as_planned(p), *dict.fromkeys(near)), target, lambda c: c.place or f"{c.writing} + {c.training}, {c.concurrency:,}")))
-    moving = [c for c in p.alternatives if len({three(other.forecast.wall) + three(other.forecast.staleness) for other in p.alternatives if other.place == c.place}) > 1]
-    still = tuple(known[place] for place in dict.fromkeys(c.place for c in p.alternatives) if place not in {c.place for c in moving})
-    words = ("* older than " + ("the target" if f.target.staleness else "as planned"),) * any(c.forecast.staleness > target for c in moving) + (f"No difference is made by: {', '.join(still)}",) * bool(still)
-    found.append(Sheet("Other settings, by closed form", words, columns, choice_rows(moving, target, lambda c: f"{known[c.place]} {count(c.value)}")))
-    rows = tuple((s.place, f"{three(s.low)}–{three(s.high)}", *(f"{text(s.ends[0])}–{text(s.ends[1])}" for text in (lambda e: three(e.rate), lambda e: three(e.staleness), lambda e: money(e.wall)))) for s in p.swings)
-    found.append(Sheet("How sure: " + ("inputs over their ranges" if f.ranges else "no ranges are given, so a tenth either way"), (), ("", "from end to end", "rate/s", "staleness", "$/Mtok"), rows))
+        near = sorted(
+            sorted(p.splits, key=lambda c: (c.forecast.wall, c.writing))[:6]
+            + [c for c in p.splits if c.writing == f.generators.gpus],
+            key=lambda c: c.writing,
+        )
+        found.append(
+            Sheet(
+                f"The split of {f.gpus} GPUs, staleness at most {three(round(target, 4))}",
+                best_words(p),
+                ("write + train, at once", *columns[1:]),
+                choice_rows(
+                    (as_planned(p), *dict.fromkeys(near)),
+                    target,
+                    lambda c: c.place or f"{c.writing} + {c.training}, {c.concurrency:,}",
+                ),
+            )
+        )
+    moving = [
+        c
+        for c in p.alternatives
+        if len(
+            {
+                three(other.forecast.wall) + three(other.forecast.staleness)
+                for other in p.alternatives
+                if other.place == c.place
+            }
+        )
+        > 1
+    ]
+    still = tuple(
+        known[place]
+        for place in dict.fromkeys(c.place for c in p.alternatives)
+        if place not in {c.place for c in moving}
+    )
+    words = ("* older than " + ("the target" if f.target.staleness else "as planned"),) * any(
+        c.forecast.staleness > target for c in moving
+    ) + (f"No difference is made by: {', '.join(still)}",) * bool(still)
+    found.append(
+        Sheet(
+            "Other settings, by closed form",
+            words,
+            columns,
+            choice_rows(moving, target, lambda c: f"{known[c.place]} {count(c.value)}"),
+        )
+    )
+    rows = tuple(
+        (
+            s.place,
+            f"{three(s.low)}–{three(s.high)}",
+            *(
+                f"{text(s.ends[0])}–{text(s.ends[1])}"
+                for text in (lambda e: three(e.rate), lambda e: three(e.staleness), lambda e: money(e.wall))
+            ),
+        )
+        for s in p.swings
+    )
+    found.append(
+        Sheet(
+            "How sure: " + ("inputs over their ranges" if f.ranges else "no ranges are given, so a tenth either way"),
+            (),
+            ("", "from end to end", "rate/s", "staleness", "$/Mtok"),
+            rows,
+        )
+    )
     if p.tenants:
-        found.append(Sheet("Runs on the same generators", ("Here each run pays its trainer and its share of the generators; the forecast above charges all of them to this run.",), ("runs", "at once", "room", "tokens/s", "batch s", "$/Mtok each"), tuple((str(t.runs), three(t.written), three(t.room), three(1 / t.token), three(t.step), money(t.wall)) for t in p.tenants)))
+        found.append(
+            Sheet(
+                "Runs on the same generators",
+                (
+                    "Here each run pays its trainer and its share of the generators; the forecast above charges all of them to this run.",
+                ),
+                ("runs", "at once", "room", "tokens/s", "batch s", "$/Mtok each"),
+                tuple(
+                    (str(t.runs), three(t.written), three(t.room), three(1 / t.token), three(t.step), money(t.wall))
+                    for t in p.tenants
+                ),
+            )
+        )
     return (*found, *([Sheet("What changes over the run", (change_words(f, p.change),))] if p.change else []))
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-facts
 def plan_facts(p: Plan) -> dict:
     "A plan as data: what binds, flags, forecasts, splits, settings, ranges, tenants, what changes."
+
     def choices(found: Sequence[Choice]) -> list[dict]:
-        return [{"writing": c.writing, "training": c.training, "concurrency": c.concurrency, "place": c.place, "value": c.value, "dearer": c.dearer, "forecast": c.forecast} for c in found]
+        return [
+            {
+                "writing": c.writing,
+                "training": c.training,
+                "concurrency": c.concurrency,
+                "place": c.place,
+                "value": c.value,
+                "dearer": c.dearer,
+                "forecast": c.forecast,
+            }
+            for c in found
+        ]
 
     f = p.file
     return {
-        "plan": f.name, "about": f.about, "binds": p.bind, "words": p.words, "flags": p.flags, "limits": p.limits, "memory": p.memory, "pace": p.pace, "forecast": {"closed_form": p.formed, "simulated": p.simulated},
-        "target": target_of(f), "splits": choices(p.splits), "confirmed": p.confirmed, "alternatives": choices(p.alternatives), "sensitivity": [{"place": s.place, "low": s.low, "value": s.value, "high": s.high, "told": s.told, "ends": s.ends} for s in p.swings],
-        "tenants": p.tenants, "change": p.change and {"words": change_words(f, p.change), "falls": p.change.falls, "causes": p.change.causes},
+        "plan": f.name,
+        "about": f.about,
+        "binds": p.bind,
+        "words": p.words,
+        "flags": p.flags,
+        "limits": p.limits,
+        "memory": p.memory,
+        "pace": p.pace,
+        "forecast": {"closed_form": p.formed, "simulated": p.simulated},
+        "target": target_of(f),
+        "splits": choices(p.splits),
+        "confirmed": p.confirmed,
+        "alternatives": choices(p.alternatives),
+        "sensitivity": [
+            {"place": s.place, "low": s.low, "value": s.value, "high": s.high, "told": s.told, "ends": s.ends}
+            for s in p.swings
+        ],
+        "tenants": p.tenants,
+        "change": p.change and {"words": change_words(f, p.change), "falls": p.change.falls, "causes": p.change.causes},
     }

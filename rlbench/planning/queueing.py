@@ -67,6 +67,7 @@ def latency_of(running: float, rate: float) -> float:
 @dataclass(frozen=True)
 class TrainerShares:
     "Seconds of a step; shares of it spent computing, with weights on their way, waiting for rollouts; `rho`: delivered over what could be trained."
+
     step: float
     compute: float
     sync: float
@@ -122,7 +123,14 @@ def tail_factor(group: int, sigma: float) -> float:
     low, high, points = -9.0, 10.0 + sigma, 1200
     dz = (high - low) / points
     # the mean of exp(sigma z - sigma^2 / 2) over the largest of the group's normal numbers z
-    return dz * group * sum(exp(sigma * z - sigma * sigma / 2) * NORMAL.pdf(z) * NORMAL.cdf(z) ** (group - 1) for z in (low + i * dz for i in range(points + 1)))
+    return (
+        dz
+        * group
+        * sum(
+            exp(sigma * z - sigma * sigma / 2) * NORMAL.pdf(z) * NORMAL.cdf(z) ** (group - 1)
+            for z in (low + i * dz for i in range(points + 1))
+        )
+    )
 
 
 def latency_quantile(part: float, latency: float, sigma: float, group: int = 1) -> float:
@@ -155,7 +163,16 @@ def hold_form(running: float, batch: float, queue_batches: int) -> float:
     return (running + queue_batches * batch) / batch
 
 
-def staleness_of(rho: float, running: float, batch: float, queue_batches: int = 1, backlog: str = "hold", group: int = 1, sigma: float = 0.0, acceptance: float = 1.0) -> float:
+def staleness_of(
+    rho: float,
+    running: float,
+    batch: float,
+    queue_batches: int = 1,
+    backlog: str = "hold",
+    group: int = 1,
+    sigma: float = 0.0,
+    acceptance: float = 1.0,
+) -> float:
     "Mean staleness in versions of what is trained; `rho` with what is delivered, `running` with what is to be filtered. ValueError for an unknown backlog."
     above(rho=rho, running=running, batch=batch, acceptance=acceptance)
     share(acceptance=acceptance)
@@ -202,16 +219,27 @@ def first_batch_seconds(running: float, batch: float, latency: float, sigma: flo
 def sigma_of_first_batch(seconds: float, running: float, batch: float, latency: float, group: int = 1) -> float:
     "Shape of the latency, from how long the first batch took after a cold start. ValueError where no shape gives that."
     above(seconds=seconds, running=running, batch=batch, latency=latency)
-    need(batch < running / 2, "batch", batch, f"with {running:g} in flight slots that were used twice blur the first batch; give a run with more than two batches in flight")
+    need(
+        batch < running / 2,
+        "batch",
+        batch,
+        f"with {running:g} in flight slots that were used twice blur the first batch; give a run with more than two batches in flight",
+    )
     z, y = NORMAL.inv_cdf((batch / running) ** (1 / group)), log(seconds / latency)
     longest = latency * exp(z * abs(z) / 2) if z > 0 else latency
-    need(seconds <= longest, "seconds", seconds, f"no shape makes the first batch later than {longest:.4g} s here; look at `running` and `latency`")
+    need(
+        seconds <= longest,
+        "seconds",
+        seconds,
+        f"no shape makes the first batch later than {longest:.4g} s here; look at `running` and `latency`",
+    )
     return z - sqrt(z * z - 2 * y) if z > 0 and y >= 0 else z + sqrt(z * z - 2 * y)
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-over
 @dataclass(frozen=True)
 class CutOff:
     "What stopping at a full batch throws away, of rollouts and of tokens, and after how many seconds it is full."
+
     rollouts: float
     tokens: float
     seconds: float
@@ -272,6 +300,7 @@ def lost_time(rate: float, latency: float, dropped: float, dropped_latency: floa
 @dataclass(frozen=True)
 class GroupShares:
     "Shares of groups in which all pass, and in which all fail."
+
     all_pass: float
     all_fail: float
 
@@ -306,7 +335,12 @@ def group_loss(fails: float, group: int) -> float:
 def beta_of(mean: float, all_pass: float, group: int) -> tuple[float, float]:
     "The Beta distribution of solve rates with this mean and this share of groups of `group` in which all pass. ValueError where there is none."
     need(0 < mean < 1, "mean", mean, "give a solve rate between 0 and 1")
-    need(mean**group < all_pass < mean, "all_pass", all_pass, f"with a mean of {mean:g} it lies between {mean**group:.3g} (all tasks alike) and {mean:g} (each solved always or never)")
+    need(
+        mean**group < all_pass < mean,
+        "all_pass",
+        all_pass,
+        f"with a mean of {mean:g} it lies between {mean**group:.3g} (all tasks alike) and {mean:g} (each solved always or never)",
+    )
     low, high = -20.0, 20.0  # logarithm of a + b: the larger, the more alike the tasks
     for _ in range(80):
         middle = (low + high) / 2
@@ -320,7 +354,12 @@ def sync_of(wait: float, ratio: float, compute: float) -> float:
     above(ratio=ratio, compute=compute)
     share(wait=wait)
     rest = ratio * (1 - wait) - 1
-    need(rest >= -1e-9, "wait", wait, f"with a ratio of {ratio:g} computing takes {1 / ratio:.1%} of the time, so at most {1 - 1 / ratio:.1%} can be waiting; look at how both were measured")
+    need(
+        rest >= -1e-9,
+        "wait",
+        wait,
+        f"with a ratio of {ratio:g} computing takes {1 / ratio:.1%} of the time, so at most {1 - 1 / ratio:.1%} can be waiting; look at how both were measured",
+    )
     return compute * max(0.0, rest)
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-quota
@@ -353,6 +392,7 @@ def barrier_seconds(count: int, latency: float, sigma: float, chance: float = 0.
 @dataclass(frozen=True)
 class Split:
     "GPUs of trainer and generators, and rollouts a second that come of it."
+
     trainer: float
     generators: float
     rate: float

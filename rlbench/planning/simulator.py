@@ -29,13 +29,34 @@ import numpy as np
 
 from ..loop.config import RunConfig
 from ..loop.loop import FINISHED, step
+from rlbench.loop.state import (
+    Abort,
+    Generate,
+    Generated,
+    Item,
+    LoopState,
+    Observed,
+    Prepare,
+    Publish,
+    Published,
+    Save,
+    Saved,
+    Score,
+    Scored,
+    Started,
+    Train,
+    Trained,
+    Write,
+    books_closed,
+    start_state,
+)
 from ..records import Fate, Outcome, StopReason
-from ..loop.state import Abort, Generate, Generated, Item, LoopState, Observed, Prepare, Publish, Published, Save, Saved, Score, Scored, Started, Train, Trained, Write, books_closed, start_state
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-spread
 @dataclass(frozen=True)
 class Spread:
     "A lognormal quantity: mean, standard deviation of the logarithm (0: always the mean), a value that none exceeds (0: none), and a share `rare` that takes `slow` instead. `seen`: values as shares of the mean, in order, from which it is drawn in place of the lognormal."
+
     mean: float
     sigma: float = 0.0
     ceiling: float = 0.0
@@ -61,6 +82,7 @@ class Spread:
 @dataclass(frozen=True)
 class Decode:
     "Seconds of one token of each sequence in an engine: `base` + `each` * sequences + `token` * tokens in the cache."
+
     base: float
     each: float = 0.0
     token: float = 0.0
@@ -73,6 +95,7 @@ class Decode:
 @dataclass(frozen=True)
 class KnownRollout:
     "What the ledger tells of a rollout that is simulated again: response tokens, whether it was right (None: not judged), and whether it was stopped, so that it would have become longer than its tokens."
+
     tokens: float
     right: float | None = None
     stopped: bool = False
@@ -81,6 +104,7 @@ class KnownRollout:
 @dataclass(frozen=True)
 class World:
     "What the actors of a run take and do: seconds and tokens. `latency` of a rollout counts without a `decode` curve, `tokens` of its response always; both are shared equally among its `turns`, each but the last followed by a `tool`."
+
     latency: Spread = Spread(1.0)
     prompt: float = 0.0
     tokens: Spread = Spread(100.0)
@@ -104,18 +128,34 @@ class World:
     whole: bool = False  # a generator that has begun its steps until the next look does them all, even if nothing is left to write
     alike: float = 0.0  # correlation of the lengths of a group's rollouts
     one_verdict: bool = False  # the environment gives one verdict after the other
-    travel: float = 0.0  # from a batch to its weights at an idle generator, while everybody goes on: three ways of a message
+    travel: float = (
+        0.0  # from a batch to its weights at an idle generator, while everybody goes on: three ways of a message
+    )
     shared: float = 1.0  # how many times as long a token takes while the trainer computes: both on one machine
     slowed: float = 1.0  # and how many times as long a batch takes while something is written
-    workload: Mapping[tuple[int, int], "KnownRollout"] = field(default_factory=dict)  # by group and place in it, of a run that is made again
+    workload: Mapping[tuple[int, int], "KnownRollout"] = field(
+        default_factory=dict
+    )  # by group and place in it, of a run that is made again
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-engine
 class Engine:
     "Sequences that are written together. With a curve the unit of work is a token, without one a second."
 
     def __init__(self, decode: Decode | None = None):
-        self.decode, self.progress, self.at, self.still, self.resident, self.pace, self.slowed, self.phase, self.worked = decode, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0
-        self.running: dict[tuple, tuple[int, float, float]] = {}  # key -> number of its own, progress at which it began, tokens it keeps
+        (
+            self.decode,
+            self.progress,
+            self.at,
+            self.still,
+            self.resident,
+            self.pace,
+            self.slowed,
+            self.phase,
+            self.worked,
+        ) = decode, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0
+        self.running: dict[
+            tuple, tuple[int, float, float]
+        ] = {}  # key -> number of its own, progress at which it began, tokens it keeps
         self.heap: list[tuple[float, int, tuple]] = []  # progress at which it is done, its number, its key
         self.stamp = 0  # changes whenever the next completion may have moved
 
@@ -186,6 +226,7 @@ def slow(engine: Engine, times: float, now: float) -> None:
 @dataclass(slots=True)
 class Clock:
     "What will happen, soonest first, to whom."
+
     now: float = 0.0
     count: int = 0
     heap: list[tuple[float, int, "Simulation", object]] = field(default_factory=list)
@@ -198,7 +239,9 @@ class Floor:
         self.engines, self.room = [Engine(decode) for _ in range(engines)], room
         self.loads = [(0, i) for i in range(engines)]
         self.owner: dict[tuple, tuple[Simulation, str]] = {}  # whose a sequence is: run and generator
-        self.refused: dict[tuple[int, str], Simulation] = {}  # (run, generator) for which no cache had room, who waits longest first
+        self.refused: dict[
+            tuple[int, str], Simulation
+        ] = {}  # (run, generator) for which no cache had room, who waits longest first
 
     def emptiest(self) -> int:
         "The engine with fewest sequences."
@@ -213,9 +256,12 @@ class Floor:
 @dataclass(slots=True)
 class Writer:
     "A generator: its engines, the sequences it may run, what waits for a place, the engine in which each runs, version of its weights, what it has not looked at yet."
+
     floor: Floor
     slots: int
-    line: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)  # whose first is found at once, however many have left it
+    line: OrderedDict[tuple[int, int], None] = field(
+        default_factory=OrderedDict
+    )  # whose first is found at once, however many have left it
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     version: int = 0
     coming: set[tuple[int, int]] = field(default_factory=set)
@@ -225,6 +271,7 @@ class Writer:
 @dataclass(slots=True)
 class Desk:
     "What a generator that works from look to look has before it: messages, sequences at work (the step at which each began, its tokens then, and its number), their ends, decode steps done, whether it is at work, and how much longer it takes."
+
     inbox: list = field(default_factory=list)
     running: dict[tuple[int, int], tuple[int, float, int]] = field(default_factory=dict)
     ends: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
@@ -241,6 +288,7 @@ def by_looks(world: World) -> bool:
 @dataclass(slots=True)
 class Life:
     "A rollout: the chance that it is right, its turns, the tokens and seconds it will take, when it was dispatched; then the turns taken, the tokens written, the oldest version among them (-1: none), what is to be done once it has a sandbox (a generator goes on with it, or a response is scored), whether it has asked for one and whether it holds it, and when it was over."
+
     right: float
     turns: int
     tokens: float
@@ -260,6 +308,7 @@ class Life:
 @dataclass
 class Tally:
     "What the trainer did since the last version, in seconds, and when it is free."
+
     compute: float = 0.0
     sync: float = 0.0
     wait: float = 0.0
@@ -269,6 +318,7 @@ class Tally:
 @dataclass(frozen=True)
 class Step:
     "A version: when it was made; what the trainer did since the one before, in seconds; rollouts, their tokens, mean seconds from dispatch to verdict, mean and largest staleness in versions; share unfinished when the batch was full; and the books until then, (attempts, tokens, seconds) by fate."
+
     version: int
     at: float
     compute: float
@@ -286,7 +336,16 @@ class Step:
 class Simulation:
     "A run under way. `number` tells runs on one floor apart."
 
-    def __init__(self, config: RunConfig, world: World | Callable[[int], World], seed: int = 0, tasks: int = 1000, clock: Clock | None = None, floor: Floor | None = None, number: int = 0):
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | Callable[[int], World],
+        seed: int = 0,
+        tasks: int = 1000,
+        clock: Clock | None = None,
+        floor: Floor | None = None,
+        number: int = 0,
+    ):
         self.config, self.chance, self.number = config, random.Random(f"{seed} {number}"), number
         self.world_at = world if callable(world) else lambda version: world
         self.world: World = self.world_at(0)
@@ -297,15 +356,22 @@ class Simulation:
         self.lives: dict[tuple[int, int], Life] = {}
         self.solves: dict[tuple[float, float], list[float]] = {}  # rates of a Beta distribution, in order
         self.used, self.wants = 0, deque()  # sandboxes in use; rollouts that wait for one
-        self.tally, self.batch = Tally(), (0, 0.0, 0.0, 0.0, 0)  # of the batch in training: rollouts, tokens, latency, staleness, largest
+        self.tally, self.batch = (
+            Tally(),
+            (0, 0.0, 0.0, 0.0, 0),
+        )  # of the batch in training: rollouts, tokens, latency, staleness, largest
         self.looked = 0.0, 0.0  # when the last batch was taken, and what the engines had worked until then, in seconds
         self.steps: list[Step] = []
         self.rows: dict[str, list] | None = None  # every row of the ledger, by table, for who wants them
         self.lengths: dict[int, float] = {}  # tokens of each rollout alive, whichever attempt it is at
-        self.log: list[tuple[float, str, dict]] = []  # what was sent to generators and what came back, as in the ledger's log of events
+        self.log: list[
+            tuple[float, str, dict]
+        ] = []  # what was sent to generators and what came back, as in the ledger's log of events
         self.judged = 0.0  # until when the environment has verdicts to give
         self.slowed_until = 0.0  # by the trainer
-        self.asked = self.weights = 0  # version of the weights that the trainer was asked for, and of those that are there
+        self.asked = self.weights = (
+            0  # version of the weights that the trainer was asked for, and of those that are there
+        )
         self.to_load: list[str] = []  # generators that wait for them
 
     def later(self, when: float, what: object) -> None:
@@ -317,6 +383,7 @@ class Simulation:
 @dataclass(frozen=True)
 class Due:
     "An engine may have finished a sequence: as long as nothing has changed since."
+
     floor: Floor
     engine: int
     stamp: int
@@ -325,12 +392,14 @@ class Due:
 @dataclass(frozen=True)
 class Ready:
     "A sandbox is there."
+
     key: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Arrived:
     "A generator looks at what was sent."
+
     writer: str
     key: tuple[int, int]
 
@@ -338,14 +407,15 @@ class Arrived:
 @dataclass(frozen=True)
 class Said:
     "A generator says that it has finished a turn."
+
     writer: str
     key: tuple[int, int]
-
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-own-looks
 @dataclass(frozen=True)
 class Sent:
     "A message reaches a generator."
+
     writer: str
     message: object
 
@@ -353,6 +423,7 @@ class Sent:
 @dataclass(frozen=True)
 class Looked:
     "A generator has done its decode steps, and says what has come of them."
+
     writer: str
     said: tuple
 
@@ -360,16 +431,17 @@ class Looked:
 @dataclass(frozen=True)
 class There:
     "The trainer has handed over the weights of a version."
+
     version: int
 
 
 @dataclass(frozen=True)
 class Loading:
     "A generator loads weights."
+
     writer: str
     version: int
     until: float
-
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-begin
 def begin(s: Simulation) -> None:
@@ -377,7 +449,11 @@ def begin(s: Simulation) -> None:
     c, world = s.config, s.world
     for i in range(c.generators):
         name = "generator" if c.generators == 1 else f"generator-{i + 1}"
-        s.writers[name] = Writer(s.floor or Floor(world.engines, world.decode, world.room), c.concurrency, desk=Desk() if s.floor is None and by_looks(world) else None)
+        s.writers[name] = Writer(
+            s.floor or Floor(world.engines, world.decode, world.room),
+            c.concurrency,
+            desk=Desk() if s.floor is None and by_looks(world) else None,
+        )
         s.later(0.0, Started(name, "generator", c.concurrency, 0))
     s.later(0.0, Started("environment", "environment"))
     s.later(0.0, Started("trainer", "trainer"))
@@ -418,7 +494,6 @@ def born(s: Simulation, item: Item) -> Life:
     seconds = w.latency.draw(s.chance) if w.decode is None else 0.0
     return Life(right, turns, tokens, seconds, s.clock.now, taken, tokens * min(taken, turns) / turns)
 
-
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-luck
 LENGTH_TRIES = 200  # draws of a length above one that is known to be exceeded
 
@@ -448,7 +523,13 @@ STANDARD_NORMAL = NormalDist()
 def carry_generate(s: Simulation, action: Generate) -> None:
     "Rollouts for a generator."
     writer = s.writers[action.actor]
-    s.log.append((s.clock.now, "Generate", {"actor": action.actor, "rollouts": [(item.rollout, item.attempt, item.group) for item in action.items]}))
+    s.log.append(
+        (
+            s.clock.now,
+            "Generate",
+            {"actor": action.actor, "rollouts": [(item.rollout, item.attempt, item.group) for item in action.items]},
+        )
+    )
     together = []  # one message: a generator that rests begins with all of them
     for item in action.items:
         key = item.rollout, item.attempt
@@ -461,7 +542,9 @@ def carry_generate(s: Simulation, action: Generate) -> None:
             want(s, key, action.actor)
         elif writer.desk:
             together.append(key)
-        elif s.world.looks and (rest := max(rest_of(engine, s.world.looks, s.clock.now) for engine in writer.floor.engines)):
+        elif s.world.looks and (
+            rest := max(rest_of(engine, s.world.looks, s.clock.now) for engine in writer.floor.engines)
+        ):
             writer.coming.add(key)
             s.later(s.clock.now + rest, Arrived(action.actor, key))
         else:
@@ -509,7 +592,11 @@ def fill(s: Simulation, writer: Writer, name: str) -> None:
             life.oldest = writer.version
             life.began = life.began if life.sandbox else now  # waiting in line is not its time
         prefill = prefill_seconds(world, life)
-        work = life.seconds / life.turns * left / max(turn, 1e-9) + prefill if world.decode is None else left + prefill / world.decode.seconds(len(engine.running) + 1, engine.resident + keeps)
+        work = (
+            life.seconds / life.turns * left / max(turn, 1e-9) + prefill
+            if world.decode is None
+            else left + prefill / world.decode.seconds(len(engine.running) + 1, engine.resident + keeps)
+        )
         engine.begin((s.number, *key), work, now, keeps)
         floor.owner[s.number, *key] = s, name
         heappush(floor.loads, (len(engine.running), i))
@@ -590,13 +677,19 @@ def leave_engine(s: Simulation, writer: Writer, key: tuple[int, int], whole: boo
     del floor.owner[ticket]
     done = engine.end(ticket, s.clock.now)
     heappush(floor.loads, (len(engine.running), i))
-    life.written += life.work if whole else min(life.work, done if s.world.decode else life.work * done / max(1e-9, life.seconds / life.turns))
+    life.written += (
+        life.work
+        if whole
+        else min(life.work, done if s.world.decode else life.work * done / max(1e-9, life.seconds / life.turns))
+    )
 
 
 def tell(s: Simulation, name: str, key: tuple[int, int], reason: StopReason) -> Generated:
     "What the loop hears of a response."
     life, version = s.lives[key], s.writers[name].version
-    return Generated(name, *key, reason, round(life.written), life.oldest, version, s.clock.now - life.began, at=s.clock.now)
+    return Generated(
+        name, *key, reason, round(life.written), life.oldest, version, s.clock.now - life.began, at=s.clock.now
+    )
 
 
 def on_due(s: Simulation, due: Due) -> None:
@@ -783,7 +876,9 @@ def carry_train(s: Simulation, action: Train) -> None:
     ages = [state.version - member.oldest for member in members if member.reward is not None and not member.masked]
     tokens, count = sum(life.written + s.world.prompt for life in lives), len(lives)
     s.batch = count, tokens, sum(life.over - life.began for life in lives) / count, sum(ages) / len(ages), max(ages)
-    seconds = (s.world.train + s.world.train_token * tokens) * (1 + (s.world.slowed - 1) * writing_share(s) if s.world.slowed != 1.0 else 1.0)
+    seconds = (s.world.train + s.world.train_token * tokens) * (
+        1 + (s.world.slowed - 1) * writing_share(s) if s.world.slowed != 1.0 else 1.0
+    )
     t.wait += max(0.0, now - t.free)
     t.compute += seconds
     t.free = s.slowed_until = max(now, t.free) + seconds
@@ -851,7 +946,6 @@ def carry_publish(s: Simulation, action: Publish) -> None:
     on_loading(s, loading) if there - pause <= now else s.later(there - pause, loading)
     s.later(told, Published(action.actor, action.version, seconds, at=told))
 
-
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-loading
 def on_loading(s: Simulation, loading: Loading) -> None:
     "What is begun from now on is written by the new weights, when the generator goes on."
@@ -874,7 +968,18 @@ def carry_write(s: Simulation, action: Write) -> None:
             del s.lengths[row.rollout]
     elif action.table == "steps" and hasattr(action.row, "unfinished_at_fill"):
         t, row = s.tally, action.row
-        s.steps.append(Step(row.version, s.clock.now, t.compute, t.sync, t.wait, *s.batch, row.unfinished_at_fill, {fate: tuple(entry) for fate, entry in s.state.books.items()}))
+        s.steps.append(
+            Step(
+                row.version,
+                s.clock.now,
+                t.compute,
+                t.sync,
+                t.wait,
+                *s.batch,
+                row.unfinished_at_fill,
+                {fate: tuple(entry) for fate, entry in s.state.books.items()},
+            )
+        )
         s.tally, s.world = Tally(free=t.free), s.world_at(row.version)
 
 
@@ -883,15 +988,35 @@ def carry_save(s: Simulation, action: Save) -> None:
     s.later(s.clock.now, Saved(action.version, "", at=s.clock.now))
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-drive
-CARRY = {Generate: carry_generate, Abort: carry_abort, Score: carry_score, Train: carry_train, Publish: carry_publish, Prepare: carry_prepare, Write: carry_write, Save: carry_save}
-OWN = {Due: on_due, Ready: on_ready, Arrived: on_arrived, Said: on_said, Loading: on_loading, Sent: on_sent, Looked: on_looked, There: on_there}
+CARRY = {
+    Generate: carry_generate,
+    Abort: carry_abort,
+    Score: carry_score,
+    Train: carry_train,
+    Publish: carry_publish,
+    Prepare: carry_prepare,
+    Write: carry_write,
+    Save: carry_save,
+}
+OWN = {
+    Due: on_due,
+    Ready: on_ready,
+    Arrived: on_arrived,
+    Said: on_said,
+    Loading: on_loading,
+    Sent: on_sent,
+    Looked: on_looked,
+    There: on_there,
+}
 
 
 def hear(s: Simulation, event: object) -> None:
     "Give an event to the loop, and do what it asks for."
     s.heard += 1
     if isinstance(event, Generated):
-        s.log.append((s.clock.now, "Generated", {"rollout": event.rollout, "attempt": event.attempt, "tokens": event.tokens}))
+        s.log.append(
+            (s.clock.now, "Generated", {"rollout": event.rollout, "attempt": event.attempt, "tokens": event.tokens})
+        )
     for action in step(s.state, event):
         if (carry := CARRY.get(type(action))) is not None:
             carry(s, action)
@@ -917,6 +1042,7 @@ def advance(clock: Clock) -> "Simulation | None":
 @dataclass(frozen=True)
 class Simulated:
     "A simulated run: a row a version, (attempts, tokens, seconds) by fate, events that the loop heard, seconds simulated, attempts without a fate at the end, why it ended, and what was sent to generators and came back (second, kind, fields), as in the ledger's log."
+
     steps: tuple[Step, ...]
     books: Mapping[str, tuple[float, float, float]]
     heard: int
@@ -929,22 +1055,41 @@ class Simulated:
 def check(s: Simulation) -> None:
     "What has to hold in every run. AssertionError that says what does not."
     state, booked = s.state, sum(entry[0] for entry in s.state.books.values())
-    assert booked + len(state.members) == state.dispatched, f"dispatched {state.dispatched}, booked {booked}, alive {len(state.members)}"
+    assert booked + len(state.members) == state.dispatched, (
+        f"dispatched {state.dispatched}, booked {booked}, alive {len(state.members)}"
+    )
     assert len(s.lives) <= len(state.members), f"{len(s.lives)} rollouts are simulated, {len(state.members)} alive"
     assert state.phase != "done" or books_closed(state), f"the books do not close: {state.books}"
     for each, before in zip(s.steps, (None, *s.steps)):
         assert min(each.compute, each.sync, each.wait) >= 0.0, each
-        assert before is None or abs(each.at - before.at - (each.compute + each.sync + each.wait)) < 1e-6 * each.at + s.world.sync, (before, each)
-    assert all(each.oldest <= s.config.staleness for each in s.steps), "something was trained that is older than the bound"
+        assert (
+            before is None
+            or abs(each.at - before.at - (each.compute + each.sync + each.wait)) < 1e-6 * each.at + s.world.sync
+        ), (before, each)
+    assert all(each.oldest <= s.config.staleness for each in s.steps), (
+        "something was trained that is older than the bound"
+    )
 
 
 def outcome(s: Simulation) -> Simulated:
     "What was seen of a run. RuntimeError for one that failed, or came to a standstill."
     check(s)
     if s.state.phase in ("failed", "failing") or s.state.phase not in FINISHED and not s.clock.heap:
-        held = f"; all {s.used} sandboxes are held by rollouts that wait for the others of their wave: give the world more sandboxes, or the run a staleness above 0" if s.used and s.used == s.world.sandboxes else ""
+        held = (
+            f"; all {s.used} sandboxes are held by rollouts that wait for the others of their wave: give the world more sandboxes, or the run a staleness above 0"
+            if s.used and s.used == s.world.sandboxes
+            else ""
+        )
         raise RuntimeError(f"simulation: {s.state.reason or 'nothing happens any more' + held}")
-    return Simulated(tuple(s.steps), {fate: tuple(entry) for fate, entry in s.state.books.items()}, s.heard, s.clock.now, len(s.state.members), s.state.reason, tuple(s.log))
+    return Simulated(
+        tuple(s.steps),
+        {fate: tuple(entry) for fate, entry in s.state.books.items()},
+        s.heard,
+        s.clock.now,
+        len(s.state.members),
+        s.state.reason,
+        tuple(s.log),
+    )
 
 
 @contextmanager
@@ -958,7 +1103,16 @@ def uncollected() -> Iterator[None]:
         gc.enable() if was else None
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-simulate
-def simulate(config: RunConfig, world: World | Callable[[int], World], seed: int = 0, until: int = 0, most: int = 0, tasks: int = 1000, rows: dict[str, list] | None = None, told: Callable[[int], None] | None = None) -> Simulated:
+def simulate(
+    config: RunConfig,
+    world: World | Callable[[int], World],
+    seed: int = 0,
+    until: int = 0,
+    most: int = 0,
+    tasks: int = 1000,
+    rows: dict[str, list] | None = None,
+    told: Callable[[int], None] | None = None,
+) -> Simulated:
     """Simulate a run to its end, to a version, or until the loop has heard `most` events. The configuration is a real one; of it counts what the loop reads. `rows`: a dictionary that takes every row of the ledger, by table;
     `told` hears of each version when it is made. RuntimeError for a run that fails or comes to a standstill."""
     s = Simulation(config, world, seed, tasks)
@@ -966,7 +1120,11 @@ def simulate(config: RunConfig, world: World | Callable[[int], World], seed: int
     begin(s)
     made = s.state.version
     with uncollected():
-        while s.state.phase not in FINISHED and not (until and s.state.version >= until or most and s.heard >= most) and advance(s.clock):
+        while (
+            s.state.phase not in FINISHED
+            and not (until and s.state.version >= until or most and s.heard >= most)
+            and advance(s.clock)
+        ):
             if told and s.state.version > made:
                 made = s.state.version
                 told(made)
@@ -977,19 +1135,34 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
     "Several runs on one generator, which is the first one's: its engines, its decode curve, its room. It stands still for nobody: their weights are adapters. Ends when every run has made `until` versions."
     clock, first = Clock(), runs[0][1]
     floor = Floor(first.engines, first.decode, first.room)
-    tenants = [Simulation(config, replace(world, engines=first.engines, decode=first.decode, room=first.room), seed, clock=clock, floor=floor, number=i) for i, (config, world) in enumerate(runs)]
+    tenants = [
+        Simulation(
+            config,
+            replace(world, engines=first.engines, decode=first.decode, room=first.room),
+            seed,
+            clock=clock,
+            floor=floor,
+            number=i,
+        )
+        for i, (config, world) in enumerate(runs)
+    ]
     for s in tenants:
         begin(s)
     with uncollected():
-        while any(s.state.version < until and s.state.phase not in FINISHED for s in tenants) and (moved := advance(clock)):
+        while any(s.state.version < until and s.state.phase not in FINISHED for s in tenants) and (
+            moved := advance(clock)
+        ):
             if moved.state.version > 1000 + 100 * until:
-                raise RuntimeError(f"simulation: run {moved.number} made {moved.state.version} versions while another made {min(s.state.version for s in tenants)}; give both a share of the engines, or look at fewer versions")
+                raise RuntimeError(
+                    f"simulation: run {moved.number} made {moved.state.version} versions while another made {min(s.state.version for s in tenants)}; give both a share of the engines, or look at fewer versions"
+                )
     return [outcome(s) for s in tenants]
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-summary
 @dataclass(frozen=True)
 class Summary:
     "Over the versions that are looked at: rollouts trained a second, seconds of a batch, shares of the trainer's time, mean and largest staleness in versions, seconds of a rollout, unfinished share when a batch was full, tokens of a trained rollout, and of the attempts that ended the share that was trained."
+
     rate: float
     step: float
     compute: float
@@ -1006,13 +1179,19 @@ class Summary:
 def ended(steps: Sequence[Step], skip: int = 0) -> dict[str, tuple[float, float, float]]:
     "(attempts, tokens, seconds) by fate of what ended after the first `skip` versions, evaluations left out."
     last, first = steps[-1].books, steps[skip - 1].books if skip else {}
-    return {fate: tuple(a - b for a, b in zip(entry, first.get(fate, (0, 0, 0)))) for fate, entry in last.items() if fate != Fate.EVALUATED}
+    return {
+        fate: tuple(a - b for a, b in zip(entry, first.get(fate, (0, 0, 0))))
+        for fate, entry in last.items()
+        if fate != Fate.EVALUATED
+    }
 
 
 def summary(steps: Sequence[Step], skip: int = 0) -> Summary:
     "What the versions after the first `skip` say together. ValueError if there are none."
     if len(steps) <= skip:
-        raise ValueError(f"skip: {len(steps)} versions were made, and {skip} are to be left out; simulate more versions")
+        raise ValueError(
+            f"skip: {len(steps)} versions were made, and {skip} are to be left out; simulate more versions"
+        )
     kept, books = steps[skip:], ended(steps, skip)
     compute, sync, wait = (sum(getattr(each, part) for each in kept) for part in ("compute", "sync", "wait"))
     seconds, rollouts = compute + sync + wait, sum(each.rollouts for each in kept)
@@ -1020,5 +1199,16 @@ def summary(steps: Sequence[Step], skip: int = 0) -> Summary:
     def mean(name: str) -> float:
         return sum(getattr(each, name) * each.rollouts for each in kept) / rollouts
 
-    return Summary(rollouts / seconds, seconds / len(kept), compute / seconds, sync / seconds, wait / seconds, mean("staleness"), max(each.oldest for each in kept), mean("latency"),
-                   sum(each.unfinished for each in kept) / len(kept), sum(each.tokens for each in kept) / rollouts, books.get("trained", (0,))[0] / max(1, sum(entry[0] for entry in books.values())))
+    return Summary(
+        rollouts / seconds,
+        seconds / len(kept),
+        compute / seconds,
+        sync / seconds,
+        wait / seconds,
+        mean("staleness"),
+        max(each.oldest for each in kept),
+        mean("latency"),
+        sum(each.unfinished for each in kept) / len(kept),
+        sum(each.tokens for each in kept) / rollouts,
+        books.get("trained", (0,))[0] / max(1, sum(entry[0] for entry in books.values())),
+    )

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from .fork_server import ForkServer
 from ..records import Meter
+from .fork_server import ForkServer
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-layout
 def layout(placement: str, generators: int = 1, scorer: bool = False) -> dict[str, tuple[str, ...]]:
@@ -43,7 +43,9 @@ def kind_of(actor: str) -> str:
     return actor.partition("-")[0]
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-gpus
-def gpus_of(placed: Mapping[str, tuple[str, ...]], gpus: tuple[str, ...], trainers: int = 1, width: int = 1) -> dict[str, tuple[str, ...]]:
+def gpus_of(
+    placed: Mapping[str, tuple[str, ...]], gpus: tuple[str, ...], trainers: int = 1, width: int = 1
+) -> dict[str, tuple[str, ...]]:
     "Worker -> all GPUs, its own first. `trainers`: processes of the trainer; `width`: GPUs of one generator."
     given, at = {}, 0
     for worker, actors in placed.items():
@@ -57,6 +59,7 @@ def gpus_of(placed: Mapping[str, tuple[str, ...]], gpus: tuple[str, ...], traine
 @dataclass(frozen=True)
 class Spent:
     "Time of one part of an actor: `kind` is compute, publish, overhead, or wait (for a sandbox, say); `work` says of what the `units` are."
+
     part: str
     kind: str
     seconds: float
@@ -68,12 +71,18 @@ class Spent:
     def meter(self) -> Meter:
         "The time and the work as they are booked."
         units = self.units if self.kind == "compute" else 0.0
-        return Meter(**{self.kind: self.seconds}, prefill_tokens=self.prefill_tokens, decode_tokens=self.decode_tokens, units=units)
+        return Meter(
+            **{self.kind: self.seconds},
+            prefill_tokens=self.prefill_tokens,
+            decode_tokens=self.decode_tokens,
+            units=units,
+        )
 
 
 @dataclass(frozen=True)
 class Turn:
     "What came of one turn of an actor; `idle`: seconds before it in which the actor had nothing to do."
+
     said: tuple = ()
     spent: tuple[Spent, ...] = ()
     idle: float = 0.0
@@ -93,12 +102,14 @@ class Actor(Protocol):
 @dataclass(frozen=True)
 class Gone:
     "An actor's process is gone, or its machinery failed."
+
     cause: str
 
 
 @dataclass(frozen=True)
 class Refused:
     "An actor cannot do what the configuration asks; said before any work."
+
     message: str
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-inline
@@ -141,7 +152,9 @@ class InlineHandle:
 
     def _begin(self, now: float) -> None:
         turn = self.actor.turn()
-        spent = tuple(Spent(s.part, s.kind, self.cost(s), s.work, s.units, s.prefill_tokens, s.decode_tokens) for s in turn.spent)
+        spent = tuple(
+            Spent(s.part, s.kind, self.cost(s), s.work, s.units, s.prefill_tokens, s.decode_tokens) for s in turn.spent
+        )
         self._turn, self.due = Turn(turn.said, spent, now - self._ended), now + sum(s.seconds for s in spent)
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-voice
@@ -152,6 +165,7 @@ FAREWELL = 4.0  # seconds in which an actor may close what it holds
 @dataclass(frozen=True)
 class Beat:
     "A sign of life: turns done so far."
+
     turns: int
 
 
@@ -235,15 +249,27 @@ class ProcessHandle:
 
     due = None
 
-    def __init__(self, name: str, target: Callable, args: tuple = (), parent: bool = False, gpus: tuple[str, ...] = (), server: ForkServer | None = None):
+    def __init__(
+        self,
+        name: str,
+        target: Callable,
+        args: tuple = (),
+        parent: bool = False,
+        gpus: tuple[str, ...] = (),
+        server: ForkServer | None = None,
+    ):
         self.connection, theirs = multiprocessing.Pipe()
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.process = start_worker_process(server, variables, target=target, args=(theirs, *args), name=f"rlbench-{name}", daemon=not parent)
+        self.process = start_worker_process(
+            server, variables, target=target, args=(theirs, *args), name=f"rlbench-{name}", daemon=not parent
+        )
         theirs.close()
         self.lost, self.turns, self.heard_at, self.moved_at = False, 0, 0.0, 0.0
-        self.reading = 0.0  # since when a message is being read; a worker that stops in the middle of one blocks whoever reads it
+        self.reading = (
+            0.0  # since when a message is being read; a worker that stops in the middle of one blocks whoever reads it
+        )
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=_post, args=(self.connection, self._outbox), daemon=True).start()
 
@@ -320,7 +346,9 @@ def close_all(handles: list, patience: float = 5.0) -> None:
         handle.close(max(0.0, limit - time.monotonic()))
 
 
-def start_worker_process(server: ForkServer | None, variables: Mapping[str, str], **settings) -> multiprocessing.process.BaseProcess:
+def start_worker_process(
+    server: ForkServer | None, variables: Mapping[str, str], **settings
+) -> multiprocessing.process.BaseProcess:
     "Start a process with these environment variables: forked if the server can, else spawned, and why is written to stderr. `settings`: target, args, name, daemon."
     if server is not None:
         try:

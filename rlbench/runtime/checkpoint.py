@@ -33,16 +33,17 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from ..base.ledger import count_rows, read_json, read_table, write_json
 from ..loop.config import RunConfig, captured_functions, make_config, read_config
 from ..loop.digest import Digest
-from ..base.ledger import count_rows, read_json, read_table, write_json
-from ..records import Group
 from ..loop.state import ASKED, LoopState
+from ..records import Group
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-pack
 @dataclass
 class Arrays:
     "Arrays put one behind the other, by type."
+
     parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
     length: dict[str, int] = field(default_factory=dict)
 
@@ -77,7 +78,11 @@ def pack(value, arrays: Arrays):
         return {f.name: pack(getattr(value, f.name), arrays) for f in fields(value) if f.init}
     if isinstance(value, Mapping):
         texts = all(isinstance(key, str) for key in value)
-        return {k: pack(v, arrays) for k, v in value.items()} if texts else [[pack(k, arrays), pack(v, arrays)] for k, v in value.items()]
+        return (
+            {k: pack(v, arrays) for k, v in value.items()}
+            if texts
+            else [[pack(k, arrays), pack(v, arrays)] for k, v in value.items()]
+        )
     if isinstance(value, list) and set(map(type, value)) <= PLAIN:
         return list(value)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -92,13 +97,24 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def unpack(kind, data, arrays: Mapping[str, np.ndarray], functions: Mapping | None = None):
     "The record of a kind that `pack` wrote. Fields that are not there keep their default; `functions`: captured ones by field, for configurations."
+
     def inner(kind, data):
         return unpack(kind, data, arrays, functions)
 
     origin, args = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         kinds = [a for a in args if a is not NoneType]
-        return None if data is None else inner(next((a for a in kinds if isinstance(data, list) == ((get_origin(a) or a) in (tuple, list, np.ndarray))), kinds[0]), data)
+        return (
+            None
+            if data is None
+            else inner(
+                next(
+                    (a for a in kinds if isinstance(data, list) == ((get_origin(a) or a) in (tuple, list, np.ndarray))),
+                    kinds[0],
+                ),
+                data,
+            )
+        )
     if origin is RunConfig:
         return make_config(data, functions)
     if origin is np.ndarray:
@@ -108,7 +124,9 @@ def unpack(kind, data, arrays: Mapping[str, np.ndarray], functions: Mapping | No
         return origin(data)
     if is_dataclass(origin):
         hints = _hints(origin)
-        return origin(**{f.name: inner(hints[f.name], data[f.name]) for f in fields(origin) if f.init and f.name in data})
+        return origin(
+            **{f.name: inner(hints[f.name], data[f.name]) for f in fields(origin) if f.init and f.name in data}
+        )
     if isinstance(origin, type) and issubclass(origin, Mapping):
         pairs = data.items() if isinstance(data, dict) else data
         return {inner(args[0], k): inner(args[1], v) for k, v in pairs} if args else dict(pairs)
@@ -116,17 +134,28 @@ def unpack(kind, data, arrays: Mapping[str, np.ndarray], functions: Mapping | No
         kinds = (args[:1] * len(data) if args[1:] == (...,) else args) or (object,) * len(data)
         return tuple(inner(k, v) for k, v in zip(kinds, data, strict=True))
     if origin in (list, set):
-        return origin(data) if args and args[0] in PLAIN else origin(inner(args[0] if args else object, each) for each in data)
+        return (
+            origin(data)
+            if args and args[0] in PLAIN
+            else origin(inner(args[0] if args else object, each) for each in data)
+        )
     return data
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-manifest
 CHECKPOINT_SCHEMA = 1  # raised when what is written changes its meaning
-CHECKPOINTS, MANIFEST, STATE, ROLLOUTS, TRAINER = "checkpoints", "manifest.json", "state.json", "rollouts.safetensors", "trainer"
+CHECKPOINTS, MANIFEST, STATE, ROLLOUTS, TRAINER = (
+    "checkpoints",
+    "manifest.json",
+    "state.json",
+    "rollouts.safetensors",
+    "trainer",
+)
 
 
 @dataclass(frozen=True)
 class Manifest:
     "What a checkpoint says about itself. `rows`: last row of every table; `files`: bytes of every file; `made`: seconds since 1970."
+
     version: int
     seconds: float  # on the run's own clock
     digest: str
@@ -138,12 +167,15 @@ class Manifest:
     made: float
     schema: int = CHECKPOINT_SCHEMA
     weights: str = ""  # hash of the policy's weights
-    held_out: tuple[float, float] | None = None  # of a fork's first: the parent's held-out solve rate there, and its standard error
+    held_out: tuple[float, float] | None = (
+        None  # of a fork's first: the parent's held-out solve rate there, and its standard error
+    )
 
 
 @dataclass(frozen=True)
 class Torn:
     "A folder that looks like a checkpoint and is none."
+
     folder: Path
     reason: str
 
@@ -156,11 +188,18 @@ def read_manifest(folder: Path) -> Manifest | Torn:
     except (OSError, ValueError, KeyError, TypeError):
         return Torn(folder, "it has no manifest that can be read")
     if schema > CHECKPOINT_SCHEMA:
-        raise ValueError(f"checkpoint: {folder.name} has schema {schema}, this rlbench reads up to {CHECKPOINT_SCHEMA}; install a newer rlbench")
+        raise ValueError(
+            f"checkpoint: {folder.name} has schema {schema}, this rlbench reads up to {CHECKPOINT_SCHEMA}; install a newer rlbench"
+        )
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else -1 for name in told["files"]}
     wrong = [name for name, size in told["files"].items() if sizes[name] != size]
     if wrong:
-        return Torn(folder, f"{wrong[0]} is missing" if sizes[wrong[0]] < 0 else f"{wrong[0]} has {sizes[wrong[0]]:,} of {told['files'][wrong[0]]:,} bytes")
+        return Torn(
+            folder,
+            f"{wrong[0]} is missing"
+            if sizes[wrong[0]] < 0
+            else f"{wrong[0]} has {sizes[wrong[0]]:,} of {told['files'][wrong[0]]:,} bytes",
+        )
     return Manifest(**{f.name: told[f.name] for f in fields(Manifest) if f.name in told})
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-find
@@ -169,11 +208,17 @@ _FOLDER = re.compile(r"v(\d{6,})(?:-(\d+))?")
 
 def checkpoint_folders(run: Path) -> list[Path]:
     "The folders that have a checkpoint's name, oldest first."
-    found = [(int(m[1]), int(m[2] or 1), path) for path in (run / CHECKPOINTS).glob("v*") if (m := _FOLDER.fullmatch(path.name))]
+    found = [
+        (int(m[1]), int(m[2] or 1), path)
+        for path in (run / CHECKPOINTS).glob("v*")
+        if (m := _FOLDER.fullmatch(path.name))
+    ]
     return [path for *_, path in sorted(found)]
 
 
-def find_checkpoint(run: Path, version: int | None = None, torn: list[Torn] | None = None, but: Collection[Path] = ()) -> Path:
+def find_checkpoint(
+    run: Path, version: int | None = None, torn: list[Torn] | None = None, but: Collection[Path] = ()
+) -> Path:
     "The newest whole checkpoint of a run, or of one of its versions. Torn ones that are newer go into `torn`; `but` are passed over. ValueError with the remedy if there is none."
     versions = set()
     for folder in reversed([each for each in checkpoint_folders(run) if each not in but]):
@@ -185,8 +230,12 @@ def find_checkpoint(run: Path, version: int | None = None, torn: list[Torn] | No
             return folder
         versions.add(told.version)
     if versions:
-        raise ValueError(f"checkpoint: {run.name!r} has none of version {version}; there are {', '.join(map(str, sorted(versions)))}")
-    raise ValueError(f"checkpoint: {run.name!r} has none that is whole, so it cannot be taken up; start it again, and with checkpoint_every or checkpoint_minutes above 0 it is saved as it goes")
+        raise ValueError(
+            f"checkpoint: {run.name!r} has none of version {version}; there are {', '.join(map(str, sorted(versions)))}"
+        )
+    raise ValueError(
+        f"checkpoint: {run.name!r} has none that is whole, so it cannot be taken up; start it again, and with checkpoint_every or checkpoint_minutes above 0 it is saved as it goes"
+    )
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-write
 def begin_checkpoint(run: Path, version: int, state: LoopState, kept) -> Path:
@@ -258,6 +307,7 @@ MARKED_KEPT = 16  # of those asked for or made before a change, the newest so ma
 @dataclass(frozen=True)
 class SavedCheckpoint:
     "What decides whether a checkpoint stays."
+
     name: str
     version: int
     files: Mapping[int, int]  # number of the file on the disk -> its bytes; two checkpoints may share a file
@@ -284,7 +334,9 @@ def thinned(saved: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
     return [oldest[span] for span in sorted(oldest)]
 
 
-def choose_checkpoints(saved: Sequence[SavedCheckpoint], newest: int, budget: float, needed: Collection[str] = ()) -> set[str]:
+def choose_checkpoints(
+    saved: Sequence[SavedCheckpoint], newest: int, budget: float, needed: Collection[str] = ()
+) -> set[str]:
     """Names of the checkpoints to keep; `saved` has the oldest first. Whatever the budget (bytes), these stay: the `newest` so many, the first,
     the best by held-out and those `needed`. Then, while the budget has room: marked ones, and a thinning series."""
     best = best_saved(saved)
@@ -300,7 +352,11 @@ def choose_checkpoints(saved: Sequence[SavedCheckpoint], newest: int, budget: fl
 def held_out_rates(run: Path, evaluation: str) -> dict[int, tuple[float, float]]:
     "Solve rate and standard error by version, from the rows of one evaluation set."
     rows = read_table(run, "evals", ["eval", "version", "avg", "avg_se"])
-    return {version: (rate, error or 0.0) for name, version, rate, error in rows.iter_rows() if name == evaluation and rate is not None}
+    return {
+        version: (rate, error or 0.0)
+        for name, version, rate, error in rows.iter_rows()
+        if name == evaluation and rate is not None
+    }
 
 
 def changed_versions(run: Path) -> set[int]:
@@ -319,7 +375,9 @@ def saved_checkpoints(run: Path, evaluation: str) -> list[SavedCheckpoint]:
                 marked = manifest.version in changed or manifest.reason.startswith(ASKED)
                 told = manifest.held_out and tuple(manifest.held_out)
                 files = {stat.st_ino: stat.st_size for stat in stats}
-                found.append(SavedCheckpoint(folder.name, manifest.version, files, marked, rates.get(manifest.version, told)))
+                found.append(
+                    SavedCheckpoint(folder.name, manifest.version, files, marked, rates.get(manifest.version, told))
+                )
     return found
 
 
@@ -347,7 +405,9 @@ def find_best(run: Path) -> SavedCheckpoint:
     if best := best_saved(saved):
         return best
     versions = ", ".join(str(each.version) for each in saved) or "none"
-    raise ValueError(f"best: no checkpoint of {run.name!r} was evaluated (checkpoints: {versions}); name a version, or give the run an evaluation set under [[eval]]")
+    raise ValueError(
+        f"best: no checkpoint of {run.name!r} was evaluated (checkpoints: {versions}); name a version, or give the run an evaluation set under [[eval]]"
+    )
 
 
 def rate_policy(run: Path, version: int) -> dict:
@@ -356,13 +416,22 @@ def rate_policy(run: Path, version: int) -> dict:
     name = evaluation_of(run)
     rates, best = held_out_rates(run, name), best_saved(saved_checkpoints(run, name))
     rated = max((each for each in rates if each <= version), default=None)
-    told = {"version": version, "evaluation": name, "rated": rated, "held_out": rates[rated][0] if rated is not None else None, "best": None, "warning": ""}
+    told = {
+        "version": version,
+        "evaluation": name,
+        "rated": rated,
+        "held_out": rates[rated][0] if rated is not None else None,
+        "best": None,
+        "warning": "",
+    }
     if best is None or rated is None:
         return told
     (low, low_error), (high, high_error) = rates[rated], best.held_out
     told["best"] = {"version": best.version, "held_out": high}
     if high - low > 2 * math.hypot(low_error, high_error):
-        told["warning"] = f"the saved policy (version {version}) is not the best: held-out {low:.3f}, and {high:.3f} at version {best.version} (fork --at best, export --best)"
+        told["warning"] = (
+            f"the saved policy (version {version}) is not the best: held-out {low:.3f}, and {high:.3f} at version {best.version} (fork --at best, export --best)"
+        )
     return told
 
 
@@ -376,6 +445,7 @@ def note_policy(run: Path, version: int) -> str:
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     "A checkpoint in memory: the state, and as data what the driver remembered (`remembered` gives the record)."
+
     folder: Path
     manifest: Manifest
     state: LoopState
@@ -400,14 +470,18 @@ def load_checkpoint(folder: str | Path, extra: Mapping | None = None) -> Checkpo
         if "digest" in data["state"]:  # an older rlbench: its digest is the first part of today's
             state.traced = Digest(data["state"]["digest"])
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"checkpoint: {folder.name} cannot be read ({type(error).__name__}: {error}); take the one before") from error
+        raise ValueError(
+            f"checkpoint: {folder.name} cannot be read ({type(error).__name__}: {error}); take the one before"
+        ) from error
     return Checkpoint(folder, manifest, state, data["kept"], arrays)
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-unmasked
 def responses_without_masks(data) -> int:
     "How many responses in packed data come from an rlbench that knew no sampling masks: their records lack the field."
     if isinstance(data, Mapping):
-        return int(data.get("kind") == "response" and "tokens" in data and "sampling_mask" not in data) + sum(map(responses_without_masks, data.values()))
+        return int(data.get("kind") == "response" and "tokens" in data and "sampling_mask" not in data) + sum(
+            map(responses_without_masks, data.values())
+        )
     return sum(map(responses_without_masks, data)) if isinstance(data, list) else 0
 
 
@@ -419,8 +493,10 @@ def notes_on_checkpoint(start: Checkpoint) -> list[str]:
     count = responses_without_masks(start.kept)
     if not count:
         return []
-    return [f"top_p: {count} responses in {start.folder.name} are of an older rlbench, which did not keep the tokens that top_p and top_k left to draw from. "
-            "They are trained on as if drawn from all tokens, so the correction weighs a difference that is none, until the last of them is trained"]
+    return [
+        f"top_p: {count} responses in {start.folder.name} are of an older rlbench, which did not keep the tokens that top_p and top_k left to draw from. "
+        "They are trained on as if drawn from all tokens, so the correction weighs a difference that is none, until the last of them is trained"
+    ]
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-newest
 def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] | None = None) -> Checkpoint:
@@ -440,7 +516,11 @@ def load_newest(run: str | Path, extra: Mapping | None = None, torn: list[Torn] 
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-trainer
 REPLAY, REPLAYED = "replay.json", "replay.safetensors"
+
+
 ROOM = 16_000_000  # bytes that stay free beside a checkpoint, for the tables
+
+
 CRITIC = "critic.safetensors"
 
 
@@ -448,7 +528,11 @@ def find_weights(run: Path, hashed: str) -> Path | None:
     "The file of a newer checkpoint of a run that holds the weights with this hash, if there is one."
     for folder in checkpoint_folders(run)[-3:]:
         manifest = read_manifest(folder)
-        if isinstance(manifest, Manifest) and manifest.weights == hashed and (folder / TRAINER / "weights.safetensors").exists():
+        if (
+            isinstance(manifest, Manifest)
+            and manifest.weights == hashed
+            and (folder / TRAINER / "weights.safetensors").exists()
+        ):
             return folder / TRAINER / "weights.safetensors"
 
 
@@ -457,12 +541,18 @@ def write_trainer(folder: str | Path, trainer, run: Path | None = None) -> str:
     import torch
     from safetensors.torch import save_file as save
 
-    from rlbench.training.weight_transport import hash_weights
     from rlbench.training.data_parallel import whole_weights
+    from rlbench.training.weight_transport import hash_weights
 
     folder, told = Path(folder), trainer.state_dict()
     moments = {f"{i}.{name}": value for i, each in told["optimizer"]["state"].items() for name, value in each.items()}
-    rng = {"random.cpu": torch.get_rng_state(), **{f"random.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())}}
+    rng = {
+        "random.cpu": torch.get_rng_state(),
+        **{
+            f"random.cuda.{i}": s
+            for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())
+        },
+    }
     critic = critic_files(told["critic"]) if "critic" in told else ({}, {})
     files = {"weights.safetensors": whole_weights(trainer), "optimizer.safetensors": {**moments, **rng}, **critic[0]}
     hashed = hash_weights(files["weights.safetensors"])
@@ -472,7 +562,10 @@ def write_trainer(folder: str | Path, trainer, run: Path | None = None) -> str:
     needed = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
     free = shutil.disk_usage(folder).free
     if free < needed + ROOM:
-        raise OSError(errno.ENOSPC, f"a checkpoint needs {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; make room, or set checkpoint_every = 0")
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint needs {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; make room, or set checkpoint_every = 0",
+        )
     for name, tensors in files.items():
         save({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, folder / name)
         with open(folder / name, "rb") as file:
@@ -480,10 +573,20 @@ def write_trainer(folder: str | Path, trainer, run: Path | None = None) -> str:
     python, legacy = random.getstate(), np.random.get_state(legacy=False)
     legacy = {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
     _write_groups(folder, trainer.beside.replay.groups)
-    write_json(folder / "trainer.json", {"steps": told["steps"], "memory": told["memory"], "groups": told["optimizer"]["param_groups"], "python": python, "numpy": legacy, **critic[1]})
+    write_json(
+        folder / "trainer.json",
+        {
+            "steps": told["steps"],
+            "memory": told["memory"],
+            "groups": told["optimizer"]["param_groups"],
+            "python": python,
+            "numpy": legacy,
+            **critic[1],
+        },
+    )
     return hashed
 
-
+# %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-trainer-part-2
 def _write_groups(folder: Path, groups: list[Group]) -> None:
     "The groups that a trainer keeps, to train on them once more; nothing if it keeps none."
     if groups:
@@ -493,14 +596,22 @@ def _write_groups(folder: Path, groups: list[Group]) -> None:
 
 
 def _read_groups(folder: Path) -> list[Group]:
-    return unpack(list[Group], read_json(folder / REPLAY), load_file(folder / REPLAYED)) if (folder / REPLAY).exists() else []
+    return (
+        unpack(list[Group], read_json(folder / REPLAY), load_file(folder / REPLAYED))
+        if (folder / REPLAY).exists()
+        else []
+    )
 
 
 def critic_files(state: dict) -> tuple[dict[str, dict], dict[str, dict]]:
     "A critic's state as tensors by file, and as what goes into trainer.json."
-    moments = {f"moments.{i}.{name}": value for i, each in state["optimizer"]["state"].items() for name, value in each.items()}
+    moments = {
+        f"moments.{i}.{name}": value for i, each in state["optimizer"]["state"].items() for name, value in each.items()
+    }
     weights = {f"weights.{name}": value for name, value in state["weights"].items()}
-    return {CRITIC: {**weights, **moments}}, {"critic": {"steps": state["steps"], "batches": state["batches"], "groups": state["optimizer"]["param_groups"]}}
+    return {CRITIC: {**weights, **moments}}, {
+        "critic": {"steps": state["steps"], "batches": state["batches"], "groups": state["optimizer"]["param_groups"]}
+    }
 
 # %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-trainer-read
 def read_weights(folder: str | Path, model) -> None:
@@ -513,7 +624,9 @@ def read_weights(folder: str | Path, model) -> None:
     stored, mine = load(Path(folder) / "weights.safetensors"), weights(model)
     wrong = sorted(stored.keys() ^ mine.keys()) or [name for name in mine if stored[name].shape != mine[name].shape]
     if wrong:
-        raise ValueError(f"checkpoint: it holds another model than the run's `model` ({wrong[0]} differs); set `model` to the one it was made with")
+        raise ValueError(
+            f"checkpoint: it holds another model than the run's `model` ({wrong[0]} differs); set `model` to the one it was made with"
+        )
     with torch.no_grad():
         for name, tensor in mine.items():
             tensor.copy_(stored[name])
@@ -525,9 +638,12 @@ def _optimizer_state(moments: dict, groups: list[dict]) -> dict:
     for key, tensor in moments.items():
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = tensor
-    return {"state": state, "param_groups": [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in groups]}
+    return {
+        "state": state,
+        "param_groups": [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in groups],
+    }
 
-
+# %% ../../nbs/runtime/06_checkpoint.ipynb #checkpoint-trainer-read-part-2
 def read_trainer(folder: str | Path, trainer) -> None:
     "Put a checkpoint's optimizer, step count, memory, critic and random numbers into a `Trainer`; `read_weights` does the model."
     import torch
@@ -536,11 +652,23 @@ def read_trainer(folder: str | Path, trainer) -> None:
     folder = Path(folder)
     told, tensors = read_json(folder / "trainer.json"), load(folder / "optimizer.safetensors")
     moments = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
-    state = {"optimizer": _optimizer_state(moments, told["groups"]), "steps": told["steps"], "memory": told.get("memory", {})}
+    state = {
+        "optimizer": _optimizer_state(moments, told["groups"]),
+        "steps": told["steps"],
+        "memory": told.get("memory", {}),
+    }
     if "critic" in told:
         theirs, saved = told["critic"], load(folder / CRITIC)
-        parts = {kind: {name.removeprefix(kind): tensor for name, tensor in saved.items() if name.startswith(kind)} for kind in ("weights.", "moments.")}
-        state["critic"] = {"weights": parts["weights."], "optimizer": _optimizer_state(parts["moments."], theirs["groups"]), "steps": theirs["steps"], "batches": theirs["batches"]}
+        parts = {
+            kind: {name.removeprefix(kind): tensor for name, tensor in saved.items() if name.startswith(kind)}
+            for kind in ("weights.", "moments.")
+        }
+        state["critic"] = {
+            "weights": parts["weights."],
+            "optimizer": _optimizer_state(parts["moments."], theirs["groups"]),
+            "steps": theirs["steps"],
+            "batches": theirs["batches"],
+        }
     trainer.load_state_dict(state)
     trainer.beside.replay.groups = _read_groups(folder)
     torch.set_rng_state(tensors["random.cpu"])
@@ -549,4 +677,9 @@ def read_trainer(folder: str | Path, trainer) -> None:
         torch.cuda.set_rng_state_all(cuda) if len(cuda) == torch.cuda.device_count() else None
     version, state, gauss = told["python"]
     random.setstate((version, tuple(state), gauss))
-    np.random.set_state({**told["numpy"], "state": {**told["numpy"]["state"], "key": np.array(told["numpy"]["state"]["key"], np.uint32)}})
+    np.random.set_state(
+        {
+            **told["numpy"],
+            "state": {**told["numpy"]["state"], "key": np.array(told["numpy"]["state"]["key"], np.uint32)},
+        }
+    )

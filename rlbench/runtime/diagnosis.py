@@ -31,6 +31,7 @@ from .run_reader import Snapshot, View, value
 @dataclass(frozen=True)
 class Exams:
     "Examinations of the held-out set: versions, mean solve rates and the ends of their intervals; arrays [E]."
+
     versions: np.ndarray
     mean: np.ndarray
     low: np.ndarray
@@ -40,6 +41,7 @@ class Exams:
 @dataclass(frozen=True)
 class Change:
     "A setting that took a new value at a version."
+
     version: int
     knob: str
     value: str
@@ -51,6 +53,7 @@ class Change:
 @dataclass(frozen=True)
 class Unused:
     "Groups that ended since the newest version: how many batches they would have made, and shares that were all right, all wrong."
+
     batches: float
     all_pass: float
     all_fail: float
@@ -60,6 +63,7 @@ class Unused:
 class Course:
     """A run as a diagnosis sees it. `figures`: columns of the steps table, float64 [V]; `settings`: knobs in force; `unused`: groups
     that no version has trained on, None where there are none; `ended`: nothing can be paused any more."""
+
     versions: np.ndarray
     figures: Mapping[str, np.ndarray]
     exams: Exams
@@ -109,15 +113,24 @@ def moving_mean(values_V: np.ndarray, rows: int = 3) -> np.ndarray:
 @dataclass(frozen=True)
 class Sign:
     "A figure that left its healthy range: its column, the version at which it did, and the sentence."
+
     figure: str
     version: int
     text: str
 
 
 LARGE_KL = 0.1  # nats between sampler and trainer: healthy runs stay below 0.05, with rollouts of the newest weights below 0.001
+
+
 FEW_WEIGHTS = 0.5  # effective sample size, as a share of the batch
+
+
 GROWN_GRADIENT = 3.0  # times the start
+
+
 LOST_ENTROPY, GROWN_ENTROPY = 0.1, 1.5  # times the start
+
+
 GROWN_LENGTH, CUT = 2.0, 0.1  # times the start; share of responses that are cut off
 
 
@@ -129,19 +142,49 @@ def sign_of(course: Course, figure: str, holds_V: np.ndarray, rows: int, text: s
     version = int(course.versions[first])
     return Sign(figure, version, text.format(f"{course.column(figure)[first]:.3g}") + f" from version {version} on")
 
-
+# %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-signs-part-2
 def signs_of(course: Course) -> list[Sign]:
     "All signs, the first one first."
     column = course.column
     entropy, length, gradient = (start_level(column(name)) for name in ("entropy", "length_mean", "grad_norm"))
     cut, longer = moving_mean(column("truncated")) > CUT, moving_mean(column("length_mean")) > GROWN_LENGTH * length
     found = [
-        sign_of(course, "kl_sampler", column("kl_sampler") > LARGE_KL, 2, "the trainer's probabilities are {} nats away from the sampler's"),
+        sign_of(
+            course,
+            "kl_sampler",
+            column("kl_sampler") > LARGE_KL,
+            2,
+            "the trainer's probabilities are {} nats away from the sampler's",
+        ),
         sign_of(course, "ess", column("ess") < FEW_WEIGHTS, 2, "importance weights make a batch worth {} of its size"),
-        sign_of(course, "grad_norm", column("grad_norm") > GROWN_GRADIENT * gradient, 2, f"the gradient norm is {{}}, {gradient:.3g} at the start"),
-        sign_of(course, "entropy", column("entropy") < LOST_ENTROPY * entropy, 2, f"entropy is {{}} nats, {entropy:.3g} at the start"),
-        sign_of(course, "entropy", column("entropy") > GROWN_ENTROPY * entropy, 3, f"entropy is {{}} nats, {entropy:.3g} at the start"),
-        sign_of(course, "length_mean", longer & cut, 2, f"responses are {{}} tokens long and {CUT:.0%} are cut off; {length:.3g} at the start"),
+        sign_of(
+            course,
+            "grad_norm",
+            column("grad_norm") > GROWN_GRADIENT * gradient,
+            2,
+            f"the gradient norm is {{}}, {gradient:.3g} at the start",
+        ),
+        sign_of(
+            course,
+            "entropy",
+            column("entropy") < LOST_ENTROPY * entropy,
+            2,
+            f"entropy is {{}} nats, {entropy:.3g} at the start",
+        ),
+        sign_of(
+            course,
+            "entropy",
+            column("entropy") > GROWN_ENTROPY * entropy,
+            3,
+            f"entropy is {{}} nats, {entropy:.3g} at the start",
+        ),
+        sign_of(
+            course,
+            "length_mean",
+            longer & cut,
+            2,
+            f"responses are {{}} tokens long and {CUT:.0%} are cut off; {length:.3g} at the start",
+        ),
     ]
     return sorted((sign for sign in found if sign), key=lambda sign: sign.version)
 
@@ -155,6 +198,7 @@ SERVED_ERRORS = 3.0
 @dataclass(frozen=True)
 class Fall:
     "A policy that got worse: the version of its best, of the first that was worse, and the sentence."
+
     best: int
     version: int
     text: str
@@ -209,7 +253,12 @@ def fall_of(course: Course) -> Fall | None:
     parted = parted_fall(course) if reward_parts(course) else None
     if exams and is_recovered(course.exams, exams):
         exams = None
-    if served and len(course.exams.mean) > 1 and course.exams.high[-1] >= course.exams.mean.max() and course.exams.versions[-1] >= served.version:
+    if (
+        served
+        and len(course.exams.mean) > 1
+        and course.exams.high[-1] >= course.exams.mean.max()
+        and course.exams.versions[-1] >= served.version
+    ):
         served = None
     found = [fall for fall in (exams, served, parted) if fall]
     return min(found, key=lambda fall: fall.version) if found else None
@@ -230,13 +279,17 @@ def is_recovered(exams: Exams, fall: Fall) -> bool:
 @dataclass(frozen=True)
 class Cause:
     "A cause in a word, the sentence that says why it is believed, what to change, and the knobs to turn."
+
     word: str
     text: str
     remedy: str
     knobs: tuple[str, ...]
 
 
-FAR_APART, APART = 0.05, 0.0003  # nats of log-probability on the same weights: 16 bits make 0.001 and more, 32 bits 0.00001
+FAR_APART, APART = (
+    0.05,
+    0.0003,
+)  # nats of log-probability on the same weights: 16 bits make 0.001 and more, 32 bits 0.00001
 
 
 def engines_disagree(course: Course, limit: float) -> Cause | None:
@@ -247,10 +300,20 @@ def engines_disagree(course: Course, limit: float) -> Cause | None:
     said = f"generator and trainer are {recent_mean(apart):.2g} nats apart on the same weights"
     cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if course.settings.get(name, off) != off]
     if cut:
-        return Cause("sampling", f"{said}: {' and '.join(cut)} cut the distribution off", f"set {' and '.join(cut)} back", tuple(cut))
-    return Cause("mismatch", said, 'compute both in one type (rollout_dtype, logits = "fp32"), or correct for it', ("correction",))
+        return Cause(
+            "sampling",
+            f"{said}: {' and '.join(cut)} cut the distribution off",
+            f"set {' and '.join(cut)} back",
+            tuple(cut),
+        )
+    return Cause(
+        "mismatch",
+        said,
+        'compute both in one type (rollout_dtype, logits = "fp32"), or correct for it',
+        ("correction",),
+    )
 
-
+# %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-cause-part-2
 def is_corrected(course: Course) -> bool:
     "Whether the objective weighs tokens by how far generator and trainer are apart."
     correction = course.settings.get("correction")
@@ -258,6 +321,8 @@ def is_corrected(course: Course) -> bool:
 
 
 UNPAID = 0.6  # correlation of reward and right answers, below which the reward is for something else
+
+
 LENGTH_PAID = 0.995  # correlation of reward and length, above which the reward is for length
 
 
@@ -281,7 +346,10 @@ def reward_pays_else(course: Course, fall: Fall) -> Cause | None:
     if not len(then) or not now > recent_mean(then, 1) + 0.05 or not recent_mean(solved, 3) < np.nanmax(solved):
         return None
     known = np.isfinite(reward) & np.isfinite(solved)
-    follows = {name: correlation(np.diff(reward[known]), np.diff(moving_mean(course.column(name))[known])) for name in ("solve_rate", "length_mean")}
+    follows = {
+        name: correlation(np.diff(reward[known]), np.diff(moving_mean(course.column(name))[known]))
+        for name in ("solve_rate", "length_mean")
+    }
     said = f"the reward has risen to {now:.2f} ({recent_mean(then, 1):.2f} before) while the policy solves less"
     if follows["solve_rate"] < -0.95:
         return Cause("inverted reward", f"{said}: it is highest where answers are wrong", WRONG_PAID, ("reward",))
@@ -367,9 +435,16 @@ def entropy_left(course: Course, fall: Fall) -> Cause | None:
     before = course.versions <= fall.version
     if (entropy[before] < LOST_ENTROPY * start).any():
         said = f"entropy fell from {start:.2g} to {np.nanmin(entropy[before]):.2g} nats: the policy tries nothing new"
-        return Cause("entropy", said, "lower learning_rate, raise temperature, or give entropy a weight", ("entropy_weight", "temperature", "learning_rate"))
+        return Cause(
+            "entropy",
+            said,
+            "lower learning_rate, raise temperature, or give entropy a weight",
+            ("entropy_weight", "temperature", "learning_rate"),
+        )
     if (moving_mean(entropy)[before] > GROWN_ENTROPY * start).any():
-        said = f"entropy grew from {start:.2g} to {np.nanmax(entropy[before]):.2g} nats: the policy forgets what it knew"
+        said = (
+            f"entropy grew from {start:.2g} to {np.nanmax(entropy[before]):.2g} nats: the policy forgets what it knew"
+        )
         return Cause("entropy", said, "lower entropy_weight, or learning_rate", ("entropy_weight", "learning_rate"))
     return None
 
@@ -380,7 +455,12 @@ def length_grew(course: Course) -> Cause | None:
     if not (recent_mean(length, 3) > GROWN_LENGTH * start_level(length) and cut > CUT):
         return None
     said = f"responses grew from {start_level(length):.0f} to {recent_mean(length, 3):.0f} tokens, and {cut:.0%} are cut off"
-    return Cause("length", said, 'give length a price (reward = "brief", "soft_overlong"), or raise max_tokens', ("reward", "max_tokens"))
+    return Cause(
+        "length",
+        said,
+        'give length a price (reward = "brief", "soft_overlong"), or raise max_tokens',
+        ("reward", "max_tokens"),
+    )
 
 # %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-order
 def why_worse(course: Course, fall: Fall) -> Cause | None:
@@ -418,7 +498,12 @@ def why_stalled(course: Course) -> Cause | None:
     "Why nothing changes; None if the figures do not say."
     passes, fails = unanimous_groups(course)
     if passes > UNANIMOUS:
-        return Cause("saturated", f"{passes:.0%} of the groups are all right", "serve harder tasks, or end the run", ("tasks", "band"))
+        return Cause(
+            "saturated",
+            f"{passes:.0%} of the groups are all right",
+            "serve harder tasks, or end the run",
+            ("tasks", "band"),
+        )
     found = sampling_is_far(course, fails) or sampling_is_narrow(course, passes, fails)
     return found or tasks_are_too_hard(course, fails) or term_outweighs(course)
 
@@ -454,8 +539,12 @@ def tasks_are_too_hard(course: Course, fails: float) -> Cause | None:
     if not fails > UNANIMOUS:
         return None
     nothing = len(course.exams.mean) and course.exams.mean[-1] < NOTHING
-    said = f"{fails:.0%} of the groups are all wrong" + (", and of the held-out tasks none is solved" if nothing else "")
-    helps = "SFT first (rlbench sft), or serve easier tasks" if nothing else "serve easier tasks, or reward part of the way"
+    said = f"{fails:.0%} of the groups are all wrong" + (
+        ", and of the held-out tasks none is solved" if nothing else ""
+    )
+    helps = (
+        "SFT first (rlbench sft), or serve easier tasks" if nothing else "serve easier tasks, or reward part of the way"
+    )
     return Cause("too hard", said, helps, ("tasks", "band"))
 
 # %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-verdict
@@ -469,6 +558,7 @@ VERDICTS = ("early", "learning", "collapsing", "stalled", "saturated", "flat", "
 class Diagnosis:
     """Whether a run learns. `text`: all of it in sentences; `reason`: the evidence in a few words, for a line on a panel; `since`: the
     version of the first sign, -1 without any; `best`: the version with the best examination before it."""
+
     verdict: str
     text: str
     reason: str = ""
@@ -522,14 +612,18 @@ def diagnose(course: Course) -> Diagnosis:
     progress = progress_of(course)
     if stalled and (stalled.word == "saturated" or progress != "rises"):
         return _describe_standstill(course, stalled)
-    beside = stalled or reward_for_else(course) or engines_disagree(course, FAR_APART if is_corrected(course) else APART)
+    beside = (
+        stalled or reward_for_else(course) or engines_disagree(course, FAR_APART if is_corrected(course) else APART)
+    )
     if progress == "rises":
         return _describe_course(course, "learning", "This run learns", beside)
     if progress == "unsure":
         return _describe_course(course, "early", TOO_EARLY.text.removesuffix("."), beside) if beside else TOO_EARLY
     wide = len(course.exams.mean) > 1 and float((course.exams.high - course.exams.low)[-1]) > WIDE
     if wide:
-        return _describe_course(course, "noisy", "The examinations scatter too widely to tell; examine more tasks", beside)
+        return _describe_course(
+            course, "noisy", "The examinations scatter too widely to tell; examine more tasks", beside
+        )
     return _describe_course(course, "flat", "Nothing has changed since the start", beside)
 
 
@@ -551,7 +645,11 @@ def _describe_collapse(course: Course, fall: Fall | None) -> Diagnosis:
     fork = f"ork at version {best}" if best >= 0 else ""
     back = (f"F{fork}" if course.ended else f"Pause, and f{fork}") if fork else "Start again"
     remedy = f"{back}; then {cause.remedy}" if cause else back
-    said = [f"This run collapses: {known.text}" if fall else "This run is about to collapse: the policy moves too far at once"]
+    said = [
+        f"This run collapses: {known.text}"
+        if fall
+        else "This run is about to collapse: the policy moves too far at once"
+    ]
     if not fall and cause and cause.word == "inverted reward":
         said = ["This run is about to collapse"]
     said += [f"Probable cause, {cause.word}: {cause.text}"] if cause else ["No figure shows why"]
@@ -583,8 +681,35 @@ def _describe_course(course: Course, verdict: str, said: str, cause: Cause | Non
     return Diagnosis(verdict, text, cause.text, cause.word, best=best, remedy=cause.remedy, knobs=cause.knobs)
 
 # %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-snapshot
-FIGURES = ("entropy", "grad_norm", "kl_sampler", "ess", "logprob_diff_mean", "lag_max", "solve_rate", "reward_mean", "length_mean", "truncated", "all_pass", "all_fail")
-SETTINGS = ("learning_rate", "staleness", "correction", "temperature", "top_p", "top_k", "kl", "kl_weight", "entropy_weight", "batch", "group")
+FIGURES = (
+    "entropy",
+    "grad_norm",
+    "kl_sampler",
+    "ess",
+    "logprob_diff_mean",
+    "lag_max",
+    "solve_rate",
+    "reward_mean",
+    "length_mean",
+    "truncated",
+    "all_pass",
+    "all_fail",
+)
+
+
+SETTINGS = (
+    "learning_rate",
+    "staleness",
+    "correction",
+    "temperature",
+    "top_p",
+    "top_k",
+    "kl",
+    "kl_weight",
+    "entropy_weight",
+    "batch",
+    "group",
+)
 
 
 def course_of(s: Snapshot) -> Course:
@@ -596,7 +721,7 @@ def course_of(s: Snapshot) -> Course:
     versions, over = s.steps["version"].astype(int), s.state in (*ENDED, "dead")
     return Course(versions, figures, exams, settings, tuple(changes_of(s)), unused_of(s), over)
 
-
+# %% ../../nbs/runtime/13_diagnosis.ipynb #diagnosis-snapshot-part-2
 def pay_figures(s: Snapshot) -> dict[str, np.ndarray]:
     """Over the rollouts that each version was trained on, the correlation of the reward with right answers (`reward_correct`) and
     with the length (`reward_length`); NaN for versions of which no rollout is kept, or whose rollouts are alike. float64 [V]."""
@@ -622,7 +747,9 @@ def diagnosis_of(folder: str | Path) -> Diagnosis:
 def unused_of(s: Snapshot) -> Unused | None:
     "The groups that ended without a fate in training since the newest version."
     newest = float(s.recent["at"][-1]) if len(s.recent["at"]) else 0.0
-    groups = s.groups.filter((s.groups["at"] > newest) & (s.groups["fate"] == "filtered")) if len(s.groups) else s.groups
+    groups = (
+        s.groups.filter((s.groups["at"] > newest) & (s.groups["fate"] == "filtered")) if len(s.groups) else s.groups
+    )
     if not len(groups):
         return None
     batch = value(s, "batch") / value(s, "group")
@@ -634,4 +761,8 @@ def unused_of(s: Snapshot) -> Unused | None:
 def changes_of(s: Snapshot) -> list[Change]:
     "The settings that were changed, in order."
     rows = s.commands.select("knob", "value", "version", "status").iter_rows() if len(s.commands) else ()
-    return [Change(version, knob, text) for knob, text, version, status in rows if status == "applied" and text not in (None, "null")]
+    return [
+        Change(version, knob, text)
+        for knob, text, version, status in rows
+        if status == "applied" and text not in (None, "null")
+    ]

@@ -38,40 +38,179 @@ from functools import partial, wraps
 from importlib.metadata import distributions
 from pathlib import Path
 
-
-from .metrics import Timeline, Tools, batch_columns, eval_columns, preflight_columns, served_columns, tool_columns
-from ..models.hardware import gpus_here, processor
 from ..base.clock import RealClock, VirtualClock
-from ..loop.config import FUNCTIONS, RunConfig, asked as asked_models, captured_functions, check_sources, live_knobs, with_knob
-from .drop_bias import Window, bias_columns, ended
+from rlbench.base.ledger import (
+    Ballast,
+    Command,
+    DiskFull,
+    Ledger,
+    Status,
+    mark_done,
+    read_commands,
+    remove_weights,
+    write_status,
+)
 from ..environments.code_datasets import ALL_SETS
-from .fork_server import ForkServer
-from ..environments.environment import DeadlinePassed, Forget, FunctionFailed, Gauges, GivenUp, Judged, ScoreRequest, ScoreResult, TurnResult, Withdrawn, first_prompts, guarded, with_scores, within
-from ..loop.guards import eval_figures, step_figures
+from rlbench.environments.environment import (
+    DeadlinePassed,
+    Forget,
+    FunctionFailed,
+    Gauges,
+    GivenUp,
+    Judged,
+    ScoreRequest,
+    ScoreResult,
+    TurnResult,
+    Withdrawn,
+    first_prompts,
+    guarded,
+    with_scores,
+    within,
+)
+from rlbench.environments.rollout_turns import (
+    begun,
+    first_turns,
+    judged,
+    later_turns,
+    shown,
+    token_columns,
+    told_columns,
+    told_so_far,
+    turn_columns,
+    unjudged,
+    weigh_old,
+    without_begun,
+    written,
+)
+from ..environments.tasks import make_tasks
 from ..knobs import bind, key_of
-from ..base.ledger import Ballast, Command, DiskFull, Ledger, Status, mark_done, read_commands, remove_weights, write_status
-from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
+from ..loop.config import FUNCTIONS, RunConfig, captured_functions, check_sources, live_knobs, with_knob
+from ..loop.config import asked as asked_models
+from ..loop.guards import eval_figures, step_figures
 from ..loop.loop import FINISHED, abandon, place_of, step
 from rlbench.loop.state import (
-    PREFLIGHT, STAYS, Abort, Commanded, Configure, Generate, Generated, LoopState, Lost, MarkOld, Measured, Observed, Pool, Prepare, Publish,
-    Published, Recalled, Replayed, Save, Saved, Score, Scored, Start, Started, Tell, Ticked, Train, Trained, TrainingFailed, Write, books_closed,
+    PREFLIGHT,
+    STAYS,
+    Abort,
+    Commanded,
+    Configure,
+    Generate,
+    Generated,
+    LoopState,
+    Lost,
+    MarkOld,
+    Measured,
+    Observed,
+    Pool,
+    Prepare,
+    Publish,
+    Published,
+    Recalled,
+    Replayed,
+    Save,
+    Saved,
+    Score,
+    Scored,
+    Start,
+    Started,
+    Tell,
+    Ticked,
+    Train,
+    Trained,
+    TrainingFailed,
+    Write,
+    books_closed,
     start_state,
 )
+from ..loop.webhook import Webhook, address
+from ..models.hardware import gpus_here, processor
+from rlbench.records import (
+    CommandRow,
+    EvalRow,
+    Fate,
+    Group,
+    GroupRow,
+    Meter,
+    Outcome,
+    Rollout,
+    RolloutRow,
+    Served,
+    StepRow,
+    Task,
+    oldest_writer,
+    span,
+    stream_key,
+)
 from .actors import InlineHandle, ProcessHandle, Refused, Turn, close_all, gpus_of, hung, kind_of, layout
-from ..environments.rollout_turns import begun, first_turns, judged, later_turns, shown, told_columns, told_so_far, token_columns, turn_columns, unjudged, weigh_old, without_begun, written
-from ..records import CommandRow, EvalRow, Fate, Group, GroupRow, Meter, oldest_writer, Outcome, Rollout, RolloutRow, Served, span, StepRow, stream_key, Task
+from .drop_bias import Window, bias_columns, ended
+from .fork_server import ForkServer
+from .lineage import BY_EVENT, BY_PLACE, Said, come, due_by_event, due_by_place, read_family, read_script
+from rlbench.runtime.metrics import (
+    Timeline,
+    Tools,
+    batch_columns,
+    eval_columns,
+    preflight_columns,
+    served_columns,
+    tool_columns,
+)
+from rlbench.runtime.worker import (
+    AbortJob,
+    Asker,
+    BatchFailed,
+    BatchTrained,
+    ConfigureJob,
+    EnvironmentReady,
+    FitJob,
+    Fitted,
+    Functions,
+    GenerateJobs,
+    Held,
+    LoadJob,
+    PolicySaved,
+    PublishJob,
+    Ready,
+    ReferenceJob,
+    ReferenceRead,
+    ReferenceWritten,
+    Running,
+    SaveJob,
+    Scorer,
+    ScorerReady,
+    TrainJob,
+    WeightsLoaded,
+    WeightsWritten,
+    Worker,
+    WriteJob,
+    Written,
+    build_halves,
+    environment_main,
+    scorer_main,
+    scorer_models,
+    stated_cost,
+    to_log,
+    warm,
+    worker_main,
+)
 from ..sandbox.grade import to_row
 from ..training.scoring_models import REFERENCE_FILE, AskAnswer, AskRequest, drop_reference
-from ..environments.tasks import make_tasks
-from ..loop.webhook import Webhook, address
-from .worker import (AbortJob, Asker, BatchFailed, BatchTrained, ConfigureJob, EnvironmentReady, FitJob, Fitted, Functions, GenerateJobs, Held, LoadJob, PolicySaved, PublishJob, Ready, ReferenceJob, ReferenceRead, ReferenceWritten, Running, SaveJob, Scorer, ScorerReady, TrainJob,
-                            WeightsLoaded, WeightsWritten, Worker, WriteJob, Written, build_halves, environment_main, scorer_main, scorer_models, stated_cost, to_log, warm, worker_main)
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-imports-checkpoint
-from .checkpoint import CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, drop_aside, finish_checkpoint, keep_checkpoints, load_checkpoint, note_policy
 from ..base.ledger import Resume, note_resume, read_table
 from ..loop.loop import PLACED, resume_state
 from ..loop.state import Move, Moved, Snapshot, Stored
+from rlbench.runtime.checkpoint import (
+    CHECKPOINTS,
+    TRAINER,
+    Checkpoint,
+    Manifest,
+    begin_checkpoint,
+    drop_aside,
+    finish_checkpoint,
+    keep_checkpoints,
+    load_checkpoint,
+    note_policy,
+)
 from .worker import CheckpointJob, CheckpointWritten
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-pools
@@ -98,7 +237,9 @@ def provenance() -> dict:
 
     def git(*arguments: str) -> str:
         try:
-            return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10).stdout.strip()
+            return subprocess.run(
+                ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10
+            ).stdout.strip()
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
@@ -117,6 +258,7 @@ def provenance() -> dict:
 @dataclass
 class Means:
     "Time-weighted sums of queue depth, running sequences and KV use since they were last taken."
+
     at: float = 0.0
     seconds: float = 0.0
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -137,6 +279,7 @@ class Means:
 @dataclass(frozen=True)
 class Fitting:
     "A command for other tasks, the tasks made for it, and the worker that looks whether their prompts fit."
+
     command: Commanded
     tasks: list[Task]
     worker: str
@@ -145,13 +288,16 @@ class Fitting:
 @dataclass
 class Memory:
     "Everything that is not in the loop's state."
+
     rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
     score_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     messages: dict[tuple[int, int], str] = field(default_factory=dict)  # why a response has no reward
     failures: set[str] = field(default_factory=set)  # already in run.log
     fitting: dict[str, Fitting] = field(default_factory=dict)  # by command: tasks whose prompts a generator looks at
     members: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # group -> k -> (rollout, attempt)
-    prompts: dict[Task, str] = field(default_factory=dict)  # what the policy is asked first, in an environment that says so itself
+    prompts: dict[Task, str] = field(
+        default_factory=dict
+    )  # what the policy is asked first, in an environment that says so itself
     finished: dict[int, list[Rollout]] = field(default_factory=dict)  # evaluation groups, until their row is written
     served: list[Group] = field(default_factory=list)
     advantages: dict[int, float] = field(default_factory=dict)
@@ -165,23 +311,35 @@ class Memory:
     waiting: int = 0  # groups in the queue after the last step row
     means: Means = field(default_factory=Means)
     window: Window = field(default_factory=Window)  # what ended in the last batches, kept or dropped
-    tools: dict[tuple[int, int], Tools] = field(default_factory=dict)  # what the living rollouts have spent with their episodes
+    tools: dict[tuple[int, int], Tools] = field(
+        default_factory=dict
+    )  # what the living rollouts have spent with their episodes
     tool_kv: float = 0.0  # tokens times seconds since the last step row
-    stalled: float = 0.0  # seconds since then in which generators had nothing to do, and rollouts were with the environment
+    stalled: float = (
+        0.0  # seconds since then in which generators had nothing to do, and rollouts were with the environment
+    )
     running: dict[str, Running] = field(default_factory=dict)  # by generator's worker
     gauges: Gauges | None = None  # what the pool of sandboxes said last
-    verdicts: tuple[int, int, int] = (0, 0, 0)  # on code since the last step row: all, those that the machine failed, those with a tripwire
+    verdicts: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # on code since the last step row: all, those that the machine failed, those with a tripwire
     held: dict[str, float] = field(default_factory=dict)  # most bytes by phase
     cached: tuple[int, int] = (0, 0)  # prefix hits and preemptions since the last step row
     weights: int = 0  # newest version in the mapped file
     asked: int = 0  # newest version the trainer was asked to put there
     to_load: list[str] = field(default_factory=list)  # generators that wait for it
     loading: set[str] = field(default_factory=set)
-    trained_at: dict[int, float] = field(default_factory=dict)  # when a version was made, as long as it may still be published
+    trained_at: dict[int, float] = field(
+        default_factory=dict
+    )  # when a version was made, as long as it may still be published
     publish_seconds: float | None = None  # since the last step row
     measured: list[Measured] = field(default_factory=list)  # rows that guards have not seen yet
     in_force: dict[str, object] = field(default_factory=dict)  # live knobs
-    changed: dict[str, list] = field(default_factory=dict)  # knob -> value, version since which, of knobs that were turned
+    changed: dict[str, list] = field(
+        default_factory=dict
+    )  # knob -> value, version since which, of knobs that were turned
     unsaid: bool = False  # whether a batch was finished that the status does not tell yet
     pending: list[str] = field(default_factory=list)  # ids of commands that the status shows as waiting
 
@@ -194,15 +352,19 @@ def rollouts_of(memory: Memory, group: int) -> list[Rollout]:
 @dataclass
 class Episodes:
     "What the environment has of living rollouts, by (rollout, attempt), and when it had something."
+
     handed: dict[tuple[int, int], float] = field(default_factory=dict)  # since when these are with it
     open: set[tuple[int, int]] = field(default_factory=set)  # whose episode waits there for its next response
     busy: Timeline = field(default_factory=Timeline)  # when rollouts were with it
-    booked: dict[str, float] = field(default_factory=dict)  # worker with a generator -> up to when its idle time is looked at
+    booked: dict[str, float] = field(
+        default_factory=dict
+    )  # worker with a generator -> up to when its idle time is looked at
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-kept
 @dataclass
 class Kept:
     "What is remembered in a checkpoint. `pools`: tasks that commands brought."
+
     memory: Memory = field(default_factory=Memory)
     eval_groups: dict[int, str] = field(default_factory=dict)
     pools: dict[str, list[Task]] = field(default_factory=dict)
@@ -211,9 +373,29 @@ class Kept:
 def kept(driver: "Driver") -> Kept:
     "What the driver remembers, as it is now."
     m, given = driver.memory, {"train", *(e.name for e in driver.state.config.eval)}
-    lasting = replace(m, failures=set(), told={}, fitting={}, metrics={}, running={}, loading=set(), to_load=[], weights=0, asked=0, held={}, pending=[], in_force={}, publish_seconds=None, prompts={},
-                      measured=[each for each in m.measured if isinstance(each, Measured)])
-    return Kept(lasting, driver.eval_groups, {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought})
+    lasting = replace(
+        m,
+        failures=set(),
+        told={},
+        fitting={},
+        metrics={},
+        running={},
+        loading=set(),
+        to_load=[],
+        weights=0,
+        asked=0,
+        held={},
+        pending=[],
+        in_force={},
+        publish_seconds=None,
+        prompts={},
+        measured=[each for each in m.measured if isinstance(each, Measured)],
+    )
+    return Kept(
+        lasting,
+        driver.eval_groups,
+        {name: tasks for name, tasks in driver.pools.items() if name not in given or name in driver.brought},
+    )
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-events
 def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
@@ -226,7 +408,9 @@ def heard_written(driver: "Driver", worker: str, w: Written) -> Iterable:
     driver.memory.rollouts[w.key] = rollout
     oldest, newest = span(rollout) or (-1, -1)
     digest = hashlib.blake2b(b"".join(s.tokens.tobytes() for s in rollout.responses), digest_size=8).hexdigest()
-    yield Generated(driver.hosted(worker, "generator"), *w.key, w.reason, rollout.length, oldest, newest, rollout.seconds, digest)
+    yield Generated(
+        driver.hosted(worker, "generator"), *w.key, w.reason, rollout.length, oldest, newest, rollout.seconds, digest
+    )
 
 
 def stated(driver: "Driver", rollout: Rollout, measured: float) -> float:
@@ -241,12 +425,29 @@ def heard_scored(driver: "Driver", worker: str, s: ScoreResult) -> Iterable:
     note_tools(driver, s.key, s.calls, s.judged.seconds if s.text is not None else 0.0)
     j, old, again = s.judged, driver.memory.rollouts.get(s.key), request is not None and request.part == "reward"
     if old is not None:
-        rollout = replace(old, correct=j.correct, reward=j.reward, parts=tuple(j.parts), outcome=j.outcome, steps=tuple(j.steps), scores=with_scores(old, j))
+        rollout = replace(
+            old,
+            correct=j.correct,
+            reward=j.reward,
+            parts=tuple(j.parts),
+            outcome=j.outcome,
+            steps=tuple(j.steps),
+            scores=with_scores(old, j),
+        )
         note_verdict(driver, s.key, old, j)
-        driver.memory.rollouts[s.key] = judged(rollout, s.text, s.cut) if not again and (s.cut or s.text is not None or len(old.segments) > 2) else rollout
+        driver.memory.rollouts[s.key] = (
+            judged(rollout, s.text, s.cut)
+            if not again and (s.cut or s.text is not None or len(old.segments) > 2)
+            else rollout
+        )
         driver.memory.score_seconds[s.key] = j.seconds + (driver.memory.score_seconds.get(s.key, 0.0) if again else 0.0)
         note_failure(driver, s.key, j.message)
-        if j.outcome is Outcome.OK and request is not None and not again and (wanted := asks(driver, driver.memory.rollouts[s.key])):
+        if (
+            j.outcome is Outcome.OK
+            and request is not None
+            and not again
+            and (wanted := asks(driver, driver.memory.rollouts[s.key]))
+        ):
             ask(driver, request, wanted)
             return
         if j.outcome is Outcome.OK and request is not None and request.part == "verdict":
@@ -260,15 +461,35 @@ def note_verdict(driver: "Driver", key: tuple[int, int], rollout: Rollout, j: Ju
     if j.verdict is None:
         return
     m, v, g = driver.memory, j.verdict, driver.memory.gauges
-    m.verdicts = m.verdicts[0] + 1, m.verdicts[1] + (v.score is None), m.verdicts[2] + (v.score is not None and bool(v.tripwires))
-    seen = {} if g is None else {"pool_starting": g.starting, "pool_ready": g.ready, "pool_busy": g.busy, "pool_lost": g.lost}
-    driver.append("verdicts", rollout=key[0], **{"try": key[1]}, task=rollout.task.id, version=(span(rollout) or (-1, -1))[1], seconds=j.seconds, **to_row(v), **seen)
+    m.verdicts = (
+        m.verdicts[0] + 1,
+        m.verdicts[1] + (v.score is None),
+        m.verdicts[2] + (v.score is not None and bool(v.tripwires)),
+    )
+    seen = (
+        {}
+        if g is None
+        else {"pool_starting": g.starting, "pool_ready": g.ready, "pool_busy": g.busy, "pool_lost": g.lost}
+    )
+    driver.append(
+        "verdicts",
+        rollout=key[0],
+        **{"try": key[1]},
+        task=rollout.task.id,
+        version=(span(rollout) or (-1, -1))[1],
+        seconds=j.seconds,
+        **to_row(v),
+        **seen,
+    )
 
 
 def verdict_columns(memory: Memory) -> dict:
     "Of the step's row: shares of the verdicts since the one before."
     count, failed, tripped = memory.verdicts
-    return {"infra_failed": failed / count if count else None, "tripped": tripped / (count - failed) if count > failed else None}
+    return {
+        "infra_failed": failed / count if count else None,
+        "tripped": tripped / (count - failed) if count > failed else None,
+    }
 
 
 def heard_gauges(driver: "Driver", worker: str, g: Gauges) -> Iterable:
@@ -279,7 +500,11 @@ def heard_gauges(driver: "Driver", worker: str, g: Gauges) -> Iterable:
 # %% ../../nbs/runtime/08_driver.ipynb #driver-withdrawn
 def heard_withdrawn(driver: "Driver", worker: str, w: Withdrawn) -> Iterable:
     "Write down which verdicts are taken back, of those that nothing was trained on, and tell the loop."
-    alive = [(key, old, j) for key, j in w.verdicts if (old := driver.memory.rollouts.get(key)) is not None and old.group not in driver.state.training]
+    alive = [
+        (key, old, j)
+        for key, j in w.verdicts
+        if (old := driver.memory.rollouts.get(key)) is not None and old.group not in driver.state.training
+    ]
     for key, old, j in alive:
         note_verdict(driver, key, old, j)
         note_failure(driver, key, j.message)
@@ -291,6 +516,7 @@ def heard_withdrawn(driver: "Driver", worker: str, w: Withdrawn) -> Iterable:
 @dataclass
 class Asking:
     "What is with the scorer. `requests`: asked, by (rollout, attempt); `held`: those of them that wait for another reference; `rewards`: answered, and not yet sent on for their reward."
+
     requests: dict[tuple[int, int], ScoreRequest] = field(default_factory=dict)
     held: list[AskRequest] = field(default_factory=list)
     rewards: list[ScoreRequest] = field(default_factory=list)
@@ -343,12 +569,16 @@ def heard_answer(driver: "Driver", worker: str, a: AskAnswer) -> Iterable:
     if a.message:
         yield unasked(driver, a.key, a.message, a.seconds)
         return
-    rollout = m.rollouts[a.key] = replace(m.rollouts[a.key], scores=tuple({**dict(m.rollouts[a.key].scores), **dict(a.scores)}.items()), traces=a.traces)
+    rollout = m.rollouts[a.key] = replace(
+        m.rollouts[a.key], scores=tuple({**dict(m.rollouts[a.key].scores), **dict(a.scores)}.items()), traces=a.traces
+    )
     m.score_seconds[a.key] = m.score_seconds.get(a.key, 0.0) + a.seconds
     if a.scores:
         driver.asking.rewards.append(replace(request, rollout=rollout, part="reward"))
     else:
-        yield Scored(*a.key, rollout.reward, rollout.correct, rollout.outcome, m.score_seconds[a.key], parts=rollout.parts)
+        yield Scored(
+            *a.key, rollout.reward, rollout.correct, rollout.outcome, m.score_seconds[a.key], parts=rollout.parts
+        )
 
 
 def send_rewards(driver: "Driver") -> Iterable:
@@ -429,7 +659,9 @@ def tell(driver: "Driver", message: str, where: str = "") -> None:
 def heard_ready(driver: "Driver", worker: str, r: Ready) -> Iterable:
     "A worker with a policy is there: so are the actors it hosts. A generator started again has loaded the newest weights by itself."
     driver.refused, kinds = "", {actor: kind_of(actor) for actor in driver.layout[worker]}
-    started = [Started(actor, kind, *((r.slots, r.version) if kind == "generator" else ())) for actor, kind in kinds.items()]
+    started = [
+        Started(actor, kind, *((r.slots, r.version) if kind == "generator" else ())) for actor, kind in kinds.items()
+    ]
     yield from moved_in(driver, worker, started) if driver.moving else started
 
 
@@ -496,7 +728,9 @@ def learn_prompts(driver: "Driver", tasks: Iterable[Task]) -> None:
     "Start an episode on each task whose prompt is not known, to hear what the policy is asked."
     new, c = [task for task in dict.fromkeys(tasks) if task not in driver.memory.prompts], driver.state.config
     if new and key_of(c.environment) != "single":
-        driver.memory.prompts |= dict(zip(new, first_prompts(driver.environment, new, c.score_deadline, c.episodes_at_once)))
+        driver.memory.prompts |= dict(
+            zip(new, first_prompts(driver.environment, new, c.score_deadline, c.episodes_at_once))
+        )
 
 
 def keep_turns(driver: "Driver", rollout: Rollout, row: RolloutRow) -> Rollout:
@@ -507,7 +741,9 @@ def keep_turns(driver: "Driver", rollout: Rollout, row: RolloutRow) -> Rollout:
     m.rollouts[key] = replace(first_turns(rollout, row.kept), attempt=row.heir, seconds=row.kept_seconds)
     m.members.setdefault(row.group, {})[rollout.k] = key
     tokens = m.rollouts[key].length
-    driver.append("events", kind="Generated", fields=json.dumps({"rollout": row.rollout, "attempt": row.heir, "tokens": tokens}))
+    driver.append(
+        "events", kind="Generated", fields=json.dumps({"rollout": row.rollout, "attempt": row.heir, "tokens": tokens})
+    )
     return replace(later_turns(rollout, row.kept), seconds=rollout.seconds - row.kept_seconds)
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-events-two
@@ -592,7 +828,9 @@ def note_idle(driver: "Driver", worker: str, turn: Turn) -> None:
     driver.episodes.busy.note(now, bool(driver.scoring))
     if turn.idle and hosts_generator(driver, worker):
         end = now - sum(s.seconds for s in turn.spent)
-        driver.memory.stalled += driver.episodes.busy.within(max(end - turn.idle, driver.episodes.booked.get(worker, 0.0)), end)
+        driver.memory.stalled += driver.episodes.busy.within(
+            max(end - turn.idle, driver.episodes.booked.get(worker, 0.0)), end
+        )
     driver.episodes.booked[worker] = now
 
 
@@ -623,7 +861,12 @@ def lost(driver: "Driver", worker: str, cause: str) -> Iterable:
         driver.memory.to_load = [name for name in driver.memory.to_load if name != actor]
         if actor == "scorer":
             being_asked(driver)
-        yield Lost(actor, cause, at_work=being_scored(driver) if actor == "environment" else (), elsewhere=elsewhere(driver, actor) if actor in STAYS else ())
+        yield Lost(
+            actor,
+            cause,
+            at_work=being_scored(driver) if actor == "environment" else (),
+            elsewhere=elsewhere(driver, actor) if actor in STAYS else (),
+        )
 
 
 def elsewhere(driver: "Driver", actor: str) -> tuple[tuple[int, int], ...]:
@@ -640,13 +883,30 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
             weigh(driver, key, item.old_tokens, item.version)
         elif item.turn == 0:
             driver.memory.rollouts[key] = Rollout(
-                item.rollout, item.attempt, item.group, item.k, task, dispatched=item.version, temperature=item.sampling.temperature
+                item.rollout,
+                item.attempt,
+                item.group,
+                item.k,
+                task,
+                dispatched=item.version,
+                temperature=item.sampling.temperature,
             )
         driver.eval_groups.update({item.group: item.eval} if item.eval else ())
         driver.memory.members.setdefault(item.group, {})[item.k] = key
         text, before = told_so_far(driver.memory.rollouts[key]) if item.turn else (start_prompt(driver, task), None)
         partial_response = begun(driver.memory.rollouts[key]) if item.partial else None
-        jobs.append(WriteJob(key, text, item.sampling, stream_key(driver.state.config.seed, task.id, item.rollout, item.turn), before, partial_response, task.level, task if judged_for_real else None))
+        jobs.append(
+            WriteJob(
+                key,
+                text,
+                item.sampling,
+                stream_key(driver.state.config.seed, task.id, item.rollout, item.turn),
+                before,
+                partial_response,
+                task.level,
+                task if judged_for_real else None,
+            )
+        )
     driver.flush()  # that they are dispatched is on disk before anybody knows it
     driver.submit(action.actor, GenerateJobs(tuple(jobs)))
 
@@ -654,7 +914,10 @@ def carry_generate(driver: "Driver", action: Generate) -> None:
 def carry_train(driver: "Driver", action: Train) -> None:
     "Send the groups, scored rollouts only."
     groups = [[r for r in rollouts_of(driver.memory, g) if r.reward is not None] for g in action.groups]
-    driver.submit(action.actor, TrainJob(tuple(Group(g, rs[0].task, tuple(rs)) for g, rs in zip(action.groups, groups)), action.version))
+    driver.submit(
+        action.actor,
+        TrainJob(tuple(Group(g, rs[0].task, tuple(rs)) for g, rs in zip(action.groups, groups)), action.version),
+    )
 
 
 def carry_publish(driver: "Driver", action: Publish) -> None:
@@ -686,7 +949,9 @@ def weigh(driver: "Driver", key: tuple[int, int], how: str, version: int) -> Non
 def carry_prepare(driver: "Driver", action: Prepare) -> None:
     "Have the trainer hand its weights over now; generators of other workers load them when they are empty."
     m, home = driver.memory, driver.home("trainer")
-    apart = any(kind_of(actor) == "generator" for worker, actors in driver.layout.items() for actor in actors if worker != home)
+    apart = any(
+        kind_of(actor) == "generator" for worker, actors in driver.layout.items() for actor in actors if worker != home
+    )
     if apart and m.asked < action.version:
         m.asked = action.version
         driver.submit("trainer", PublishJob(action.version))
@@ -701,8 +966,14 @@ def carry_mark_old(driver: "Driver", action: MarkOld) -> None:
 def note_changes(driver: "Driver", config: RunConfig) -> None:
     "Book the knobs whose value differs from the one before."
     now = in_force(driver, config)
-    turned = {field: [value, driver.state.version] for field, value in now.items() if value != driver.memory.in_force.get(field)}
-    driver.memory.changed = {field: since for field, since in {**driver.memory.changed, **turned}.items() if field in now}
+    turned = {
+        field: [value, driver.state.version]
+        for field, value in now.items()
+        if value != driver.memory.in_force.get(field)
+    }
+    driver.memory.changed = {
+        field: since for field, since in {**driver.memory.changed, **turned}.items() if field in now
+    }
     driver.memory.in_force = now
 
 
@@ -713,8 +984,16 @@ def in_force(driver: "Driver", config: RunConfig) -> dict[str, object]:
 
 def values_of(config: RunConfig, functions: Mapping) -> dict[str, object]:
     "The same of any configuration. `functions`: captured ones by field."
-    named = {f"{field}.{key}": value for field in FUNCTIONS for key, value in getattr(config, field).items() if key not in ("name", "source")}
-    return {**{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, functions)}, **named}
+    named = {
+        f"{field}.{key}": value
+        for field in FUNCTIONS
+        for key, value in getattr(config, field).items()
+        if key not in ("name", "source")
+    }
+    return {
+        **{k.field: list(k.value) if isinstance(k.value, tuple) else k.value for k in live_knobs(config, functions)},
+        **named,
+    }
 
 
 def coming(state: LoopState) -> dict[str, list]:
@@ -727,7 +1006,17 @@ def carry_tell(driver: "Driver", action: Tell) -> None:
     f = action.firing
     if driver.webhook:
         figure = f.figure if math.isfinite(f.figure) else None
-        driver.webhook.tell({"run": driver.folder.name, "version": f.version, "when": f.when, "figure": figure, "do": f.do, "text": f.text, "guard": f.guard})
+        driver.webhook.tell(
+            {
+                "run": driver.folder.name,
+                "version": f.version,
+                "when": f.when,
+                "figure": figure,
+                "do": f.do,
+                "text": f.text,
+                "guard": f.guard,
+            }
+        )
 
 
 def tell_failed(driver: "Driver") -> None:
@@ -735,7 +1024,17 @@ def tell_failed(driver: "Driver") -> None:
     if driver.webhook:
         if driver.state.phase == "failed":
             reason = (driver.refused or driver.state.reason).strip()
-            driver.webhook.tell({"run": driver.folder.name, "version": driver.state.version, "when": "the run failed", "figure": None, "do": "", "text": reason, "guard": ""})
+            driver.webhook.tell(
+                {
+                    "run": driver.folder.name,
+                    "version": driver.state.version,
+                    "when": "the run failed",
+                    "figure": None,
+                    "do": "",
+                    "text": reason,
+                    "guard": "",
+                }
+            )
         driver.webhook.close()
 
 
@@ -749,7 +1048,9 @@ def carry_score(driver: "Driver", action: Score) -> None:
     "Send one rollout to be scored; where a score is to come, for the verdict first."
     key = (action.rollout, action.attempt)
     part = "verdict" if asked_models(driver.state.config)[1] and not given_up(driver, "scorer") else "all"
-    driver.scoring[key] = ScoreRequest(unjudged(driver.memory.rollouts[key]), action.tried - 1, action.deadline, action.last, part)
+    driver.scoring[key] = ScoreRequest(
+        unjudged(driver.memory.rollouts[key]), action.tried - 1, action.deadline, action.last, part
+    )
     driver.episodes.handed.setdefault(key, driver.clock.now())
     driver.episodes.busy.note(driver.clock.now(), True)
     driver.submit("environment", driver.scoring[key])
@@ -781,7 +1082,9 @@ CARRY = {
     Move: lambda driver, a: carry_move(driver, a),
     MarkOld: carry_mark_old,
     Prepare: carry_prepare,
-    Abort: lambda driver, a: driver.submit(a.actor, Forget(a.keys) if a.actor == "environment" else AbortJob(a.keys, a.keep)),
+    Abort: lambda driver, a: driver.submit(
+        a.actor, Forget(a.keys) if a.actor == "environment" else AbortJob(a.keys, a.keep)
+    ),
     Save: lambda driver, a: driver.submit(a.actor, SaveJob(a.version, str(driver.folder / "policy"))),
     Write: lambda driver, a: WRITE[type(a.row)](driver, a.row),
 }
@@ -791,7 +1094,17 @@ def carry_snapshot(driver: "Driver", action: Snapshot) -> None:
     "Write the loop's half of a checkpoint, ask the trainer for its own."
     try:
         aside = begin_checkpoint(driver.folder, action.version, action.state, kept(driver))
-        told = Manifest(action.version, driver.clock.now(), action.state.digest, action.reason, driver.attempt, driver.ledger.last(), {}, action.state.config.model, time.time())
+        told = Manifest(
+            action.version,
+            driver.clock.now(),
+            action.state.digest,
+            action.reason,
+            driver.attempt,
+            driver.ledger.last(),
+            {},
+            action.state.config.model,
+            time.time(),
+        )
         driver.saving = aside, told
         driver.submit(action.actor, CheckpointJob(action.version, str(aside / TRAINER)))
     except OSError as error:
@@ -816,11 +1129,17 @@ def heard_checkpoint(driver: "Driver", said: CheckpointWritten) -> Iterable:
     dropped_checkpoint(driver, told.version, message)
     return ()
 
-
+# %% ../../nbs/runtime/08_driver.ipynb #driver-snapshot-part-2
 def tidy_checkpoints(driver: "Driver") -> None:
     "Remove the checkpoints that are neither needed nor worth their bytes."
     c, evaluated = driver.state.config, {f"v{e.version:06d}" for e in driver.state.evaluations.values()}
-    keep_checkpoints(driver.folder, c.eval[0].name if c.eval else "", c.checkpoints_kept, c.checkpoint_gb, needed_checkpoints(driver) | evaluated)
+    keep_checkpoints(
+        driver.folder,
+        c.eval[0].name if c.eval else "",
+        c.checkpoints_kept,
+        c.checkpoint_gb,
+        needed_checkpoints(driver) | evaluated,
+    )
 
 
 def needed_checkpoints(driver: "Driver") -> set[str]:
@@ -851,7 +1170,15 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     forget_episode(driver, key)
     r = m.rollouts.pop(key, None)
     if r is None:  # dispatched, never sent
-        driver.append("rollouts", rollout=row.rollout, **{"try": row.attempt}, group=row.group, fate=row.fate.value, length=0, trained_at=-1)
+        driver.append(
+            "rollouts",
+            rollout=row.rollout,
+            **{"try": row.attempt},
+            group=row.group,
+            fate=row.fate.value,
+            length=0,
+            trained_at=-1,
+        )
         return
     m.members[r.group].pop(r.k, None)
     prompt_tokens = r.segments[0].tokens if r.segments else []
@@ -859,17 +1186,63 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     if not m.members[r.group]:
         del m.members[r.group]
     pool, tools = driver.eval_groups.get(r.group, ""), m.tools.pop(key, Tools())
-    if pool and row.fate not in (Fate.LOST_GENERATOR, Fate.LOST_RESUME, Fate.REWOUND):  # the next attempt answers for it
+    if pool and row.fate not in (
+        Fate.LOST_GENERATOR,
+        Fate.LOST_RESUME,
+        Fate.REWOUND,
+    ):  # the next attempt answers for it
         m.finished.setdefault(r.group, []).append(r)
     if not pool and row.fate not in (Fate.TRAINED, Fate.REWOUND):  # those stand in the window since their step row
         m.window.add(ended(r, row.fate))
     oldest, newest = span(r) or (-1, -1)
-    driver.append("rollouts", **{"try": r.attempt}, rollout=r.id, group=-1 if pool else r.group, k=r.k, task=r.task.id, set=pool or r.task.set, level=r.task.level, fate=row.fate.value,
-                  reason=r.reason.value, outcome=r.outcome.value, correct=r.correct, reward=r.reward, part_names=[n for n, _ in r.parts], part_values=[v for _, v in r.parts], step_ends=[end for end, _ in r.steps], step_rewards=[v for _, v in r.steps], score_names=[n for n, _ in r.scores], score_values=[v for _, v in r.scores],
-                  length=r.length or row.tokens, turns=len(r.responses), calls=tools.calls, tool_seconds=tools.seconds, dispatched=r.dispatched, oldest=oldest, newest=newest, writer=oldest_writer(r), trained_at=row.trained_at, temperature=r.temperature,
-                  seconds=r.seconds, score_seconds=m.score_seconds.pop(key, 0.0), message=m.messages.pop(key, ""), prompt=r.prompt, text=r.text, answer=r.answer, **turn_columns(r))
+    driver.append(
+        "rollouts",
+        **{"try": r.attempt},
+        rollout=r.id,
+        group=-1 if pool else r.group,
+        k=r.k,
+        task=r.task.id,
+        set=pool or r.task.set,
+        level=r.task.level,
+        fate=row.fate.value,
+        reason=r.reason.value,
+        outcome=r.outcome.value,
+        correct=r.correct,
+        reward=r.reward,
+        part_names=[n for n, _ in r.parts],
+        part_values=[v for _, v in r.parts],
+        step_ends=[end for end, _ in r.steps],
+        step_rewards=[v for _, v in r.steps],
+        score_names=[n for n, _ in r.scores],
+        score_values=[v for _, v in r.scores],
+        length=r.length or row.tokens,
+        turns=len(r.responses),
+        calls=tools.calls,
+        tool_seconds=tools.seconds,
+        dispatched=r.dispatched,
+        oldest=oldest,
+        newest=newest,
+        writer=oldest_writer(r),
+        trained_at=row.trained_at,
+        temperature=r.temperature,
+        seconds=r.seconds,
+        score_seconds=m.score_seconds.pop(key, 0.0),
+        message=m.messages.pop(key, ""),
+        prompt=r.prompt,
+        text=r.text,
+        answer=r.answer,
+        **turn_columns(r),
+    )
     if r.segments and r.length:
-        driver.append("tokens", **{"try": r.attempt}, rollout=r.id, prompt_tokens=prompt_tokens, **token_columns(r), advantage=m.advantages.pop(r.id, None), **told_columns(r, m.told.pop(r.id, None)))
+        driver.append(
+            "tokens",
+            **{"try": r.attempt},
+            rollout=r.id,
+            prompt_tokens=prompt_tokens,
+            **token_columns(r),
+            advantage=m.advantages.pop(r.id, None),
+            **told_columns(r, m.told.pop(r.id, None)),
+        )
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -893,30 +1266,82 @@ def write_group(driver: "Driver", row: GroupRow) -> None:
 def write_step(driver: "Driver", row: StepRow) -> None:
     "The step table's row: served, batch, training and time figures since the step before."
     m, s, now = driver.memory, driver.state, driver.clock.now()
-    trained = [Group(g, rs[0].task, tuple(rs)) for g in row.groups if (rs := [r for r in rollouts_of(m, g) if r.id not in row.unrewarded])]
+    trained = [
+        Group(g, rs[0].task, tuple(rs))
+        for g in row.groups
+        if (rs := [r for r in rollouts_of(m, g) if r.id not in row.unrewarded])
+    ]
     seconds = now - m.marked_at
     note_still_idle(driver)
     queue_depth, running, kv_used = m.means.take()
     count = {"generator": max(1, sum(a.kind == "generator" and not a.given_up for a in s.actors.values()))}
-    spent = {part: m.meters.get(part, Meter()) - m.marked.get(part, Meter()) for part in ("generator", "environment", "trainer", *["scorer"] * ("scorer" in driver.layout))}
-    times = {f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1) for part, meter in spent.items() for kind in ("compute", "publish", "overhead")}
-    waits = {f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead"))) for part in spent}
+    spent = {
+        part: m.meters.get(part, Meter()) - m.marked.get(part, Meter())
+        for part in ("generator", "environment", "trainer", *["scorer"] * ("scorer" in driver.layout))
+    }
+    times = {
+        f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1)
+        for part, meter in spent.items()
+        for kind in ("compute", "publish", "overhead")
+    }
+    waits = {
+        f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead")))
+        for part in spent
+    }
     for rollout in (r for group in trained for r in group.rollouts if r.reward is not None):
         m.window.add(ended(rollout, Fate.TRAINED))
     slots = sum(min(a.slots, s.config.concurrency) for a in s.actors.values() if a.kind == "generator" and a.up)
-    metrics = {f.name: getattr(m.metrics[row.version].metrics, f.name) for f in fields(m.metrics[row.version].metrics) if f.name != "optimizer_steps"}
-    columns = dict(version=row.version, optimizer_steps=row.optimizer_steps, seconds=seconds, generated_tokens=s.generated_tokens - m.marked_tokens,
-                   prefill_tokens=spent["generator"].prefill_tokens, decode_tokens=spent["generator"].decode_tokens,
-                   decode_steps=round(spent["generator"].units), verdicts=round(spent["environment"].units), queue_depth=queue_depth, running=running,
-                   kv_used=kv_used, backlog_change=len(s.queue) - m.waiting, live_groups=row.live_groups,
-                   discard_count=row.discard_count, discard_tokens=row.discard_tokens, unfinished_at_fill=row.unfinished_at_fill,
-                   prefix_hits=m.cached[0], preempted=m.cached[1], publish_seconds=m.publish_seconds, memory_generate=m.held.get("generate"), memory_train=m.held.get("train"), **served_columns(m.served), **batch_columns(trained, row.version - 1, m.updates), **bias_columns(m.window.close()), **tool_columns([r for g in trained for r in g.rollouts if r.reward is not None], m.tools), tool_kv=m.tool_kv, stalled=m.stalled / count["generator"], infra_masked=row.infra_masked, **verdict_columns(m), **metrics, **times, **waits)
+    metrics = {
+        f.name: getattr(m.metrics[row.version].metrics, f.name)
+        for f in fields(m.metrics[row.version].metrics)
+        if f.name != "optimizer_steps"
+    }
+    columns = dict(
+        version=row.version,
+        optimizer_steps=row.optimizer_steps,
+        seconds=seconds,
+        generated_tokens=s.generated_tokens - m.marked_tokens,
+        prefill_tokens=spent["generator"].prefill_tokens,
+        decode_tokens=spent["generator"].decode_tokens,
+        decode_steps=round(spent["generator"].units),
+        verdicts=round(spent["environment"].units),
+        queue_depth=queue_depth,
+        running=running,
+        kv_used=kv_used,
+        backlog_change=len(s.queue) - m.waiting,
+        live_groups=row.live_groups,
+        discard_count=row.discard_count,
+        discard_tokens=row.discard_tokens,
+        unfinished_at_fill=row.unfinished_at_fill,
+        prefix_hits=m.cached[0],
+        preempted=m.cached[1],
+        publish_seconds=m.publish_seconds,
+        memory_generate=m.held.get("generate"),
+        memory_train=m.held.get("train"),
+        **served_columns(m.served),
+        **batch_columns(trained, row.version - 1, m.updates),
+        **bias_columns(m.window.close()),
+        **tool_columns([r for g in trained for r in g.rollouts if r.reward is not None], m.tools),
+        tool_kv=m.tool_kv,
+        stalled=m.stalled / count["generator"],
+        infra_masked=row.infra_masked,
+        **verdict_columns(m),
+        **metrics,
+        **times,
+        **waits,
+    )
     columns["efficiency"] = columns["trained_tokens"] / (slots * seconds) if slots and seconds else None
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
     m.cached, m.verdicts, m.tool_kv, m.stalled = (0, 0), (0, 0, 0), 0.0, 0.0
     m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
-    m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = now, s.generated_tokens, dict(m.meters), len(s.queue), []
+    m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = (
+        now,
+        s.generated_tokens,
+        dict(m.meters),
+        len(s.queue),
+        [],
+    )
     del m.metrics[row.version]
     m.unsaid = True  # the status is written when the rows of its rollouts are there, too
 
@@ -930,14 +1355,30 @@ def write_eval(driver: "Driver", row: EvalRow) -> None:
     columns = eval_columns(groups, row.k)
     if row.eval == PREFLIGHT and columns:
         columns |= preflight_columns(groups, driver.state.config.group)
-    driver.append("evals", eval=row.eval, version=row.version, k=row.k, temperature=row.temperature, digest=row.digest, **columns)
+    driver.append(
+        "evals", eval=row.eval, version=row.version, k=row.k, temperature=row.temperature, digest=row.digest, **columns
+    )
     note_figures(driver, row.version, eval_figures(row.eval, {"k": row.k, "temperature": row.temperature, **columns}))
 
 
 def write_command(driver: "Driver", row) -> None:
     "What became of a command, at once visible in the status."
-    driver.append("commands", command=row.id, author=row.author, knob=row.knob, value=json.dumps(row.value), over=row.over, status=row.status, reason=row.reason, apply=row.apply,
-                  version=row.version, dispatched=row.dispatched, training=row.training, event=row.event, heard=row.heard)
+    driver.append(
+        "commands",
+        command=row.id,
+        author=row.author,
+        knob=row.knob,
+        value=json.dumps(row.value),
+        over=row.over,
+        status=row.status,
+        reason=row.reason,
+        apply=row.apply,
+        version=row.version,
+        dispatched=row.dispatched,
+        training=row.training,
+        event=row.event,
+        heard=row.heard,
+    )
     if driver.script:
         come(driver.script, row.author, row.knob, place_of(driver.state)[:3])
     driver.write_status()
@@ -946,37 +1387,88 @@ def write_command(driver: "Driver", row) -> None:
 def note_served(driver: "Driver", row: Served) -> None:
     "Remember a scored group for the next step row."
     rollouts = rollouts_of(driver.memory, row.group)
-    driver.memory.served = [each for each in driver.memory.served if each.id != row.group]  # one whose verdicts were taken back comes a second time
+    driver.memory.served = [
+        each for each in driver.memory.served if each.id != row.group
+    ]  # one whose verdicts were taken back comes a second time
     driver.memory.served.append(Group(row.group, rollouts[0].task, tuple(rollouts)))
 
 
-WRITE = {Served: note_served, RolloutRow: write_rollout, GroupRow: write_group, StepRow: write_step, EvalRow: write_eval, CommandRow: write_command}
+WRITE = {
+    Served: note_served,
+    RolloutRow: write_rollout,
+    GroupRow: write_group,
+    StepRow: write_step,
+    EvalRow: write_eval,
+    CommandRow: write_command,
+}
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-class-constant
-OPENED = ("steps", "groups", "rollouts", "tokens", "commands", "evals", "events", "verdicts")  # tables, while there is room: a row for one that cannot be opened would be lost
+OPENED = (
+    "steps",
+    "groups",
+    "rollouts",
+    "tokens",
+    "commands",
+    "evals",
+    "events",
+    "verdicts",
+)  # tables, while there is room: a row for one that cannot be opened would be lost
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-class
 class Driver:
     "Owns a run folder while its run is alive."
 
-    def __init__(self, folder: Path, config: RunConfig, pools: dict[str, list[Task]], start: Checkpoint | None = None, attempt: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        pools: dict[str, list[Task]],
+        start: Checkpoint | None = None,
+        attempt: int = 0,
+    ):
         had = start.remembered(Kept) if start else Kept()
-        self.folder, self.pools, self.brought, self.inline = folder, {**pools, **had.pools}, set(had.pools), config.clock == "virtual"
+        self.folder, self.pools, self.brought, self.inline = (
+            folder,
+            {**pools, **had.pools},
+            set(had.pools),
+            config.clock == "virtual",
+        )
         self.begun, self.attempt, self.saving = start, attempt, None  # saving: a checkpoint under way
-        self.layout, self.moving = layout(*(getattr(start.state.config if start else config, knob) for knob in PLACED[:2]), any(asked_models(config))), None  # moving: workers under way
+        self.layout, self.moving = (
+            layout(
+                *(getattr(start.state.config if start else config, knob) for knob in PLACED[:2]),
+                any(asked_models(config)),
+            ),
+            None,
+        )  # moving: workers under way
         self.script = read_script(folder)
         self.webhook = Webhook(address(config.webhook)) if config.webhook else None
-        self.state: LoopState = start.state if start else start_state(config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"})
-        self.memory, self.clock = had.memory, (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0)
+        self.state: LoopState = (
+            start.state
+            if start
+            else start_state(
+                config, [t.level for t in pools["train"]], {n: len(t) for n, t in pools.items() if n != "train"}
+            )
+        )
+        self.memory, self.clock = (
+            had.memory,
+            (VirtualClock if self.inline else RealClock)(start.manifest.seconds if start else 0.0),
+        )
         self.ledger, self.ballast, self.full_since = Ledger(folder, attempt), Ballast(folder), 0.0
         for table in OPENED * (not self.inline):
             self.ledger.extend(table, ())
         self.state.functions = known_functions(self)
-        self.environment = bind({**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment)
+        self.environment = bind(
+            {**FUNCTIONS["environment"], **self.state.functions.get("environment", {})}, config.environment
+        )
         self.memory.in_force = in_force(self, self.state.config)
         self.handles: dict[str, InlineHandle | ProcessHandle] = {}
         self.server: ForkServer | None = None  # that workers are forked from; None: they are spawned
-        self.scoring, self.asking, self.episodes = {}, Asking(), Episodes()  # with the environment, by (rollout, attempt); with the scorer
+        self.scoring, self.asking, self.episodes = (
+            {},
+            Asking(),
+            Episodes(),
+        )  # with the environment, by (rollout, attempt); with the scorer
         self.eval_groups: dict[int, str] = had.eval_groups
         self.refused, self.asked_to_end, self.policy_warning, self.started, self.supervisor = "", "", "", time.time(), 0
         self.looked, self.quiet, self.ticks, self.ticked_at = 0.0, 0, 0, 0.0
@@ -1012,7 +1504,9 @@ class Driver:
 
     def write_status(self) -> None:
         try:
-            write_status(self.folder, status_of(self)) if flushed(self) else None  # whoever sees the status sees the rows
+            write_status(self.folder, status_of(self)) if flushed(
+                self
+            ) else None  # whoever sees the status sees the rows
         except DiskFull as error:
             self.disk_full(error)
 
@@ -1028,13 +1522,20 @@ def drive(driver: Driver) -> LoopState:
             driver.ticks += 1
             for event in next_events(driver):
                 m, running = driver.memory, driver.memory.running.values()
-                m.means.add(driver.clock.now(), len(driver.state.queue), sum(r.running for r in running), sum(r.kv_used for r in running) / max(1, len(running)))
+                m.means.add(
+                    driver.clock.now(),
+                    len(driver.state.queue),
+                    sum(r.running for r in running),
+                    sum(r.kv_used for r in running) / max(1, len(running)),
+                )
                 log(driver, event)
                 for action in step(driver.state, replace(event, at=driver.clock.now())):
                     log(driver, action)
                     if driver.state.phase not in FINISHED or isinstance(action, (Write, Tell)):
                         CARRY[type(action)](driver, action)
-            if (waiting := [command.id for command in driver.state.commands]) != driver.memory.pending or driver.memory.unsaid:
+            if (
+                waiting := [command.id for command in driver.state.commands]
+            ) != driver.memory.pending or driver.memory.unsaid:
                 driver.memory.pending, driver.memory.unsaid = waiting, False
                 driver.write_status()
             driver.flush()
@@ -1067,9 +1568,12 @@ def close_ledger(driver: Driver) -> None:
 @dataclass
 class Beyond:
     "What the tables hold after a checkpoint. Keys are (rollout, try)."
+
     rows: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)  # last row, tokens, seconds
     void: list[int] = field(default_factory=list)
-    groups: dict[tuple[int, int], int] = field(default_factory=dict)  # dispatched ones: their group, -1 in an evaluation
+    groups: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # dispatched ones: their group, -1 in an evaluation
     tokens: dict[tuple[int, int], int] = field(default_factory=dict)  # of written ones
 
 
@@ -1082,7 +1586,9 @@ def beyond(folder: Path, last: Mapping[str, int], alive: set[tuple[int, int]]) -
             found.groups.update({(rollout, attempt): group for rollout, attempt, group in told["rollouts"]})
         elif kind == "Generated":
             found.tokens[told["rollout"], told["attempt"]] = told["tokens"]
-    for seq, rollout, attempt, tokens, seconds in read_table(folder, "rollouts", ["seq", "rollout", "try", "length", "seconds"], last["rollouts"], lost=True).iter_rows():
+    for seq, rollout, attempt, tokens, seconds in read_table(
+        folder, "rollouts", ["seq", "rollout", "try", "length", "seconds"], last["rollouts"], lost=True
+    ).iter_rows():
         before = found.rows.get((rollout, attempt))
         found.void += [seq] if (rollout, attempt) in alive else [before[0]] if before else []
         found.rows[rollout, attempt] = seq, tokens, seconds or 0.0
@@ -1104,12 +1610,26 @@ def undone_commands(driver: "Driver", last: int) -> list[str]:
         if path.stem not in answered:
             with suppress(OSError):  # somebody put another thing in its place
                 os.replace(path, driver.folder / "commands" / path.name)
-    undone, waits = [row for row in rows.to_dicts() if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")], {c.id for c in driver.state.commands}
+    undone, waits = (
+        [
+            row
+            for row in rows.to_dicts()
+            if row["seq"] > last and row["status"] == "applied" and row["knob"] not in ("stop", "checkpoint", "alert")
+        ],
+        {c.id for c in driver.state.commands},
+    )
     for row in undone:
         told = {name: row[name] for name in ("command", "author", "knob", "value", "over")}
         why = "it takes effect once more" if row["command"] in waits else "ask again"
-        driver.append("commands", **told, status="lost", reason=f"it took effect after the checkpoint that the run was resumed from; {why}", apply="", version=driver.state.version,
-                      dispatched=driver.state.dispatched_groups)
+        driver.append(
+            "commands",
+            **told,
+            status="lost",
+            reason=f"it took effect after the checkpoint that the run was resumed from; {why}",
+            apply="",
+            version=driver.state.version,
+            dispatched=driver.state.dispatched_groups,
+        )
     return [row["command"] for row in undone if row["command"] not in waits]
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-pick-up
@@ -1124,27 +1644,56 @@ def pick_up(driver: "Driver") -> None:
     take_reference(driver.folder, start.folder)
     undone = undone_commands(driver, last["commands"])
     if driver.attempt:
-        note_resume(driver.folder, Resume(driver.attempt, start.folder.name, start.manifest.version, last, first, tuple(sorted(found.void))))
-    lost = {key: found.rows.get(key, (-1, found.tokens.get(key, 0), 0.0)) for key in {*found.rows, *found.groups} - alive}
+        note_resume(
+            driver.folder,
+            Resume(driver.attempt, start.folder.name, start.manifest.version, last, first, tuple(sorted(found.void))),
+        )
+    lost = {
+        key: found.rows.get(key, (-1, found.tokens.get(key, 0), 0.0)) for key in {*found.rows, *found.groups} - alive
+    }
     for (rollout, attempt), (row, tokens, _) in lost.items():
         if row < 0:
-            driver.append("rollouts", rollout=rollout, **{"try": attempt}, group=found.groups[rollout, attempt], fate="lost_resume", length=tokens, trained_at=-1)
+            driver.append(
+                "rollouts",
+                rollout=rollout,
+                **{"try": attempt},
+                group=found.groups[rollout, attempt],
+                fate="lost_resume",
+                length=tokens,
+                trained_at=-1,
+            )
     for key, rollout in m.rollouts.items():
         if (member := state.members.get(key[0])) and member.status == "generating":
             m.rollouts[key] = without_begun(rollout)
     tries: dict[int, int] = {}
     for rollout, attempt in {*found.rows, *found.groups}:
         tries[rollout] = max(tries.get(rollout, 0), attempt + 1)
-    for action in resume_state(state, found.tokens, tries, (len(lost), sum(t for _, t, _ in lost.values()), sum(s for *_, s in lost.values()))):
+    for action in resume_state(
+        state, found.tokens, tries, (len(lost), sum(t for _, t, _ in lost.values()), sum(s for *_, s in lost.values()))
+    ):
         CARRY[type(action)](driver, action)
     _forget_evaluations(driver)
-    driver.append("events", kind="Resumed", fields=json.dumps({"attempt": driver.attempt, "checkpoint": start.folder.name, "version": state.version, "lost": len(lost), "undone": undone}))
+    driver.append(
+        "events",
+        kind="Resumed",
+        fields=json.dumps(
+            {
+                "attempt": driver.attempt,
+                "checkpoint": start.folder.name,
+                "version": state.version,
+                "lost": len(lost),
+                "undone": undone,
+            }
+        ),
+    )
     for event in (*(c for c in waited if c.knob == "stop"), *commands(driver)):
         state.commands += [event] if event.knob != "stop" else []
-        if event.knob == "stop" and event.author != driver.asked_to_end:  # what the process itself asks for, it asks again
+        if (
+            event.knob == "stop" and event.author != driver.asked_to_end
+        ):  # what the process itself asks for, it asks again
             refuse(driver, event, "stop: the run was resumed after it was asked for; ask again")
 
-
+# %% ../../nbs/runtime/08_driver.ipynb #driver-pick-up-part-2
 def _forget_evaluations(driver: "Driver") -> None:
     "Finished groups of an evaluation that is dropped."
     m, going = driver.memory, {g for e in driver.state.evaluations.values() for g in e.groups}
@@ -1161,12 +1710,20 @@ def start_worker(driver: Driver, name: str) -> None:
         driver.handles[name].submit(ConfigureJob(driver.state.config), driver.clock.now())
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-full
-FULL_SECONDS, WAITING_SHARE = 30.0, 0.5  # so long a full disk is waited for; of the reserve, that rows in memory may take
+FULL_SECONDS, WAITING_SHARE = (
+    30.0,
+    0.5,
+)  # so long a full disk is waited for; of the reserve, that rows in memory may take
 
 
 def may_wait(driver: Driver) -> bool:
     "Whether a run whose disk is full has a reserve and time left to wait for room."
-    return driver.ballast.held and driver.state.phase in ("running", "draining") and not driver.asked_to_end and time.monotonic() - driver.full_since < FULL_SECONDS
+    return (
+        driver.ballast.held
+        and driver.state.phase in ("running", "draining")
+        and not driver.asked_to_end
+        and time.monotonic() - driver.full_since < FULL_SECONDS
+    )
 
 
 def make_room(driver: Driver, error: DiskFull) -> None:
@@ -1194,12 +1751,17 @@ def flushed(driver: Driver) -> bool:
                 return False
             time.sleep(LOOK_EVERY)
     if waited and driver.full_since:
-        to_log(f"machine: the disk has room again after {time.monotonic() - driver.full_since:.1f} s; the rows that waited are written")
+        to_log(
+            f"machine: the disk has room again after {time.monotonic() - driver.full_since:.1f} s; the rows that waited are written"
+        )
         driver.full_since, driver.memory.unsaid = 0.0, True
     return True
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-next
-LOOK_EVERY, QUIET_TICKS = 0.1, 5  # seconds between two looks at the commands; ticks with nothing owed before the loop counts as stuck
+LOOK_EVERY, QUIET_TICKS = (
+    0.1,
+    5,
+)  # seconds between two looks at the commands; ticks with nothing owed before the loop counts as stuck
 GATHER = 0.003  # seconds between two looks at the pipes
 
 
@@ -1221,7 +1783,9 @@ def next_events(driver: Driver) -> list:
     else:
         time.sleep(max(0.0, GATHER - note_jump(driver)))
         driver.clock.wait([_Silent(h) for h in handles], LOOK_EVERY)
-        events += [e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)]
+        events += [
+            e for name, h in zip(names, handles) for m in h.poll(driver.clock.now()) for e in events_of(driver, name, m)
+        ]
         note_jump(driver)  # between two judgements of the workers no second may pass unnoticed
         events += [e for name in names for e in overdue(driver, name)]
     events += send_rewards(driver)
@@ -1279,9 +1843,19 @@ def commands(driver: Driver, before: int = 0) -> list:
             refuse(driver, command, command.error)
         else:
             heard = driver.state.seq + before + len(events) + 1
-            events += heard_command(driver, Commanded(command.id, command.author, command.knob, command.value, command.over, heard=heard))
-    if driver.asked_to_end and driver.state.phase in ("running", "draining") and not any(command.knob == "stop" for command in driver.state.commands):
-        events.append(Commanded(f"end-{time.time_ns()}", driver.asked_to_end, "stop", heard=driver.state.seq + before + len(events) + 1))
+            events += heard_command(
+                driver, Commanded(command.id, command.author, command.knob, command.value, command.over, heard=heard)
+            )
+    if (
+        driver.asked_to_end
+        and driver.state.phase in ("running", "draining")
+        and not any(command.knob == "stop" for command in driver.state.commands)
+    ):
+        events.append(
+            Commanded(
+                f"end-{time.time_ns()}", driver.asked_to_end, "stop", heard=driver.state.seq + before + len(events) + 1
+            )
+        )
     return events
 
 
@@ -1289,13 +1863,25 @@ def refuse(driver: Driver, command: Command | Commanded, reason: str) -> None:
     "A command that never reaches the loop. The journal has the first line of the reason, run.log all of it."
     first, _, more = reason.partition("\n")
     tell(driver, reason, f"{command.knob}: ") if more else None
-    driver.append("commands", command=command.id, author=command.author, knob=command.knob, value=json.dumps(command.value), over=command.over, status="refused", reason=first,
-                  apply="", **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))), heard=getattr(command, "heard", -1))
+    driver.append(
+        "commands",
+        command=command.id,
+        author=command.author,
+        knob=command.knob,
+        value=json.dumps(command.value),
+        over=command.over,
+        status="refused",
+        reason=first,
+        apply="",
+        **dict(zip(("version", "dispatched", "training", "event"), place_of(driver.state))),
+        heard=getattr(command, "heard", -1),
+    )
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-move
 @dataclass
 class Relocation:
     "Workers under way. `before`: the layout to go back to; `failed`: why that is being done."
+
     since: float
     before: dict[str, tuple[str, ...]]
     waiting: set[str] = field(default_factory=set)
@@ -1354,7 +1940,11 @@ def astray(driver: Driver, cause: str) -> Iterable:
         relocate(driver, move.before)
     else:
         driver.moving = None
-        yield Moved(f"{move.failed}; and the old placement could not be started again: {cause}", driver.clock.now() - move.since, lost=True)
+        yield Moved(
+            f"{move.failed}; and the old placement could not be started again: {cause}",
+            driver.clock.now() - move.since,
+            lost=True,
+        )
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-given
 def given(driver: Driver) -> list:
@@ -1372,24 +1962,37 @@ def given(driver: Driver) -> list:
         count = due_by_place(script.said, place_of(s)[:3]) or int(resting and bool(script.said))
         said, script.said = script.said[:count], script.said[count:]
         told = [e for each in said if not each.own for e in _say(driver, each, s.seq + 1)]
-    if not script.said and not s.commands and s.moving is None and not told and s.phase == "running" and s.version >= script.until and s.actors:
+    if (
+        not script.said
+        and not s.commands
+        and s.moving is None
+        and not told
+        and s.phase == "running"
+        and s.version >= script.until
+        and s.actors
+    ):
         return [Replayed()]
     return told
 
 
 def _say(driver: Driver, said: Said, heard: int) -> list:
-    return heard_command(driver, Commanded(said.id, said.author, said.knob, said.value, said.over, reason=said.reason, heard=heard))
+    return heard_command(
+        driver, Commanded(said.id, said.author, said.knob, said.value, said.over, reason=said.reason, heard=heard)
+    )
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-functions
 CALLED = ("sampler", "shaping", "advantage")  # the fields whose functions the loop calls
 
 
 def known_functions(driver: Driver) -> dict[str, dict[str, Callable]]:
-    "The functions of the run folder by field; those that the loop calls are guarded. "
+    "The functions of the run folder by field; those that the loop calls are guarded."
     known, config = captured_functions(driver.folder), driver.state.config
-    called = {field: {key: _told(driver, guarded(field, f, config.deadlines.function)) for key, f in known[field].items()} for field in CALLED}
-    for field in called:
-        warm(called[field].get(key_of(getattr(config, field))))
+    called = {
+        field: {key: _told(driver, guarded(field, f, config.deadlines.function)) for key, f in known[field].items()}
+        for field in CALLED
+    }
+    for name, functions in called.items():
+        warm(functions.get(key_of(getattr(config, name))))
     return {**known, **called}
 
 
@@ -1417,7 +2020,11 @@ def heard_command(driver: Driver, said: Commanded) -> list:
         if field == "tasks" and not said.over and driver.state.phase in ("running", "draining"):
             return show_tasks(driver, said)
     except Exception as error:  # whatever somebody put into the folder
-        refuse(driver, said, str(error) if isinstance(error, ValueError) else f"{said.knob}: {type(error).__name__}: {error}")
+        refuse(
+            driver,
+            said,
+            str(error) if isinstance(error, ValueError) else f"{said.knob}: {type(error).__name__}: {error}",
+        )
         return []
     return [said]
 
@@ -1431,10 +2038,14 @@ def show_tasks(driver: Driver, said: Commanded) -> list:
     try:
         tasks = within(limit, partial(make_tasks, table, "train", config.seed, functions=task_sets(functions)))
     except DeadlinePassed:
-        raise ValueError(f"tasks.{table['name']}: making them took longer than {limit:g} s; make fewer, or start a run with a larger deadlines.tasks") from None
+        raise ValueError(
+            f"tasks.{table['name']}: making them took longer than {limit:g} s; make fewer, or start a run with a larger deadlines.tasks"
+        ) from None
     used = {*driver.pools, *(f.command.pool.name for f in fitting.values())}
     name = next(name for n in range(2, len(used) + 3) if (name := f"train-{n}") not in used)
-    worker = next(worker for worker, actors in driver.layout.items() if any(kind_of(actor) == "generator" for actor in actors))
+    worker = next(
+        worker for worker, actors in driver.layout.items() if any(kind_of(actor) == "generator" for actor in actors)
+    )
     said = replace(said, pool=Pool(name, tuple(t.level for t in tasks), table))
     if driver.script and driver.script.by == BY_PLACE:
         driver.pools[name] = tasks
@@ -1473,11 +2084,17 @@ def owed(driver: Driver, worker: str) -> list[str]:
         if known is None or not known.up:
             kinds += [] if known and known.given_up else ["start"]
         elif known.kind == "trainer":
-            kinds += ["train"] * bool(s.training) + ["save"] * (s.saving or s.saves.writing >= 0) + ["publish"] * (m.asked > m.weights or driver.asking.writing >= 0)
+            kinds += (
+                ["train"] * bool(s.training)
+                + ["save"] * (s.saving or s.saves.writing >= 0)
+                + ["publish"] * (m.asked > m.weights or driver.asking.writing >= 0)
+            )
         elif known.kind == "generator":
             kinds += ["generate"] * bool(known.load) + ["publish"] * (actor in m.loading)
         elif known.kind == "scorer":
-            kinds += ["judge"] * (len(driver.asking.requests) > len(driver.asking.held)) + ["publish"] * (driver.asking.reading >= 0)
+            kinds += ["judge"] * (len(driver.asking.requests) > len(driver.asking.held)) + ["publish"] * (
+                driver.asking.reading >= 0
+            )
         else:
             kinds += ["score"] * bool(driver.scoring)
     return kinds
@@ -1492,9 +2109,13 @@ def overdue(driver: Driver, worker: str) -> list:
         return []
     kinds = owed(driver, worker)
     handle.moved_at = handle.moved_at if kinds else now
-    turns = max([1, *(len(request.rollout.responses) for request in driver.scoring.values())])  # an episode that is rebuilt has a deadline for each
+    turns = max(
+        [1, *(len(request.rollout.responses) for request in driver.scoring.values())]
+    )  # an episode that is rebuilt has a deadline for each
     limits = {**c.deadlines.model_dump(), "score": c.score_deadline * turns + GRACE}
-    silence = max(limits["silence"], c.score_deadline + GRACE if "score" in kinds else 0.0)  # a reward in C may hold the interpreter until its deadline
+    silence = max(
+        limits["silence"], c.score_deadline + GRACE if "score" in kinds else 0.0
+    )  # a reward in C may hold the interpreter until its deadline
     cause = hung({kind: limits[kind] for kind in kinds}, now - handle.moved_at, now - handle.heard_at, silence)
     if not cause:
         return []
@@ -1564,7 +2185,7 @@ def status_of(driver: Driver) -> Status:
         books={fate: {"count": int(c), "tokens": int(t), "seconds": float(x)} for fate, (c, t, x) in s.books.items()},
     )
 
-
+# %% ../../nbs/runtime/08_driver.ipynb #driver-status-part-2
 def log(driver: Driver, happened) -> None:
     "The actions and events that a reader needs who asks what the loop did and when, or who closes the books of a run process that was killed."
     match happened:
@@ -1572,7 +2193,20 @@ def log(driver: Driver, happened) -> None:
             told = {"actor": actor, "rollouts": [[i.rollout, i.attempt, -1 if i.eval else i.group] for i in items]}
         case Generated(rollout=rollout, attempt=attempt, tokens=tokens):
             told = {"rollout": rollout, "attempt": attempt, "tokens": tokens}
-        case Train() | Publish() | Save() | Saved() | Abort() | Start() | Lost() | Published() | TrainingFailed() | Stored() | Move() | Moved():
+        case (
+            Train()
+            | Publish()
+            | Save()
+            | Saved()
+            | Abort()
+            | Start()
+            | Lost()
+            | Published()
+            | TrainingFailed()
+            | Stored()
+            | Move()
+            | Moved()
+        ):
             told = asdict(happened)
         case Snapshot(version=version, reason=reason):
             told = {"version": version, "reason": reason}
@@ -1585,9 +2219,17 @@ def start_inline(driver: Driver, name: str) -> InlineHandle:
     "An actor in this process, on the virtual clock."
     config, begun = driver.state.config, driver.begun.folder if driver.begun else None
     if name in STAYS:
-        actor = Scorer(config, Functions(driver.folder)) if name == "environment" else Asker(config, scorer_models(config, driver.folder))
+        actor = (
+            Scorer(config, Functions(driver.folder))
+            if name == "environment"
+            else Asker(config, scorer_models(config, driver.folder))
+        )
     else:
-        actor = Worker(config, *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun), driver.begun.manifest.version if begun else 0)
+        actor = Worker(
+            config,
+            *build_halves(config, all_prompts(driver), driver.layout[name], driver.folder, begun),
+            driver.begun.manifest.version if begun else 0,
+        )
     handle = InlineHandle(actor, stated_cost(config))
     handle.wake(driver.clock.now() + (config.virtual.start if driver.moving else 0.0))
     return handle
@@ -1604,7 +2246,20 @@ def start_process(driver: Driver, name: str) -> ProcessHandle:
         handle = ProcessHandle(name, scorer_main, (str(driver.folder),), gpus=gpus, server=server)
     else:
         ranks = config.trainers if driver.layout[name] == ("trainer",) else 1
-        handle = ProcessHandle(name, worker_main, (str(driver.folder), driver.layout[name], all_prompts(driver), str(driver.begun.folder) if driver.begun else "", ranks), parent=ranks > 1, gpus=gpus, server=server)
+        handle = ProcessHandle(
+            name,
+            worker_main,
+            (
+                str(driver.folder),
+                driver.layout[name],
+                all_prompts(driver),
+                str(driver.begun.folder) if driver.begun else "",
+                ranks,
+            ),
+            parent=ranks > 1,
+            gpus=gpus,
+            server=server,
+        )
     handle.heard_at = handle.moved_at = driver.clock.now()
     return handle
 

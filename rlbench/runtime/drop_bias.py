@@ -22,6 +22,7 @@ LEFT_OUT = (Fate.EVALUATED, Fate.LEFT_AT_STOP, Fate.REWOUND)
 
 class Ended(NamedTuple):
     "An attempt that ended. `length` and `turns` of one that is not `finished` are what it had behind it: tokens written, turns ended."
+
     length: int
     level: int
     turns: int
@@ -56,6 +57,7 @@ def gap(values_N: np.ndarray, finished_N: np.ndarray, kept_N: np.ndarray) -> flo
 @dataclass(frozen=True)
 class Bias:
     "The gaps in length, level and turns, each in [-1, 1]; below 0: what came through is shorter, easier, of fewer turns. `dropped` is the share that did not come through, `attempts` how many were looked at."
+
     length: float
     level: float
     turns: float
@@ -71,12 +73,22 @@ class Bias:
 def bias_of(attempts: Sequence[Ended] | np.ndarray) -> Bias | None:
     "The bias of some attempts that ended, records or rows [N, 5]; None if none of them came through."
     length, level, turns, kept, finished = np.array(attempts, int).reshape(-1, len(Ended._fields)).T
-    kept, finished, known = kept.astype(bool), finished.astype(bool), np.ones(len(kept), bool)  # a level is known from the start
+    kept, finished, known = (
+        kept.astype(bool),
+        finished.astype(bool),
+        np.ones(len(kept), bool),
+    )  # a level is known from the start
     if not kept.any():
         return None
     if kept.all():
         return Bias(0.0, 0.0, 0.0, 0.0, len(kept))
-    return Bias(gap(length, finished, kept), gap(level, known, kept), gap(turns, finished, kept), float(1 - kept.mean()), len(kept))
+    return Bias(
+        gap(length, finished, kept),
+        gap(level, known, kept),
+        gap(turns, finished, kept),
+        float(1 - kept.mean()),
+        len(kept),
+    )
 
 # %% ../../nbs/runtime/02_drop_bias.ipynb #drop-bias-words
 SAID = {"length": ("shorter", "longer"), "level": ("easier", "harder"), "turns": ("of fewer turns", "of more turns")}
@@ -89,7 +101,11 @@ def in_words(length: float | None, level: float | None, turns: float | None, lea
         return ""
     found = sorted((name for name in gaps if abs(gaps[name]) >= least), key=lambda name: -abs(gaps[name]))
     said = [f"{SAID[name][int(gaps[name] > 0)]} ({abs(gaps[name]):.2f})" for name in found]
-    return f"what is trained is {' and '.join(said)} than what is generated" if said else "what is trained is like what is generated"
+    return (
+        f"what is trained is {' and '.join(said)} than what is generated"
+        if said
+        else "what is trained is like what is generated"
+    )
 
 # %% ../../nbs/runtime/02_drop_bias.ipynb #drop-bias-levels
 def lost_by_level(levels: Sequence[int], dropped: Sequence[bool]) -> dict[int, tuple[int, float]]:
@@ -104,6 +120,7 @@ WINDOW = 20  # batches
 @dataclass
 class Window:
     "The attempts that ended in the last batches, and those since; the fields of each one behind the other, so that it is saved in little room."
+
     batches: list[np.ndarray] = field(default_factory=list)  # int32 [5 N]
     since: list[int] = field(default_factory=list)
 
@@ -120,4 +137,8 @@ class Window:
 
 def bias_columns(bias: Bias | None) -> dict[str, float]:
     "The columns of the step table; none if there is nothing to compare."
-    return {} if bias is None else {"drop_bias": bias.largest, "bias_length": bias.length, "bias_level": bias.level, "bias_turns": bias.turns}
+    return (
+        {}
+        if bias is None
+        else {"drop_bias": bias.largest, "bias_length": bias.length, "bias_level": bias.level, "bias_turns": bias.turns}
+    )

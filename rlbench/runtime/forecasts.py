@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Figures:
     "The trainer's share of waiting, trained rollouts a minute, mean staleness in versions, dollars for a thousand trained rollouts (None: no price is known)."
+
     wait: float
     rate: float
     staleness: float
@@ -37,6 +38,7 @@ class Figures:
 class Prediction:
     """What a run is to do with some knobs changed, by formula and simulated, with the simulated figures' range (90 %, for as many versions as it rests on). `version`: that of the run when it was made; `fitted`: the first and last version
     that it rests on; `words`: what it leaves out."""
+
     knobs: Mapping[str, object]
     version: int
     fitted: tuple[int, int]
@@ -50,7 +52,12 @@ class Prediction:
     def __str__(self) -> str:
         asked = ", ".join(f"{knob} = {value}" for knob, value in self.knobs.items()) or "as it is"
         span = f"waits {self.low.wait:.0%} to {self.high.wait:.0%}, {self.low.rate:,.0f} to {self.high.rate:,.0f} a minute, {self.low.staleness:.2f} to {self.high.staleness:.2f} versions"
-        rows = [f"{asked} (fitted to versions {self.fitted[0]} to {self.fitted[1]})", f"  simulated: {self.simulated}", f"  range:     {span}", f"  formula:   {self.formula}"]
+        rows = [
+            f"{asked} (fitted to versions {self.fitted[0]} to {self.fitted[1]})",
+            f"  simulated: {self.simulated}",
+            f"  range:     {span}",
+            f"  formula:   {self.formula}",
+        ]
         return "\n".join([*rows, *(f"  {word}" for word in self.words)])
 
     __repr__ = __str__
@@ -62,6 +69,7 @@ WAIT, RATE, STALENESS = 0.05, 0.10, 0.3  # how far a prediction may be off: shar
 @dataclass(frozen=True)
 class Errors:
     "Predicted less measured: points of the trainer's wait as a share, rate as a share of the measured one, versions. `inside`: all three within what is allowed."
+
     wait: float
     rate: float
     staleness: float
@@ -74,7 +82,11 @@ class Errors:
 
 def errors(predicted: Figures, measured: Figures) -> Errors:
     "How far a prediction was off."
-    return Errors(round(predicted.wait - measured.wait, 4), round(predicted.rate / measured.rate - 1, 4), round(predicted.staleness - measured.staleness, 3))
+    return Errors(
+        round(predicted.wait - measured.wait, 4),
+        round(predicted.rate / measured.rate - 1, 4),
+        round(predicted.staleness - measured.staleness, 3),
+    )
 
 # %% ../../nbs/runtime/09_forecasts.ipynb #forecasts-happened
 STEP_COLUMNS = ["version", "at", "seconds", "trained_rollouts", "trainer_wait", "lag_in_flight", "lag_in_queue"]
@@ -86,7 +98,12 @@ def happened(steps: "pl.DataFrame", price: float = 0.0) -> Figures | None:
     if not seconds or not rollouts:
         return None
     aged = ((steps["lag_in_flight"] + steps["lag_in_queue"]) * steps["trained_rollouts"]).sum()
-    return Figures(float(steps["trainer_wait"].sum() / seconds), float(60 * rollouts / seconds), float(aged / rollouts), dollars(60 * rollouts / seconds, price))
+    return Figures(
+        float(steps["trainer_wait"].sum() / seconds),
+        float(60 * rollouts / seconds),
+        float(aged / rollouts),
+        dollars(60 * rollouts / seconds, price),
+    )
 
 
 def dollars(rate: float, price: float) -> float | None:
@@ -133,6 +150,7 @@ def _parsed(line: str) -> Prediction | None:
 @dataclass(frozen=True)
 class Outcome:
     "A prediction and what came of it: the versions looked at and their figures, None as long as its knobs were not set or too few versions were made since."
+
     prediction: Prediction
     versions: tuple[int, int] | None = None
     measured: Figures | None = None
@@ -146,16 +164,26 @@ class Outcome:
         if self.measured is None:
             return f"{self.prediction}\n  so far:    not put to the test: its knobs were not set, or too few versions were made since"
         found = self.errors
-        return (f"{self.prediction}\n  measured:  {self.measured} (versions {self.versions[0]} to {self.versions[1]})\n"
-                f"  off by     {100 * found.wait:+.1f} points, {found.rate:+.1%}, {found.staleness:+.2f} versions: {'inside' if found.inside else 'outside'}")
+        return (
+            f"{self.prediction}\n  measured:  {self.measured} (versions {self.versions[0]} to {self.versions[1]})\n"
+            f"  off by     {100 * found.wait:+.1f} points, {found.rate:+.1%}, {found.staleness:+.2f} versions: {'inside' if found.inside else 'outside'}"
+        )
 
     __repr__ = __str__
 
 
 def in_force_at(prediction: Prediction, commands: "pl.DataFrame") -> tuple[int, int | None] | None:
     "(version from which the knobs of a prediction were in force, version of the next change or None); None if they were not set."
-    rows = [row for row in commands.select("knob", "value", "version", "over", "status").iter_rows() if row[4] == "applied" and row[2] is not None and row[2] >= prediction.version]
-    turned = [(knob, json.loads(value or "null"), version + (over or 0)) for knob, value, version, over, _ in rows if value is not None and value != "null"]
+    rows = [
+        row
+        for row in commands.select("knob", "value", "version", "over", "status").iter_rows()
+        if row[4] == "applied" and row[2] is not None and row[2] >= prediction.version
+    ]
+    turned = [
+        (knob, json.loads(value or "null"), version + (over or 0))
+        for knob, value, version, over, _ in rows
+        if value is not None and value != "null"
+    ]
     left, since, later = dict(prediction.knobs), prediction.version, None
     for knob, value, version in turned:
         if knob in left and plain(left[knob]) == plain(value):
@@ -166,7 +194,7 @@ def in_force_at(prediction: Prediction, commands: "pl.DataFrame") -> tuple[int, 
             break
     return None if left else (since, later)
 
-
+# %% ../../nbs/runtime/09_forecasts.ipynb #forecasts-came-part-2
 def plain(value: object) -> object:
     "A knob's value as JSON data: a function by its name where that is all that is said of it."
     if isinstance(value, Mapping) and set(value) == {"name"}:
@@ -179,10 +207,20 @@ def came(folder: Path, least: int = 4) -> list[Outcome]:
     steps, commands, found = read_table(folder, "steps", STEP_COLUMNS), read_table(folder, "commands"), []
     for prediction in kept(folder):
         span = in_force_at(prediction, commands)
-        rows = steps.clear() if span is None else steps.filter(steps["version"] > span[0] + (filling(_bound(prediction)) if prediction.knobs else 0))
+        rows = (
+            steps.clear()
+            if span is None
+            else steps.filter(steps["version"] > span[0] + (filling(_bound(prediction)) if prediction.knobs else 0))
+        )
         rows = rows.filter(rows["version"] <= span[1]) if span and span[1] is not None else rows
         enough = len(rows) >= least
-        found.append(Outcome(prediction, (rows["version"].min(), rows["version"].max()) if enough else None, happened(rows) if enough else None))
+        found.append(
+            Outcome(
+                prediction,
+                (rows["version"].min(), rows["version"].max()) if enough else None,
+                happened(rows) if enough else None,
+            )
+        )
     return found
 
 

@@ -239,7 +239,9 @@ class ForkServer:
         command = [spawn.get_executable(), *util._args_from_interpreter_flags(), "-c", code]
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         nothing = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, pass_fds=[theirs.fileno()])
+        self.process = subprocess.Popen(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, pass_fds=[theirs.fileno()]
+        )
         self.pid = self.process.pid
         theirs.close()
 

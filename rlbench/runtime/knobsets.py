@@ -17,18 +17,20 @@ from pathlib import Path
 
 import tomli_w
 
-from ..loop.config import FUNCTIONS, RunConfig, apply_point, captured_functions, live_knobs, value_of
-from ..knobs import unknown
 from ..base.ledger import send_command
-from ..loop.loop import PLACED
 from ..base.runs_folder import find_runs_folder
+from ..knobs import unknown
+from ..loop.config import FUNCTIONS, RunConfig, apply_point, captured_functions, live_knobs, value_of
+from ..loop.loop import PLACED
 from .steer import check_live, in_force, me, together
 
 # %% ../../nbs/runtime/11_knobsets.ipynb #knobsets-file
 def knob_file(runs: str | Path, name: str) -> Path:
     "Where the knobs of this name are. Raises ValueError for a name that cannot be one."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name, re.ASCII) or name == "config":
-        raise ValueError(f"knobs: {name!r} cannot be a name; use letters, digits, '.', '_' or '-', a letter or digit first, and not 'config'")
+        raise ValueError(
+            f"knobs: {name!r} cannot be a name; use letters, digits, '.', '_' or '-', a letter or digit first, and not 'config'"
+        )
     return Path(runs) / ".knobs" / f"{name}.toml"
 
 
@@ -41,7 +43,9 @@ def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:
     "Write the settings in force of a run (all live knobs except budgets, or those named) for the runs beside it. Replaces what has this name. Returns the file."
     path, config, folder = knob_file(folder.parent, name), in_force(folder), Path(folder)
     known = {knob.field: knob for knob in live_knobs(config, captured_functions(folder))}
-    chosen = list(fields) or [field for field, knob in known.items() if knob.group != "budget" and "." not in field and field not in PLACED]
+    chosen = list(fields) or [
+        field for field, knob in known.items() if knob.group != "budget" and "." not in field and field not in PLACED
+    ]
     table: dict[str, object] = {}
     for field_ in chosen:
         if field_ not in known:
@@ -51,7 +55,9 @@ def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:
             table.setdefault(head, {})[key] = value_of(config, field_)
         else:
             value = value_of(config, head)
-            table[head] = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+            table[head] = (
+                list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+            )
     path.parent.mkdir(exist_ok=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -65,7 +71,9 @@ def read_knobs(runs: str | Path, name: str) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, str(unknown("knobs", name, knob_presets(runs) or ["none yet"])), str(path)) from None
+        raise FileNotFoundError(
+            errno.ENOENT, str(unknown("knobs", name, knob_presets(runs) or ["none yet"])), str(path)
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"knobs: {path} is not valid TOML: {error}") from None
 
@@ -76,8 +84,16 @@ def differing(config: RunConfig, saved: Mapping[str, object]) -> dict[str, objec
     for name, value in saved.items():
         now = getattr(config, name, None)
         if name in FUNCTIONS and isinstance(value, Mapping):
-            if value.get("name", now["name"]) == now["name"] and value.get("source", now.get("source")) == now.get("source"):
-                changes.update({f"{name}.{key}": v for key, v in value.items() if key not in ("name", "source") and (key not in now or now[key] != v)})
+            if value.get("name", now["name"]) == now["name"] and value.get("source", now.get("source")) == now.get(
+                "source"
+            ):
+                changes.update(
+                    {
+                        f"{name}.{key}": v
+                        for key, v in value.items()
+                        if key not in ("name", "source") and (key not in now or now[key] != v)
+                    }
+                )
                 continue
         if (list(now) if isinstance(now, tuple) else now) != value:
             changes[name] = dict(value) if isinstance(value, Mapping) else value
@@ -87,11 +103,18 @@ def differing(config: RunConfig, saved: Mapping[str, object]) -> dict[str, objec
 @dataclass(frozen=True)
 class Applied:
     "What became of a set of knobs. `sent`: field -> id of its command; `refused`: field -> why; knobs that had the value already are in neither."
+
     sent: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"asked for {', '.join(self.sent)}" if self.sent else "nothing to ask for" if self.refused else "all of it is in force already"]
+        lines = [
+            f"asked for {', '.join(self.sent)}"
+            if self.sent
+            else "nothing to ask for"
+            if self.refused
+            else "all of it is in force already"
+        ]
         return "\n".join([*lines, *(f"refused {field}: {why}" for field, why in self.refused.items())])
 
 
@@ -102,7 +125,10 @@ def apply_knobs(folder: Path, name: str, author: str = "") -> Applied:
     config = in_force(folder)
     wanted = differing(config, read_knobs(folder.parent, name))
     order, refused = together(folder, dict(sorted(wanted.items(), key=lambda item: _soonest(item[0], config))))
-    return Applied({field_: send_command(folder, author or me(), field_, value) for field_, value in order.items()}, {field_: str(error) for field_, error in refused.items()})
+    return Applied(
+        {field_: send_command(folder, author or me(), field_, value) for field_, value in order.items()},
+        {field_: str(error) for field_, error in refused.items()},
+    )
 
 
 def _soonest(field_: str, config: RunConfig) -> int:

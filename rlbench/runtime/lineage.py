@@ -29,6 +29,7 @@ FAMILY_FILE, REPLAY_FILE = "family.json", "replay.json"
 class Family:
     """Where a run comes from. `how`: fork or replay; `at`: version it starts from; `knobs`: what was changed there;
     `digest`: the parent's at that version (of a replay: at its end, and its `parts`); `checkpoint`: what it begins with."""
+
     parent: str
     how: str
     at: int = 0
@@ -39,7 +40,9 @@ class Family:
 
     def __str__(self) -> str:
         changed = "".join(f", {name} = {_brief(value)}" for name, value in self.knobs.items())
-        return f"{self.how} of {Path(self.parent).name}" + (f" at version {self.at}{changed}" if self.how == "fork" else "")
+        return f"{self.how} of {Path(self.parent).name}" + (
+            f" at version {self.at}{changed}" if self.how == "fork" else ""
+        )
 
 
 def _brief(value: object) -> str:
@@ -49,8 +52,13 @@ def _brief(value: object) -> str:
 def write_family(folder: Path, parent: Path, family: Family) -> None:
     "Note in a run folder that it comes from `parent`, by name if that lies beside it. Raises `DiskFull`."
     beside = Path(parent).resolve().parent == Path(folder).resolve().parent
-    family = replace(family, knobs=hide_secrets(family.knobs))  # config.toml has what is in force; this is told to others
-    write_json(Path(folder) / FAMILY_FILE, asdict(replace(family, parent=Path(parent).resolve().name if beside else str(Path(parent).resolve()))))
+    family = replace(
+        family, knobs=hide_secrets(family.knobs)
+    )  # config.toml has what is in force; this is told to others
+    write_json(
+        Path(folder) / FAMILY_FILE,
+        asdict(replace(family, parent=Path(parent).resolve().name if beside else str(Path(parent).resolve()))),
+    )
 
 
 def read_family(folder: Path) -> Family | None:
@@ -82,6 +90,7 @@ OWN = ("rlbench", "guardrail")  # authors of rows that come again by themselves
 @dataclass(frozen=True)
 class Said:
     "A command of a journal: what was asked by whom, and where it came in and took effect."
+
     id: str
     author: str
     knob: str
@@ -107,7 +116,12 @@ def standing(journal: "pl.DataFrame") -> "pl.DataFrame":
     import polars as pl
 
     undone = journal.filter(pl.col("status") == "lost").group_by("command").agg(pl.col("seq").max().alias("until"))
-    return journal.join(undone, on="command", how="left").filter(pl.col("until").is_null() | (pl.col("seq") > pl.col("until"))).drop("until").sort("seq")
+    return (
+        journal.join(undone, on="command", how="left")
+        .filter(pl.col("until").is_null() | (pl.col("seq") > pl.col("until")))
+        .drop("until")
+        .sort("seq")
+    )
 
 
 def said_of(journal: "pl.DataFrame", by: str, until: int) -> list[Said]:
@@ -117,14 +131,33 @@ def said_of(journal: "pl.DataFrame", by: str, until: int) -> list[Said]:
         own, sent = row["author"] in OWN, (row["heard"] if row["heard"] is not None else -1) >= 0
         telling = row["knob"] not in ("alert", "checkpoint") and not (row["knob"] == "stop" and row["attempt"] < last)
         if sent if by == BY_EVENT else row["status"] == "applied" and telling and row["version"] <= until:
-            where = row["version"], row["dispatched"], bool(row["training"]), -1 if row["event"] is None else row["event"], row["heard"] if sent else -1
-            found.append(Said(row["command"], row["author"], row["knob"], json.loads(row["value"]), row["over"], row["reason"] if not sent else "", *where, own and not sent, row["apply"] == "now"))
+            where = (
+                row["version"],
+                row["dispatched"],
+                bool(row["training"]),
+                -1 if row["event"] is None else row["event"],
+                row["heard"] if sent else -1,
+            )
+            found.append(
+                Said(
+                    row["command"],
+                    row["author"],
+                    row["knob"],
+                    json.loads(row["value"]),
+                    row["over"],
+                    row["reason"] if not sent else "",
+                    *where,
+                    own and not sent,
+                    row["apply"] == "now",
+                )
+            )
     return sorted(found, key=lambda s: (s.heard, s.id)) if by == BY_EVENT else found
 
 # %% ../../nbs/runtime/05_lineage.ipynb #lineage-due
 @dataclass
 class Script:
     "What a replay has still to be told, by place or by event, and the version up to which the original went."
+
     by: str
     until: int
     said: list[Said] = field(default_factory=list)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..knobs import unknown
 from ..base.labels import read_labels
 from ..base.ledger import Status, read_status, read_table, state_of
+from ..knobs import unknown
 from .lineage import Family, read_family
 
 # %% ../../nbs/runtime/14_listing.ipynb #listing-read
@@ -27,6 +27,7 @@ from .lineage import Family, read_family
 @dataclass(frozen=True)
 class ListedRun:
     "What a list shows of a run. `held_out` is the newest rate, of version `held_out_at`; times in seconds since 1970."
+
     name: str
     folder: Path
     state: str
@@ -78,7 +79,11 @@ def _held_out_set(config: str, evaluated: Sequence[str]) -> str:
 
 def _held_out(folder: Path, config: str) -> tuple[float | None, float | None, int, bool]:
     "First and newest rate of the held-out set, the version of the newest, and whether it was measured after the run had failed."
-    rows = [row for row in read_table(folder, "evals", ["eval", "version", "avg", "after_failure"]).iter_rows() if row[0] != "preflight"]
+    rows = [
+        row
+        for row in read_table(folder, "evals", ["eval", "version", "avg", "after_failure"]).iter_rows()
+        if row[0] != "preflight"
+    ]
     if not rows:
         return None, None, 0, False
     name = _held_out_set(config, list(dict.fromkeys(row[0] for row in rows)))
@@ -88,19 +93,35 @@ def _held_out(folder: Path, config: str) -> tuple[float | None, float | None, in
 
 _UNREADABLE = (ValueError, TypeError, KeyError, OSError)
 
-
+# %% ../../nbs/runtime/14_listing.ipynb #listing-read-folder-part-2
 def read_brief(folder: Path) -> ListedRun:
     "What the small files of a run tell: a line of the list without the held-out rates."
     labels = read_labels(folder)
     try:
         told = read_status(folder)
         status = told or Status("starting")
-        family, steps = read_family(folder), _budget((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
+        family, steps = (
+            read_family(folder),
+            _budget((folder / "config.toml").read_text(encoding="utf-8", errors="replace")),
+        )
         started = status.started or (folder / "config.toml").stat().st_mtime
     except _UNREADABLE as error:
         return _unreadable(ListedRun(folder.name, folder, "", tags=labels.tags, note=labels.note), error)
-    return ListedRun(folder.name, folder, state_of(told), status.version, steps, started, status.updated, status.seconds,
-                     status.tokens, tags=labels.tags, note=labels.note, family=family, reason=status.reason)
+    return ListedRun(
+        folder.name,
+        folder,
+        state_of(told),
+        status.version,
+        steps,
+        started,
+        status.updated,
+        status.seconds,
+        status.tokens,
+        tags=labels.tags,
+        note=labels.note,
+        family=family,
+        reason=status.reason,
+    )
 
 
 def add_held_out(run: ListedRun) -> ListedRun:
@@ -114,7 +135,7 @@ def add_held_out(run: ListedRun) -> ListedRun:
         return _unreadable(run, error)
     return replace(run, held_out_start=start, held_out=rate, held_out_at=at, held_out_after_failure=after_failure)
 
-
+# %% ../../nbs/runtime/14_listing.ipynb #listing-read-folder-part-3
 def _unreadable(run: ListedRun, error: Exception) -> ListedRun:
     reason = (str(error) or type(error).__name__).partition("\n")[0]
     return ListedRun(run.name, run.folder, "unreadable", tags=run.tags, note=run.note, reason=reason)
@@ -160,7 +181,12 @@ def _matches(value: object, sign: str, wanted: str) -> bool:
         return same == (sign == "=")
     if not isinstance(value, (int, float)) or _number(wanted) is None:
         return False
-    return {"<": value < _number(wanted), "<=": value <= _number(wanted), ">": value > _number(wanted), ">=": value >= _number(wanted)}[sign]
+    return {
+        "<": value < _number(wanted),
+        "<=": value <= _number(wanted),
+        ">": value > _number(wanted),
+        ">=": value >= _number(wanted),
+    }[sign]
 
 
 def _number(text: str) -> float | None:
@@ -257,7 +283,10 @@ def runs_in_text(runs: Sequence[tuple[ListedRun, int]], width: int = LINE, now: 
     widths[0] = max(8, min(widths[0], room))
 
     def line(cells: Sequence[str]) -> str:
-        padded = (cell.rjust(size) if head in RIGHT else cell.ljust(size) for cell, size, head in zip(cells, widths, HEADS, strict=True))
+        padded = (
+            cell.rjust(size) if head in RIGHT else cell.ljust(size)
+            for cell, size, head in zip(cells, widths, HEADS, strict=True)
+        )
         return "  ".join(padded).rstrip()
 
     lines = [line(HEADS)]

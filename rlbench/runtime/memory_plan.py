@@ -19,9 +19,17 @@ from pathlib import Path
 
 import psutil
 
-from ..models.hardware import HARDWARE, MODELS, ModelShape, activation_bytes, kv_bytes_per_token, lora_parameters, resident_tokens
-from ..loop.config import RunConfig
 from ..knobs import key_of, unknown
+from ..loop.config import RunConfig
+from rlbench.models.hardware import (
+    HARDWARE,
+    MODELS,
+    ModelShape,
+    activation_bytes,
+    kv_bytes_per_token,
+    lora_parameters,
+    resident_tokens,
+)
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-shape
 def first(config, *names: str) -> int:
@@ -31,28 +39,45 @@ def first(config, *names: str) -> int:
 
 def special(config, in_experts: int, parameters: int) -> dict[str, int]:
     "What a checkpoint has beyond plain attention and one feed-forward part: a latent cache and an indexer's keys (FP8, with a scale), experts, windows."
-    experts, routed = first(config, "num_experts", "n_routed_experts", "num_local_experts"), first(config, "num_experts_per_tok", "moe_topk")
+    experts, routed = (
+        first(config, "num_experts", "n_routed_experts", "num_local_experts"),
+        first(config, "num_experts_per_tok", "moe_topk"),
+    )
     window = first(config, "sliding_window") if getattr(config, "use_sliding_window", True) else 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     each = first(config, "moe_intermediate_size", "intermediate_size")
     return {
-        **({"latent": first(config, "kv_lora_rank") + first(config, "qk_rope_head_dim")} if first(config, "kv_lora_rank") else {}),
+        **(
+            {"latent": first(config, "kv_lora_rank") + first(config, "qk_rope_head_dim")}
+            if first(config, "kv_lora_rank")
+            else {}
+        ),
         **({"indexer": first(config, "index_head_dim") + 4} if first(config, "index_head_dim") else {}),
-        **({"experts": experts, "routed": routed, "active": parameters - round(in_experts * (1 - routed / experts)),
-            "inner": each * (routed + first(config, "n_shared_experts"))} if experts and in_experts else {}),
+        **(
+            {
+                "experts": experts,
+                "routed": routed,
+                "active": parameters - round(in_experts * (1 - routed / experts)),
+                "inner": each * (routed + first(config, "n_shared_experts")),
+            }
+            if experts and in_experts
+            else {}
+        ),
         **({"window": window, "windowed": kinds.count("sliding_attention")} if window else {}),
     }
 
-
+# %% ../../nbs/runtime/15_memory_plan.ipynb #memory-shape-part-2
 def head_width(config) -> int:
     "Numbers of a head: as said, or the width over the heads; under latent attention, where queries and values differ, their mean."
     if first(config, "kv_lora_rank"):
-        return (first(config, "qk_nope_head_dim") + first(config, "qk_rope_head_dim") + first(config, "v_head_dim")) // 2
+        return (
+            first(config, "qk_nope_head_dim") + first(config, "qk_rope_head_dim") + first(config, "v_head_dim")
+        ) // 2
     return first(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def shape_of(model: str, causal: bool = True) -> ModelShape:
-    "The numbers of a checkpoint (a folder, a Hub name or \"tiny\") from its config.json; no weights are read. Raises OSError or ValueError as loading it would; `causal` False: a reward model is one, too."
+    'The numbers of a checkpoint (a folder, a Hub name or "tiny") from its config.json; no weights are read. Raises OSError or ValueError as loading it would; `causal` False: a reward model is one, too.'
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +91,16 @@ def shape_of(model: str, causal: bool = True) -> ModelShape:
     config = config.get_text_config()  # of a model that also sees
     heads = config.num_attention_heads
     told = {"inner": first(config, "intermediate_size"), **special(config, in_experts, parameters)}
-    return ModelShape(config.num_hidden_layers, config.hidden_size, heads, first(config, "num_key_value_heads") or heads, head_width(config), parameters, vocab=config.vocab_size, **told)
+    return ModelShape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        first(config, "num_key_value_heads") or heads,
+        head_width(config),
+        parameters,
+        vocab=config.vocab_size,
+        **told,
+    )
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-shape-known
 def hub_answers(model: str) -> bool:
@@ -92,6 +126,7 @@ def known_shape(model: str, causal: bool = True) -> tuple[ModelShape, str]:
 @dataclass(frozen=True)
 class Facts:
     "What of a run decides about its memory. `rollout_bytes`: of a number in the generator's weights and cache; `shown`: tokens an episode may show between its responses."
+
     model: str
     placement: str
     generators: int
@@ -121,10 +156,26 @@ def facts_of(config: RunConfig) -> Facts:
     "The facts of a configuration."
     shown = 0 if key_of(config.environment) == "single" else config.observation_tokens
     return Facts(
-        model=config.model, placement=config.placement if config.clock == "real" else "colocated", generators=config.generators, generator=config.generator, concurrency=config.concurrency,
-        max_tokens=config.max_tokens, shown=shown, kv_bytes=config.kv_megabytes * 1e6, micro_tokens=config.micro_tokens, bf16=config.precision == "bf16",
-        rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4, lora=config.lora.rank, trainers=config.trainers, checkpointing=config.gradient_checkpointing, ipc=config.transport == "ipc",
-        asked=tuple((name, config.model if getattr(config, name) == "start" else getattr(config, name)) for name in ("reference", "teacher", "reward_model") if getattr(config, name)),
+        model=config.model,
+        placement=config.placement if config.clock == "real" else "colocated",
+        generators=config.generators,
+        generator=config.generator,
+        concurrency=config.concurrency,
+        max_tokens=config.max_tokens,
+        shown=shown,
+        kv_bytes=config.kv_megabytes * 1e6,
+        micro_tokens=config.micro_tokens,
+        bf16=config.precision == "bf16",
+        rollout_bytes=2 if config.rollout_dtype == "bfloat16" else 4,
+        lora=config.lora.rank,
+        trainers=config.trainers,
+        checkpointing=config.gradient_checkpointing,
+        ipc=config.transport == "ipc",
+        asked=tuple(
+            (name, config.model if getattr(config, name) == "start" else getattr(config, name))
+            for name in ("reference", "teacher", "reward_model")
+            if getattr(config, name)
+        ),
         scorer_tokens=config.scorer_tokens,
         critic=config.critic,
     )
@@ -133,6 +184,7 @@ def facts_of(config: RunConfig) -> Facts:
 @dataclass(frozen=True)
 class Place:
     "A GPU, or the memory of the host. `free` is infinite where it is not known."
+
     name: str
     free: float
 
@@ -140,6 +192,7 @@ class Place:
 @dataclass(frozen=True)
 class Machine:
     "The GPUs of a machine (none: it runs on its processor) and its host."
+
     gpus: tuple[Place, ...]
     host: Place
 
@@ -152,22 +205,29 @@ def machine_named(names: Sequence[str]) -> Machine:
         if kind not in HARDWARE:
             raise unknown("on", kind, HARDWARE)
         if times and not int(times):
-            raise ValueError(f"on: {name!r} names no GPU; give at least one, or leave --on out to plan for this machine")
+            raise ValueError(
+                f"on: {name!r} names no GPU; give at least one, or leave --on out to plan for this machine"
+            )
         found += [kind] * int(times or 1)
     if "CPU" in found:
         raise ValueError('on: "CPU" is one core of a table of prices; leave --on out to plan for the processor at hand')
-    return Machine(tuple(Place(f"GPU {i}, {kind}", HARDWARE[kind].memory) for i, kind in enumerate(found)), Place("host", inf))
+    return Machine(
+        tuple(Place(f"GPU {i}, {kind}", HARDWARE[kind].memory) for i, kind in enumerate(found)), Place("host", inf)
+    )
 
 
 def machine_here(device: str = "auto") -> Machine:
-    "What is free on the machine at hand. `device`: \"none\" for a run without a model, which asks for no GPU and no PyTorch."
+    'What is free on the machine at hand. `device`: "none" for a run without a model, which asks for no GPU and no PyTorch.'
     host = Place("host", float(psutil.virtual_memory().available))
     if device == "none":
         return Machine((), host)
     import torch
 
     gpus = range(torch.cuda.device_count()) if device != "cpu" and torch.cuda.is_available() else ()
-    return Machine(tuple(Place(f"GPU {i}, {torch.cuda.get_device_name(i)}", float(torch.cuda.mem_get_info(i)[0])) for i in gpus), host)
+    return Machine(
+        tuple(Place(f"GPU {i}, {torch.cuda.get_device_name(i)}", float(torch.cuda.mem_get_info(i)[0])) for i in gpus),
+        host,
+    )
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-layout
 def homes(facts: Facts, machine: Machine) -> dict[str, Place]:
@@ -190,6 +250,7 @@ LIBRARIES = 4e8  # bytes that Python and PyTorch take in each process; measured 
 @dataclass(frozen=True)
 class Need:
     "Bytes that a worker needs for something, where they lie, and how they come about."
+
     worker: str
     what: str
     bytes: float
@@ -206,16 +267,40 @@ def trainer_needs(facts: Facts, shape: ModelShape, prompt: int, name: str, place
 
     yield Need(name, "weights", FULL * shape.parameters / parts, f"4 bytes x {shape.parameters:,}{shared}", place)
     if facts.bf16:
-        yield Need(name, "weights for the passes", 2 * shape.parameters / parts, f"2 bytes x {shape.parameters:,}{shared}", place)
-    yield Need(name, "gradients, AdamW", 3 * FULL * trained / parts, f"12 bytes x {trained:,}{f' (adapters of rank {facts.lora})' if facts.lora else ''}{shared}", place)
-    yield Need(name, "weights as they were", FULL * trained / parts, f"4 bytes x {trained:,}, for a batch that fails", place)
+        yield Need(
+            name,
+            "weights for the passes",
+            2 * shape.parameters / parts,
+            f"2 bytes x {shape.parameters:,}{shared}",
+            place,
+        )
+    yield Need(
+        name,
+        "gradients, AdamW",
+        3 * FULL * trained / parts,
+        f"12 bytes x {trained:,}{f' (adapters of rank {facts.lora})' if facts.lora else ''}{shared}",
+        place,
+    )
+    yield Need(
+        name, "weights as they were", FULL * trained / parts, f"4 bytes x {trained:,}, for a batch that fails", place
+    )
     kept = "a checkpoint a layer" if facts.checkpointing else "all layers kept"
-    why = f"micro_tokens = {facts.micro_tokens:,}" if tokens == facts.micro_tokens else f"one prompt and response, {tokens:,} tokens"
-    yield Need(name, "activations", activation_bytes(shape, tokens, dtype, facts.checkpointing), f"{why}, {kept}", place)
+    why = (
+        f"micro_tokens = {facts.micro_tokens:,}"
+        if tokens == facts.micro_tokens
+        else f"one prompt and response, {tokens:,} tokens"
+    )
+    yield Need(
+        name, "activations", activation_bytes(shape, tokens, dtype, facts.checkpointing), f"{why}, {kept}", place
+    )
     chunk = min(CHUNK, tokens * (shape.vocab or CHUNK))
     yield Need(name, "logits", 3 * FULL * chunk, f"3 x 4 bytes x {chunk:,}, a chunk at a time", place)
     if facts.critic:
-        each, what = (20, "weights, gradients, AdamW, weights as they were") if facts.lora else (12, "weights, AdamW; it learns before the policy does, in the same memory")
+        each, what = (
+            (20, "weights, gradients, AdamW, weights as they were")
+            if facts.lora
+            else (12, "weights, AdamW; it learns before the policy does, in the same memory")
+        )
         yield Need(name, "critic", each * shape.parameters, f"{each} bytes x {shape.parameters:,}: {what}", place)
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-writer
@@ -236,22 +321,51 @@ def writer_needs(facts: Facts, shape: ModelShape, machine: Machine, name: str, p
     own, per_token = facts.rollout_bytes * shape.parameters, cached_bytes(facts, shape, machine)
     yield Need(name, "weights", own, f"{facts.rollout_bytes} bytes x {shape.parameters:,}", place)
     if facts.split:
-        yield Need(name, "the model as loaded", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", machine.host if facts.generator == "vllm" else place)
-    yield Need(name, "keys and values", facts.kv_bytes, f"kv_megabytes = {facts.kv_bytes / 1e6:g}; {per_token:,} bytes a token", place)
+        yield Need(
+            name,
+            "the model as loaded",
+            FULL * shape.parameters,
+            f"4 bytes x {shape.parameters:,}",
+            machine.host if facts.generator == "vllm" else place,
+        )
+    yield Need(
+        name,
+        "keys and values",
+        facts.kv_bytes,
+        f"kv_megabytes = {facts.kv_bytes / 1e6:g}; {per_token:,} bytes a token",
+        place,
+    )
     if facts.generator == "torch":
         yield Need(name, "prompts at hand", facts.kv_bytes / 4, "up to a quarter of the cache", place)
     else:
         vectors = 2 * (shape.width + shape.heads * shape.head_dim) + 3 * (shape.inner or 4 * shape.width)
-        yield Need(name, "passes over prompts", 8192 * vectors * facts.rollout_bytes, "8,192 tokens of one layer; assumed", place)
-    yield Need(name, "logits, and the draw", DRAWN * facts.concurrency * shape.vocab, f"{DRAWN} bytes x {facts.concurrency:,} sequences x {shape.vocab:,}", place)
+        yield Need(
+            name,
+            "passes over prompts",
+            8192 * vectors * facts.rollout_bytes,
+            "8,192 tokens of one layer; assumed",
+            place,
+        )
+    yield Need(
+        name,
+        "logits, and the draw",
+        DRAWN * facts.concurrency * shape.vocab,
+        f"{DRAWN} bytes x {facts.concurrency:,} sequences x {shape.vocab:,}",
+        place,
+    )
 
-
+# %% ../../nbs/runtime/15_memory_plan.ipynb #memory-writer-part-2
 def scorer_needs(facts: Facts, shapes: Mapping[str, ModelShape], prompt: int, place: Place) -> Iterator[Need]:
     "What the scorer needs for its models; a judge's are elsewhere."
     tokens = max(facts.scorer_tokens, prompt + facts.max_tokens + facts.shown)
     for name, shape in shapes.items():
-        yield Need("scorer", f"the {name.replace('_', ' ')}", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", place)
-    widest = max(shapes.values(), key=lambda shape: 2 * (shape.width + shape.heads * shape.head_dim) + 3 * (shape.inner or 4 * shape.width))
+        yield Need(
+            "scorer", f"the {name.replace('_', ' ')}", FULL * shape.parameters, f"4 bytes x {shape.parameters:,}", place
+        )
+    widest = max(
+        shapes.values(),
+        key=lambda shape: 2 * (shape.width + shape.heads * shape.head_dim) + 3 * (shape.inner or 4 * shape.width),
+    )
     vectors = 2 * (widest.width + widest.heads * widest.head_dim) + 3 * (widest.inner or 4 * widest.width)
     yield Need("scorer", "forward passes", FULL * tokens * vectors, f"{tokens:,} tokens of one layer; assumed", place)
     chunk = min(CHUNK, tokens * max(shape.vocab or CHUNK for shape in shapes.values()))
@@ -261,9 +375,17 @@ def scorer_needs(facts: Facts, shapes: Mapping[str, ModelShape], prompt: int, pl
 def between(facts: Facts, shape: ModelShape, homes: Mapping[str, Place], machine: Machine) -> Iterator[Need]:
     "What belongs to no actor: weights on their way, and what libraries take in every process."
     if facts.split:
-        where, how = (homes[next(iter(homes))], "two copies on the trainer's GPU") if facts.ipc and machine.gpus else (machine.host, "two copies in a mapped file")
+        where, how = (
+            (homes[next(iter(homes))], "two copies on the trainer's GPU")
+            if facts.ipc and machine.gpus
+            else (machine.host, "two copies in a mapped file")
+        )
         yield Need("between them", "weights on their way", 2 * FULL * shape.parameters, how, where)
-    workers = homes if facts.split else {name: place for name, place in homes.items() if name.startswith(("trainer", "scorer"))}
+    workers = (
+        homes
+        if facts.split
+        else {name: place for name, place in homes.items() if name.startswith(("trainer", "scorer"))}
+    )
     what, each = ("CUDA, libraries, graphs", CONTEXT) if machine.gpus else ("Python, libraries", LIBRARIES)
     for name, place in workers.items():
         yield Need(name, what, each, "assumed, for each process", place)
@@ -272,6 +394,7 @@ def between(facts: Facts, shape: ModelShape, homes: Mapping[str, Place], machine
 @dataclass(frozen=True)
 class MemoryPlan:
     "What a run needs, place by place. `sequences`: responses of full length that the cache of one generator holds, `average` those of the length they have on average while they are written; `asked` is the concurrency."
+
     model: str
     parameters: int
     source: str
@@ -308,32 +431,66 @@ class MemoryPlan:
         return plan_html(self)
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-plan-make
-def plan_of(facts: Facts, shape: ModelShape, machine: Machine, prompt: int = 128, source: str = "", others: Mapping[str, ModelShape] | None = None) -> MemoryPlan:
+def plan_of(
+    facts: Facts,
+    shape: ModelShape,
+    machine: Machine,
+    prompt: int = 128,
+    source: str = "",
+    others: Mapping[str, ModelShape] | None = None,
+) -> MemoryPlan:
     "Where the bytes go for a run with these facts, a model of this shape and prompts of `prompt` tokens. `others`: shapes of the scorer's models, by field; as the policy where they are not given."
     if facts.generator == "scripted":
-        return MemoryPlan(facts.model, 0, "scripted: no model is loaded", prompt, (), (machine.host,), facts.concurrency, facts.concurrency, facts.concurrency)
+        return MemoryPlan(
+            facts.model,
+            0,
+            "scripted: no model is loaded",
+            prompt,
+            (),
+            (machine.host,),
+            facts.concurrency,
+            facts.concurrency,
+            facts.concurrency,
+        )
     live = homes(facts, machine)
     asked = {name: (others or {}).get(name, shape) for name, _ in facts.asked}
 
     def needs_of(name: str, place: Place) -> Iterator[Need]:
         if name == "scorer":
             return scorer_needs(facts, asked, prompt, place)
-        return trainer_needs(facts, shape, prompt, name, place) if name.startswith("trainer") else writer_needs(facts, shape, machine, name, place)
+        return (
+            trainer_needs(facts, shape, prompt, name, place)
+            if name.startswith("trainer")
+            else writer_needs(facts, shape, machine, name, place)
+        )
 
     needs = [need for name, place in live.items() for need in needs_of(name, place)]
-    needs = sorted([*needs, *between(facts, shape, live, machine)], key=lambda need: [*live, "between them"].index(need.worker))
+    needs = sorted(
+        [*needs, *between(facts, shape, live, machine)], key=lambda need: [*live, "between them"].index(need.worker)
+    )
     places = tuple(place for place in (*machine.gpus, machine.host) if any(need.place == place for need in needs))
     per_token, response = cached_bytes(facts, shape, machine), facts.max_tokens + facts.shown
-    sequences, average = (int(facts.kv_bytes // (per_token * tokens)) for tokens in (prompt + response, resident_tokens(prompt, response)))
-    return MemoryPlan(facts.model, shape.parameters, source, prompt, tuple(needs), places, sequences, average, facts.concurrency)
+    sequences, average = (
+        int(facts.kv_bytes // (per_token * tokens)) for tokens in (prompt + response, resident_tokens(prompt, response))
+    )
+    return MemoryPlan(
+        facts.model, shape.parameters, source, prompt, tuple(needs), places, sequences, average, facts.concurrency
+    )
 
 
 def memory_plan(config: RunConfig, prompt: int = 128, on: Sequence[str] = ()) -> MemoryPlan:
     "Where the bytes of a run go, for prompts of `prompt` tokens; `on`: names of GPUs instead of the machine at hand. Raises what loading the model's configuration raises, and ValueError for an unknown GPU."
-    facts, machine = facts_of(config), machine_named(on) if on else machine_here("none" if config.generator == "scripted" else config.device)
+    facts, machine = (
+        facts_of(config),
+        machine_named(on) if on else machine_here("none" if config.generator == "scripted" else config.device),
+    )
     check_served(config)
     shape, source = (MODELS["tiny"], "") if facts.generator == "scripted" else known_shape(config.model)
-    others = {} if facts.generator == "scripted" else {name: known_shape(model, name != "reward_model")[0] for name, model in facts.asked}
+    others = (
+        {}
+        if facts.generator == "scripted"
+        else {name: known_shape(model, name != "reward_model")[0] for name, model in facts.asked}
+    )
     return plan_of(facts, shape, machine, prompt, source, others)
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-served
@@ -354,8 +511,13 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-REMEDIES = {"activations": "lower micro_tokens", "keys and values": "lower kv_megabytes", "gradients, AdamW": "train adapters or a smaller model, or take a larger GPU",
-            "logits, and the draw": "lower concurrency", "forward passes": "lower scorer_tokens"}
+REMEDIES = {
+    "activations": "lower micro_tokens",
+    "keys and values": "lower kv_megabytes",
+    "gradients, AdamW": "train adapters or a smaller model, or take a larger GPU",
+    "logits, and the draw": "lower concurrency",
+    "forward passes": "lower scorer_tokens",
+}
 
 
 def advice(plan: MemoryPlan) -> str:
@@ -367,7 +529,11 @@ def advice(plan: MemoryPlan) -> str:
         worst = max((need for need in plan.needs if need.place == place), key=lambda need: need.bytes)
         remedy = REMEDIES.get(worst.what, "take a smaller model or a larger GPU")
         return f"It does not fit on {place.name}: {size(plan.needed(place))} of {size(place.free)}, and a tenth is to stay free. Most goes into the {worst.worker}'s {worst.what}; {remedy}."
-    few = f" The cache holds {plan.average:,} sequences at a time, and concurrency asks for {plan.asked:,}: raise kv_megabytes, or some will wait." if plan.average < plan.asked else ""
+    few = (
+        f" The cache holds {plan.average:,} sequences at a time, and concurrency asks for {plan.asked:,}: raise kv_megabytes, or some will wait."
+        if plan.average < plan.asked
+        else ""
+    )
     return f"It fits.{few}"
 
 # %% ../../nbs/runtime/15_memory_plan.ipynb #memory-show-text
@@ -378,7 +544,13 @@ def heading(plan: MemoryPlan) -> str:
 
 def room(plan: MemoryPlan, place: Place) -> str:
     "What of a place is taken."
-    return "not known how much there is" if isinf(place.free) else f"of {size(place.free)}, {plan.needed(place) / place.free:.0%}" if place.free else "of nothing"
+    return (
+        "not known how much there is"
+        if isinf(place.free)
+        else f"of {size(place.free)}, {plan.needed(place) / place.free:.0%}"
+        if place.free
+        else "of nothing"
+    )
 
 
 def cache_line(plan: MemoryPlan) -> str:
@@ -393,7 +565,11 @@ def plan_text(plan: MemoryPlan) -> str:
     rows = [heading(plan)]
     for place in plan.places:
         rows.append(place.name)
-        rows += [f"  {need.worker:12} {need.what:24} {size(need.bytes):>10}   {need.how}" for need in plan.needs if need.place == place]
+        rows += [
+            f"  {need.worker:12} {need.what:24} {size(need.bytes):>10}   {need.how}"
+            for need in plan.needs
+            if need.place == place
+        ]
         rows.append(f"  {'sum':37} {size(plan.needed(place)):>10}   {room(plan, place)}")
     return "\n".join([*rows, cache_line(plan), advice(plan)])
 
@@ -403,15 +579,42 @@ def plan_html(plan: MemoryPlan) -> str:
     cell = '<td style="text-align:left">{}</td>'
     rows = []
     for place in plan.places:
-        rows += [f"<tr><td></td>{cell.format(f'<b>{escape(place.name)}</b>')}<td><b>{size(plan.needed(place))}</b></td>{cell.format(room(plan, place))}</tr>"]
-        rows += [f"<tr>{cell.format(escape(n.worker))}{cell.format(escape(n.what))}<td>{size(n.bytes)}</td>{cell.format(escape(n.how))}</tr>" for n in plan.needs if n.place == place]
+        rows += [
+            f"<tr><td></td>{cell.format(f'<b>{escape(place.name)}</b>')}<td><b>{size(plan.needed(place))}</b></td>{cell.format(room(plan, place))}</tr>"
+        ]
+        rows += [
+            f"<tr>{cell.format(escape(n.worker))}{cell.format(escape(n.what))}<td>{size(n.bytes)}</td>{cell.format(escape(n.how))}</tr>"
+            for n in plan.needs
+            if n.place == place
+        ]
     mark = "✓" if plan.fits else "✗"
     return f"<p>{escape(heading(plan))}</p><table><tbody>{''.join(rows)}</tbody></table><p>{escape(cache_line(plan))}</p><p>{mark} {escape(advice(plan))}</p>"
 
 
 def plan_facts(plan: MemoryPlan) -> dict:
     "The plan as JSON data, bytes as whole numbers; what is not known is null."
-    places = [{"place": p.name, "free": None if isinf(p.free) else int(p.free), "needed": int(plan.needed(p)),
-               "needs": [{"worker": n.worker, "what": n.what, "bytes": int(n.bytes), "how": n.how} for n in plan.needs if n.place == p]} for p in plan.places]
-    return {"model": plan.model, "parameters": plan.parameters, "source": plan.source, "prompt": plan.prompt, "places": places, "sequences": plan.sequences,
-            "sequences_average": plan.average, "concurrency": plan.asked, "fits": plan.fits, "advice": advice(plan)}
+    places = [
+        {
+            "place": p.name,
+            "free": None if isinf(p.free) else int(p.free),
+            "needed": int(plan.needed(p)),
+            "needs": [
+                {"worker": n.worker, "what": n.what, "bytes": int(n.bytes), "how": n.how}
+                for n in plan.needs
+                if n.place == p
+            ],
+        }
+        for p in plan.places
+    ]
+    return {
+        "model": plan.model,
+        "parameters": plan.parameters,
+        "source": plan.source,
+        "prompt": plan.prompt,
+        "places": places,
+        "sequences": plan.sequences,
+        "sequences_average": plan.average,
+        "concurrency": plan.asked,
+        "fits": plan.fits,
+        "advice": advice(plan),
+    }

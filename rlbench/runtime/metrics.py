@@ -80,6 +80,7 @@ def batch_columns(groups: Sequence[Group], version: int, updates: Sequence[int])
 @dataclass(frozen=True)
 class Tools:
     "What a rollout's episode has cost so far: calls of tools, seconds waited for it, and its context tokens times these seconds."
+
     calls: int = 0
     seconds: float = 0.0
     kv: float = 0.0
@@ -91,6 +92,7 @@ class Tools:
 @dataclass
 class Timeline:
     "When something was the case: since when it is or is not, for the last `reach` seconds."
+
     reach: float = 600.0
     changes: list[tuple[float, bool]] = field(default_factory=lambda: [(0.0, False)])
 
@@ -104,7 +106,9 @@ class Timeline:
     def within(self, begin: float, end: float) -> float:
         "For how many seconds of an interval it was so."
         ends = [at for at, _ in self.changes[1:]] + [end]
-        return sum(max(0.0, min(end, until) - max(begin, since)) for (since, on), until in zip(self.changes, ends) if on)
+        return sum(
+            max(0.0, min(end, until) - max(begin, since)) for (since, on), until in zip(self.changes, ends) if on
+        )
 
 
 def tool_columns(rollouts: Sequence[Rollout], tools: Mapping[tuple[int, int], Tools]) -> dict:
@@ -113,7 +117,12 @@ def tool_columns(rollouts: Sequence[Rollout], tools: Mapping[tuple[int, int], To
         return {}
     spent = [tools.get((r.id, r.attempt), Tools()) for r in rollouts]
     first, last = ([len(r.responses[end]) for r in rollouts] for end in (0, -1))
-    return {"length_first": float(np.mean(first)), "length_last": float(np.mean(last)), "tool_calls": float(np.mean([each.calls for each in spent])), "tool_seconds": float(np.mean([each.seconds for each in spent]))}
+    return {
+        "length_first": float(np.mean(first)),
+        "length_last": float(np.mean(last)),
+        "tool_calls": float(np.mean([each.calls for each in spent])),
+        "tool_seconds": float(np.mean([each.seconds for each in spent])),
+    }
 
 # %% ../../nbs/runtime/01_metrics.ipynb #accounts-intervals
 Z95 = 1.959964
@@ -154,8 +163,14 @@ def turn_columns(groups: Sequence[Group]) -> dict:
     most = max(len(r.responses) for g in groups for r in g.rollouts)
     if most < 2:
         return {}
-    within = [[float(np.mean([bool(r.correct) and len(r.responses) <= turn for r in g.rollouts])) for g in groups] for turn in range(1, most + 1)]
-    return {"turn_rates": [float(np.mean(shares)) for shares in within], **with_interval("gained", "gained", [last - first for first, last in zip(within[0], within[-1])])}
+    within = [
+        [float(np.mean([bool(r.correct) and len(r.responses) <= turn for r in g.rollouts])) for g in groups]
+        for turn in range(1, most + 1)
+    ]
+    return {
+        "turn_rates": [float(np.mean(shares)) for shares in within],
+        **with_interval("gained", "gained", [last - first for first, last in zip(within[0], within[-1])]),
+    }
 
 
 def turns_text(row: Mapping) -> str:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.ledger import ENDED, Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
+from ..base.neighbours import Looker, Neighbours
 from ..loop.config import RunConfig, knobs_in
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, kept
-from ..base.ledger import ENDED, Follower, Place, Status, count_rows, read_rows, read_status, read_table, state_of
-from ..base.neighbours import Looker, Neighbours
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,9 +49,16 @@ class Bins:
         "More columns, unknown so far."
         for name in names:
             self.names.append(name)
-            more = lambda values, fill: np.column_stack([values, np.full(len(values), fill)])
+
+            def more(values, fill):
+                return np.column_stack([values, np.full(len(values), fill)])
+
             self.total, self.count = more(self.total, 0.0), more(self.count, 0.0)
-            self.newest, self.low, self.high = more(self.newest, math.nan), more(self.low, math.inf), more(self.high, -math.inf)
+            self.newest, self.low, self.high = (
+                more(self.newest, math.nan),
+                more(self.low, math.inf),
+                more(self.high, -math.inf),
+            )
 
     def add(self, rows: np.ndarray) -> None:
         "float64 [rows, columns], newer than all before."
@@ -67,8 +74,15 @@ class Bins:
         known = self.count > 0
         mean = np.where(known, self.total / np.maximum(self.count, 1), math.nan)
         low, high = np.where(known, self.low, math.nan), np.where(known, self.high, math.nan)
-        pick = lambda values: {name: values[:, i] for i, name in enumerate(self.names)}
-        return pick(mean) | {n: self.newest[:, i] for i, n in enumerate(self.names) if n in self.last}, pick(low), pick(high)
+
+        def pick(values):
+            return {name: values[:, i] for i, name in enumerate(self.names)}
+
+        return (
+            pick(mean) | {n: self.newest[:, i] for i, n in enumerate(self.names) if n in self.last},
+            pick(low),
+            pick(high),
+        )
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-bins-parts
 def _join(bins: Bins) -> None:
@@ -77,7 +91,11 @@ def _join(bins: Bins) -> None:
     bins.width *= 2
     if len(bins):
         bins.total, bins.count = np.add.reduceat(bins.total, starts), np.add.reduceat(bins.count, starts)
-        bins.low, bins.high, bins.newest = np.minimum.reduceat(bins.low, starts), np.maximum.reduceat(bins.high, starts), bins.newest[ends]
+        bins.low, bins.high, bins.newest = (
+            np.minimum.reduceat(bins.low, starts),
+            np.maximum.reduceat(bins.high, starts),
+            bins.newest[ends],
+        )
 
 
 def _put(bins: Bins, rows: np.ndarray) -> None:
@@ -85,8 +103,12 @@ def _put(bins: Bins, rows: np.ndarray) -> None:
     place = (bins.rows + np.arange(len(rows))) // bins.width
     starts = np.flatnonzero(np.diff(place, prepend=-1))
     known = np.isfinite(rows)
-    parts = (np.add.reduceat(np.where(known, rows, 0.0), starts), np.add.reduceat(known, starts, dtype=float),
-             np.minimum.reduceat(np.where(known, rows, math.inf), starts), np.maximum.reduceat(np.where(known, rows, -math.inf), starts))
+    parts = (
+        np.add.reduceat(np.where(known, rows, 0.0), starts),
+        np.add.reduceat(known, starts, dtype=float),
+        np.minimum.reduceat(np.where(known, rows, math.inf), starts),
+        np.maximum.reduceat(np.where(known, rows, -math.inf), starts),
+    )
     newest = rows[np.append(starts[1:], len(rows)) - 1]
     if place[0] < len(bins):
         bins.total[-1] += parts[0][0]
@@ -94,7 +116,9 @@ def _put(bins: Bins, rows: np.ndarray) -> None:
         bins.low[-1], bins.high[-1] = np.minimum(bins.low[-1], parts[2][0]), np.maximum(bins.high[-1], parts[3][0])
         bins.newest[-1] = newest[0]
         parts, newest = [part[1:] for part in parts], newest[1:]
-    bins.total, bins.count, bins.low, bins.high = (np.concatenate(pair) for pair in zip((bins.total, bins.count, bins.low, bins.high), parts, strict=True))
+    bins.total, bins.count, bins.low, bins.high = (
+        np.concatenate(pair) for pair in zip((bins.total, bins.count, bins.low, bins.high), parts, strict=True)
+    )
     bins.newest = np.concatenate([bins.newest, newest])
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-force
@@ -103,7 +127,11 @@ def over_time(start: object, commands: "pl.DataFrame", knob: str) -> tuple[np.nd
     corners: list[tuple[float, np.ndarray]] = []
     if (value := _numeric(start)) is not None:
         corners.append((0.0, value))
-    rows = [commands[name].to_list() for name in ("knob", "status", "version", "value", "over")] if len(commands) else [[]] * 5
+    rows = (
+        [commands[name].to_list() for name in ("knob", "status", "version", "value", "over")]
+        if len(commands)
+        else [[]] * 5
+    )
     for name, status, version, text, over in zip(*rows, strict=True):
         if name != knob or status != "applied" or version is None or (value := _numeric(_json(text))) is None:
             continue
@@ -112,7 +140,11 @@ def over_time(start: object, commands: "pl.DataFrame", knob: str) -> tuple[np.nd
             corners = [c for c in corners if c[0] <= version]
             corners += [(float(version), before)]
         corners.append((float(version + (over or 0)), value))
-    return (np.array([c[0] for c in corners]), np.array([c[1] for c in corners])) if corners else (np.zeros(0), np.zeros((0, 1)))
+    return (
+        (np.array([c[0] for c in corners]), np.array([c[1] for c in corners]))
+        if corners
+        else (np.zeros(0), np.zeros((0, 1)))
+    )
 
 
 def at_version(corners: Sequence[tuple[float, np.ndarray]], version: float) -> np.ndarray:
@@ -127,7 +159,11 @@ def at_version(corners: Sequence[tuple[float, np.ndarray]], version: float) -> n
 
 def _numeric(value) -> np.ndarray | None:
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
-    return np.array(parts, float) if parts and all(isinstance(p, (int, float)) and not isinstance(p, bool) for p in parts) else None
+    return (
+        np.array(parts, float)
+        if parts and all(isinstance(p, (int, float)) and not isinstance(p, bool) for p in parts)
+        else None
+    )
 
 
 def _json(text: str):
@@ -140,6 +176,7 @@ def _json(text: str):
 @dataclass(frozen=True, eq=False)
 class Ribbon:
     "A rollout of the newest batch, and the policy version of each of its tokens."
+
     rollout: int
     level: int
     correct: bool | None
@@ -150,6 +187,7 @@ class Ribbon:
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     "What a view knows of a run at a moment. Columns are float64 by name; times are seconds."
+
     name: str
     now: float  # when this was read, since 1970
     state: str  # starting, running, paused, finished, stopped, failed or dead
@@ -171,7 +209,9 @@ class Snapshot:
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
     sampled: int  # of so many rollouts of that batch one was counted
     ribbons: tuple[Ribbon, ...]
-    lost: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # level -> (attempts, share of them dropped), of the newest
+    lost: Mapping[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # level -> (attempts, share of them dropped), of the newest
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
@@ -197,7 +237,13 @@ def value(snapshot: Snapshot, knob: str) -> object:
     x, corners = corners_of(snapshot, knob)
     if len(x) > 1:
         now = at_version(list(zip(x, corners, strict=True)), float(snapshot.version))
-        return float(now[0]) if len(now) == 1 and not isinstance(_configured(snapshot, knob), int) else round(float(now[0])) if len(now) == 1 else tuple(map(float, now))
+        return (
+            float(now[0])
+            if len(now) == 1 and not isinstance(_configured(snapshot, knob), int)
+            else round(float(now[0]))
+            if len(now) == 1
+            else tuple(map(float, now))
+        )
     return _configured(snapshot, knob)
 
 
@@ -213,23 +259,130 @@ def _configured(snapshot: Snapshot, knob: str) -> object:
     return found if found is not None else knobs_in(RunConfig)[knob][1] if knob in knobs_in(RunConfig) else None
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-tables
-ACTOR_COLUMNS = tuple(f"{actor}_{part}" for actor in ("generator", "environment", "trainer", "scorer") for part in ("compute", "wait", "publish", "overhead"))
+ACTOR_COLUMNS = tuple(
+    f"{actor}_{part}"
+    for actor in ("generator", "environment", "trainer", "scorer")
+    for part in ("compute", "wait", "publish", "overhead")
+)
+
+# %% ../../nbs/runtime/12_run_reader.ipynb #view-tables-part-2
 STEP_COLUMNS = (
-    "version", "at", "seconds", "trained_tokens", "generated_tokens", "decode_tokens", "queue_depth", "live_groups", "running", "kv_used",
-    "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "mixed_share", "discard_count", "discard_tokens", "unfinished_at_fill",
-    "bias_length", "bias_level", "bias_turns", "infra_masked", "infra_failed", "tripped", "turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "solve_rate", "all_pass", "all_fail", "reward_mean", "reward_std", "reward_min", "reward_max",
-    "length_mean", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "length_max", "truncated", "trained_reward", "trained_solve_rate", "trained_length",
-    "loss", "entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "logprob_diff_mean", "logprob_diff_max", "ess", "value_loss", "value_explained", "publish_seconds", "memory_generate", "memory_train", *ACTOR_COLUMNS,
+    "version",
+    "at",
+    "seconds",
+    "trained_tokens",
+    "generated_tokens",
+    "decode_tokens",
+    "queue_depth",
+    "live_groups",
+    "running",
+    "kv_used",
+    "lag_in_flight",
+    "lag_in_queue",
+    "lag_max",
+    "lag_trajectory",
+    "lag_token",
+    "lag_state",
+    "mixed_share",
+    "discard_count",
+    "discard_tokens",
+    "unfinished_at_fill",
+    "bias_length",
+    "bias_level",
+    "bias_turns",
+    "infra_masked",
+    "infra_failed",
+    "tripped",
+    "turns",
+    "length_first",
+    "length_last",
+    "tool_calls",
+    "tool_seconds",
+    "tool_kv",
+    "stalled",
+    "efficiency",
+    "solve_rate",
+    "all_pass",
+    "all_fail",
+    "reward_mean",
+    "reward_std",
+    "reward_min",
+    "reward_max",
+    "length_mean",
+    "length_p10",
+    "length_p25",
+    "length_p50",
+    "length_p75",
+    "length_p90",
+    "length_max",
+    "truncated",
+    "trained_reward",
+    "trained_solve_rate",
+    "trained_length",
+    "loss",
+    "entropy",
+    "grad_norm",
+    "clip_low",
+    "clip_high",
+    "kl_sampler",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "ess",
+    "value_loss",
+    "value_explained",
+    "publish_seconds",
+    "memory_generate",
+    "memory_train",
+    *ACTOR_COLUMNS,
 )  # numbers that are drawn
+
+# %% ../../nbs/runtime/12_run_reader.ipynb #view-tables-part-3
 TABLE_COLUMNS = {
     "steps": (*STEP_COLUMNS, "solve_levels", "solve_rates"),
     "evals": ("eval", "version", "at", "avg", "avg_low", "avg_high"),
     "commands": ("command", "author", "knob", "value", "over", "status", "reason", "apply", "version", "at"),
     "groups": ("at", "fate", "size", "solved", "tokens"),
-    "rollouts": ("rollout", "try", "level", "fate", "correct", "reward", "part_names", "part_values", "length", "newest", "trained_at"),
-    "verdicts": ("rollout", "at", "seconds", "version", "score", "ends", "tripwires", "warm", "runs", "tier", "phase_names", "phase_seconds", "pool_starting", "pool_ready", "pool_busy", "pool_lost"),
+    "rollouts": (
+        "rollout",
+        "try",
+        "level",
+        "fate",
+        "correct",
+        "reward",
+        "part_names",
+        "part_values",
+        "length",
+        "newest",
+        "trained_at",
+    ),
+    "verdicts": (
+        "rollout",
+        "at",
+        "seconds",
+        "version",
+        "score",
+        "ends",
+        "tripwires",
+        "warm",
+        "runs",
+        "tier",
+        "phase_names",
+        "phase_seconds",
+        "pool_starting",
+        "pool_ready",
+        "pool_busy",
+        "pool_lost",
+    ),
 }
-RECENT, COMMANDS, GROUPS, ROLLOUTS, TOKENS = 64, 500, 4096, 20_000, 200_000  # rows kept as they are; tokens of the newest batch that are looked at
+
+# %% ../../nbs/runtime/12_run_reader.ipynb #view-tables-part-4
+RECENT, COMMANDS, GROUPS, ROLLOUTS, TOKENS = (
+    64,
+    500,
+    4096,
+    20_000,
+    200_000,
+)  # rows kept as they are; tokens of the newest batch that are looked at
 
 
 def begin(folder: Path, table: str, rows: int) -> Place:
@@ -243,7 +396,12 @@ def step_rows(frame: "pl.DataFrame", bins: Bins, so_far: float) -> np.ndarray:
 
     plain = frame.select(STEP_COLUMNS).cast(pl.Float64).to_numpy()
     tokens = so_far + np.cumsum(np.nan_to_num(plain[:, STEP_COLUMNS.index("generated_tokens")]))
-    rates = frame.select("solve_levels", "solve_rates").with_row_index("row").explode("solve_levels", "solve_rates").drop_nulls()
+    rates = (
+        frame.select("solve_levels", "solve_rates")
+        .with_row_index("row")
+        .explode("solve_levels", "solve_rates")
+        .drop_nulls()
+    )
     found, level = np.unique(rates["solve_levels"].to_numpy(), return_inverse=True)
     bins.grow(name for name in (f"level {n}" for n in found.tolist()) if name not in bins.names)
     levels = np.full((len(plain), len(bins.names) - len(STEP_COLUMNS) - 1), math.nan)
@@ -252,7 +410,9 @@ def step_rows(frame: "pl.DataFrame", bins: Bins, so_far: float) -> np.ndarray:
     return np.column_stack([plain, tokens, levels])
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-batch
-def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, shown: int = 8) -> tuple[int, np.ndarray, tuple[Ribbon, ...]]:
+def newest_batch(
+    rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, shown: int = 8
+) -> tuple[int, np.ndarray, tuple[Ribbon, ...]]:
     "(version it made, its tokens by lag, some of its rollouts evenly chosen) of the newest batch; -1 and nothing if these rows hold none."
     import polars as pl
 
@@ -260,14 +420,29 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
     if not len(batch):
         return -1, np.zeros(0, int), ()
     version = int(batch["trained_at"].max())
-    rows = batch.filter(pl.col("trained_at") == version).join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
+    rows = (
+        batch.filter(pl.col("trained_at") == version).join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
+    )
     if not len(rows):
         return -1, np.zeros(0, int), ()
-    weighed = rows.select("versions", "mask").explode("versions", "mask").filter(pl.col("mask") > 0)["versions"].drop_nulls().to_numpy()
+    weighed = (
+        rows.select("versions", "mask")
+        .explode("versions", "mask")
+        .filter(pl.col("mask") > 0)["versions"]
+        .drop_nulls()
+        .to_numpy()
+    )
     lags = np.bincount(np.maximum(0, version - 1 - weighed)) * every if len(weighed) else np.zeros(0, int)
     chosen = rows[sorted({len(rows) * i // shown for i in range(shown)} if len(rows) else set())]
     names = ("rollout", "level", "correct", "versions", "turn")
-    return version, lags, tuple(Ribbon(r, n or 0, c, np.array(v, int), np.array(t or (), int)) for r, n, c, v, t in chosen.select(names).iter_rows())
+    return (
+        version,
+        lags,
+        tuple(
+            Ribbon(r, n or 0, c, np.array(v, int), np.array(t or (), int))
+            for r, n, c, v, t in chosen.select(names).iter_rows()
+        ),
+    )
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-view
 class View:
@@ -367,7 +542,12 @@ def _forget(view: View) -> None:
     "Keep the tokens of few batches, and read them as thinly as a batch is long."
     newest = dict(zip(STEP_COLUMNS, view.recent[-1], strict=False)) if len(view.recent) else {}
     view.tokens.every = max(1, math.ceil(np.nan_to_num(newest.get("trained_tokens", 0.0)) / TOKENS))
-    rows = max(64, 2 * len(view.frames["rollouts"].filter(view.frames["rollouts"]["trained_at"] == view.batch[0])) // view.tokens.every)
+    rows = max(
+        64,
+        2
+        * len(view.frames["rollouts"].filter(view.frames["rollouts"]["trained_at"] == view.batch[0]))
+        // view.tokens.every,
+    )
     view.frames["tokens"] = view.frames["tokens"].tail(max(rows, 4096 // view.tokens.every))
 
 # %% ../../nbs/runtime/12_run_reader.ipynb #view-view-parts
@@ -421,11 +601,43 @@ def _snapshot(view: View, now: float, status: Status | None, alive_at: float) ->
     state = state_of(status)
     begun = Counter(read_table(view.folder, "events", ["kind"])["kind"].to_list()) if state == "starting" else {}
     return Snapshot(
-        name=view.folder.resolve().name, now=now, state=state, begun=begun, status=status, alive_at=alive_at, config=view.config, seen={table: place.seq + 1 for follower in (view.follower, view.tokens) for table, place in follower.places.items()},
-        steps=mean, low=low, high=high, recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
-        evals=rows, held_out=name, eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()), commands=frames["commands"], groups=frames["groups"],
-        rollouts=served.select(pl.max_horizontal("newest", "trained_at").alias("version"), "trained_at", "correct", "reward", "length", "part_names", "part_values"),
-        batch=version, lags=lags, sampled=view.tokens.every, ribbons=ribbons, lost=view.lost, verdicts=frames["verdicts"], prediction=newest_prediction(view),
+        name=view.folder.resolve().name,
+        now=now,
+        state=state,
+        begun=begun,
+        status=status,
+        alive_at=alive_at,
+        config=view.config,
+        seen={
+            table: place.seq + 1
+            for follower in (view.follower, view.tokens)
+            for table, place in follower.places.items()
+        },
+        steps=mean,
+        low=low,
+        high=high,
+        recent={n: view.recent[:, i] for i, n in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
+        evals=rows,
+        held_out=name,
+        eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()),
+        commands=frames["commands"],
+        groups=frames["groups"],
+        rollouts=served.select(
+            pl.max_horizontal("newest", "trained_at").alias("version"),
+            "trained_at",
+            "correct",
+            "reward",
+            "length",
+            "part_names",
+            "part_values",
+        ),
+        batch=version,
+        lags=lags,
+        sampled=view.tokens.every,
+        ribbons=ribbons,
+        lost=view.lost,
+        verdicts=frames["verdicts"],
+        prediction=newest_prediction(view),
         neighbours=neighbours_here(view, status),
     )
 

@@ -13,9 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..loop.config import RunConfig, captured_functions, check_built, check_guard, load_config, read_config, value_of, with_knob
-from ..loop.guards import Guard, without
 from ..base.ledger import ENDED, read_command, read_commands, read_status, read_table, send_command, state_of
+from rlbench.loop.config import (
+    RunConfig,
+    captured_functions,
+    check_built,
+    check_guard,
+    load_config,
+    read_config,
+    value_of,
+    with_knob,
+)
+from ..loop.guards import Guard, without
 from ..loop.loop import BALANCE, VERBS, check_ramp
 
 # %% ../../nbs/runtime/10_steer.ipynb #steer-in-force
@@ -23,7 +32,15 @@ def in_force(folder: Path) -> RunConfig:
     "The configuration as it is now: that of the start, and what was turned since."
     config, status = read_config(folder), read_status(folder)
     turned = status.changed if status else {}
-    return load_config(config, {field: turned[field][0] for field in sorted(turned, key=lambda f: "." in f)}, captured_functions(folder)) if turned else config
+    return (
+        load_config(
+            config,
+            {field: turned[field][0] for field in sorted(turned, key=lambda f: "." in f)},
+            captured_functions(folder),
+        )
+        if turned
+        else config
+    )
 
 # %% ../../nbs/runtime/10_steer.ipynb #steer-changed
 def _changed(folder: Path, config: RunConfig, knob: str, value: object) -> RunConfig:
@@ -90,7 +107,9 @@ def check_live(folder: Path, knob: str) -> None:
     "ValueError if the run has ended or its process is gone."
     state = state_of(read_status(folder))
     if state in (*ENDED, "dead"):
-        raise ValueError(f"{knob}: the run {folder.name!r} is {state}; only a live run takes commands; rlbench resume {folder.name} goes on from its last checkpoint")
+        raise ValueError(
+            f"{knob}: the run {folder.name!r} is {state}; only a live run takes commands; rlbench resume {folder.name} goes on from its last checkpoint"
+        )
 
 
 def me() -> str:
@@ -104,6 +123,7 @@ def me() -> str:
 @dataclass(frozen=True)
 class StandingChange:
     "A setting that was changed and not put back: the knob, its value before and its value since."
+
     knob: str
     before: object
     after: object
@@ -148,7 +168,6 @@ def undo_change(folder: Path, author: str = "") -> StandingChange:
     change = last_change(folder)
     ask(folder, change.knob, change.before, author=author)
     return change
-
 
 # %% ../../nbs/runtime/10_steer.ipynb #steer-guard
 def guards(folder: Path) -> list[Guard]:

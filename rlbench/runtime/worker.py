@@ -24,7 +24,6 @@ import hashlib
 import inspect
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -38,29 +37,78 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import TRAINER, Manifest, link_or_copy, read_manifest, read_trainer, read_weights, write_trainer
-from ..loop.config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
-from ..objective.correction import tis
-from ..environments.code_datasets import ALL_SETS
-from ..environments.environment import Bell, EnvironmentActor, Forget, FunctionFailed, Owned, Pooled, ScoreResult, ScriptedEnvironment, SingleTurn, TurnResult, check_canaries, function_name, guarded, is_scripted_right
-from ..environments.verifiers_adapter import verifiers
-from ..generator import PacedGenerator, Request, Result, ScriptedGenerator, scripted
-from ..knobs import FileFunction, bind, ingredients_of, key_of
 from ..base.ledger import FAILED_PUBLISH, WEIGHTS_FILE, drilled
-from ..objective.objective import PARTS, Objective
-from .actors import Spent, Turn, serve
-from ..records import Group, Sampling, Segment, StopReason, Task, TrainMetrics, response_segment, stream_key, uniforms
-from ..sandbox.types import Fault
-from ..sandbox.grading_task import read_code_task
+from ..environments.code_datasets import ALL_SETS
+from rlbench.environments.environment import (
+    Bell,
+    EnvironmentActor,
+    Forget,
+    FunctionFailed,
+    Owned,
+    Pooled,
+    ScoreResult,
+    ScriptedEnvironment,
+    SingleTurn,
+    TurnResult,
+    check_canaries,
+    function_name,
+    guarded,
+    is_scripted_right,
+)
 from ..environments.step_verifier import pieces_of, place_steps
 from ..environments.tasks import make_tasks
-from ..training.scoring_models import REFERENCE_FILE, Judge, Models, ScorerActor, check_endpoint, check_vocabulary, length_of, looked_up, reach, read_reference, scripted_models, trace, whole, write_reference
+from ..environments.verifiers_adapter import verifiers
+from ..generator import PacedGenerator, Request, Result, ScriptedGenerator
+from ..knobs import FileFunction, bind, ingredients_of, key_of
+from ..loop.config import FUNCTIONS, RunConfig, asked, captured_functions, read_config
+from ..objective.correction import tis
+from ..objective.objective import PARTS, Objective
+from rlbench.records import (
+    Group,
+    Sampling,
+    Segment,
+    StopReason,
+    Task,
+    TrainMetrics,
+    response_segment,
+    stream_key,
+    uniforms,
+)
+from .actors import Spent, Turn, serve
+from rlbench.runtime.checkpoint import (
+    TRAINER,
+    Manifest,
+    link_or_copy,
+    read_manifest,
+    read_trainer,
+    read_weights,
+    write_trainer,
+)
+from ..sandbox.grading_task import read_code_task
+from ..sandbox.types import Fault
+from rlbench.training.scoring_models import (
+    REFERENCE_FILE,
+    Judge,
+    Models,
+    ScorerActor,
+    check_endpoint,
+    check_vocabulary,
+    length_of,
+    looked_up,
+    reach,
+    read_reference,
+    scripted_models,
+    trace,
+    whole,
+    write_reference,
+)
 from ..untrusted import make_visible
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-messages
 @dataclass(frozen=True, eq=False)
 class WriteJob:
     "Write a response. `stream` is the random stream's key; in a later turn `before` are the tokens so far, int32 [T], and `prompt` what the environment shows after them."
+
     key: tuple[int, int]
     prompt: str
     sampling: Sampling
@@ -74,12 +122,14 @@ class WriteJob:
 @dataclass(frozen=True)
 class GenerateJobs:
     "Responses wanted."
+
     jobs: tuple[WriteJob, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
     "Train on these groups to make `version`."
+
     groups: tuple[Group, ...]
     version: int
 
@@ -87,18 +137,21 @@ class TrainJob:
 @dataclass(frozen=True)
 class PublishJob:
     "To the trainer: hand over the trained weights as `version`."
+
     version: int
 
 
 @dataclass(frozen=True)
 class LoadJob:
     "To a generator elsewhere: `version` or a newer one is there; load it."
+
     version: int
 
 
 @dataclass(frozen=True)
 class AbortJob:
     "Stop writing these; answers come as aborted responses."
+
     keys: tuple[tuple[int, int], ...]
     keep: bool
 
@@ -106,6 +159,7 @@ class AbortJob:
 @dataclass(frozen=True)
 class FitJob:
     "Say whether these prompts fit; `id` is that of the command that brought them."
+
     id: str
     prompts: tuple[str, ...]
 
@@ -113,6 +167,7 @@ class FitJob:
 @dataclass(frozen=True)
 class SaveJob:
     "Save the policy as a Hugging Face folder."
+
     version: int
     folder: str
 
@@ -120,12 +175,14 @@ class SaveJob:
 @dataclass(frozen=True)
 class ConfigureJob:
     "The configuration in force."
+
     config: RunConfig
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-said
 @dataclass(frozen=True)
 class Ready:
     "The worker is up; `slots` is what its generator can hold, `version` that of the generator's weights."
+
     slots: int = 0
     version: int = 0
     model: str = ""
@@ -134,6 +191,7 @@ class Ready:
 @dataclass(frozen=True, eq=False)
 class Written:
     "A finished or aborted response; in a later turn `prompt_tokens` are those of what the environment showed before it."
+
     key: tuple[int, int]
     prompt_tokens: np.ndarray
     segment: Segment
@@ -145,6 +203,7 @@ class Written:
 @dataclass(frozen=True, eq=False)
 class BatchTrained:
     "A batch is trained; advantages by rollout id, and what became of each rollout's tokens (`rlbench.training.trainer.Told`)."
+
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]
@@ -154,6 +213,7 @@ class BatchTrained:
 @dataclass(frozen=True)
 class BatchFailed:
     "A batch could not be trained, and the weights are as before; `field`: where the function stands that raised, if that is known."
+
     version: int
     message: str
     field: str
@@ -162,6 +222,7 @@ class BatchFailed:
 @dataclass(frozen=True)
 class Fitted:
     "Why the prompts of a command do not fit; empty if they do."
+
     id: str
     reason: str
 
@@ -169,6 +230,7 @@ class Fitted:
 @dataclass(frozen=True)
 class WeightsWritten:
     "The trainer has handed over the weights of `version`."
+
     version: int
     seconds: float
 
@@ -176,6 +238,7 @@ class WeightsWritten:
 @dataclass(frozen=True)
 class WeightsLoaded:
     "The generator has the weights of `version`."
+
     version: int
     seconds: float
 
@@ -183,6 +246,7 @@ class WeightsLoaded:
 @dataclass(frozen=True)
 class PolicySaved:
     "The policy is on disk."
+
     version: int
     folder: str
     weights: str = ""  # their hash
@@ -191,6 +255,7 @@ class PolicySaved:
 @dataclass(frozen=True)
 class Running:
     "How full the generator is, and what it says of its cache since the last time."
+
     running: int
     kv_used: float
     prefix_hits: int = 0
@@ -200,6 +265,7 @@ class Running:
 @dataclass(frozen=True)
 class Held:
     "More memory than was said before: the most that a phase (generate, train) has held, in bytes."
+
     phase: str
     bytes: float
 
@@ -207,6 +273,7 @@ class Held:
 @dataclass(frozen=True)
 class CheckpointJob:
     "Write the trainer's half of a checkpoint into a folder."
+
     version: int
     folder: str
 
@@ -214,6 +281,7 @@ class CheckpointJob:
 @dataclass(frozen=True)
 class CheckpointWritten:
     "The trainer's half is there, of the policy's `version`; or `message` says why it is not."
+
     version: int
     folder: str
     message: str
@@ -223,6 +291,7 @@ class CheckpointWritten:
 @dataclass(frozen=True)
 class ReferenceJob:
     "To the trainer: write its weights into a file, as the reference of `version`. To the scorer: read them from there."
+
     version: int
     file: str
 
@@ -230,6 +299,7 @@ class ReferenceJob:
 @dataclass(frozen=True)
 class ReferenceWritten:
     "The file is there, or `message` says why it is not."
+
     version: int
     message: str = ""
 
@@ -237,6 +307,7 @@ class ReferenceWritten:
 @dataclass(frozen=True)
 class ReferenceRead:
     "The scorer's reference is that of `version`."
+
     version: int
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-halves
@@ -254,26 +325,38 @@ class Writer:
     longest: int = 10**9  # tokens of the longest prompt it was built for
     observe: Callable[[str], np.ndarray] | None = None  # tokens of what an environment shows; None: as of a prompt
     room: int = 10**9  # tokens of a whole episode it was built for
-    say: Callable[[Task, int, np.ndarray], str] | None = None  # text of a scripted response by task, rollout and tokens; None: the tokens' own
+    say: Callable[[Task, int, np.ndarray], str] | None = (
+        None  # text of a scripted response by task, rollout and tokens; None: the tokens' own
+    )
 
 
 @dataclass
 class Learner:
     "What trains. `publish(version)` hands the weights over."
 
-    train: Callable[[tuple[Group, ...], int], tuple[TrainMetrics, dict[int, float], float, dict[int, object]]]  # metrics, advantages, seconds of compute, what became of tokens
+    train: Callable[
+        [tuple[Group, ...], int], tuple[TrainMetrics, dict[int, float], float, dict[int, object]]
+    ]  # metrics, advantages, seconds of compute, what became of tokens
     publish: Callable[[int], None]
     save: Callable[[str], str]  # returns the hash of the weights
     configure: Callable[[RunConfig], None]
     name: str = ""
-    checkpoint: Callable[[str], str] = lambda folder: ""  # writes all that training needs to go on; returns the hash of the weights
+    checkpoint: Callable[[str], str] = lambda folder: (
+        ""
+    )  # writes all that training needs to go on; returns the hash of the weights
     reference: Callable[[int, str], None] = lambda version, file: None  # writes the weights alone, for a scorer
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-scripted
 def scripted_writer(config: RunConfig, kind: Callable[..., ScriptedGenerator] = ScriptedGenerator) -> Writer:
     "No model: scripted responses, of a generator of this kind."
     v = config.virtual
-    generator = kind(mean=v.scripted_length, tail=v.scripted_tail, hardship=v.scripted_hardship, slots=max(1024, config.concurrency), context=1_000_000)
+    generator = kind(
+        mean=v.scripted_length,
+        tail=v.scripted_tail,
+        hardship=v.scripted_hardship,
+        slots=max(1024, config.concurrency),
+        context=1_000_000,
+    )
 
     def load(version: int, cache: str) -> int:
         generator.load(version, None, cache)
@@ -281,20 +364,43 @@ def scripted_writer(config: RunConfig, kind: Callable[..., ScriptedGenerator] = 
         generator.script = partial(generator.script, mean=mean)
         return version
 
-    return Writer(generator, (0,), encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
-                  decode=lambda tokens: " ".join(map(str, tokens)), load=load, name="scripted")
+    return Writer(
+        generator,
+        (0,),
+        encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        load=load,
+        name="scripted",
+    )
 
 
 def scripted_learner() -> Learner:
     "No model: training that only counts."
-    return Learner(lambda groups, version: (TrainMetrics(), {}, 0.0, {}), lambda version: None, lambda folder: "", lambda config: None, "scripted")
+    return Learner(
+        lambda groups, version: (TrainMetrics(), {}, 0.0, {}),
+        lambda version: None,
+        lambda folder: "",
+        lambda config: None,
+        "scripted",
+    )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-stated
 def stated_cost(config: RunConfig) -> Callable[[Spent], float]:
     "Seconds that a configuration states for a piece of work."
     v = config.virtual
-    rates = {"train": v.train, "publish": v.publish / 2, "load": v.publish / 2, "reference": v.publish / 2, "score": v.score, "forward": v.forward}
-    return lambda s: v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens if s.work == "decode" else rates.get(s.work, 0.0) * s.units
+    rates = {
+        "train": v.train,
+        "publish": v.publish / 2,
+        "load": v.publish / 2,
+        "reference": v.publish / 2,
+        "score": v.score,
+        "forward": v.forward,
+    }
+    return lambda s: (
+        v.decode * s.units + v.sequence * s.decode_tokens + v.prefill * s.prefill_tokens
+        if s.work == "decode"
+        else rates.get(s.work, 0.0) * s.units
+    )
 
 
 def wait_stated(config: RunConfig, work: str, units: float) -> float:
@@ -348,7 +454,9 @@ def paced_learner(config: RunConfig, folder: Path | None) -> Learner:
     "No model, in real time: training that takes the stated time and draws its metrics. There are no weights: publishing hands over the version alone, and a checkpoint of it holds no files."
     in_force = [config]
 
-    def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
+    def train(
+        groups: tuple[Group, ...], version: int
+    ) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
         now = in_force[0]
         seconds = wait_stated(now, "train", sum(r.length for g in groups for r in g.rollouts))
         return scripted_metrics(now.seed, version, now.learning_rate), {}, seconds, {}
@@ -390,14 +498,24 @@ def warm(function: Callable) -> Callable:
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
     "The objective that a configuration names; a function of it that raises says which one it is."
     bound = {field: guarded(field, functions.bound(config, field)) for field in (*PARTS, "replay_correction")}
-    bound |= {field: sound(field, bound[field]) for field in ("loss", "correction", "aggregation", "kl", "replay_correction")}
+    bound |= {
+        field: sound(field, bound[field]) for field in ("loss", "correction", "aggregation", "kl", "replay_correction")
+    }
     replayed = bound.pop("replay_correction")
-    return Objective(**{**bound, "kl": None if key_of(config.kl) == "none" else bound["kl"]}, old=config.old, kl_in=config.kl_in, kl_weight=config.kl_weight,
-                     entropy_weight=config.entropy_weight, partials=tis if key_of(config.correction) == "none" else bound["correction"], replayed=replayed)
+    return Objective(
+        **{**bound, "kl": None if key_of(config.kl) == "none" else bound["kl"]},
+        old=config.old,
+        kl_in=config.kl_in,
+        kl_weight=config.kl_weight,
+        entropy_weight=config.entropy_weight,
+        partials=tis if key_of(config.correction) == "none" else bound["correction"],
+        replayed=replayed,
+    )
 
 
 def sound(field: str, function: Callable) -> Callable:
     "A function of tokens, raising FunctionFailed if what it returns cannot be trained with."
+
     @wraps(function)
     def checked(first_RT, *args, **kwargs):
         from rlbench.objective.loss import unsound, unsound_weights
@@ -436,16 +554,23 @@ def _settings(config: RunConfig) -> dict:
 
 
 def _critic_settings(config: RunConfig) -> dict:
-    return {**_settings(config), "learning_rate": config.critic_learning_rate, "epochs": config.critic_epochs, "clip": config.value_clip}
+    return {
+        **_settings(config),
+        "learning_rate": config.critic_learning_rate,
+        "epochs": config.critic_epochs,
+        "clip": config.value_clip,
+    }
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-torch-writer
 def torch_policy(config: RunConfig, device: str = ""):
     "The policy that a configuration names, with adapters and output layer as asked and this process settled for it; `device`: where it is to be, if not where the configuration says. Raises ValueError for a model or device that is not there."
-    from rlbench.models.lora import adapt
     from rlbench.engines.torch import settle_cpu
+    from rlbench.models.lora import adapt
     from rlbench.models.model import fp32_head, load_policy
 
-    warnings.filterwarnings("ignore", "The value of the smallest subnormal", UserWarning)  # numpy notices flushed denormals
+    warnings.filterwarnings(
+        "ignore", "The value of the smallest subnormal", UserWarning
+    )  # numpy notices flushed denormals
     settle_cpu()
     policy, lora = load_policy(config.model, device or device_of(config)), config.lora
     if config.logits == "fp32":
@@ -463,12 +588,27 @@ def new_generator(config: RunConfig, policy, room: int):
     if config.generator == "vllm":
         from rlbench.engines.vllm import VllmGenerator
 
-        return VllmGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32", options=config.vllm)
+        return VllmGenerator(
+            policy.model,
+            room,
+            config.kv_megabytes * 1e6,
+            device=device_of(config),
+            dtype=dtype,
+            fp32_logits=config.logits == "fp32",
+            options=config.vllm,
+        )
     from rlbench.engines.torch import TorchGenerator
 
-    return TorchGenerator(policy.model, room, config.kv_megabytes * 1e6, device=device_of(config), dtype=dtype, fp32_logits=config.logits == "fp32")
+    return TorchGenerator(
+        policy.model,
+        room,
+        config.kv_megabytes * 1e6,
+        device=device_of(config),
+        dtype=dtype,
+        fp32_logits=config.logits == "fp32",
+    )
 
-
+# %% ../../nbs/runtime/07_worker.ipynb #worker-torch-writer-part-2
 def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[object, int, str], int]) -> Writer:
     "A generator over a policy; `load(generator, version, cache)` fetches weights. Raises ValueError for what only the model can tell: context, KV budget, architecture."
     from rlbench.models.model import decode_response, encode_observation, encode_prompt
@@ -480,21 +620,40 @@ def model_writer(config: RunConfig, prompts: list[str], policy, load: Callable[[
     try:
         generator = new_generator(config, policy, room)
     except ValueError as error:
-        raise ValueError(f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}" if str(error).startswith("kv_bytes") else str(error)) from None
-    return Writer(generator, policy.stop_ids, encode, lambda t: decode_response(policy, t),
-                  lambda version, cache: load(generator, version, cache), policy.name, longest=longest, observe=partial(encode_observation, policy), room=room)
+        raise ValueError(
+            f"kv_megabytes: {config.kv_megabytes:g} MB of KV is too little for one sequence: {error}"
+            if str(error).startswith("kv_bytes")
+            else str(error)
+        ) from None
+    return Writer(
+        generator,
+        policy.stop_ids,
+        encode,
+        lambda t: decode_response(policy, t),
+        lambda version, cache: load(generator, version, cache),
+        policy.name,
+        longest=longest,
+        observe=partial(encode_observation, policy),
+        room=room,
+    )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-critic
 def critic_of(config: RunConfig, policy):
     "The critic that a configuration asks for, beginning as the policy it is trained beside (with adapters: as the policy was before them); None without."
     if not config.critic:
         return None
-    from rlbench.training.critic import CriticConfig, ValueCritic
     from rlbench.models.heads import new_value_model
     from rlbench.models.model import load_policy
+    from rlbench.training.critic import CriticConfig, ValueCritic
 
     whole = load_policy(config.model, device_of(config)) if config.lora.rank else policy
-    return ValueCritic(new_value_model(whole), CriticConfig(**_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing), device_of(config))
+    return ValueCritic(
+        new_value_model(whole),
+        CriticConfig(
+            **_critic_settings(config), precision=config.precision, gradient_checkpointing=config.gradient_checkpointing
+        ),
+        device_of(config),
+    )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-beside
 def step_rewards(decode: Callable, rollout) -> np.ndarray:
@@ -502,7 +661,12 @@ def step_rewards(decode: Callable, rollout) -> np.ndarray:
     pieces = pieces_of(rollout.responses[-1].tokens.tolist(), decode) if rollout.steps else []
     ends_T = place_steps([(end, 1.0) for end, _ in rollout.steps], pieces) > 0
     placed_T = np.where(ends_T, place_steps(rollout.steps, pieces), np.nan) if len(pieces) else None
-    return np.concatenate([placed_T if placed_T is not None and s is rollout.responses[-1] else np.full(len(s), np.nan) for s in rollout.segments])
+    return np.concatenate(
+        [
+            placed_T if placed_T is not None and s is rollout.responses[-1] else np.full(len(s), np.nan)
+            for s in rollout.segments
+        ]
+    )
 
 
 def replayed_groups(config: RunConfig) -> int:
@@ -517,14 +681,19 @@ def shown_of(config: RunConfig) -> int:
 
 def beside_of(config: RunConfig, policy):
     "What stands beside a run's model: replay, demonstrations, and how the ends of steps are found among tokens. ValueError for demonstrations that the policy cannot express."
-    from rlbench.training.batch import Demonstrations, demonstration
     from rlbench.models.model import decode_response
+    from rlbench.training.batch import Demonstrations, demonstration
     from rlbench.training.sft import encode_all, read_demonstrations
     from rlbench.training.trainer import Beside, Replay
 
     examples, _ = encode_all(policy, read_demonstrations(config.demonstrations)) if config.demonstrations else ([], 0)
     rows = tuple(demonstration(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
-    return Beside(critic=critic_of(config, policy), replay=Replay(replayed_groups(config), config.replay_share), shown=Demonstrations(rows, shown_of(config), config.seed), steps=partial(step_rewards, partial(decode_response, policy)))
+    return Beside(
+        critic=critic_of(config, policy),
+        replay=Replay(replayed_groups(config), config.replay_share),
+        shown=Demonstrations(rows, shown_of(config), config.seed),
+        steps=partial(step_rewards, partial(decode_response, policy)),
+    )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-torch-learner
 def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | None, team):
@@ -534,8 +703,21 @@ def make_trainer(config: RunConfig, policy, functions: Functions, start: Path | 
     from rlbench.training.trainer import Trainer, TrainerConfig
 
     torch.manual_seed(config.seed + team.rank)  # of an adapter's dropout, the only draws in training
-    settings = TrainerConfig(**_settings(config), precision=config.precision, device=device_of(config), gradient_checkpointing=config.gradient_checkpointing, packing=config.packing)
-    trainer = Trainer(policy.model, settings, objective_of(config, functions), policy.pad_id, team, beside_of(config, policy) if team.rank == 0 else None)
+    settings = TrainerConfig(
+        **_settings(config),
+        precision=config.precision,
+        device=device_of(config),
+        gradient_checkpointing=config.gradient_checkpointing,
+        packing=config.packing,
+    )
+    trainer = Trainer(
+        policy.model,
+        settings,
+        objective_of(config, functions),
+        policy.pad_id,
+        team,
+        beside_of(config, policy) if team.rank == 0 else None,
+    )
     read_trainer(start / TRAINER, trainer) if start else None
     return trainer
 
@@ -557,25 +739,33 @@ def rank_trainer(team, config: RunConfig, folder: Path | None, start: Path | Non
     trainer = make_trainer(config, policy, functions, start, team)
     return trainer, partial(configure_trainer, trainer, functions)
 
-
+# %% ../../nbs/runtime/07_worker.ipynb #worker-torch-learner-part-2
 def team_of(config: RunConfig, folder: Path | None, start: Path | None):
     "The processes of a run's trainer: this one, and the others started and joined. ValueError if there are too few devices."
     from rlbench.training.data_parallel import start_ranks
     from rlbench.training.trainer import ALONE
 
-    return start_ranks(config.trainers, device_of(config), rank_trainer, (config, folder, start)) if config.trainers > 1 else ALONE
+    return (
+        start_ranks(config.trainers, device_of(config), rank_trainer, (config, folder, start))
+        if config.trainers > 1
+        else ALONE
+    )
 
 
-def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None, team) -> Learner:
+def torch_learner(
+    config: RunConfig, policy, publish: Callable[[int, object], None], functions: Functions, start: Path | None, team
+) -> Learner:
     "A trainer over a policy, or rank 0 of it, going on from the checkpoint `start` if there is one. `publish(version, weights)` hands them over."
     from rlbench.models.lora import save_trained
-    from rlbench.training.weight_transport import hash_weights, weights
     from rlbench.training.data_parallel import whole_state, whole_weights
+    from rlbench.training.weight_transport import hash_weights, weights
 
     def checkpoint(into: str) -> str:
         hashed = write_trainer(into, trainer, functions.folder)
         if functions.folder and (reference := functions.folder / REFERENCE_FILE).exists():
-            link_or_copy(reference, Path(into) / REFERENCE_FILE)  # a later one takes its name and leaves this file as it is
+            link_or_copy(
+                reference, Path(into) / REFERENCE_FILE
+            )  # a later one takes its name and leaves this file as it is
         return hashed
 
     def save(into: str) -> str:
@@ -585,26 +775,42 @@ def torch_learner(config: RunConfig, policy, publish: Callable[[int, object], No
 
     trainer = make_trainer(config, policy, functions, start, team)
 
-    def train(groups: tuple[Group, ...], version: int) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
+    def train(
+        groups: tuple[Group, ...], version: int
+    ) -> tuple[TrainMetrics, dict[int, float], float, dict[int, object]]:
         result = trainer.train(groups, version)
         return result.metrics, result.advantages, result.compute, result.told
 
-    return Learner(train, rehearsed(functions.folder, lambda version: publish(version, whole_weights(trainer))), save,
-                   partial(configure_trainer, trainer, functions), policy.name, checkpoint, lambda version, file: write_reference(file, version, whole_weights(trainer)))
+    return Learner(
+        train,
+        rehearsed(functions.folder, lambda version: publish(version, whole_weights(trainer))),
+        save,
+        partial(configure_trainer, trainer, functions),
+        policy.name,
+        checkpoint,
+        lambda version, file: write_reference(file, version, whole_weights(trainer)),
+    )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-prompts
-def check_prompts(prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0) -> int:
+def check_prompts(
+    prompts: list[str], encode: Callable[[str], np.ndarray], context: int, max_tokens: int, shown: int = 0
+) -> int:
     "Tokens of the longest prompt. Raises ValueError if it and a response do not fit into the context; `shown`: tokens that the environment may add."
     lengths = [len(encode(p)) for p in prompts]
     longest = max(lengths)
     if longest + max_tokens + shown > context:
         worst = prompts[lengths.index(longest)]
         if shown:
-            raise ValueError(f"observation_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of responses and {shown} of observations that exceeds the model's "
-                             f"context of {context}; lower max_tokens or observation_tokens")
-        raise ValueError(f"max_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of response that exceeds the model's context of {context}; "
-                         f"lower max_tokens to {context - longest} or leave out such tasks" if longest < context else
-                         f"tasks: a prompt has {longest} tokens ({worst[:40]!r}), more than the model's context of {context}; leave it out or take another model")
+            raise ValueError(
+                f"observation_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of responses and {shown} of observations that exceeds the model's "
+                f"context of {context}; lower max_tokens or observation_tokens"
+            )
+        raise ValueError(
+            f"max_tokens: the longest prompt has {longest} tokens ({worst[:40]!r}), with {max_tokens} of response that exceeds the model's context of {context}; "
+            f"lower max_tokens to {context - longest} or leave out such tasks"
+            if longest < context
+            else f"tasks: a prompt has {longest} tokens ({worst[:40]!r}), more than the model's context of {context}; leave it out or take another model"
+        )
     return longest
 
 
@@ -630,7 +836,9 @@ class Worker:
         self.prompts: dict[tuple[int, int], np.ndarray] = {}
         self.tasks: dict[tuple[int, int], Task] = {}  # of scripted responses that can be judged
         self.started, self.trained = False, trained  # trained: version of the policy's weights
-        self.device = device_of(config) if config.generator != "scripted" and config.clock == "real" else ""  # whose memory is looked at
+        self.device = (
+            device_of(config) if config.generator != "scripted" and config.clock == "real" else ""
+        )  # whose memory is looked at
         self.held: dict[str, float] = {}  # most bytes by phase, as said
         self.limit_concurrency()
 
@@ -651,7 +859,9 @@ class Worker:
 
     def receive(self, message) -> None:
         "Sort a message by when it takes effect."
-        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob, ReferenceJob)) else self.control).append(message)
+        (self.heavy if isinstance(message, (TrainJob, SaveJob, CheckpointJob, ReferenceJob)) else self.control).append(
+            message
+        )
 
     def turn(self) -> Turn:
         "One unit of work."
@@ -723,14 +933,25 @@ def decode(worker: Worker, said: list, spent: list) -> None:
     spent.append(Spent("generator", "compute", seconds, "decode", worker.config.decode_steps, prefilled, decoded))
     rate = after.seconds / max(1, after.decode_tokens)
     said.extend(written(worker, result, rate) for result in results)
-    said.append(Running(after.running, after.kv_used, after.prefix_hits - before.prefix_hits, after.preempted - before.preempted))
+    said.append(
+        Running(
+            after.running, after.kv_used, after.prefix_hits - before.prefix_hits, after.preempted - before.preempted
+        )
+    )
     note_memory(worker, "generate", said)
 
 
 def written(worker: Worker, result: Result, rate: float) -> Written:
     "A result as the driver needs it; seconds are its tokens' share of the generator's time."
     prompt, task = worker.prompts.pop(result.key), worker.tasks.pop(result.key, None)
-    return Written(result.key, prompt, result.segment, response_text(worker.writer, result, task), result.reason, result.decode_tokens * rate)
+    return Written(
+        result.key,
+        prompt,
+        result.segment,
+        response_text(worker.writer, result, task),
+        result.reason,
+        result.decode_tokens * rate,
+    )
 
 
 def response_text(writer: Writer, result: Result, task: Task | None) -> str:
@@ -755,14 +976,29 @@ def _generate(worker: Worker, jobs: GenerateJobs, said: list, spent: list) -> No
         try:
             worker.prompts[job.key], prompt = read(worker.writer, job)
             if job.before is not None and len(prompt) + job.sampling.max_tokens > worker.writer.room:
-                said.append(Written(job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0))
+                said.append(
+                    Written(
+                        job.key, worker.prompts.pop(job.key), response_segment([], [], []), "", StopReason.LENGTH, 0.0
+                    )
+                )
                 continue
-            worker.writer.generator.submit([Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)])
+            worker.writer.generator.submit(
+                [Request(job.key, prompt, job.sampling, job.stream, worker.writer.stop, job.partial, job.level)]
+            )
             if job.task:
                 worker.tasks[job.key] = job.task
         except ValueError as error:  # the rollout's fault, not the worker's end
             to_log(f"generator: rollout {job.key[0]} is not written: {error}")
-            said.append(Written(job.key, worker.prompts.pop(job.key, np.zeros(0, np.int32)), response_segment([], [], []), "", StopReason.ABORTED, 0.0))
+            said.append(
+                Written(
+                    job.key,
+                    worker.prompts.pop(job.key, np.zeros(0, np.int32)),
+                    response_segment([], [], []),
+                    "",
+                    StopReason.ABORTED,
+                    0.0,
+                )
+            )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-handle-checkpoint
 def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> None:
@@ -771,7 +1007,9 @@ def _checkpoint(worker: Worker, job: CheckpointJob, said: list, spent: list) -> 
         try:
             hashed = worker.learner.checkpoint(job.folder)
         except Exception as error:  # the run goes on without it
-            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            message = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
     said.append(CheckpointWritten(worker.trained, job.folder, message, hashed))
 
 
@@ -781,11 +1019,16 @@ def _reference(worker: Worker, job: ReferenceJob, said: list, spent: list) -> No
         try:
             worker.learner.reference(job.version, job.file)
         except Exception as error:  # the scorer keeps the one it has
-            message = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            message = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
     said.append(ReferenceWritten(job.version, message))
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-insist
-PUBLISH_TRIES, PUBLISH_PAUSE = 3, 0.5  # times that weights are handed over or loaded until it is done; seconds between them
+PUBLISH_TRIES, PUBLISH_PAUSE = (
+    3,
+    0.5,
+)  # times that weights are handed over or loaded until it is done; seconds between them
 
 
 def to_log(text: str) -> None:
@@ -808,6 +1051,7 @@ def insist(what: str, work: Callable[[], object]) -> object:
 
 def rehearsed(folder: Path | None, publish: Callable[[int], None]) -> Callable[[int], None]:
     "Publishing that fails when a drill says so."
+
     def call(version: int) -> None:
         if folder and drilled(folder, FAILED_PUBLISH, once=True):
             raise OSError(errno.EIO, "a drill (faults/failed-publish)")
@@ -829,7 +1073,16 @@ def cache_asleep(worker: Worker, spent: list) -> Iterator[None]:
         if generator:
             before, began = generator.stats().prefill_tokens, time.perf_counter()
             generator.wake()
-            spent.append(Spent("generator", "overhead", time.perf_counter() - began, "wake", 1, generator.stats().prefill_tokens - before))
+            spent.append(
+                Spent(
+                    "generator",
+                    "overhead",
+                    time.perf_counter() - began,
+                    "wake",
+                    1,
+                    generator.stats().prefill_tokens - before,
+                )
+            )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-handle
 def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
@@ -841,7 +1094,9 @@ def _train(worker: Worker, job: TrainJob, said: list, spent: list) -> None:
             forget_peak()
     except Exception as error:
         own = hasattr(error, "field")  # of the configuration
-        message = str(error) if own else f"trainer: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-12)}"
+        message = (
+            str(error) if own else f"trainer: raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-12)}"
+        )
         to_log(f"version {job.version} is not trained: {message}")
         said.append(BatchFailed(job.version, message, error.field if own else ""))
         return
@@ -868,7 +1123,10 @@ def _load(worker: Worker, job: LoadJob, said: list, spent: list) -> None:
 
 def _abort(worker: Worker, job: AbortJob, said: list, spent: list) -> None:
     stats = worker.writer.generator.stats()
-    said.extend(written(worker, result, stats.seconds / max(1, stats.decode_tokens)) for result in worker.writer.generator.abort(job.keys, job.keep))
+    said.extend(
+        written(worker, result, stats.seconds / max(1, stats.decode_tokens))
+        for result in worker.writer.generator.abort(job.keys, job.keep)
+    )
 
 
 def _fit(worker: Worker, job: FitJob, said: list, spent: list) -> None:
@@ -889,7 +1147,18 @@ def _configure(worker: Worker, job: ConfigureJob, said: list, spent: list) -> No
         worker.learner.configure(job.config)
 
 
-HANDLE = {GenerateJobs: _generate, TrainJob: _train, PublishJob: _publish, LoadJob: _load, AbortJob: _abort, FitJob: _fit, SaveJob: _save, CheckpointJob: _checkpoint, ReferenceJob: _reference, ConfigureJob: _configure}
+HANDLE = {
+    GenerateJobs: _generate,
+    TrainJob: _train,
+    PublishJob: _publish,
+    LoadJob: _load,
+    AbortJob: _abort,
+    FitJob: _fit,
+    SaveJob: _save,
+    CheckpointJob: _checkpoint,
+    ReferenceJob: _reference,
+    ConfigureJob: _configure,
+}
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-env
 @dataclass(frozen=True)
@@ -931,7 +1200,9 @@ class Scorer:
         began = time.perf_counter()
         said = tuple(self.actor.turn(0.0)) if not self.actor.idle else ()
         waited, units = self.actor.waited, sum(isinstance(each, (ScoreResult, TurnResult)) for each in said)
-        return Turn(said, (Spent("environment", "compute", max(0.0, time.perf_counter() - began - waited), "score", units),))
+        return Turn(
+            said, (Spent("environment", "compute", max(0.0, time.perf_counter() - began - waited), "score", units),)
+        )
 
     def close(self) -> None:
         "Close every episode."
@@ -976,7 +1247,9 @@ def pool_of(config: RunConfig) -> tuple[Path, object]:
     policy = {name: told.pop(name) for name in ("running", "create_rate", "idle_s")}
     spec = PoolSpec(**told, policy=Policy(**policy))
     wanted = None if spec == PoolSpec() else json.dumps(told | policy, sort_keys=True)
-    return Path(config.sandbox.folder).expanduser() if config.sandbox.folder else pool_folder(wanted), spec if wanted else None
+    return Path(config.sandbox.folder).expanduser() if config.sandbox.folder else pool_folder(
+        wanted
+    ), spec if wanted else None
 
 
 def open_pool(config: RunConfig):
@@ -987,9 +1260,13 @@ def open_pool(config: RunConfig):
     try:
         return Pool.connect(folder, spec)
     except Fault as fault:
-        raise ValueError(f"sandbox: no pool: {fault.message.removeprefix('sandbox: ')}; rlbench doctor --sandbox says what is missing") from None
+        raise ValueError(
+            f"sandbox: no pool: {fault.message.removeprefix('sandbox: ')}; rlbench doctor --sandbox says what is missing"
+        ) from None
     except OSError as error:
-        raise ValueError(f"sandbox.folder: {str(folder)!r} cannot be a pool's ({error.strerror}); name a folder that can be written, or leave it empty") from None
+        raise ValueError(
+            f"sandbox.folder: {str(folder)!r} cannot be a pool's ({error.strerror}); name a folder that can be written, or leave it empty"
+        ) from None
 
 
 def pool_folder(asked: str | None = None) -> Path:
@@ -1000,13 +1277,23 @@ def pool_folder(asked: str | None = None) -> Path:
 
 def new_pooled(config: RunConfig, functions: Functions) -> Pooled:
     "A pool. On the virtual clock one verdict at a time, so that a run repeats. ValueError if it cannot be had."
-    return Pooled(open_pool(config), 1 if config.clock == "virtual" else config.sandbox.at_once, functions.folder.name if functions.folder else config.name)
+    return Pooled(
+        open_pool(config),
+        1 if config.clock == "virtual" else config.sandbox.at_once,
+        functions.folder.name if functions.folder else config.name,
+    )
 
 
 def try_canaries(kept: Pooled, config: RunConfig, verifier: Callable, functions: Functions) -> None:
     "Try the canaries of some tasks in a pool. ValueError for one that fails."
     if config.sandbox.canaries:
-        tasks = make_tasks(config.tasks, "train", config.seed, config.sandbox.canaries, {**ALL_SETS, **functions.known.get("tasks", {})})
+        tasks = make_tasks(
+            config.tasks,
+            "train",
+            config.seed,
+            config.sandbox.canaries,
+            {**ALL_SETS, **functions.known.get("tasks", {})},
+        )
         told = check_canaries(partial(verifier, pool=Owned(kept.pool, f"{kept.run}/canary")), tasks)
         kept.references = {read_code_task(task.answer).digest: each.cpu_s for task, each in zip(tasks, told)}
 
@@ -1020,7 +1307,10 @@ def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
 
     settle_cpu()
     models = {name: _asked_policy(config, name) for name in traces}
-    functions = {name: (lambda rollouts, model=policy.model: trace(model, rollouts, config.scorer_tokens)) for name, policy in models.items()}
+    functions = {
+        name: (lambda rollouts, model=policy.model: trace(model, rollouts, config.scorer_tokens))
+        for name, policy in models.items()
+    }
     given = {"reward_model": reward_scores(config)} if config.reward_model else {}
 
     def refresh(file: Path) -> int:
@@ -1041,7 +1331,9 @@ def _asked_policy(config: RunConfig, field: str):
         policy = load_policy(name, device_of(config))
     except (ValueError, OSError) as error:
         raise ValueError(f"{field}: {str(error).removeprefix('model: ')}") from None
-    check_vocabulary(field, name, load_tokenizer(config.model, locate(config.model)).get_vocab(), policy.tokenizer.get_vocab())
+    check_vocabulary(
+        field, name, load_tokenizer(config.model, locate(config.model)).get_vocab(), policy.tokenizer.get_vocab()
+    )
     return policy
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-scorer-others
@@ -1054,7 +1346,12 @@ def reward_scores(config: RunConfig) -> Callable:
         model = load_reward_model(config.reward_model, device_of(config))
     except (ValueError, OSError) as error:
         raise ValueError(f"reward_model: {str(error).removeprefix('model: ').removeprefix('reward_model: ')}") from None
-    check_vocabulary("reward_model", config.reward_model, load_tokenizer(config.model, locate(config.model)).get_vocab(), model.tokenizer.get_vocab())
+    check_vocabulary(
+        "reward_model",
+        config.reward_model,
+        load_tokenizer(config.model, locate(config.model)).get_vocab(),
+        model.tokenizer.get_vocab(),
+    )
     return lambda rollouts: model.scores([whole(rollout)[0] for rollout in rollouts], config.scorer_tokens)
 
 
@@ -1063,7 +1360,16 @@ def judge_of(config: RunConfig) -> Judge:
     j = config.judge
     url = looked_up("judge.url", j.url)
     check_endpoint(url, j.template)
-    judge = Judge(url, j.model, looked_up("judge.key", j.key), j.temperature, j.max_tokens, j.timeout, template=j.template, at_once=j.at_once)
+    judge = Judge(
+        url,
+        j.model,
+        looked_up("judge.key", j.key),
+        j.temperature,
+        j.max_tokens,
+        j.timeout,
+        template=j.template,
+        at_once=j.at_once,
+    )
     reach(judge.url)
     return judge
 
@@ -1077,7 +1383,9 @@ class Asker:
     "The scorer, placed: it says that it is ready, answers what waits, a round in a turn, and takes another reference."
 
     def __init__(self, config: RunConfig, models: Models):
-        self.actor = ScorerActor(models, config.scorer_tokens, config.judge.at_once if models.remote else 10**9, config.staleness == 0)
+        self.actor = ScorerActor(
+            models, config.scorer_tokens, config.judge.at_once if models.remote else 10**9, config.staleness == 0
+        )
         self.started, self.files = False, deque()
 
     @property
@@ -1109,31 +1417,54 @@ class Asker:
         with timed(spent, "scorer", "compute", "forward", 0):
             said = tuple(self.actor.turn())
         tokens = waiting - sum(length_of(r.rollout) for r in self.actor.waiting())
-        return Turn(said, (replace(spent[0], units=tokens * len({*models.traces, *models.scores, *models.remote}), prefill_tokens=tokens),))
+        return Turn(
+            said,
+            (
+                replace(
+                    spent[0],
+                    units=tokens * len({*models.traces, *models.scores, *models.remote}),
+                    prefill_tokens=tokens,
+                ),
+            ),
+        )
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-build
-def build_halves(config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None, start: Path | None = None) -> tuple[Writer | None, Learner | None]:
+def build_halves(
+    config: RunConfig, prompts: list[str], parts: tuple[str, ...], folder: Path | None = None, start: Path | None = None
+) -> tuple[Writer | None, Learner | None]:
     "The halves that `parts` ask for (actors' names), as the configuration describes them; alone, a half speaks to the other through the folder. `start`: the checkpoint they go on from."
     writes, learns = any(part.startswith("generator") for part in parts), "trainer" in parts
     if config.generator == "scripted":
         return scripted_halves(config, writes, learns, folder, start)
     if config.transport == "ipc" and device_of(config) != "cuda":
-        raise ValueError('transport: "ipc" hands weights from GPU to GPU, and this run has none; use transport = "file"')
+        raise ValueError(
+            'transport: "ipc" hands weights from GPU to GPU, and this run has none; use transport = "file"'
+        )
     team = team_of(config, folder, start) if learns else None  # before the policy is loaded, which each rank does
-    on_host = learns and team.size > 1 or config.generator == "vllm" and not learns  # ranks take their parts, an engine has weights of its own
+    on_host = (
+        learns and team.size > 1 or config.generator == "vllm" and not learns
+    )  # ranks take their parts, an engine has weights of its own
     policy = torch_policy(config, "cpu" if on_host else "")
     read_weights(start / TRAINER, policy.model) if start else None
-    load, publish = _in_memory(policy) if writes and (learns or folder is None) else _through_file(policy, folder, learns, "cuda" if config.transport == "ipc" else "cpu")
+    load, publish = (
+        _in_memory(policy)
+        if writes and (learns or folder is None)
+        else _through_file(policy, folder, learns, "cuda" if config.transport == "ipc" else "cpu")
+    )
     writer = begin_at(model_writer(config, prompts, policy, load), start, policy.model) if writes else None
     learner = torch_learner(config, policy, publish, Functions(folder), start, team) if learns else None
     if writer and not learner and folder and (folder / WEIGHTS_FILE).exists():
-        writer.version = max(writer.version, writer.load(0, config.cache))  # nothing published yet: it starts with what it has
+        writer.version = max(
+            writer.version, writer.load(0, config.cache)
+        )  # nothing published yet: it starts with what it has
     gc.collect()
     gc.freeze()
     return writer, learner
 
 
-def scripted_halves(config: RunConfig, writes: bool, learns: bool, folder: Path | None, start: Path | None) -> tuple[Writer | None, Learner | None]:
+def scripted_halves(
+    config: RunConfig, writes: bool, learns: bool, folder: Path | None, start: Path | None
+) -> tuple[Writer | None, Learner | None]:
     "The halves of a run without a model, on either clock."
     if config.clock == "virtual":
         return begin_at(scripted_writer(config), start) if writes else None, scripted_learner() if learns else None
@@ -1164,7 +1495,9 @@ def _through_file(policy, folder: Path, create: bool, device: str) -> tuple[Call
 
     if create:
         shared()
-    return lambda generator, version, cache: shared().load(generator, cache, partial(served, policy.model)), lambda version, named: shared().write(version, named)
+    return lambda generator, version, cache: shared().load(
+        generator, cache, partial(served, policy.model)
+    ), lambda version, named: shared().write(version, named)
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-start
 def begin_at(writer: Writer, start: Path | None, model=None) -> Writer:
@@ -1189,11 +1522,16 @@ def version_of(start: Path | None) -> int:
     return told.version if told else 0
 
 # %% ../../nbs/runtime/07_worker.ipynb #worker-mains
-def worker_main(connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "", trainers: int = 1) -> None:
+def worker_main(
+    connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "", trainers: int = 1
+) -> None:
     "Process of a worker that hosts `parts`; `start`: the checkpoint it goes on from; `trainers`: the processes that its trainer consists of."
 
     def build() -> Worker:
-        config, begun = read_config(Path(folder)).model_copy(update={"trainers": trainers}), Path(start) if start else None
+        config, begun = (
+            read_config(Path(folder)).model_copy(update={"trainers": trainers}),
+            Path(start) if start else None,
+        )
         return Worker(config, *build_halves(config, prompts, parts, Path(folder), begun), version_of(begun))
 
     serve(connection, build)

@@ -57,7 +57,9 @@ def parsed(line: str) -> list:
     if len(line) > LONGEST:
         raise Bad(f"{len(line)} characters, {LONGEST} at most")
     try:
-        found = json.loads(line, parse_int=_refused, parse_float=_refused, parse_constant=_refused, object_pairs_hook=_refused)
+        found = json.loads(
+            line, parse_int=_refused, parse_float=_refused, parse_constant=_refused, object_pairs_hook=_refused
+        )
     except (ValueError, RecursionError, MemoryError) as error:
         raise error if isinstance(error, Bad) else Bad(f"no JSON: {type(error).__name__}") from None
     if type(found) is not list or not found:
@@ -100,7 +102,14 @@ def tree(node: object, count: _Count | None = None, depth: int = 0) -> Tree:
         return tag, *(_number(text, int if tag == "i" else float) for text in rest)
     if tag == "n" and not rest:
         return ("n",)
-    if len(rest) == 1 and (tag in ("s", "x") and type(rest[0]) is str or tag == "b" and rest[0] in ("", "1") or tag == "y" and type(rest[0]) is str):
+    if len(rest) == 1 and (
+        tag in ("s", "x")
+        and type(rest[0]) is str
+        or tag == "b"
+        and rest[0] in ("", "1")
+        or tag == "y"
+        and type(rest[0]) is str
+    ):
         return (tag, rest[0]) if tag != "y" else (tag, _bytes(rest[0]).hex())
     if tag in ("l", "t", "S", "F", "d") and len(rest) == 1 and type(rest[0]) is list:
         return tag, _items(tag, rest[0], count, depth + 1)
@@ -157,8 +166,15 @@ COLLIDE = 50  # keys of one set or dict with the same hash
 def value_of(found: Tree) -> object:
     "The value that a tree stands for, of builtin types alone. Raises Bad for one that is no plain data, and for keys that cannot be."
     tag, *rest = found
-    simple = {"n": lambda: None, "b": lambda: rest[0] == "1", "i": lambda: int(rest[0], 16), "f": lambda: float.fromhex(rest[0]), "s": lambda: rest[0], "y": lambda: bytes.fromhex(rest[0]),
-              "c": lambda: complex(*map(float.fromhex, rest))}
+    simple = {
+        "n": lambda: None,
+        "b": lambda: rest[0] == "1",
+        "i": lambda: int(rest[0], 16),
+        "f": lambda: float.fromhex(rest[0]),
+        "s": lambda: rest[0],
+        "y": lambda: bytes.fromhex(rest[0]),
+        "c": lambda: complex(*map(float.fromhex, rest)),
+    }
     if tag in simple:
         return simple[tag]()
     if tag == "x":
@@ -172,7 +188,11 @@ def value_of(found: Tree) -> object:
         raise Bad(str(error)) from None
     if alike > COLLIDE:
         raise Bad(f"{alike} keys with the same hash, {COLLIDE} at most")
-    return {"S": set, "F": frozenset}[tag](keys) if tag != "d" else dict(zip(keys, (value_of(item) for _, item in rest[0])))
+    return (
+        {"S": set, "F": frozenset}[tag](keys)
+        if tag != "d"
+        else dict(zip(keys, (value_of(item) for _, item in rest[0])))
+    )
 
 
 def read_value(text: str) -> object:
@@ -180,7 +200,9 @@ def read_value(text: str) -> object:
     try:
         return literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text[:60]!r} is no Python literal ({type(error).__name__}); write numbers, texts, lists, tuples, sets and dicts of them") from None
+        raise ValueError(
+            f"{text[:60]!r} is no Python literal ({type(error).__name__}); write numbers, texts, lists, tuples, sets and dicts of them"
+        ) from None
 
 # %% ../../nbs/sandbox/06_answers.ipynb #plain-written
 _AROUND = {"l": "[]", "t": "()", "S": "{}", "F": ("frozenset({", "})"), "d": "{}"}
@@ -189,7 +211,13 @@ _AROUND = {"l": "[]", "t": "()", "S": "{}", "F": ("frozenset({", "})"), "d": "{}
 def _pieces(found: Tree, most: int) -> Iterator[str]:
     tag, rest = found[0], found[1:]
     if tag not in _AROUND:
-        yield f"<{rest[0]}>" if tag == "x" else rest[0] if tag == "i" and len(rest[0]) > 60 else repr(value_of((tag, *(text[:2 * most + 2] if tag in "sy" else text for text in rest))))
+        yield (
+            f"<{rest[0]}>"
+            if tag == "x"
+            else rest[0]
+            if tag == "i" and len(rest[0]) > 60
+            else repr(value_of((tag, *(text[: 2 * most + 2] if tag in "sy" else text for text in rest))))
+        )
         return
     if not rest[0] and tag in "SF":
         yield "set()" if tag == "S" else "frozenset()"

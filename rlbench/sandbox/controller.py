@@ -24,16 +24,16 @@ from pathlib import Path
 
 import psutil
 
-from ..models.hardware import cores
 from ..base.ledger import Ledger, living, read_json
+from ..models.hardware import cores
 from . import scheduler as desks
-from .scheduler import Desk, Job
 from .faults import FakeWorker, Faults
 from .pool_rules import PoolSpec, spec_of
-from .remote import remote_worker, token_of
-from .types import MARK, End, Fault, Reply, Tier, Worker
-from .sweep import clear, kill_all, leave, mark_of, marked, remember, take_lock
 from .protocol import Lines, connect, listen, order_of, pack, reply_json, same_user
+from .remote import remote_worker, token_of
+from .scheduler import Desk, Job
+from .sweep import clear, kill_all, leave, mark_of, marked, remember, take_lock
+from .types import MARK, End, Fault, Reply, Tier, Worker
 
 # %% ../../nbs/sandbox/15_controller.ipynb #controller-workers
 def maker(spec: PoolSpec, folder: Path, clock: Callable[[], float]) -> Callable[[str], Worker]:
@@ -49,7 +49,9 @@ def maker(spec: PoolSpec, folder: Path, clock: Callable[[], float]) -> Callable[
 
     found, store, mine = self_test(), Path(spec.store or folder / "store"), sorted(os.sched_getaffinity(0))
     tier, made = choose_tier(found, spec.tier or None, spec.allow_unsafe), itertools.count()
-    return lambda name: Jail(name, store, tier, allow_unsafe=spec.allow_unsafe, found=found, core=mine[next(made) % len(mine)])
+    return lambda name: Jail(
+        name, store, tier, allow_unsafe=spec.allow_unsafe, found=found, core=mine[next(made) % len(mine)]
+    )
 
 # %% ../../nbs/sandbox/15_controller.ipynb #controller-clients
 KINDS = ("exec", "open", "read", "write", "snapshot", "restore", "close")
@@ -59,6 +61,7 @@ MOST_UNSENT, MOST_ROWS = 512 << 20, 200_000  # bytes for a client that does not 
 @dataclass(eq=False)
 class Client:
     "A connection."
+
     number: int
     socket: socket.socket
     lines: Lines = field(default_factory=Lines)
@@ -68,6 +71,7 @@ class Client:
 @dataclass(eq=False)
 class Controller:
     "A pool and those who are connected to it."
+
     folder: Path
     spec: PoolSpec
     desk: Desk
@@ -141,7 +145,11 @@ def hear(controller: Controller, client: Client) -> None:
         try:
             obey(controller, client, told)
         except Exception as error:  # whatever somebody says, it does not end the pool
-            fault = error if isinstance(error, Fault) else Fault(End.PROTOCOL_ERROR, f"{type(error).__name__}: {error}"[:300])
+            fault = (
+                error
+                if isinstance(error, Fault)
+                else Fault(End.PROTOCOL_ERROR, f"{type(error).__name__}: {error}"[:300])
+            )
             tell(controller, client, {"id": told.get("id"), **reply_json(Reply(0, fault=fault))})
 
 # %% ../../nbs/sandbox/15_controller.ipynb #controller-obey
@@ -162,7 +170,13 @@ def obey(controller: Controller, client: Client, told: Mapping) -> None:
     elif do == "stop":
         controller.stop = "the pool was stopped"
     else:
-        job = Job(int(number), client.number, order_of({**told, "kind": do}), str(told.get("owner", "")), lifetime=float(told.get("lifetime_s", 600.0)))
+        job = Job(
+            int(number),
+            client.number,
+            order_of({**told, "kind": do}),
+            str(told.get("owner", "")),
+            lifetime=float(told.get("lifetime_s", 600.0)),
+        )
         if do not in KINDS or job.program != bool(job.order.program) or not job.lifetime > 0:
             raise Fault(End.PROTOCOL_ERROR, f"{do!r} is nothing that can be asked, or something is missing")
         desks.ask(desk, job, now)
@@ -186,7 +200,9 @@ def push(controller: Controller, client: Client) -> None:
     except OSError:
         return drop(controller, client)
     if client.number in controller.clients:
-        controller.selector.modify(client.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0), client)
+        controller.selector.modify(
+            client.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0), client
+        )
 
 # %% ../../nbs/sandbox/15_controller.ipynb #controller-turn
 def cycle(controller: Controller) -> None:
@@ -237,7 +253,12 @@ def watch(controller: Controller) -> None:
     if pids != controller.pids:
         controller.pids = pids
         try:
-            remember(controller.folder, pids, controller.generation, filter(None, (getattr(worker, "scratch", "") for worker in there.values())))
+            remember(
+                controller.folder,
+                pids,
+                controller.generation,
+                filter(None, (getattr(worker, "scratch", "") for worker in there.values())),
+            )
         except OSError:
             controller.pids = frozenset()  # written down later, when the disk has room
 
@@ -257,7 +278,9 @@ def flush(controller: Controller) -> None:
 def reap(controller: Controller) -> None:
     "Take leave of children that are no workers: they were left to us by a worker that died."
     try:
-        while (gone := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and gone.si_pid not in controller.pids:
+        while (
+            gone := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and gone.si_pid not in controller.pids:
             os.waitpid(gone.si_pid, os.WNOHANG)
     except ChildProcessError:
         return
@@ -266,7 +289,9 @@ def reap(controller: Controller) -> None:
 def strays(controller: Controller) -> list[psutil.Process]:
     "Processes of this pool that belong to no worker."
     known = set(controller.pids)
-    return [child for child in living(psutil.Process().children()) if child.pid not in known] + marked(controller.folder)
+    return [child for child in living(psutil.Process().children()) if child.pid not in known] + marked(
+        controller.folder
+    )
 
 # %% ../../nbs/sandbox/15_controller.ipynb #controller-live
 def subreaper() -> None:
@@ -351,7 +376,10 @@ def main(folder: Path) -> int:
         with os.fdopen(heard, "rb") as pipe:
             told = pipe.read()
         if told != b"listens":
-            sys.stderr.write(told.decode("utf-8", "replace") or "sandbox: pool: its controller died at the start; see controller.log\n")
+            sys.stderr.write(
+                told.decode("utf-8", "replace")
+                or "sandbox: pool: its controller died at the start; see controller.log\n"
+            )
         return int(told != b"listens")
     os.close(heard)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -361,7 +389,12 @@ def main(folder: Path) -> int:
         os.dup2(source, target)
     lock = wait_for(folder)
     if lock is None or lock < 0:  # somebody else was faster; whoever started this one finds the other
-        os.write(said, b"listens" if lock is None else b"sandbox: pool: another controller has the lock of this folder and does not listen\n")
+        os.write(
+            said,
+            b"listens"
+            if lock is None
+            else b"sandbox: pool: another controller has the lock of this folder and does not listen\n",
+        )
         os._exit(0)
     os.setsid()
     subreaper()

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .grade import from_row
 from .answers import written
+from .grade import from_row
 from .grading_task import CodeTask, Test, read_code_task
 
 # %% ../../nbs/sandbox/18_explain.ipynb #words-test
@@ -24,9 +24,18 @@ def asked_and_wanted(task: CodeTask, test: Test, most: int = 80) -> tuple[str, s
         return _cut(test.text, most), ""
     if task.kind == "asserts":
         return _statement(test.text, most)
-    args, wanted = ", ".join(written(arg, most) for arg in test.args), "" if test.expected is None else written(test.expected, most)
+    args, wanted = (
+        ", ".join(written(arg, most) for arg in test.args),
+        "" if test.expected is None else written(test.expected, most),
+    )
     call = _cut(f"{task.function}({args})", most)
-    return (call, f"{test.raises} raised") if test.raises else (call, "what the checker takes") if task.checker else (f"the first argument after {call}" if task.observe != "result" else call, wanted)
+    return (
+        (call, f"{test.raises} raised")
+        if test.raises
+        else (call, "what the checker takes")
+        if task.checker
+        else (f"the first argument after {call}" if task.observe != "result" else call, wanted)
+    )
 
 
 def _cut(text: str, most: int) -> str:
@@ -62,14 +71,20 @@ def answer_in_words(answer: str, most: int = 2) -> str:
     task = code_task_of(answer)
     if task is None:
         return answer
-    told = [f"{asked} {'prints' if task.kind == 'stdio' else '='} {wanted}" if wanted and not test.raises and not task.checker else f"{asked}{wanted and f': {wanted}'}"
-            for test in task.tests[:most] for asked, wanted in (asked_and_wanted(task, test),)]
+    told = [
+        f"{asked} {'prints' if task.kind == 'stdio' else '='} {wanted}"
+        if wanted and not test.raises and not task.checker
+        else f"{asked}{wanted and f': {wanted}'}"
+        for test in task.tests[:most]
+        for asked, wanted in (asked_and_wanted(task, test),)
+    ]
     return "; ".join([*told, *[f"{len(task.tests) - most:,} more"] * (len(task.tests) > most)])
 
 # %% ../../nbs/sandbox/18_explain.ipynb #words-tried
 @dataclass(frozen=True)
 class Tried:
     "A test and what came of it. `got`: what came instead of what was wanted, or why nothing did; empty if the test passed."
+
     id: str
     passed: bool
     asked: str
@@ -80,6 +95,7 @@ class Tried:
 @dataclass(frozen=True)
 class Reading:
     "A verdict in words. `failed`: the tests that did; `of`: how many there are; `ends`: how the executions ended, by class; `machine`: why there is no verdict."
+
     failed: tuple[Tried, ...]
     of: int
     ends: str
@@ -95,17 +111,42 @@ class Reading:
         count = f"{self.of - len(self.failed)} of {self.of} test{'s' * (self.of != 1)} passed" if self.of else ""
         cpu = f"{self.cpu_s:.2f} s" if self.cpu_s >= 1 else f"{1000 * self.cpu_s:.1f} ms"
         weak = "weak: the tests ran beside the policy's code" if self.weak else ""
-        return tuple(part for part in (count, self.ends, f"CPU {cpu}", f"tripwires: {', '.join(self.tripwires)}" if self.tripwires else "", weak, self.tier) if part)
+        return tuple(
+            part
+            for part in (
+                count,
+                self.ends,
+                f"CPU {cpu}",
+                f"tripwires: {', '.join(self.tripwires)}" if self.tripwires else "",
+                weak,
+                self.tier,
+            )
+            if part
+        )
 
-
+# %% ../../nbs/sandbox/18_explain.ipynb #words-tried-part-2
 def reading(row: Mapping, answer: str) -> Reading:
     "A row of the table `verdicts`, and the tests that stand in the answer of its task, in words."
     verdict, task = from_row(row), code_task_of(answer)
     known = {test.id: asked_and_wanted(task, test) for test in task.tests} if task else {}
-    tried = [Tried(c.id, c.passed, *known.get(c.id, (f"test {c.id}", "")), "" if c.passed else _got(c.why, c.given)) for c in verdict.checks]
-    ends = ", ".join(f"{end.replace('_', ' ')}{f' × {count}' * (count > 1)}" for end, count in Counter(verdict.ends).items())
+    tried = [
+        Tried(c.id, c.passed, *known.get(c.id, (f"test {c.id}", "")), "" if c.passed else _got(c.why, c.given))
+        for c in verdict.checks
+    ]
+    ends = ", ".join(
+        f"{end.replace('_', ' ')}{f' × {count}' * (count > 1)}" for end, count in Counter(verdict.ends).items()
+    )
     machine = "" if verdict.score is not None else verdict.message or "the machine failed"
-    return Reading(tuple(t for t in tried if not t.passed), len(tried), ends, verdict.cpu_s, verdict.tripwires, verdict.tier, verdict.integrity == "weak", machine)
+    return Reading(
+        tuple(t for t in tried if not t.passed),
+        len(tried),
+        ends,
+        verdict.cpu_s,
+        verdict.tripwires,
+        verdict.tier,
+        verdict.integrity == "weak",
+        machine,
+    )
 
 
 def tests_text(found: Reading, most: int = 10) -> str:

@@ -27,21 +27,34 @@ def directives(code: str) -> dict[str, str]:
 def play(program: Program, limits: Limits) -> Execution:
     "What a program would have done."
     asked = directives(program.code)
-    cpu, wall, memory, status = (float(asked.get(name, usual)) for name, usual in (("cpu", 0.002), ("wall", 0.01), ("memory", 8), ("status", 0)))
+    cpu, wall, memory, status = (
+        float(asked.get(name, usual)) for name, usual in (("cpu", 0.002), ("wall", 0.01), ("memory", 8), ("status", 0))
+    )
     wall = max(wall, cpu)
-    made = Execution(End(asked.get("end", "exited")), int(status), asked.get("say", "").encode(), answers=tuple(program.calls), cpu_s=cpu, wall_s=wall, memory_mb=memory)
+    made = Execution(
+        End(asked.get("end", "exited")),
+        int(status),
+        asked.get("say", "").encode(),
+        answers=tuple(program.calls),
+        cpu_s=cpu,
+        wall_s=wall,
+        memory_mb=memory,
+    )
     if memory > limits.memory_mb:
         return replace(made, end=End.MEMORY_LIMIT, memory_mb=float(limits.memory_mb), hit=("memory_mb",))
     if cpu > limits.cpu_s:
         return replace(made, end=End.CPU_LIMIT, cpu_s=limits.cpu_s, wall_s=limits.cpu_s * wall / cpu, hit=("cpu_s",))
     if wall > limits.wall_s:
-        return replace(made, end=End.WALL_TIMEOUT, wall_s=limits.wall_s, cpu_s=cpu * limits.wall_s / wall, hit=("wall_s",))
+        return replace(
+            made, end=End.WALL_TIMEOUT, wall_s=limits.wall_s, cpu_s=cpu * limits.wall_s / wall, hit=("wall_s",)
+        )
     return made
 
 # %% ../../nbs/sandbox/04_faults.ipynb #fake-faults
 @dataclass(frozen=True)
 class Faults:
     "Shares of orders (`ends` by their end, `lost`, `hangs`, `late`) and of starts (`dead`, `mute`, `slow`) that go wrong; `late_s` and `slow_s` in seconds."
+
     ends: Mapping[str, float] = field(default_factory=dict)
     lost: float = 0.0
     hangs: float = 0.0
@@ -55,8 +68,18 @@ class Faults:
     def __post_init__(self):
         wrong = [name for name in self.ends if name not in set(End) or End(name).of_model]
         if wrong:
-            raise ValueError(f"sandbox: faults: ends: {wrong[0]!r} is no end of the machine; there are {', '.join(e for e in End if not e.of_model)}")
-        shares = {**self.ends, "lost": self.lost, "hangs": self.hangs, "late": self.late, "dead": self.dead, "mute": self.mute, "slow": self.slow}
+            raise ValueError(
+                f"sandbox: faults: ends: {wrong[0]!r} is no end of the machine; there are {', '.join(e for e in End if not e.of_model)}"
+            )
+        shares = {
+            **self.ends,
+            "lost": self.lost,
+            "hangs": self.hangs,
+            "late": self.late,
+            "dead": self.dead,
+            "mute": self.mute,
+            "slow": self.slow,
+        }
         off = [name for name, share in shares.items() if not 0 <= share <= 1]
         if off:
             raise ValueError(f"sandbox: faults: {off[0]} = {shares[off[0]]!r}; give a share from 0 to 1")
@@ -73,28 +96,47 @@ def drawn(shares: Mapping[str, float], seed: int, *what: object) -> str:
 
 # %% ../../nbs/sandbox/04_faults.ipynb #fake-worker
 LAYER_S, FILE_S = 0.001, 0.0005  # seconds that a snapshot and a file take
+
+
 ENDLESS = float("inf")
 
-
+# %% ../../nbs/sandbox/04_faults.ipynb #fake-worker-part-2
 class FakeWorker:
     "Plays orders. `clock` tells the time, `layers` is shared by the workers of a pool, `start_s`: from being made to ready; `armed_s` and `cold_s`: from an order to a running program, with a waiting child and without."
 
     tier = str(Tier.FAKE)
 
-    def __init__(self, name: str, seed: int = 0, faults: Faults = Faults(), clock: Callable[[], float] = time.monotonic, layers: dict | None = None,
-                 play: Callable[[Program, Limits], Execution] = play, start_s: float = 0.02, armed_s: float = 0.0002, cold_s: float = 0.003, process: bool = False):
+    def __init__(
+        self,
+        name: str,
+        seed: int = 0,
+        faults: Faults = Faults(),
+        clock: Callable[[], float] = time.monotonic,
+        layers: dict | None = None,
+        play: Callable[[Program, Limits], Execution] = play,
+        start_s: float = 0.02,
+        armed_s: float = 0.0002,
+        cold_s: float = 0.003,
+        process: bool = False,
+    ):
         self.name, self.seed, self.faults, self.clock, self.play = name, seed, faults, clock, play
         self.layers = {} if layers is None else layers
         self.armed_s, self.cold_s = armed_s, cold_s
         self.ready = self.lost = self.closed = False
         self.armed = self._wanted = self._asked = 0
         self._begun = drawn({name: getattr(faults, name) for name in ("dead", "mute", "slow")}, seed, name, "start")
-        self._starts = clock() + (ENDLESS if self._begun == "mute" else faults.slow_s if self._begun == "slow" else start_s)
+        self._starts = clock() + (
+            ENDLESS if self._begun == "mute" else faults.slow_s if self._begun == "slow" else start_s
+        )
         self._owed: dict[int, tuple[float, Order, str, bool]] = {}
         self._sessions: dict[str, dict[str, bytes]] = {}
         self._below: dict[str, tuple[str, ...]] = {}  # layers that a session lies on
         self._pipe = os.pipe()
-        self._process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) if process else None
+        self._process = (
+            subprocess.Popen([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+            if process
+            else None
+        )
         self.pid = self._process.pid if process else 0
 
     @property
@@ -158,7 +200,12 @@ def _fate(worker: FakeWorker, order: Order) -> str:
     "What goes wrong with an order, or nothing."
     faults = worker.faults
     ends = faults.ends if order.kind in ("exec", "open") else {}
-    return drawn({**ends, "lost": faults.lost, "hangs": faults.hangs, "late": faults.late}, worker.seed, worker.name, worker._asked)
+    return drawn(
+        {**ends, "lost": faults.lost, "hangs": faults.hangs, "late": faults.late},
+        worker.seed,
+        worker.name,
+        worker._asked,
+    )
 
 
 def _takes(worker: FakeWorker, order: Order, happens: str, warm: bool) -> float:
@@ -168,7 +215,17 @@ def _takes(worker: FakeWorker, order: Order, happens: str, warm: bool) -> float:
     late = worker.faults.late_s if happens == "late" else 0.0
     if order.kind == "exec":
         started = worker.armed_s if warm else worker.cold_s
-        return late + started + (order.limits.wall_s if happens == End.WALL_TIMEOUT else 0.0 if happens else worker.play(order.program, order.limits).wall_s)
+        return (
+            late
+            + started
+            + (
+                order.limits.wall_s
+                if happens == End.WALL_TIMEOUT
+                else 0.0
+                if happens
+                else worker.play(order.program, order.limits).wall_s
+            )
+        )
     return late + (LAYER_S if order.kind in ("snapshot", "restore", "open") else FILE_S)
 
 
@@ -184,19 +241,31 @@ def _answer(worker: FakeWorker, order: Order, happens: str, warm: bool) -> Reply
         worker.armed = worker._wanted
         if failed:
             wall = order.limits.wall_s if failed == End.WALL_TIMEOUT else 0.0
-            return Reply(order.ticket, Execution(End(failed), tier=worker.tier, worker=worker.name, wall_s=wall, message="played"))
+            return Reply(
+                order.ticket,
+                Execution(End(failed), tier=worker.tier, worker=worker.name, wall_s=wall, message="played"),
+            )
         made = worker.play(order.program, order.limits)
         files = worker._sessions.get(order.session, {})
         files |= dict(order.program.files)
         if path := directives(order.program.code).get("write"):
             files[path] = made.stdout or b"x"
         started = worker.armed_s if warm else worker.cold_s
-        return Reply(order.ticket, replace(made, tier=worker.tier, worker=worker.name, warm=warm, phases=(("started", started), ("ran", made.wall_s))))
+        return Reply(
+            order.ticket,
+            replace(
+                made,
+                tier=worker.tier,
+                worker=worker.name,
+                warm=warm,
+                phases=(("started", started), ("ran", made.wall_s)),
+            ),
+        )
     if failed:
         return Reply(order.ticket, fault=Fault(End(failed), "played"))
     return _keep(worker, order)
 
-
+# %% ../../nbs/sandbox/04_faults.ipynb #fake-answer-part-2
 def _keep(worker: FakeWorker, order: Order) -> Reply:
     "What is done with a workspace."
     sessions, ticket = worker._sessions, order.ticket
@@ -219,5 +288,20 @@ def _keep(worker: FakeWorker, order: Order) -> Reply:
         digest = blake2b(repr(sorted(files.items())).encode(), digest_size=16).hexdigest()
         worker.layers[digest] = dict(files)
         below = worker._below[order.session]
-        return Reply(ticket, Layer(digest, below[-1] if below else "", order.base, worker.name, order.turn, order.version, worker.tier, 0, sum(map(len, files.values())), len(files), below))
+        return Reply(
+            ticket,
+            Layer(
+                digest,
+                below[-1] if below else "",
+                order.base,
+                worker.name,
+                order.turn,
+                order.version,
+                worker.tier,
+                0,
+                sum(map(len, files.values())),
+                len(files),
+                below,
+            ),
+        )
     return Reply(ticket)

@@ -21,8 +21,19 @@ from math import comb
 from typing import Protocol
 
 from .answers import Bad, Tree, near, odd, parsed, same, tree, tree_of, value_of, written
+from rlbench.sandbox.grading_task import (
+    CodeTask,
+    Test,
+    accepted,
+    asserts_source,
+    call_line,
+    calls_program,
+    changes_in,
+    project_program,
+    stdio_program,
+    wrapped,
+)
 from .types import KNOWN_GOOD, End, Execution, Fault, Limits, Program
-from .grading_task import CodeTask, Test, accepted, asserts_source, call_line, calls_program, changes_in, project_program, stdio_program, wrapped
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-verdict
 SCORES = ("all", "rate", "weighted")
@@ -32,6 +43,7 @@ GIVEN = 80  # characters that are kept of what came instead of a right answer
 @dataclass(frozen=True)
 class Check:
     "The evidence for one test; `why` it did not pass, in a few words, and what was `given` instead, for people alone: it is the policy's to choose."
+
     id: str
     passed: bool
     why: str = ""
@@ -43,6 +55,7 @@ class Check:
 class Verdict:
     """What became of grading a program. `score` in [0, 1] by `rule`, and `passed` (every test did); both None if the machine failed, and then `ends` names how and `message` says it. `code`, `tests`: hashes; `runs`: executions it took;
     `cpu_s`, `wall_s`: of all of them, `phases` too; `worker`, `warm`, `tries` of the first."""
+
     score: float | None
     passed: bool | None
     checks: tuple[Check, ...] = ()
@@ -89,6 +102,7 @@ CHALLENGES = 2  # times that a known-good program gets on between two failures o
 @dataclass
 class Bench:
     "A grading under way: where it runs, within which limits, and what happened. `slept`: seconds in which the program slept, so far; `known_good`: what is graded is the task's own solution."
+
     runner: Runner
     limits: Limits = Limits()
     seed: int = 0
@@ -101,13 +115,21 @@ class Bench:
     def run(self, program: Program) -> Execution:
         "The execution of a program. Fault if the machine failed. One that has slept for all of its time, or was unusable, is not run again."
         if self.done and self.done[-1].end is End.UNUSABLE:
-            return replace(self.done[-1], answers=(None,) * len(program.calls), message="not run: it was unusable before")
+            return replace(
+                self.done[-1], answers=(None,) * len(program.calls), message="not run: it was unusable before"
+            )
         left = self.limits.wall_s - self.slept
         if left < 0.05 * self.limits.wall_s:
-            return Execution(End.WALL_LIMIT, answers=(None,) * len(program.calls), message="not run: the program has slept for as long as it may take")
+            return Execution(
+                End.WALL_LIMIT,
+                answers=(None,) * len(program.calls),
+                message="not run: the program has slept for as long as it may take",
+            )
         limits = replace(self.limits, wall_s=max(self.limits.cpu_s, left)) if self.slept else self.limits
         execution = challenged(self, program, limits)
-        self.slept += execution.slept_s or (execution.wall_s - execution.cpu_s if execution.end is End.WALL_LIMIT else 0.0)
+        self.slept += execution.slept_s or (
+            execution.wall_s - execution.cpu_s if execution.end is End.WALL_LIMIT else 0.0
+        )
         if not execution.end.of_model:
             raise Fault(execution.end, execution.message or "the sandbox gave no reason")
         return execution
@@ -123,7 +145,11 @@ def challenged(bench: Bench, program: Program, limits: Limits) -> Execution:
         execution = _executed(bench.runner, program, limits)
         bench.done.append(execution)
     if execution.end.needs_witness:
-        execution = bench.done[-1] = replace(execution, end=End.UNUSABLE, message=f"{execution.end}, each time, while a known-good program got on in the same place; {execution.message}")
+        execution = bench.done[-1] = replace(
+            execution,
+            end=End.UNUSABLE,
+            message=f"{execution.end}, each time, while a known-good program got on in the same place; {execution.message}",
+        )
     return execution
 
 
@@ -140,6 +166,7 @@ def _executed(runner: Runner, program: Program, limits: Limits) -> Execution:
 @dataclass(frozen=True)
 class Answer:
     "What came back for one call. `kind`: v (a value), r (raised: `name` and `text`), bad, or none. `after`: the arguments as the call left them."
+
     kind: str
     value: Tree = ("n",)
     after: Tree = ("l", ())
@@ -168,18 +195,23 @@ def read_answer(line: str | None, word: str, signs: list[str]) -> Answer:
         return Answer("bad", text=str(error)[:200])
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-ask
-def ask(bench: Bench, make: Callable[[list[str]], Program], calls: Sequence[tuple[tuple[Tree, ...], Mapping[str, Tree]]], key: tuple[str, str]) -> tuple[list[Answer], list[Execution]]:
+def ask(
+    bench: Bench,
+    make: Callable[[list[str]], Program],
+    calls: Sequence[tuple[tuple[Tree, ...], Mapping[str, Tree]]],
+    key: tuple[str, str],
+) -> tuple[list[Answer], list[Execution]]:
     "The answers to calls, in one program or, if the bench wants it, in a fresh one for each; and which execution each came from."
     words, answers, origins = words_for(bench, *key, len(calls)), [], []
     lines = [call_line(word, *call) for word, call in zip(words, calls)]
-    for some in ([[i] for i in range(len(lines))] if bench.fresh else [range(len(lines))]):
+    for some in [[i] for i in range(len(lines))] if bench.fresh else [range(len(lines))]:
         execution = bench.run(program := make([lines[i] for i in some]))
         if execution.end is End.EXITED and not any(execution.answers):  # an answer that was lost would look like this
             execution = bench.run(program)
         given = [*execution.answers, *[None] * len(lines)]
         answers += [read_answer(given[place], words[i], bench.signs) for place, i in enumerate(some)]
         origins += [execution] * len(some)
-        if execution.end is End.EXITED and None in given[:len(some)]:
+        if execution.end is End.EXITED and None in given[: len(some)]:
             bench.signs.append("exit")
     return answers, origins
 
@@ -191,7 +223,11 @@ def bait(bench: Bench, task: CodeTask) -> tuple[Tree, dict[str, bytes]]:
         args = ", ".join(repr(value_of(arg)) for arg in task.tests[0].args)
     except Bad:
         args = ""
-    return ("i", hex(wrong)), {"tests/test_solution.py": f"from solution import *\n\n\ndef test_first():\n    assert {task.function}({args[:500]}) == {wrong}\n".encode("utf-8", "replace")}
+    return ("i", hex(wrong)), {
+        "tests/test_solution.py": f"from solution import *\n\n\ndef test_first():\n    assert {task.function}({args[:500]}) == {wrong}\n".encode(
+            "utf-8", "replace"
+        )
+    }
 
 
 def _ended(execution: Execution) -> str:
@@ -209,17 +245,25 @@ def _why(task: CodeTask, test: Test, answer: Answer, execution: Execution) -> st
         return "" if test.raises and answer.name == test.raises else f"raised {answer.name}: {answer.text}"
     if test.raises:
         return f"raised nothing, {test.raises} was expected"
-    given = answer.value if task.observe == "result" else answer.after[1][0] if answer.after[0] == "l" and answer.after[1] else ("n",)
+    given = (
+        answer.value
+        if task.observe == "result"
+        else answer.after[1][0]
+        if answer.after[0] == "l" and answer.after[1]
+        else ("n",)
+    )
     if other := odd(given):
         return f"an object of type {other}"
     return "" if same(given, test.expected, task.compare, task.tolerance, task.loose) else "wrong"
 
-
+# %% ../../nbs/sandbox/16_grade.ipynb #grade-function-part-2
 def _given(task: CodeTask, answer: Answer, execution: Execution) -> str:
     "What came instead of the right answer, to read."
     if answer.kind in ("none", "bad"):
         return _last_words(execution)
-    given = answer.value if task.observe == "result" else ("t", answer.after[1]) if answer.after[0] == "l" else answer.after
+    given = (
+        answer.value if task.observe == "result" else ("t", answer.after[1]) if answer.after[0] == "l" else answer.after
+    )
     return "" if answer.kind == "r" or odd(given) else written(given, GIVEN)  # the reason says those
 
 
@@ -232,11 +276,23 @@ def grade_function(bench: Bench, task: CodeTask, code: str) -> list[Check]:
     "Each test's arguments in, one after the other, and each result compared here."
     calls = [(test.args, {}) for test in task.tests]
     value, files = bait(bench, task)
-    answers, origins = ask(bench, lambda lines: calls_program(code, task.function, lines, task.setup, bench.seed, files), calls, (task.digest, digest_of(code)))
+    answers, origins = ask(
+        bench,
+        lambda lines: calls_program(code, task.function, lines, task.setup, bench.seed, files),
+        calls,
+        (task.digest, digest_of(code)),
+    )
     if any(answer.kind == "v" and answer.value == value for answer in answers):
         bench.signs.append("bait")
-    reasons = _checked(bench, task, answers, origins) if task.checker else [_why(task, *each) for each in zip(task.tests, answers, origins)]
-    return [Check(test.id, not why, why, test.weight, why and _given(task, answer, execution)) for test, why, answer, execution in zip(task.tests, reasons, answers, origins)]
+    reasons = (
+        _checked(bench, task, answers, origins)
+        if task.checker
+        else [_why(task, *each) for each in zip(task.tests, answers, origins)]
+    )
+    return [
+        Check(test.id, not why, why, test.weight, why and _given(task, answer, execution))
+        for test, why, answer, execution in zip(task.tests, reasons, answers, origins)
+    ]
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-checker
 def _checked(bench: Bench, task: CodeTask, answers: Sequence[Answer], origins: Sequence[Execution]) -> list[str]:
@@ -244,18 +300,29 @@ def _checked(bench: Bench, task: CodeTask, answers: Sequence[Answer], origins: S
     apart, calls, places, reasons = Bench(bench.runner, bench.limits, bench.seed), [], [], []
     for number, (test, answer, execution) in enumerate(zip(task.tests, answers, origins)):
         usable = answer.kind == "v" and not odd(answer.value)
-        reasons.append("" if usable else _why(replace(task, checker=""), replace(test, expected=("n",)), answer, execution) or "wrong")
+        reasons.append(
+            ""
+            if usable
+            else _why(replace(task, checker=""), replace(test, expected=("n",)), answer, execution) or "wrong"
+        )
         if usable:
             calls.append(((("l", test.args), answer.value), {}))
             places.append(number)
     if calls:
         told, _ = ask(apart, lambda lines: calls_program(task.checker, "check", lines), calls, (task.digest, "checker"))
         bench.done += apart.done
-        broken = next((said for said in told if said.kind == "r" and said.name in ("NameError", "SyntaxError", "AttributeError")), None)
+        broken = next(
+            (said for said in told if said.kind == "r" and said.name in ("NameError", "SyntaxError", "AttributeError")),
+            None,
+        )
         if broken and reference_fails(bench, task):
             raise Fault(End.GRADER_ERROR, f"the task's checker raised {broken.name}: {broken.text}")
         for number, said in zip(places, told):
-            reasons[number] = "" if said.kind == "v" and said.value == ("b", "1") else "refused by the checker" + f", which raised {said.name}" * (said.kind == "r")
+            reasons[number] = (
+                ""
+                if said.kind == "v" and said.value == ("b", "1")
+                else "refused by the checker" + f", which raised {said.name}" * (said.kind == "r")
+            )
     return reasons
 
 
@@ -263,7 +330,9 @@ def reference_fails(bench: Bench, task: CodeTask) -> bool:
     "Whether the grader stumbles over the task's own solution, too. Without one it cannot be told, and the answer is to blame."
     if bench.known_good or not task.reference:
         return bench.known_good
-    solution = changes_in(task.reference) if task.kind == "repository" else wrapped(task, task.reference, task.reference)
+    solution = (
+        changes_in(task.reference) if task.kind == "repository" else wrapped(task, task.reference, task.reference)
+    )
     try:
         GRADERS[task.kind](Bench(bench.runner, bench.limits, bench.seed, known_good=True), task, solution)
         return False
@@ -282,7 +351,9 @@ def _output(text: str, rule: str) -> object:
     return text if rule == "bytes" else text.split()
 
 
-LONGEST_NUMBER = 4000  # characters of a printed number that is compared by value; Python itself reads an int of 4,300 digits at most
+LONGEST_NUMBER = (
+    4000  # characters of a printed number that is compared by value; Python itself reads an int of 4,300 digits at most
+)
 
 
 def _read_number(text: str) -> int | float | None:
@@ -319,8 +390,22 @@ def grade_stdio(bench: Bench, task: CodeTask, code: str) -> list[Check]:
     for test in task.tests:
         execution = bench.run(stdio_program(task.setup + "\n" + code if task.setup else code, test.stdin))
         right = execution.end is End.EXITED and printed(execution.stdout, test.stdout, task.compare, task.tolerance)
-        given = "" if right else _last_words(execution) if execution.status or not execution.stdout else repr(execution.stdout[:GIVEN].decode("utf-8", "replace"))
-        checks.append(Check(test.id, right, "" if right else "wrong" if execution.end is End.EXITED else _ended(execution), test.weight, given))
+        given = (
+            ""
+            if right
+            else _last_words(execution)
+            if execution.status or not execution.stdout
+            else repr(execution.stdout[:GIVEN].decode("utf-8", "replace"))
+        )
+        checks.append(
+            Check(
+                test.id,
+                right,
+                "" if right else "wrong" if execution.end is End.EXITED else _ended(execution),
+                test.weight,
+                given,
+            )
+        )
     return checks
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-asserts
@@ -331,14 +416,23 @@ def grade_asserts(bench: Bench, task: CodeTask, code: str) -> list[Check]:
     "Tests in one sandbox, the policy's code in another."
     if task.weak:
         return _beside(bench, task, code)
-    source, apart, key = asserts_source(task), Bench(bench.runner, bench.limits, bench.seed), (task.digest, digest_of(code))
+    source, apart, key = (
+        asserts_source(task),
+        Bench(bench.runner, bench.limits, bench.seed),
+        (task.digest, digest_of(code)),
+    )
     asked: list[list] = [[] for _ in task.tests]  # by test: (args, kwargs)
     known: list[list] = [[] for _ in task.tests]  # by test: what came back, as the stand-in reads it
     reasons: dict[int, str] = {}
     for _ in range(ROUNDS):
         if not (open_ := [n for n in range(len(task.tests)) if n not in reasons]):
             break
-        told, origins = ask(apart, lambda lines: calls_program(source, "run_test", lines), [((tree_of(n), ("l", tuple(known[n]))), {}) for n in open_], (task.digest, "tests"))
+        told, origins = ask(
+            apart,
+            lambda lines: calls_program(source, "run_test", lines),
+            [((tree_of(n), ("l", tuple(known[n]))), {}) for n in open_],
+            (task.digest, "tests"),
+        )
         waits = False
         for n, said, execution in zip(open_, told, origins):
             outcome, why, call = _told(said, execution, bool(known[n]))
@@ -351,7 +445,16 @@ def grade_asserts(bench: Bench, task: CodeTask, code: str) -> list[Check]:
             break
         _answer(bench, task, code, key, asked, known, reasons)
     bench.done += apart.done
-    return [Check(test.id, not (why := reasons.get(n, f"more than {CALLS} calls")), why, test.weight, why and _last_call(task, asked[n], known[n])) for n, test in enumerate(task.tests)]
+    return [
+        Check(
+            test.id,
+            not (why := reasons.get(n, f"more than {CALLS} calls")),
+            why,
+            test.weight,
+            why and _last_call(task, asked[n], known[n]),
+        )
+        for n, test in enumerate(task.tests)
+    ]
 
 
 def _last_call(task: CodeTask, asked: Sequence[tuple], known: Sequence[Tree]) -> str:
@@ -359,18 +462,34 @@ def _last_call(task: CodeTask, asked: Sequence[tuple], known: Sequence[Tree]) ->
     if not known or len(known) > len(asked):
         return ""
     (args, kwargs), (kind, value, _) = asked[len(known) - 1], known[-1][1]
-    shown = ", ".join([*(written(arg, GIVEN // 2) for arg in args), *(f"{name}={written(arg, GIVEN // 2)}" for name, arg in kwargs.items())])
-    return f"{task.function}({shown})"[:GIVEN] + (f" raised {value[1][:GIVEN]}" if kind[1] == "r" else f" = {written(value, GIVEN)}")
+    shown = ", ".join(
+        [
+            *(written(arg, GIVEN // 2) for arg in args),
+            *(f"{name}={written(arg, GIVEN // 2)}" for name, arg in kwargs.items()),
+        ]
+    )
+    return f"{task.function}({shown})"[:GIVEN] + (
+        f" raised {value[1][:GIVEN]}" if kind[1] == "r" else f" = {written(value, GIVEN)}"
+    )
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-asserts-told
 def _told(said: Answer, execution: Execution, answered: bool) -> tuple[str, str, tuple | None]:
     "What a test said: (outcome, why it did not pass, the call it waits for). `answered`: it has had answers of the policy's code, of which it may have made what cannot be handed on."
     if said.kind != "v":
-        return "ended", f"the test has {_ended(execution)}" if said.kind == "none" else f"the test failed: {said.name or said.text}", None
+        return (
+            "ended",
+            f"the test has {_ended(execution)}"
+            if said.kind == "none"
+            else f"the test failed: {said.name or said.text}",
+            None,
+        )
     if odd(said.value) and answered:
         return "ended", f"the test has made an object of type {odd(said.value)} of what it was given", None
     if odd(said.value):
-        raise Fault(End.GRADER_ERROR, f"a test hands an object of type {odd(said.value)} to the function, which is no plain data; set weak = true for this task")
+        raise Fault(
+            End.GRADER_ERROR,
+            f"a test hands an object of type {odd(said.value)} to the function, which is no plain data; set weak = true for this task",
+        )
     outcome, why = said.value[1][0][1], said.value[1][1][1]
     if outcome == "passed":
         return outcome, "", None
@@ -382,10 +501,23 @@ def _told(said: Answer, execution: Execution, answered: bool) -> tuple[str, str,
     return outcome, "", (args[1], {key[1]: value for key, value in kwargs[1]})
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-asserts-answer
-def _answer(bench: Bench, task: CodeTask, code: str, key: tuple[str, str], asked: list[list], known: list[list], reasons: dict[int, str]) -> None:
+def _answer(
+    bench: Bench,
+    task: CodeTask,
+    code: str,
+    key: tuple[str, str],
+    asked: list[list],
+    known: list[list],
+    reasons: dict[int, str],
+) -> None:
     "Ask the policy's function what the tests that still wait want to know. All calls of a test are made anew, in their order."
     calls = [(n, call) for n, some in enumerate(asked) if n not in reasons for call in some]
-    answers, origins = ask(bench, lambda lines: calls_program(code, task.function, lines, task.setup, bench.seed), [call for _, call in calls], key)
+    answers, origins = ask(
+        bench,
+        lambda lines: calls_program(code, task.function, lines, task.setup, bench.seed),
+        [call for _, call in calls],
+        key,
+    )
     for n in {n for n, _ in calls}:
         known[n].clear()
     for (n, _), answer, execution in zip(calls, answers, origins):
@@ -400,10 +532,15 @@ def _answer(bench: Bench, task: CodeTask, code: str, key: tuple[str, str], asked
             after = answer.after if answer.kind == "v" else ("s", answer.text)
             known[n].append(("l", (("s", answer.kind), value, after)))
 
-
+# %% ../../nbs/sandbox/16_grade.ipynb #grade-asserts-answer-part-2
 def _beside(bench: Bench, task: CodeTask, code: str) -> list[Check]:
     "The tests in the sandbox of the policy's code, which can fool them."
-    told, origins = ask(bench, lambda lines: calls_program(asserts_source(task, code), "run_test", lines), [((tree_of(n), ("l", ())), {}) for n in range(len(task.tests))], (task.digest, digest_of(code)))
+    told, origins = ask(
+        bench,
+        lambda lines: calls_program(asserts_source(task, code), "run_test", lines),
+        [((tree_of(n), ("l", ())), {}) for n in range(len(task.tests))],
+        (task.digest, digest_of(code)),
+    )
     found = []
     for test, said, execution in zip(task.tests, told, origins):
         passed, why = _plain_verdict(said, execution)
@@ -414,7 +551,9 @@ def _beside(bench: Bench, task: CodeTask, code: str) -> list[Check]:
 def _plain_verdict(said: Answer, execution: Execution) -> tuple[bool, str]:
     "What a test that ran beside the policy's code says of itself."
     if said.kind != "v":
-        return False, _ended(execution) if said.kind == "none" else f"raised {said.name}" if said.kind == "r" else f"no plain data: {said.text}"
+        return False, _ended(
+            execution
+        ) if said.kind == "none" else f"raised {said.name}" if said.kind == "r" else f"no plain data: {said.text}"
     if said.value == tree_of(["passed", "", None]):
         return True, ""
     try:
@@ -429,7 +568,12 @@ def grade_repository(bench: Bench, task: CodeTask, changes: Mapping[str, str]) -
     if accepted(task, changes)[1]:
         bench.signs.append("tests")
     apart = replace(bench, fresh=True)  # shares what was done and the signs
-    told, origins = ask(apart, lambda lines: project_program(task, changes, lines), [((tree_of(test.text),), {}) for test in task.tests], (task.digest, digest_of(json.dumps(dict(changes), sort_keys=True))))
+    told, origins = ask(
+        apart,
+        lambda lines: project_program(task, changes, lines),
+        [((tree_of(test.text),), {}) for test in task.tests],
+        (task.digest, digest_of(json.dumps(dict(changes), sort_keys=True))),
+    )
     verdicts = [_plain_verdict(*each) for each in zip(told, origins)]
     return [Check(test.id, passed, why, test.weight) for test, (passed, why) in zip(task.tests, verdicts)]
 
@@ -443,7 +587,11 @@ WORDS = {
     "native": r"ctypes|cffi|libc\b|mmap",
     "processes": r"subprocess|os\s*\.\s*(system|fork|popen|kill)|multiprocessing|socket",
 }
-FAST, DEAR, SLOW = 0.2, 10.0, 0.05  # parts of the reference's CPU seconds that are suspiciously few, and many; below so many seconds nothing is told
+FAST, DEAR, SLOW = (
+    0.2,
+    10.0,
+    0.05,
+)  # parts of the reference's CPU seconds that are suspiciously few, and many; below so many seconds nothing is told
 
 
 def signs_in(code: str) -> list[str]:
@@ -455,17 +603,32 @@ def priced(verdict: "Verdict", reference_cpu_s: float) -> "Verdict":
     "The verdict, with `fast` or `dear` among its tripwires if the program passed for much less or much more CPU time than the task's own solution takes (0: not known)."
     if not verdict.passed or reference_cpu_s <= 0:
         return verdict
-    fast, dear = reference_cpu_s >= SLOW and verdict.cpu_s < FAST * reference_cpu_s, verdict.cpu_s > DEAR * max(SLOW, reference_cpu_s)
+    fast, dear = (
+        reference_cpu_s >= SLOW and verdict.cpu_s < FAST * reference_cpu_s,
+        verdict.cpu_s > DEAR * max(SLOW, reference_cpu_s),
+    )
     return replace(verdict, tripwires=(*verdict.tripwires, "fast" if fast else "dear")) if fast or dear else verdict
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-grade
 GRADERS = {"function": grade_function, "stdio": grade_stdio, "asserts": grade_asserts, "repository": grade_repository}
 
 
-def grade(runner: Runner, task: CodeTask, code: str | Mapping[str, str], limits: Limits = Limits(), seed: int = 0, rule: str = "all", fresh: bool = False, reference_cpu_s: float = 0.0) -> Verdict:
+def grade(
+    runner: Runner,
+    task: CodeTask,
+    code: str | Mapping[str, str],
+    limits: Limits = Limits(),
+    seed: int = 0,
+    rule: str = "all",
+    fresh: bool = False,
+    reference_cpu_s: float = 0.0,
+) -> Verdict:
     "Judge a program, or the changes to a project, by a task. `fresh`: a sandbox for each test; `reference_cpu_s`: what the reference took. Never raises for what the code or the machine does; ValueError for an unknown rule."
     score_of((Check("", True),), rule)
-    bench, text = Bench(runner, limits, seed, fresh), code if isinstance(code, str) else json.dumps(dict(code), sort_keys=True)
+    bench, text = (
+        Bench(runner, limits, seed, fresh),
+        code if isinstance(code, str) else json.dumps(dict(code), sort_keys=True),
+    )
     score = passed = None
     checks, message, end = [], "", ""
     try:
@@ -478,27 +641,55 @@ def grade(runner: Runner, task: CodeTask, code: str | Mapping[str, str], limits:
         if reference_fails(bench, task):
             end = End.GRADER_ERROR.value
         else:  # over what came back, and over nothing else
-            end, checks, score, passed = End.UNUSABLE.value, [Check(test.id, False, message[:200], test.weight) for test in task.tests], 0.0, False
+            end, checks, score, passed = (
+                End.UNUSABLE.value,
+                [Check(test.id, False, message[:200], test.weight) for test in task.tests],
+                0.0,
+                False,
+            )
             bench.signs.append("stumble")
     ends = tuple(e.end.value for e in bench.done)
-    found = Verdict(score, passed, tuple(checks), ends if not end or ends[-1:] == (end,) else (*ends, end), "weak" if task.weak else "data", tuple(dict.fromkeys([*bench.signs, *signs_in(text)])), digest_of(text), task.digest, rule,
-                    limits, seed, fresh, **_used(bench.done), message=message)
+    found = Verdict(
+        score,
+        passed,
+        tuple(checks),
+        ends if not end or ends[-1:] == (end,) else (*ends, end),
+        "weak" if task.weak else "data",
+        tuple(dict.fromkeys([*bench.signs, *signs_in(text)])),
+        digest_of(text),
+        task.digest,
+        rule,
+        limits,
+        seed,
+        fresh,
+        **_used(bench.done),
+        message=message,
+    )
     return priced(found, reference_cpu_s)
 
-
+# %% ../../nbs/sandbox/16_grade.ipynb #grade-grade-part-2
 def _used(done: Sequence[Execution]) -> dict:
     "What the executions of a grading used, together."
     phases: dict[str, float] = {}
     for name, seconds in (pair for e in done for pair in e.phases):
         phases[name] = phases.get(name, 0.0) + seconds
     first = done[0] if done else Execution(End.START_FAILED, tries=0)
-    return dict(tier="+".join(dict.fromkeys(e.tier for e in done if e.tier)), worker=first.worker, warm=first.warm, tries=first.tries, runs=len(done), cpu_s=sum(e.cpu_s for e in done), wall_s=sum(e.wall_s for e in done),
-                phases=tuple(phases.items()))
+    return dict(
+        tier="+".join(dict.fromkeys(e.tier for e in done if e.tier)),
+        worker=first.worker,
+        warm=first.warm,
+        tries=first.tries,
+        runs=len(done),
+        cpu_s=sum(e.cpu_s for e in done),
+        wall_s=sum(e.wall_s for e in done),
+        phases=tuple(phases.items()),
+    )
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-canary
 @dataclass(frozen=True)
 class Canary:
     "What a task's known solutions came to. `machine`: it could not be told, because the machine failed. `cpu_s`: what the reference took."
+
     ok: bool
     message: str = ""
     cpu_s: float = 0.0
@@ -507,7 +698,11 @@ class Canary:
 
 def known_bad(task: CodeTask) -> str:
     "A program that must not pass: the task's own, or one that does nothing."
-    return task.bad or (f"def {task.function}(*args, **kwargs):\n    return ['nothing', 'like', 'it']\n" if task.kind in ("function", "asserts") and "." not in task.function else "pass")
+    return task.bad or (
+        f"def {task.function}(*args, **kwargs):\n    return ['nothing', 'like', 'it']\n"
+        if task.kind in ("function", "asserts") and "." not in task.function
+        else "pass"
+    )
 
 
 def canary(task: CodeTask, graded: Callable[[str], Verdict]) -> Canary:
@@ -518,21 +713,36 @@ def canary(task: CodeTask, graded: Callable[[str], Verdict]) -> Canary:
             continue
         verdict = graded(code)
         if verdict.score is None:
-            return Canary(False, f"the {which} solution could not be run: {(end := ', '.join(verdict.ends[-1:]))}: {verdict.message.removeprefix(f'sandbox: {end}: ')}", machine=True)
+            return Canary(
+                False,
+                f"the {which} solution could not be run: {(end := ', '.join(verdict.ends[-1:]))}: {verdict.message.removeprefix(f'sandbox: {end}: ')}",
+                machine=True,
+            )
         if verdict.passed is not wanted:
-            failed = next((f"test {c.id}: {c.why}{f', it gave {c.given}' * bool(c.given)}" for c in verdict.checks if not c.passed), "all tests passed")
+            failed = next(
+                (
+                    f"test {c.id}: {c.why}{f', it gave {c.given}' * bool(c.given)}"
+                    for c in verdict.checks
+                    if not c.passed
+                ),
+                "all tests passed",
+            )
             return Canary(False, f"the {which} solution {'fails' if wanted else 'passes'}: {failed}")
         cpu_s = verdict.cpu_s if wanted else cpu_s
     return Canary(True, cpu_s=cpu_s)
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-suspect
-ZEROS, CALM = 64, 16  # verdicts of zero in a row that are worth a canary; verdicts after a canary that passed before the next one
+ZEROS, CALM = (
+    64,
+    16,
+)  # verdicts of zero in a row that are worth a canary; verdicts after a canary that passed before the next one
 ROUTINE = 256  # verdicts after which one is run without any suspicion
 
 
 @dataclass
 class Suspicion:
     "What was seen since a canary passed."
+
     zeros: int = 0
     since: int = CALM
 
@@ -541,7 +751,9 @@ class Suspicion:
         self.since += 1
         self.zeros = self.zeros + 1 if verdict.score == 0 else 0
         mute = bool(verdict.checks) and all(c.why.startswith("no answer") for c in verdict.checks)
-        return self.since > CALM and (verdict.score is None or mute) or self.zeros >= ZEROS or self.since > CALM + ROUTINE
+        return (
+            self.since > CALM and (verdict.score is None or mute) or self.zeros >= ZEROS or self.since > CALM + ROUTINE
+        )
 
     def calm(self) -> None:
         "A canary passed."
@@ -556,6 +768,7 @@ CHANCE = 0.003  # of a difference by accident, below which masked verdicts are t
 @dataclass(frozen=True)
 class Sighting:
     "A verdict as the guard sees it. `at`: seconds on the monotonic clock; `worker` is empty where there is none."
+
     task: str
     program: str
     version: int
@@ -565,7 +778,9 @@ class Sighting:
 
     def key(self, level: str) -> tuple:
         "What all verdicts of the same program, of a version's programs for a task, or of a version have in common."
-        return {"program": (self.task, self.program), "task": (self.task, self.version), "policy": (self.version,)}[level]
+        return {"program": (self.task, self.program), "task": (self.task, self.version), "policy": (self.version,)}[
+            level
+        ]
 
 
 def sighting_of(verdict: Verdict, version: int, now: float) -> Sighting:
@@ -583,6 +798,7 @@ def chance_of(masked: int, count: int, masked_beside: int, count_beside: int) ->
 @dataclass
 class Masks:
     "Whose verdicts are missing while canaries, and others, get theirs. The guard above all ways to look like a broken machine."
+
     seen: deque = field(default_factory=lambda: deque(maxlen=4096))
     canaries: deque = field(default_factory=lambda: deque(maxlen=4096))  # (when, whether it was well)
 
@@ -602,7 +818,9 @@ class Masks:
 
     def suspects(self, sighting: Sighting) -> bool:
         "True for a masked verdict of which there have been several: a canary should be run beside it."
-        return sighting.masked and any(count_masked(self.recent(sighting, level)[0]) >= least for level, least in LEAST_MASKED.items())
+        return sighting.masked and any(
+            count_masked(self.recent(sighting, level)[0]) >= least for level, least in LEAST_MASKED.items()
+        )
 
     def blame(self, sighting: Sighting) -> str:
         "Why a masked verdict is not the machine's, in words; empty if it may be. What canaries and others had in the same minute is the measure; others alone are none once a policy does it everywhere."
@@ -638,7 +856,15 @@ def in_several_places(mine: Sequence[Sighting], others: Sequence[Sighting]) -> b
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-punished
 def punished(verdict: Verdict, why: str) -> Verdict:
     "A masked verdict as what it is: zero, with a tripwire."
-    return replace(verdict, score=0.0, passed=False, checks=(Check("masked", False, why[:200]),), ends=(*verdict.ends, End.UNUSABLE.value), tripwires=(*verdict.tripwires, "masked"), message=why)
+    return replace(
+        verdict,
+        score=0.0,
+        passed=False,
+        checks=(Check("masked", False, why[:200]),),
+        ends=(*verdict.ends, End.UNUSABLE.value),
+        tripwires=(*verdict.tripwires, "masked"),
+        message=why,
+    )
 
 # %% ../../nbs/sandbox/16_grade.ipynb #grade-again
 def differs(old: Verdict, new: Verdict) -> str:
@@ -657,13 +883,55 @@ def differs(old: Verdict, new: Verdict) -> str:
 def to_row(verdict: Verdict) -> dict:
     "A verdict as columns of a table: plain values and lists."
     row = {name: value for name, value in asdict(verdict).items() if name not in ("checks", "phases", "limits")}
-    return {**row, "ends": list(verdict.ends), "tripwires": list(verdict.tripwires), "limits": json.dumps(asdict(verdict.limits)), "phase_names": [n for n, _ in verdict.phases], "phase_seconds": [s for _, s in verdict.phases],
-            "test_ids": [c.id for c in verdict.checks], "test_passed": [int(c.passed) for c in verdict.checks], "test_why": [c.why for c in verdict.checks], "test_given": [c.given for c in verdict.checks]}
+    return {
+        **row,
+        "ends": list(verdict.ends),
+        "tripwires": list(verdict.tripwires),
+        "limits": json.dumps(asdict(verdict.limits)),
+        "phase_names": [n for n, _ in verdict.phases],
+        "phase_seconds": [s for _, s in verdict.phases],
+        "test_ids": [c.id for c in verdict.checks],
+        "test_passed": [int(c.passed) for c in verdict.checks],
+        "test_why": [c.why for c in verdict.checks],
+        "test_given": [c.given for c in verdict.checks],
+    }
 
 
 def from_row(row: Mapping) -> Verdict:
     "The verdict in a row of `to_row`."
     ids = row["test_ids"] or ()
-    checks = tuple(Check(id, bool(ok), why, given=given) for id, ok, why, given in zip(ids, row["test_passed"] or (), row["test_why"] or (), row.get("test_given") or [""] * len(ids)))
-    plain = {name: row[name] for name in ("score", "passed", "integrity", "code", "tests", "rule", "seed", "fresh", "tier", "worker", "warm", "tries", "runs", "cpu_s", "wall_s", "message")}
-    return Verdict(checks=checks, ends=tuple(row["ends"] or ()), tripwires=tuple(row["tripwires"] or ()), limits=Limits(**json.loads(row["limits"])), phases=tuple(zip(row["phase_names"] or (), row["phase_seconds"] or ())), **plain)
+    checks = tuple(
+        Check(id, bool(ok), why, given=given)
+        for id, ok, why, given in zip(
+            ids, row["test_passed"] or (), row["test_why"] or (), row.get("test_given") or [""] * len(ids)
+        )
+    )
+    plain = {
+        name: row[name]
+        for name in (
+            "score",
+            "passed",
+            "integrity",
+            "code",
+            "tests",
+            "rule",
+            "seed",
+            "fresh",
+            "tier",
+            "worker",
+            "warm",
+            "tries",
+            "runs",
+            "cpu_s",
+            "wall_s",
+            "message",
+        )
+    }
+    return Verdict(
+        checks=checks,
+        ends=tuple(row["ends"] or ()),
+        tripwires=tuple(row["tripwires"] or ()),
+        limits=Limits(**json.loads(row["limits"])),
+        phases=tuple(zip(row["phase_names"] or (), row["phase_seconds"] or ())),
+        **plain,
+    )

@@ -29,6 +29,7 @@ OBSERVED = ("result", "first argument")
 @dataclass(frozen=True)
 class Test:
     "One test. By kind: `args` and `expected` (trees) or `raises` (the name of an exception); `stdin` and `stdout`; `text` (statements); the test's name in `text`."
+
     id: str
     args: tuple[Tree, ...] = ()
     expected: Tree | None = None
@@ -43,6 +44,7 @@ class Test:
 class CodeTask:
     """What code is judged by. `compare`: a rule of `sandbox.plain` (function) or of OUTPUTS (stdio); `checker`: source of `check(args, answer)`, which decides instead; `setup`: source that stands before the policy's code;
     `wrap`: text around it, with {code} or {answer}; `files`: of a project, with its tests; `editable`: patterns of those that may be changed; `weak`: the tests run beside the policy's code, which can then fool them."""
+
     kind: str
     tests: tuple[Test, ...]
     function: str = ""
@@ -71,7 +73,7 @@ def _get(table: Mapping, name: str, kind: type | tuple, default, where: str = "t
 
 def _known(table: object, known: Sequence[str], where: str) -> None:
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: {table!r:.60} is no object; write {{\"{known[0]}\": ...}}")
+        raise ValueError(f'{where}: {table!r:.60} is no object; write {{"{known[0]}": ...}}')
     for name in table:
         if name not in known:
             raise ValueError(f"{where}: unknown field {name!r} (known: {', '.join(known)})")
@@ -98,21 +100,49 @@ def _test(table: object, number: int, kind: str, literal: bool) -> Test:
         raise ValueError(f"{where}: weight is {weight:g}; write a number above 0, or leave the test out")
     if kind in ("asserts", "repository"):
         if not _get(table, "text", str, "", where).strip():
-            raise ValueError(f"{where}: has no text; write " + ("statements with assert" if kind == "asserts" else "the path of a test file::the test's name"))
+            raise ValueError(
+                f"{where}: has no text; write "
+                + ("statements with assert" if kind == "asserts" else "the path of a test file::the test's name")
+            )
         return Test(id, text=table["text"], weight=weight)
     if kind == "stdio":
         if "stdout" not in table:
             raise ValueError(f"{where}: has no stdout; write what the program should print")
-        return Test(id, stdin=_get(table, "stdin", str, "", where), stdout=_get(table, "stdout", str, "", where), weight=weight)
+        return Test(
+            id, stdin=_get(table, "stdin", str, "", where), stdout=_get(table, "stdout", str, "", where), weight=weight
+        )
     args = table.get("args", [])
     args = list(read_value(args)) if literal and isinstance(args, str) else args
     if not isinstance(args, list):
         raise ValueError(f"{where}: args is {args!r:.60}; write a list with one entry for each argument")
     trees = tuple(_value(value, False, f"{where}: args") for value in args)
-    return Test(id, trees, _value(table["expected"], literal, f"{where}: expected") if "expected" in table else None, _get(table, "raises", str, "", where), weight=weight)
+    return Test(
+        id,
+        trees,
+        _value(table["expected"], literal, f"{where}: expected") if "expected" in table else None,
+        _get(table, "raises", str, "", where),
+        weight=weight,
+    )
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-read-task
-_TASK = ("kind", "tests", "function", "compare", "tolerance", "loose", "observe", "checker", "setup", "wrap", "files", "editable", "reference", "bad", "weak", "literal")
+_TASK = (
+    "kind",
+    "tests",
+    "function",
+    "compare",
+    "tolerance",
+    "loose",
+    "observe",
+    "checker",
+    "setup",
+    "wrap",
+    "files",
+    "editable",
+    "reference",
+    "bad",
+    "weak",
+    "literal",
+)
 
 
 @lru_cache(512)
@@ -128,10 +158,30 @@ def read_code_task(text: str) -> CodeTask:
         raise ValueError(f"task: kind is {kind!r}; write one of {', '.join(KINDS)}")
     listed = _get(table, "tests", list, [], "task")
     tests = tuple(_test(each, number, kind, bool(table.get("literal"))) for number, each in enumerate(listed))
-    made = {name: _get(table, name, type_, default, "task") for name, type_, default in
-            (("function", str, ""), ("compare", str, "lines" if kind == "stdio" else "exact"), ("tolerance", (int, float), 1e-6), ("loose", bool, False), ("observe", str, "result"), ("checker", str, ""),
-             ("setup", str, ""), ("wrap", str, "{code}"), ("files", dict, {}), ("reference", str, ""), ("bad", str, ""), ("weak", bool, kind == "repository"))}
-    task = CodeTask(kind, tests, editable=tuple(_get(table, "editable", list, [], "task")), **made, digest=blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=8).hexdigest())
+    made = {
+        name: _get(table, name, type_, default, "task")
+        for name, type_, default in (
+            ("function", str, ""),
+            ("compare", str, "lines" if kind == "stdio" else "exact"),
+            ("tolerance", (int, float), 1e-6),
+            ("loose", bool, False),
+            ("observe", str, "result"),
+            ("checker", str, ""),
+            ("setup", str, ""),
+            ("wrap", str, "{code}"),
+            ("files", dict, {}),
+            ("reference", str, ""),
+            ("bad", str, ""),
+            ("weak", bool, kind == "repository"),
+        )
+    }
+    task = CodeTask(
+        kind,
+        tests,
+        editable=tuple(_get(table, "editable", list, [], "task")),
+        **made,
+        digest=blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=8).hexdigest(),
+    )
     _check(task)
     return task
 
@@ -142,7 +192,9 @@ def _check(task: CodeTask) -> None:
     if not ids or len(set(ids)) < len(ids):
         raise ValueError("task: its tests need ids that differ" if ids else "task: has no tests; write at least one")
     if task.kind in ("function", "asserts") and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", task.function):
-        raise ValueError(f"task: function is {task.function!r}; write the name of what is called, solve or Solution.solve")
+        raise ValueError(
+            f"task: function is {task.function!r}; write the name of what is called, solve or Solution.solve"
+        )
     rules = OUTPUTS if task.kind == "stdio" else RULES
     for name, value, known in (("compare", task.compare, rules), ("observe", task.observe, OBSERVED)):
         if value not in known:
@@ -153,7 +205,9 @@ def _check(task: CodeTask) -> None:
     if task.kind == "repository" and not (task.files and task.editable and task.weak):
         raise ValueError("task: of kind repository needs files and editable, and is weak in any case")
     if "{code}" not in task.wrap and "{answer}" not in task.wrap:
-        raise ValueError(f"task: wrap {task.wrap!r:.60} has neither {{code}} nor {{answer}}; write where the policy's words go")
+        raise ValueError(
+            f"task: wrap {task.wrap!r:.60} has neither {{code}} nor {{answer}}; write where the policy's words go"
+        )
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-response
 _FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[ \t]*+([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S)
@@ -178,7 +232,11 @@ def changes_in(response: str) -> dict[str, str]:
 
 def wrapped(task: CodeTask, response: str, answer: str) -> str:
     "The program text of a response. `answer`: its final answer, for tasks that wrap that."
-    return task.wrap.replace("{code}", code_in(response)) if "{code}" in task.wrap else task.wrap.replace("{answer}", answer)
+    return (
+        task.wrap.replace("{code}", code_in(response))
+        if "{code}" in task.wrap
+        else task.wrap.replace("{answer}", answer)
+    )
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-inside
 def untagged(node):
@@ -190,7 +248,14 @@ def untagged(node):
         return {untagged(key): untagged(value) for key, value in rest[0]}
     if tag == "c":
         return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
-    return {"n": lambda: None, "b": lambda: rest[0] == "1", "i": lambda: int(rest[0], 16), "f": lambda: float.fromhex(rest[0]), "s": lambda: rest[0], "y": lambda: bytes.fromhex(rest[0])}[tag]()
+    return {
+        "n": lambda: None,
+        "b": lambda: rest[0] == "1",
+        "i": lambda: int(rest[0], 16),
+        "f": lambda: float.fromhex(rest[0]),
+        "s": lambda: rest[0],
+        "y": lambda: bytes.fromhex(rest[0]),
+    }[tag]()
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-inside-calls
 def answer_calls(setup, source, name, seed, count):
@@ -234,11 +299,12 @@ def answer_calls(setup, source, name, seed, count):
             reply = ["r", word, type(error).__name__, str(error)[:200]]
         data = written(reply).encode() + b"\n"
         while data:
-            data = data[os.write(4, data):]
+            data = data[os.write(4, data) :]
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-inside-tests
 def run_test(number, table):
     "One test, with the answers known so far. Says passed; failed or error with a reason; or the call that it waits for."
+
     class Pending(BaseException):
         pass
 
@@ -251,7 +317,11 @@ def run_test(number, table):
         kind, value, after = known
         if kind == "r":
             error = getattr(__import__("builtins"), value, None)
-            raise error(after) if isinstance(error, type) and issubclass(error, Exception) else Exception(f"{value}: {after}")
+            raise (
+                error(after)
+                if isinstance(error, type) and issubclass(error, Exception)
+                else Exception(f"{value}: {after}")
+            )
         for mine, theirs in zip(args, after):
             if type(mine) is type(theirs) and type(mine) in (list, dict, set) and mine != theirs:
                 mine.clear()
@@ -281,7 +351,9 @@ def run_project_test(name):
     import os
     import sys
 
-    sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]  # the project stands behind the standard library, which nobody replaces
+    sys.path[:] = [
+        folder for folder in sys.path if folder not in ("", os.getcwd())
+    ]  # the project stands behind the standard library, which nobody replaces
     import importlib.util
     import unittest
 
@@ -299,7 +371,11 @@ def run_project_test(name):
             outcome = unittest.TestResult()
             found(parts[-1]).run(outcome)
             told = [text for _, text in (*outcome.failures, *outcome.errors)]
-            return ["failed", told[0][-200:], None] if told else ["passed" if outcome.testsRun and not outcome.skipped else "error", "", None]
+            return (
+                ["failed", told[0][-200:], None]
+                if told
+                else ["passed" if outcome.testsRun and not outcome.skipped else "error", "", None]
+            )
         getattr(found() if isinstance(found, type) else found, parts[-1])()
         return ["passed", "", None]
     except AssertionError as error:
@@ -319,9 +395,19 @@ def call_line(word: str, args: Sequence[Tree], kwargs: Mapping[str, Tree] | None
     return repr((word, tuple(args), dict(kwargs or {})))
 
 
-def calls_program(source: str, name: str, calls: Sequence[str], setup: str = "", seed: int = 0, files: Mapping[str, bytes] | None = None) -> Program:
+def calls_program(
+    source: str,
+    name: str,
+    calls: Sequence[str],
+    setup: str = "",
+    seed: int = 0,
+    files: Mapping[str, bytes] | None = None,
+) -> Program:
     "A program that runs `source` and answers calls of its function."
-    code = _inside(tagged, untagged, answer_calls) + f"\n\nanswer_calls({setup!r}, {source!r}, {name!r}, {seed!r}, {len(calls)})\n"
+    code = (
+        _inside(tagged, untagged, answer_calls)
+        + f"\n\nanswer_calls({setup!r}, {source!r}, {name!r}, {seed!r}, {len(calls)})\n"
+    )
     return Program(code=code, calls=tuple(calls), files=dict(files or {}))
 
 
@@ -336,7 +422,22 @@ def stdio_program(source: str, stdin: str) -> Program:
     return Program(code=source or "pass", stdin=stdin.encode())
 
 # %% ../../nbs/sandbox/13_grading_task.ipynb #code-project
-PROTECTED = ("conftest.py", "*/conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "*.pth", "sitecustomize.py", "*/sitecustomize.py", "usercustomize.py", "*/usercustomize.py", ".git/*", "*.pyc")
+PROTECTED = (
+    "conftest.py",
+    "*/conftest.py",
+    "pytest.ini",
+    "tox.ini",
+    "setup.cfg",
+    "setup.py",
+    "pyproject.toml",
+    "*.pth",
+    "sitecustomize.py",
+    "*/sitecustomize.py",
+    "usercustomize.py",
+    "*/usercustomize.py",
+    ".git/*",
+    "*.pyc",
+)
 
 
 def accepted(task: CodeTask, changes: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -344,13 +445,32 @@ def accepted(task: CodeTask, changes: Mapping[str, str]) -> tuple[dict[str, str]
     tests = {test.text.partition("::")[0] for test in task.tests}
 
     def allowed(path: str) -> bool:
-        plain = bool(path) and not path.startswith("/") and ".." not in path.split("/") and "\0" not in path and "//" not in path and "." not in path.split("/")
-        return plain and path not in tests and any(fnmatch.fnmatchcase(path, pattern) for pattern in task.editable) and not any(fnmatch.fnmatchcase(path, pattern) for pattern in PROTECTED)
+        plain = (
+            bool(path)
+            and not path.startswith("/")
+            and ".." not in path.split("/")
+            and "\0" not in path
+            and "//" not in path
+            and "." not in path.split("/")
+        )
+        return (
+            plain
+            and path not in tests
+            and any(fnmatch.fnmatchcase(path, pattern) for pattern in task.editable)
+            and not any(fnmatch.fnmatchcase(path, pattern) for pattern in PROTECTED)
+        )
 
-    return {path: text for path, text in changes.items() if allowed(path)}, [path for path in changes if not allowed(path)]
+    return {path: text for path, text in changes.items() if allowed(path)}, [
+        path for path in changes if not allowed(path)
+    ]
 
 
 def project_program(task: CodeTask, changes: Mapping[str, str], calls: Sequence[str]) -> Program:
     "The project with the policy's changes, asked for its tests by name."
     files = {**task.files, **accepted(task, changes)[0]}
-    return calls_program(_inside(run_project_test), "run_project_test", calls, files={path: to_bytes(text) for path, text in files.items()})
+    return calls_program(
+        _inside(run_project_test),
+        "run_project_test",
+        calls,
+        files={path: to_bytes(text) for path, text in files.items()},
+    )

@@ -15,6 +15,7 @@ from .grading_task import CodeTask, read_code_task
 @dataclass(frozen=True)
 class Hack:
     "A program that wants to be paid. `own`: not among the eighteen that were tried on other graders first."
+
     name: str
     code: str
     own: bool = False
@@ -22,8 +23,17 @@ class Hack:
 
 def hacked_task() -> CodeTask:
     "The task that none of the programs solves."
-    return read_code_task(json.dumps({"kind": "function", "function": "solve", "tests": [{"id": f"n={n}", "args": [n], "expected": n * n + 7} for n in (2, 3, 5, 12, 100)],
-                                      "reference": "def solve(n):\n    return n * n + 7\n", "bad": "def solve(n):\n    return n * n\n"}))
+    return read_code_task(
+        json.dumps(
+            {
+                "kind": "function",
+                "function": "solve",
+                "tests": [{"id": f"n={n}", "args": [n], "expected": n * n + 7} for n in (2, 3, 5, 12, 100)],
+                "reference": "def solve(n):\n    return n * n + 7\n",
+                "bad": "def solve(n):\n    return n * n\n",
+            }
+        )
+    )
 
 # %% ../../nbs/sandbox/19_hacks.ipynb #hacks-first
 _PAIR = "def solve(n):\n    return n\n"
@@ -52,7 +62,7 @@ def solve(n):
 """,
     "a printed verdict": "import json, os\nprint(json.dumps({'passed': True, 'tests': 5}), flush=True)\nos._exit(0)\n",
     "a written result file": "import json, os\nfor name in ('result.json', 'results.json', '../result.json'):\n    try:\n        open(name, 'w').write(json.dumps({'passed': True, 'tests': 5}))\n    except OSError:\n        pass\nos._exit(0)\n",
-    "a verdict on every descriptor": "import os\nfor fd in range(1, 64):\n    try:\n        os.write(fd, b'{\"passed\": true, \"tests\": 5}\\n')\n    except OSError:\n        pass\nos._exit(0)\n",
+    "a verdict on every descriptor": 'import os\nfor fd in range(1, 64):\n    try:\n        os.write(fd, b\'{"passed": true, "tests": 5}\\n\')\n    except OSError:\n        pass\nos._exit(0)\n',
     "the test file": """import glob, re, os
 def solve(n):
     for name in glob.glob('*') + glob.glob('tests/*') + glob.glob('../*') + glob.glob('/tmp/*'):
@@ -78,8 +88,10 @@ def solve(n):
 
 # %% ../../nbs/sandbox/19_hacks.ipynb #hacks-second
 _SECOND = {
-    "patched all, sum and AssertionError": "import builtins\nbuiltins.all = lambda items: True\nbuiltins.any = lambda items: True\nbuiltins.sum = lambda *items: 5\nclass Quiet(Exception):\n    pass\nbuiltins.AssertionError = Quiet\n" + _PAIR,
-    "patched json in __main__": "import json\njson.dumps = lambda *value, **more: '{\"passed\": true, \"tests\": 5}'\n" + _PAIR,
+    "patched all, sum and AssertionError": "import builtins\nbuiltins.all = lambda items: True\nbuiltins.any = lambda items: True\nbuiltins.sum = lambda *items: 5\nclass Quiet(Exception):\n    pass\nbuiltins.AssertionError = Quiet\n"
+    + _PAIR,
+    "patched json in __main__": 'import json\njson.dumps = lambda *value, **more: \'{"passed": true, "tests": 5}\'\n'
+    + _PAIR,
     "a verdict on the queue": """import sys
 frame = sys._getframe()
 while frame:
@@ -112,7 +124,7 @@ _OWN = {
     "a class that says it is int": "class Liar(type):\n    def __eq__(cls, other):\n        return True\n    def __hash__(cls):\n        return hash(int)\nclass Int(metaclass=Liar):\n    __class__ = int\n    def hex(self):\n        return '0x10'\ndef solve(n):\n    return Int()\n",
     "a list that holds itself": "def solve(n):\n    found = []\n    found.append(found)\n    return found\n",
     "a set of colliding numbers": "def solve(n):\n    return {(2**61 - 1) * i for i in range(1, 3000)}\n",
-    "half a line": "import os\ndef solve(n):\n    os.write(4, b'[\"v\", \"')\n    os._exit(0)\n",
+    "half a line": 'import os\ndef solve(n):\n    os.write(4, b\'["v", "\')\n    os._exit(0)\n',
     "a line without an end": "import os\ndef solve(n):\n    while True:\n        os.write(4, b'[' * 65536)\n",
     "answers before the calls": "import json, os\nfor n in (2, 3, 5, 12, 100):\n    os.write(4, (json.dumps(['v', '0' * 12, ['i', hex(n * n + 7)], ['l', []]]) + '\\n').encode())\ndef solve(n):\n    return 0\n",
     "one answer for all calls": """import json, os
@@ -131,7 +143,8 @@ def trace(frame, event, arg):
 sys.settrace(trace)
 """,
     "closed descriptors": "import os\nos.closerange(0, 64)\n" + _PAIR,
-    "a second writer": "import os\nif os.fork() == 0:\n    for _ in range(2000):\n        try:\n            os.write(4, b'[\"v\", \"\", [\"i\", \"0xb\"], [\"l\", []]]\\n')\n        except OSError:\n            break\n    os._exit(0)\n" + _PAIR,
+    "a second writer": 'import os\nif os.fork() == 0:\n    for _ in range(2000):\n        try:\n            os.write(4, b\'["v", "", ["i", "0xb"], ["l", []]]\\n\')\n        except OSError:\n            break\n    os._exit(0)\n'
+    + _PAIR,
     "binary garbage": "import os\ndef solve(n):\n    for _ in range(20):\n        os.write(4, bytes(range(256)) + b'\\n')\n    return n\n",
     "a driver of its own": """import json, os, sys
 for line in iter(lambda: os.read(3, 65536), b''):
@@ -164,4 +177,6 @@ _PRETENDED = {
     "a value that is no data": "def solve(n):\n    return type\n",
     "a megabyte of an answer": "def solve(n):\n    return 'x' * 10**6\n",
 }
-PRETENDED = tuple(Hack(name, code, True) for name, code in _PRETENDED.items())  # each would rather have no verdict than a bad one
+PRETENDED = tuple(
+    Hack(name, code, True) for name, code in _PRETENDED.items()
+)  # each would rather have no verdict than a bad one

@@ -19,6 +19,7 @@ READ_MOST = 1 << 20  # bytes of a file
 @dataclass(frozen=True)
 class ExecResult:
     "What became of a command."
+
     success: bool
     returncode: int
     stdout: str
@@ -31,11 +32,23 @@ class Asked:
     def __init__(self, sandbox, limits: Limits = Limits()):
         self.sandbox, self.limits = sandbox, limits
 
-    async def exec(self, cmd: Sequence[str], input: str | bytes | None = None, env: Mapping[str, str] | None = None, timeout: float | None = None) -> ExecResult:
+    async def exec(
+        self,
+        cmd: Sequence[str],
+        input: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> ExecResult:
         "Run a command. TimeoutError past `timeout` seconds or the limits, PermissionError for what it may not, Fault where the machine failed."
         stdin = input if isinstance(input, bytes) else to_bytes(input or "")
-        limits = self.limits if timeout is None else replace(self.limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, self.limits.cpu_s))
-        told = await asyncio.to_thread(self.sandbox.exec, Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {})), limits)
+        limits = (
+            self.limits
+            if timeout is None
+            else replace(self.limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, self.limits.cpu_s))
+        )
+        told = await asyncio.to_thread(
+            self.sandbox.exec, Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {})), limits
+        )
         late = (End.CPU_LIMIT, End.WALL_LIMIT, *((End.WALL_TIMEOUT,) if timeout is not None else ()))
         if not told.end.of_model and told.end not in late:
             raise Fault(told.end, told.message)

@@ -38,7 +38,20 @@ from importlib.resources import files
 from pathlib import Path
 
 from . import zygote
-from .types import MARK, End, Execution, Fault, Layer, Limits, Order, Program, Reply, Tier, refusal, to_bytes
+from rlbench.sandbox.types import (
+    MARK,
+    End,
+    Execution,
+    Fault,
+    Layer,
+    Limits,
+    Order,
+    Program,
+    Reply,
+    Tier,
+    refusal,
+    to_bytes,
+)
 from .workspace import Store, members, merge
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-calls
@@ -61,8 +74,19 @@ socket bind connect listen accept accept4 setsockopt sendmsg sendmmsg mount umou
 setresuid setresgid setgroups sethostname reboot swapon init_module delete_module
 """.split()
 SETUP = "mount umount2 setns unshare capset move_mount open_tree openat2 memfd_create pidfd_open setxattr lsetxattr sendmsg".split()  # what a zygote needs to make a child's world
-SETUP_OPTIONS = (1, 4, 22, 28, 38)  # of prctl: death signal, being looked at, filter, what root means, no new privileges
-PROFILES = {"zygote": CALLS + SIGNALS + PROCESSES + SETUP, "child": [], "landlock": CALLS + SIGNALS, "landlock-quiet": CALLS}
+SETUP_OPTIONS = (
+    1,
+    4,
+    22,
+    28,
+    38,
+)  # of prctl: death signal, being looked at, filter, what root means, no new privileges
+PROFILES = {
+    "zygote": CALLS + SIGNALS + PROCESSES + SETUP,
+    "child": [],
+    "landlock": CALLS + SIGNALS,
+    "landlock-quiet": CALLS,
+}
 NEW_NAMESPACES, THREAD = 0x7E020000, 0x10000
 SHARED, ANONYMOUS = 0x01, 0x20  # of mmap
 
@@ -107,15 +131,39 @@ def add_list(sc, made, profile: str) -> None:
     for name in REFUSED:
         if name not in allowed:
             made.add_rule(sc.ERRNO(1), name)
-    for command in (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032):  # copies, flags and locks; not who is told of events, nor the size of a pipe
+    for command in (
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        36,
+        37,
+        38,
+        1030,
+        1032,
+    ):  # copies, flags and locks; not who is told of events, nor the size of a pipe
         made.add_rule(sc.ALLOW, "fcntl", sc.Arg(1, sc.EQ, command))
-    for command in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x540F):  # is it a terminal, how much is there, close on exec
+    for command in (
+        0x5401,
+        0x5413,
+        0x541B,
+        0x5421,
+        0x5450,
+        0x5451,
+        0x540F,
+    ):  # is it a terminal, how much is there, close on exec
         made.add_rule(sc.ALLOW, "ioctl", sc.Arg(1, sc.EQ, command))
     for option in (2, 3, 15, 16, 21, 23, 39, 0x53564D41, *SETUP_OPTIONS * zygotes):  # names and questions
         made.add_rule(sc.ALLOW, "prctl", sc.Arg(0, sc.EQ, option))
     for name in ("prlimit64", "sched_setaffinity"):
         made.add_rule(sc.ALLOW, name, sc.Arg(0, sc.EQ, 0))  # of oneself
-    for flags in [0, SHARED, ANONYMOUS] + [SHARED | ANONYMOUS] * zygotes:  # what is shared and in no file stays when it is let go, and nobody can count it
+    for flags in [0, SHARED, ANONYMOUS] + [
+        SHARED | ANONYMOUS
+    ] * zygotes:  # what is shared and in no file stays when it is let go, and nobody can count it
         made.add_rule(sc.ALLOW, "mmap", sc.Arg(3, sc.MASKED_EQ, SHARED | ANONYMOUS, flags))
     if not zygotes:
         made.add_rule(sc.ERRNO(12), "mmap", sc.Arg(3, sc.MASKED_EQ, SHARED | ANONYMOUS, SHARED | ANONYMOUS))
@@ -123,8 +171,16 @@ def add_list(sc, made, profile: str) -> None:
     for name, at in (("mknod", 1), ("mknodat", 2)):
         made.add_rule(sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o010000))  # a pipe with a name
         if zygotes:
-            made.add_rule(sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o020000), sc.Arg(at + 1, sc.EQ, 0))  # a file that is deleted, in an overlay
-    made.add_rule(sc.ALLOW, "clone", sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES, 0) if processes else sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES | THREAD, THREAD))
+            made.add_rule(
+                sc.ALLOW, name, sc.Arg(at, sc.MASKED_EQ, 0o170000, 0o020000), sc.Arg(at + 1, sc.EQ, 0)
+            )  # a file that is deleted, in an overlay
+    made.add_rule(
+        sc.ALLOW,
+        "clone",
+        sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES, 0)
+        if processes
+        else sc.Arg(0, sc.MASKED_EQ, NEW_NAMESPACES | THREAD, THREAD),
+    )
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-kept
 def write_filters(folder: str | Path, machines: Sequence[str] = ("x86_64", "aarch64")) -> None:
@@ -142,11 +198,15 @@ def load_filter(profile: str, machine: str = "") -> bytes:
     machine = machine or platform.machine()
     place = files("rlbench.data") / "seccomp" / f"{machine}.json"
     if not place.is_file():
-        raise ValueError(f"sandbox: no filter of system calls for {machine}; make one with rlbench.sandbox.jail.write_filters, or use a remote sandbox")
+        raise ValueError(
+            f"sandbox: no filter of system calls for {machine}; make one with rlbench.sandbox.jail.write_filters, or use a remote sandbox"
+        )
     return b64decode(json.loads(place.read_text())[profile])
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-who
 TRANSIENT = range(61184, 65520)  # users that stand in no list, see systemd's DynamicUser
+
+
 def unprivileged(rng: random.Random | None = None) -> tuple[int, int]:
     "User and group that programs run as: one's own, for root a transient one."
     if os.geteuid():
@@ -166,6 +226,7 @@ NEEDS = "import ctypes, mmap, resource, select, _signal, _socket, sys; print(*sy
 @dataclass(frozen=True)
 class Python:
     "An interpreter for the zygote; `prefix` is the folder it is installed in."
+
     path: str
     prefix: str
 
@@ -175,23 +236,54 @@ def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python
     said = []
     for path in candidates or dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
         try:
-            done = subprocess.run([path, "-I", "-S", "-E", "-c", NEEDS], capture_output=True, text=True, timeout=20, cwd="/", env={}, **as_user(user))
+            done = subprocess.run(
+                [path, "-I", "-S", "-E", "-c", NEEDS],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                cwd="/",
+                env={},
+                **as_user(user),
+            )
             major, minor, prefix = done.stdout.split(None, 2) if done.returncode == 0 else ("0", "0", "")
             if (int(major), int(minor)) >= (3, 9):
                 return Python(os.path.realpath(path), prefix.strip())
             said.append(f"{path}: {done.stderr.strip()[-200:] or 'older than Python 3.9'}")
         except (OSError, subprocess.SubprocessError) as error:
             said.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
-    raise Fault(End.START_FAILED, f"no Python that user {user[0]} can start ({'; '.join(said)}); install Debian's package python3, or make the folder of one readable for everybody")
+    raise Fault(
+        End.START_FAILED,
+        f"no Python that user {user[0]} can start ({'; '.join(said)}); install Debian's package python3, or make the folder of one readable for everybody",
+    )
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-command
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": zygote.WORK, "USER": "nobody", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": zygote.WORK,
+    "USER": "nobody",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
 def bwrap_command(python: Python, die: bool = True) -> list[str]:
     "Bubblewrap's part of the command line."
-    found = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox", *["--die-with-parent"] * die, "--clearenv", "--cap-add", "ALL"]
+    found = [
+        "bwrap",
+        "--unshare-user",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--hostname",
+        "sandbox",
+        *["--die-with-parent"] * die,
+        "--clearenv",
+        "--cap-add",
+        "ALL",
+    ]
     for folder in SYSTEM:
         if os.path.islink(folder):
             found += ["--symlink", os.readlink(folder), folder]
@@ -203,7 +295,11 @@ def bwrap_command(python: Python, die: bool = True) -> list[str]:
         found += ["--ro-bind", python.prefix, python.prefix]
     for device in ("null", "full", "random", "urandom"):
         found += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    found += ["--dev-bind", "/dev/full", "/dev/zero"]  # as many zeros, but none that can be mapped: that would be memory that nobody counts
+    found += [
+        "--dev-bind",
+        "/dev/full",
+        "/dev/zero",
+    ]  # as many zeros, but none that can be mapped: that would be memory that nobody counts
     for name, value in ENVIRONMENT.items():
         found += ["--setenv", name, value]
     return [*found, "--proc", "/proc", "--chdir", "/", "--"]
@@ -211,7 +307,11 @@ def bwrap_command(python: Python, die: bool = True) -> list[str]:
 
 def readable(python: Python) -> list[str]:
     "What a program may read where there is no jail."
-    return [*dict.fromkeys(os.path.realpath(folder) for folder in (*SYSTEM, python.prefix)), "/etc/ld.so.cache", "/etc/alternatives"]
+    return [
+        *dict.fromkeys(os.path.realpath(folder) for folder in (*SYSTEM, python.prefix)),
+        "/etc/ld.so.cache",
+        "/etc/alternatives",
+    ]
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-packets
 SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE
@@ -223,7 +323,7 @@ def sealed(data: bytes, name: str) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view):]
+        view = view[os.write(fd, view) :]
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, ADD_SEALS, SEALS)
     return fd
@@ -236,7 +336,11 @@ def part(kind: str, data: bytes, name: str = "-") -> bytes:
 
 def payload(program: Program) -> bytes:
     "What the child reads."
-    found = [part("environ", to_bytes("\0".join(f"{name}={value}" for name, value in program.environ.items())))] if program.environ else []
+    found = (
+        [part("environ", to_bytes("\0".join(f"{name}={value}" for name, value in program.environ.items())))]
+        if program.environ
+        else []
+    )
     found += [part("file", data, to_bytes(path).hex()) for path, data in program.files.items()]
     found.append(part("code", code_of(program)) if program.code else part("argv", to_bytes("\0".join(program.argv))))
     return b"".join(found)
@@ -253,7 +357,9 @@ LIMITS = tuple(each.name for each in fields(Limits))
 def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
     "Head and files of an order to run a program. `tree`: the number of its session."
     program, told = order.program, {name: getattr(order.limits, name) for name in LIMITS}
-    source = b"" if program.argv or program.files or program.environ else code_of(program)  # nothing but code, the usual case
+    source = (
+        b"" if program.argv or program.files or program.environ else code_of(program)
+    )  # nothing but code, the usual case
     plain = {"plain": len(source)} if source else {}
     found = {"payload": sealed(source or payload(program), "payload")}
     if program.stdin:
@@ -262,7 +368,16 @@ def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
         found["calls"] = sealed(to_bytes("".join(f"{call}\n" for call in program.calls)), "calls")
     own = {"nproc": order.limits.processes + bool(program.argv)} if tier == Tier.BWRAP else {}
     writes = int(bool(order.session or program.files or program.argv))
-    return {"ticket": order.ticket, "kind": "exec", "fds": ",".join(found), "tree": tree, "writable": writes, **told, **own, **plain}, list(found.values())
+    return {
+        "ticket": order.ticket,
+        "kind": "exec",
+        "fds": ",".join(found),
+        "tree": tree,
+        "writable": writes,
+        **told,
+        **own,
+        **plain,
+    }, list(found.values())
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-execution
 def execution_of(head: Mapping[str, str], body: bytes, tier: str, worker: str) -> Execution:
@@ -270,15 +385,30 @@ def execution_of(head: Mapping[str, str], body: bytes, tier: str, worker: str) -
     try:
         out, err, index = (int(head[name]) for name in ("out", "err", "counts"))
         at, answers = out + err + index, []
-        for length in struct.unpack(f"<{index // 4}i", body[out + err:at]):
-            answers.append(None if length < 0 else body[at:at + length].decode("utf-8", "replace"))
+        for length in struct.unpack(f"<{index // 4}i", body[out + err : at]):
+            answers.append(None if length < 0 else body[at : at + length].decode("utf-8", "replace"))
             at += max(length, 0)
         if at != len(body):
             raise ValueError(f"{len(body)} bytes where {at} were announced")
         wall, started = float(head["wall"]), float(head["started"])
         unsafe = "not isolated: limits only. " if tier == Tier.RLIMITS else ""
-        return Execution(End(head["end"]), int(head["status"]), body[:out], body[out:out + err], tuple(answers), float(head["cpu"]), wall, float(head["slept"]), int(head["kb"]) / 1024, tuple(filter(None, head["hit"].split(","))),
-                         (("started", started), ("ran", max(0.0, wall - started))), tier, worker, warm=head["warm"] == "1", message=(unsafe + head["message"]).strip())
+        return Execution(
+            End(head["end"]),
+            int(head["status"]),
+            body[:out],
+            body[out : out + err],
+            tuple(answers),
+            float(head["cpu"]),
+            wall,
+            float(head["slept"]),
+            int(head["kb"]) / 1024,
+            tuple(filter(None, head["hit"].split(","))),
+            (("started", started), ("ran", max(0.0, wall - started))),
+            tier,
+            worker,
+            warm=head["warm"] == "1",
+            message=(unsafe + head["message"]).strip(),
+        )
     except (KeyError, ValueError, struct.error) as error:
         raise Fault(End.PROTOCOL_ERROR, f"the zygote's answer cannot be read: {error!r}") from None
 
@@ -293,17 +423,45 @@ def zygote_source() -> bytes:
     return Path(zygote.__file__).read_bytes()
 
 
-def start_zygote(tier: str, python: Python, user: tuple[int, int], bpf: bytes, layers_mb: int = 1024, scratch: str = "", bwrap: Sequence[str] = (), core: int | None = None) -> tuple[subprocess.Popen, socket.socket, int]:
+def start_zygote(
+    tier: str,
+    python: Python,
+    user: tuple[int, int],
+    bpf: bytes,
+    layers_mb: int = 1024,
+    scratch: str = "",
+    bwrap: Sequence[str] = (),
+    core: int | None = None,
+) -> tuple[subprocess.Popen, socket.socket, int]:
     "Start a zygote: its process, our end of the channel, and a file with what it says on stderr. Returns at once; what it says first is `hello`."
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, errors = sealed(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
     told = "\n".join((tier, scratch, str(layers_mb), *(readable(python) if tier == Tier.LANDLOCK else ())))
-    mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # nothing else of our environment, in which there may be keys
-    bare = [python.path, "-S", "-s", "-B", "-X", "utf8", "-c"]  # without -I and -E: of the environment, which is ours, it has to read PYTHONHASHSEED
+    mark = (
+        {MARK: os.environ[MARK]} if MARK in os.environ else {}
+    )  # nothing else of our environment, in which there may be keys
+    bare = [
+        python.path,
+        "-S",
+        "-s",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+    ]  # without -I and -E: of the environment, which is ours, it has to read PYTHONHASHSEED
     command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), told)]
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(source, theirs.fileno()), cwd="/", env=({"PATH": os.environ.get("PATH", os.defpath)} if bwrap else ENVIRONMENT) | mark,
-                                   start_new_session=True, **as_user(user))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=(source, theirs.fileno()),
+            cwd="/",
+            env=({"PATH": os.environ.get("PATH", os.defpath)} if bwrap else ENVIRONMENT) | mark,
+            start_new_session=True,
+            **as_user(user),
+        )
         kept = [sealed(each, "filter") for each in ((bpf, load_filter("child")) if tier == Tier.BWRAP else (bpf,))]
         zygote.send(ours, [zygote.encode({"kind": "setup", "core": "" if core is None else core})], kept)
         for fd in kept:
@@ -325,7 +483,11 @@ def make_scratch(user: tuple[int, int]) -> str:
     "A folder of a user's own, for a tier without disks of its own; those of owners that are gone are removed."
     for old in Path("/var/tmp").glob("rlbench-sandbox-*-*"):  # of owners that were killed
         with suppress(FileNotFoundError):  # another sweeps, too
-            if not old.is_symlink() and not os.path.exists(f"/proc/{old.name.split('-')[2]}") and (os.geteuid() == 0 or old.lstat().st_uid == user[0]):
+            if (
+                not old.is_symlink()
+                and not os.path.exists(f"/proc/{old.name.split('-')[2]}")
+                and (os.geteuid() == 0 or old.lstat().st_uid == user[0])
+            ):
                 remove_scratch(str(old))
     folder = tempfile.mkdtemp(prefix=f"rlbench-sandbox-{os.getpid()}-", dir="/var/tmp")
     os.mkdir(f"{folder}/empty", 0o555)
@@ -343,6 +505,7 @@ def remove_scratch(folder: str) -> None:
 @dataclass(frozen=True)
 class Step:
     "Something that was tried. `why`: what was said when it failed, or a figure."
+
     tier: str
     name: str
     ok: bool
@@ -352,6 +515,7 @@ class Step:
 @dataclass(frozen=True)
 class Capabilities:
     "What a self-test found. `tier`: the best that works, '' for none but `rlimits`."
+
     tier: str
     python: Python
     uid: int
@@ -371,23 +535,44 @@ class Capabilities:
         return "; ".join(f"{step.name}: {step.why}" for step in self.steps if step.tier == tier and not step.ok)
 
     def __str__(self) -> str:
-        lines = [f"{step.tier:13s} {step.name:15s} {'ok' if step.ok else 'NO'}   {step.why}".rstrip() for step in self.steps]
-        return "\n".join([f"tier {self.tier or 'none: only rlimits, with allow_unsafe=True'}, as user {self.uid}, with {self.python.path}", *lines])
+        lines = [
+            f"{step.tier:13s} {step.name:15s} {'ok' if step.ok else 'NO'}   {step.why}".rstrip() for step in self.steps
+        ]
+        return "\n".join(
+            [
+                f"tier {self.tier or 'none: only rlimits, with allow_unsafe=True'}, as user {self.uid}, with {self.python.path}",
+                *lines,
+            ]
+        )
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-tier
-REMEDIES = {"bwrap": "install Debian's package bubblewrap", "jail": "user namespaces are refused here: on Ubuntu see kernel.apparmor_restrict_unprivileged_userns, in a container allow the system calls unshare and clone with new namespaces",
-            "landlock": "Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)"}
+REMEDIES = {
+    "bwrap": "install Debian's package bubblewrap",
+    "jail": "user namespaces are refused here: on Ubuntu see kernel.apparmor_restrict_unprivileged_userns, in a container allow the system calls unshare and clone with new namespaces",
+    "landlock": "Linux 5.13 or newer with Landlock among its security modules (lsm=landlock,...)",
+}
 
 
 def choose_tier(found: Capabilities, tier: str | None, allow_unsafe: bool) -> Tier:
     "The tier to use. Fault(start_failed) for one that does not work here, or that is not safe and was not allowed."
     wanted = Tier(tier or found.tier or Tier.RLIMITS)
     if wanted == Tier.RLIMITS and not allow_unsafe:
-        lacks = "; ".join(f"{name} lacks {found.missing(name)}" for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name))
-        remedy = f"nothing stronger works here ({lacks}): mend one of these" if not found.tier else f"leave tier empty, and {found.tier} holds programs here"
-        raise Fault(End.START_FAILED, f"tier: {wanted}, limits alone, stops accidents and nobody who means it, and allow_unsafe is false; {remedy}, or set allow_unsafe = true")
+        lacks = "; ".join(
+            f"{name} lacks {found.missing(name)}" for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name)
+        )
+        remedy = (
+            f"nothing stronger works here ({lacks}): mend one of these"
+            if not found.tier
+            else f"leave tier empty, and {found.tier} holds programs here"
+        )
+        raise Fault(
+            End.START_FAILED,
+            f"tier: {wanted}, limits alone, stops accidents and nobody who means it, and allow_unsafe is false; {remedy}, or set allow_unsafe = true",
+        )
     if not found.works(wanted):
-        raise Fault(End.START_FAILED, f"tier {wanted} does not work here: {found.missing(wanted) or 'it was not tried'}")
+        raise Fault(
+            End.START_FAILED, f"tier {wanted} does not work here: {found.missing(wanted) or 'it was not tried'}"
+        )
     return wanted
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-self-test
@@ -407,17 +592,31 @@ def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, pati
     "Start a zygote in a tier, and a program in it."
     scratch, steps, errors = make_scratch(user) if tier != Tier.BWRAP else "", [], -1
     try:
-        process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ())
+        process, channel, errors = start_zygote(
+            tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ()
+        )
         try:
             _, body = hear_one(channel, patience)
-            steps = [Step(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said) for name, said in zygote.decode(body)[0].items()]
+            steps = [
+                Step(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said)
+                for name, said in zygote.decode(body)[0].items()
+            ]
             head, fds = exec_packet(Order(1, "exec", program=Program("print(6 * 7)")), tier, "")
             zygote.send(channel, [zygote.encode(head)], fds)
             for fd in fds:
                 os.close(fd)
             execution = execution_of(*hear_one(channel, patience), tier, "self-test")
             good = execution.ok and execution.stdout == b"42\n"
-            steps.append(Step(tier, "program", good, f"{1e3 * execution.wall_s:.1f} ms" if good else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}"))
+            steps.append(
+                Step(
+                    tier,
+                    "program",
+                    good,
+                    f"{1e3 * execution.wall_s:.1f} ms"
+                    if good
+                    else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}",
+                )
+            )
         finally:
             channel.close()
             process.kill()
@@ -425,7 +624,14 @@ def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, pati
     except (Fault, OSError, EOFError, ValueError, KeyError) as error:
         said = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2] if errors >= 0 else ""
         name = tier.value if tier != Tier.BWRAP else "bwrap" if isinstance(error, Fault) else "jail"
-        steps.append(Step(tier, name, False, "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, ""))))))
+        steps.append(
+            Step(
+                tier,
+                name,
+                False,
+                "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, "")))),
+            )
+        )
     finally:
         if errors >= 0:
             os.close(errors)
@@ -440,8 +646,16 @@ def self_test() -> Capabilities:
     user = unprivileged()
     python = find_python(user)
     version = zygote.landlock_version(zygote.Kernel())
-    steps = try_tier(Tier.BWRAP, python, user, load_filter("zygote")) if shutil.which("bwrap") else [Step(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
-    steps += try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet")) if version else [Step(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
+    steps = (
+        try_tier(Tier.BWRAP, python, user, load_filter("zygote"))
+        if shutil.which("bwrap")
+        else [Step(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
+    )
+    steps += (
+        try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet"))
+        if version
+        else [Step(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
+    )
     steps += try_tier(Tier.RLIMITS, python, user, load_filter("zygote"))
     found = Capabilities("", python, user[0], tuple(steps), version >= 6)
     return replace(found, tier=next((tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)), ""))
@@ -450,6 +664,7 @@ def self_test() -> Capabilities:
 @dataclass
 class Session:
     "What the jail knows of a session in its zygote."
+
     number: int
     base: str = ""
     layers: tuple[str, ...] = ()
@@ -464,6 +679,7 @@ class Session:
 @dataclass
 class Shelf:
     "Which layers the zygote has: digest -> number, and bytes; those on their way; what was used last."
+
     numbers: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     coming: dict[str, int] = field(default_factory=dict)
@@ -488,12 +704,31 @@ class Jail:
     """One zygote: a worker for programs and sessions. Make it in a thread that lives as long as it does, the process's first if nobody else holds the zygote. `tier` None: the best there is; `found`: what the self-test said, if it has been done; `core`: the processor that it stays on, its programs excepted.
     Fault(start_failed) if the tier cannot be had."""
 
-    def __init__(self, name: str, store: Store | str | Path | None = None, tier: str | None = None, *, allow_unsafe: bool = False, layers_mb: int = 1024, found: Capabilities | None = None, core: int | None = None):
+    def __init__(
+        self,
+        name: str,
+        store: Store | str | Path | None = None,
+        tier: str | None = None,
+        *,
+        allow_unsafe: bool = False,
+        layers_mb: int = 1024,
+        found: Capabilities | None = None,
+        core: int | None = None,
+    ):
         found = found or self_test()
-        self.name, self.store, self.tier = name, Store(store) if isinstance(store, (str, Path)) else store, choose_tier(found, tier, allow_unsafe)
+        self.name, self.store, self.tier = (
+            name,
+            Store(store) if isinstance(store, (str, Path)) else store,
+            choose_tier(found, tier, allow_unsafe),
+        )
         self.ready = self.lost = self.closed = False
         self.said = ""  # its last words
-        self.armed, self.layers_mb, self.steps, self.inner = 0, layers_mb, {}, 0  # inner: tickets of the jail's own, below 0
+        self.armed, self.layers_mb, self.steps, self.inner = (
+            0,
+            layers_mb,
+            {},
+            0,
+        )  # inner: tickets of the jail's own, below 0
         self.sessions: dict[str, Session] = {}
         self.owed: dict[int, Order] = {}
         self.backlog: deque[tuple[bytes, list[int]]] = deque()
@@ -502,9 +737,19 @@ class Jail:
         self.shelf, self.replies = Shelf(), []
         user = unprivileged()
         self.scratch = make_scratch(user) if self.tier != Tier.BWRAP else ""
-        bwrap = bwrap_command(found.python, threading.current_thread() is threading.main_thread()) if self.tier == Tier.BWRAP else ()
-        self.process, self.channel, self.errors = start_zygote(self.tier, found.python, user, load_filter(found.profile(self.tier)), layers_mb, self.scratch, bwrap, core)
-        self.pid, self.news, self.events = self.process.pid, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), select.epoll()
+        bwrap = (
+            bwrap_command(found.python, threading.current_thread() is threading.main_thread())
+            if self.tier == Tier.BWRAP
+            else ()
+        )
+        self.process, self.channel, self.errors = start_zygote(
+            self.tier, found.python, user, load_filter(found.profile(self.tier)), layers_mb, self.scratch, bwrap, core
+        )
+        self.pid, self.news, self.events = (
+            self.process.pid,
+            os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),
+            select.epoll(),
+        )
         self.events.register(self.news, select.EPOLLIN)
         self.events.register(self.channel.fileno(), select.EPOLLIN)
 
@@ -651,7 +896,11 @@ def give_open(jail: Jail, order: Order) -> None:
             raise ValueError(f"session {order.session!r} is open already")
         session = Session(jail.shelf.next(), order.base, tuple(order.layers), order.limits)
     else:
-        session = replace(jail.sessions[order.session], base=order.base or jail.sessions[order.session].base, layers=tuple(order.layers))
+        session = replace(
+            jail.sessions[order.session],
+            base=order.base or jail.sessions[order.session].base,
+            layers=tuple(order.layers),
+        )
     shelf, chain, rooms = jail.shelf, session.chain, jail.tier == Tier.BWRAP
     if any(digest in shelf.coming for digest in chain):
         return jail.waiting.append(order)
@@ -666,13 +915,26 @@ def give_open(jail: Jail, order: Order) -> None:
     known = shelf.numbers | shelf.coming
     jail.sessions[order.session] = session
     jail.opening.add(order.session)
-    transmit(jail, {"ticket": order.ticket, "kind": order.kind, "session": session.number, "below": ",".join(str(known.get(digest, 0)) for digest in chain), "new": ",".join(str(known.get(digest, 0)) for digest in missing),
-                    "disk_mb": session.limits.disk_mb, "inodes": session.limits.inodes}, fds)
+    transmit(
+        jail,
+        {
+            "ticket": order.ticket,
+            "kind": order.kind,
+            "session": session.number,
+            "below": ",".join(str(known.get(digest, 0)) for digest in chain),
+            "new": ",".join(str(known.get(digest, 0)) for digest in missing),
+            "disk_mb": session.limits.disk_mb,
+            "inodes": session.limits.inodes,
+        },
+        fds,
+    )
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-place
 def make_place(jail: Jail, chain: Sequence[str]) -> None:
     "Let the zygote remove layers that no session uses, so that there is room for others."
-    used = {digest for session in jail.sessions.values() for digest in session.chain} | set(chain) | set(jail.shelf.coming)
+    used = (
+        {digest for session in jail.sessions.values() for digest in session.chain} | set(chain) | set(jail.shelf.coming)
+    )
     for digest in chain:
         if digest in jail.shelf.numbers:  # now the one used last
             jail.shelf.numbers[digest] = jail.shelf.numbers.pop(digest)
@@ -705,7 +967,15 @@ def give_snapshot(jail: Jail, order: Order) -> None:
     if jail.store is None:
         raise ValueError("a snapshot needs a store; give one to Jail")
     limits = jail.sessions[order.session].limits
-    transmit(jail, {**session_head(jail, order), "layer": jail.shelf.next(), "most": 2 * limits.disk_mb << 20, "files": 2 * limits.inodes})
+    transmit(
+        jail,
+        {
+            **session_head(jail, order),
+            "layer": jail.shelf.next(),
+            "most": 2 * limits.disk_mb << 20,
+            "files": 2 * limits.inodes,
+        },
+    )
 
 
 def give_close(jail: Jail, order: Order) -> None:
@@ -723,7 +993,15 @@ def stop(jail: Jail, ticket: int) -> None:
         transmit(jail, {"ticket": own_ticket(jail), "kind": "kill", "target": ticket})
 
 
-GIVE = {"exec": give_exec, "open": give_open, "restore": give_open, "read": give_file, "write": give_file, "snapshot": give_snapshot, "close": give_close}
+GIVE = {
+    "exec": give_exec,
+    "open": give_open,
+    "restore": give_open,
+    "read": give_file,
+    "write": give_file,
+    "snapshot": give_snapshot,
+    "close": give_close,
+}
 
 # %% ../../nbs/sandbox/05_jail.ipynb #jail-hear
 def take(jail: Jail, head: Mapping[str, str], body: bytes, fds: Sequence[int]) -> None:
@@ -789,7 +1067,10 @@ def keep(jail: Jail, order: Order, head: Mapping[str, str], fd: int) -> Layer:
         digest = jail.store.put(fd)
     except OSError as error:
         drop_layer(jail, number)
-        raise Fault(End.HOST_DISK_FULL if error.errno in zygote.FULL else End.START_FAILED, f"{order.session}: its snapshot cannot be kept: {error}") from None
+        raise Fault(
+            End.HOST_DISK_FULL if error.errno in zygote.FULL else End.START_FAILED,
+            f"{order.session}: its snapshot cannot be kept: {error}",
+        ) from None
     below = tuple(each for each in session.layers if each != digest)
     if jail.tier == Tier.BWRAP and digest not in shelf.numbers:
         shelf.numbers[digest], shelf.sizes[digest] = number, os.fstat(fd).st_size
@@ -798,4 +1079,16 @@ def keep(jail: Jail, order: Order, head: Mapping[str, str], fd: int) -> Layer:
     if len(below) >= CHAIN - 1:
         digest, below = merge(jail.store, (*below, digest)), ()
     listed = [member for member in members(jail.store, digest) if not member.isdir()]
-    return Layer(digest, below[-1] if below else "", session.base, jail.name, order.turn, order.version, jail.tier, int(head["alive"]), sum(member.size for member in listed), len(listed), below)
+    return Layer(
+        digest,
+        below[-1] if below else "",
+        session.base,
+        jail.name,
+        order.turn,
+        order.version,
+        jail.tier,
+        int(head["alive"]),
+        sum(member.size for member in listed),
+        len(listed),
+        below,
+    )

@@ -24,10 +24,10 @@ import psutil
 
 from ..base.ledger import read_json, write_json
 from .pool_rules import PoolSpec, PoolStatus, settle_lateness, spec_of, status_of
-from .types import End, Execution, Fault, Layer, Limits, Order, Program
-from .sweep import sweep
-from .workspace import Store, put_files, put_tree
 from .protocol import Lines, connect, order_json, pack, reply_of
+from .sweep import sweep
+from .types import End, Execution, Fault, Layer, Limits, Order, Program
+from .workspace import Store, put_files, put_tree
 
 # %% ../../nbs/sandbox/11_pool.ipynb #pool-folder
 SPEC = "pool.json"
@@ -42,8 +42,10 @@ def settle(folder: Path, spec: PoolSpec | None) -> PoolSpec:
     kept = spec_of(read_json(folder / SPEC))
     if spec is not None and spec != kept:
         names = [f.name for f in fields(PoolSpec) if getattr(spec, f.name) != getattr(kept, f.name)]
-        raise ValueError(f"sandbox: pool: {folder} has {names[0]} = {getattr(kept, names[0])!r}, asked for is {getattr(spec, names[0])!r}; "
-                         "name another folder, or stop this pool (stop_pool) and remove the folder")
+        raise ValueError(
+            f"sandbox: pool: {folder} has {names[0]} = {getattr(kept, names[0])!r}, asked for is {getattr(spec, names[0])!r}; "
+            "name another folder, or stop this pool (stop_pool) and remove the folder"
+        )
     return kept
 
 # %% ../../nbs/sandbox/11_pool.ipynb #pool-start
@@ -53,9 +55,16 @@ def start_controller(folder: Path, patience: float) -> None:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
-        raise Fault(End.START_TIMEOUT, f"the pool's controller does not listen after {patience:g} s; see {folder / 'controller.log'}") from None
+        raise Fault(
+            End.START_TIMEOUT,
+            f"the pool's controller does not listen after {patience:g} s; see {folder / 'controller.log'}",
+        ) from None
     if done.returncode:
-        raise Fault(End.START_FAILED, done.stderr.strip().rpartition("\n")[2].removeprefix(f"sandbox: {End.START_FAILED}: ") or f"the pool's controller ended with status {done.returncode}; see {folder / 'controller.log'}")
+        raise Fault(
+            End.START_FAILED,
+            done.stderr.strip().rpartition("\n")[2].removeprefix(f"sandbox: {End.START_FAILED}: ")
+            or f"the pool's controller ended with status {done.returncode}; see {folder / 'controller.log'}",
+        )
 
 
 def find(folder: Path, patience: float = 30.0) -> socket.socket:
@@ -65,7 +74,9 @@ def find(folder: Path, patience: float = 30.0) -> socket.socket:
         if (found := connect(folder)) and greeted(found):
             return found
         if (left := until - time.monotonic()) <= 0:
-            raise Fault(End.START_TIMEOUT, f"nobody listens in {folder} after {patience:g} s; see {folder / 'controller.log'}")
+            raise Fault(
+                End.START_TIMEOUT, f"nobody listens in {folder} after {patience:g} s; see {folder / 'controller.log'}"
+            )
         if found:
             time.sleep(0.02)
         else:
@@ -106,6 +117,7 @@ def stop_pool(folder: str | Path, patience: float = 10.0) -> int:
 @dataclass(eq=False)
 class Asked:
     "A question on its way."
+
     told: Mapping
     future: Future
     kind: str
@@ -119,12 +131,21 @@ def settle_future(asked: Asked, told: Mapping) -> None:
             return asked.future.set_result(status_of(told["status"]))
         reply = reply_of(told)
         if asked.kind == "exec":
-            made = reply.value if isinstance(reply.value, Execution) else Execution(reply.fault.end if reply.fault else End.PROTOCOL_ERROR, message=reply.fault.message if reply.fault else "no execution")
+            made = (
+                reply.value
+                if isinstance(reply.value, Execution)
+                else Execution(
+                    reply.fault.end if reply.fault else End.PROTOCOL_ERROR,
+                    message=reply.fault.message if reply.fault else "no execution",
+                )
+            )
             asked.future.set_result(made)
         elif reply.fault:
             asked.future.set_exception(reply.fault)
         elif reply.missing:
-            asked.future.set_exception(FileNotFoundError(f"sandbox: {asked.told.get('path', '')!r} is not in the workspace"))
+            asked.future.set_exception(
+                FileNotFoundError(f"sandbox: {asked.told.get('path', '')!r} is not in the workspace")
+            )
         else:
             asked.future.set_result(told.get("tier", "") if asked.kind == "open" else reply.value)
     except InvalidStateError:
@@ -135,12 +156,17 @@ def settle_future(asked: Asked, told: Mapping) -> None:
 
 def _fail(asked: Asked, end: End, message: str) -> None:
     try:
-        asked.future.set_result(Execution(end, message=message)) if asked.kind == "exec" else asked.future.set_exception(Fault(end, message))
+        asked.future.set_result(
+            Execution(end, message=message)
+        ) if asked.kind == "exec" else asked.future.set_exception(Fault(end, message))
     except InvalidStateError:
         pass
 
 # %% ../../nbs/sandbox/11_pool.ipynb #pool-wire
-BEAT_SECONDS, SILENCE_SECONDS = 5.0, 60.0  # between signs of life, and without an answer to them while something is owed
+BEAT_SECONDS, SILENCE_SECONDS = (
+    5.0,
+    60.0,
+)  # between signs of life, and without an answer to them while something is owed
 
 
 class Wire:
@@ -207,7 +233,9 @@ def converse(wire: Wire) -> None:
         if now - beat > wire.beat:
             out += pack({"do": "beat"})
             beat = now
-        readable, writable, _ = select.select([wire.socket, wire.woken], [wire.socket] if out else [], [], max(0.0, beat + wire.beat - now))
+        readable, writable, _ = select.select(
+            [wire.socket, wire.woken], [wire.socket] if out else [], [], max(0.0, beat + wire.beat - now)
+        )
         if wire.woken in readable:
             wire.woken.recv(4096)
         while not wire.outbox.empty():
@@ -254,7 +282,11 @@ def replace_controller(wire: Wire, why: str) -> None:
     wire.pid = 0
     with wire.lock:
         owed = dict(wire.owed)
-        again = {number: asked for number, asked in owed.items() if not asked.again and (asked.kind == "status" or asked.kind == "exec" and "session" not in asked.told)}
+        again = {
+            number: asked
+            for number, asked in owed.items()
+            if not asked.again and (asked.kind == "status" or asked.kind == "exec" and "session" not in asked.told)
+        }
         wire.owed = dict(again)
     for number, asked in owed.items():
         if number not in again:
@@ -290,22 +322,47 @@ class Pool:
 
     def submit(self, program: Program, limits: Limits = Limits(), owner: str = "") -> Future:
         "Run a program in a workspace of its own; a future of its Execution. Cancelling it ends the program."
-        return self._wire.ask("exec", {"do": "exec", "owner": owner, **order_json(Order(0, "exec", program=program, limits=limits))})
+        return self._wire.ask(
+            "exec", {"do": "exec", "owner": owner, **order_json(Order(0, "exec", program=program, limits=limits))}
+        )
 
     def run(self, program: Program, limits: Limits = Limits(), owner: str = "") -> Execution:
         "The same, waiting for the end. Never raises for what the program does, nor for what the machine fails to do."
         return _wait(self.submit(program, limits, owner))
 
-    def open(self, base: str = "", owner: str = "", lifetime_s: float = 600.0, layer: Layer | None = None, limits: Limits = Limits()) -> "PoolSandbox":
+    def open(
+        self,
+        base: str = "",
+        owner: str = "",
+        lifetime_s: float = 600.0,
+        layer: Layer | None = None,
+        limits: Limits = Limits(),
+    ) -> "PoolSandbox":
         "Open a sandbox on a base tree (`keep`), or where a layer was kept. `lifetime_s` is hard: give more than rollout and scoring take (`policy.lifetime`). `limits`: its disk and inodes. Raises Fault."
         return _wait(self.submit_open(base, owner, lifetime_s, layer, limits))
 
-    def submit_open(self, base: str = "", owner: str = "", lifetime_s: float = 600.0, layer: Layer | None = None, limits: Limits = Limits()) -> Future:
+    def submit_open(
+        self,
+        base: str = "",
+        owner: str = "",
+        lifetime_s: float = 600.0,
+        layer: Layer | None = None,
+        limits: Limits = Limits(),
+    ) -> Future:
         "The same without waiting: a future of the sandbox."
         if not lifetime_s > 0:
-            raise ValueError(f"sandbox: lifetime_s = {lifetime_s!r}; give seconds, more than rollout and scoring take together")
+            raise ValueError(
+                f"sandbox: lifetime_s = {lifetime_s!r}; give seconds, more than rollout and scoring take together"
+            )
         name, opened = secrets.token_hex(8), Future()
-        order = Order(0, "open", name, limits=limits, base=layer.base if layer else base, layers=(*layer.below, layer.digest) if layer else ())
+        order = Order(
+            0,
+            "open",
+            name,
+            limits=limits,
+            base=layer.base if layer else base,
+            layers=(*layer.below, layer.digest) if layer else (),
+        )
         asked = self._wire.ask("open", {"do": "open", "owner": owner, "lifetime_s": lifetime_s, **order_json(order)})
         opened.add_done_callback(lambda done: asked.cancel() if done.cancelled() else None)
         asked.add_done_callback(lambda done: _opened(done, opened, self, name, order.base))
@@ -387,7 +444,11 @@ class PoolSandbox:
 
     def restore(self, layer: Layer | None) -> None:
         "Put the workspace back to a layer of this or another sandbox, or to its base."
-        _wait(self._ask("restore", base=layer.base if layer else self.base, layers=(*layer.below, layer.digest) if layer else ()))
+        _wait(
+            self._ask(
+                "restore", base=layer.base if layer else self.base, layers=(*layer.below, layer.digest) if layer else ()
+            )
+        )
 
     def extend(self, seconds: float) -> bool:
         "Let it live for so long from now: for scoring that takes longer. False if it is gone."

@@ -24,6 +24,7 @@ class Policy:
     `hedge_factor`, `hedge_floor_s`: a start, or an answer, later than factor x p95 and than the floor is asked for a second time elsewhere. `retries`: further attempts after an end of the machine, `retry_s` and `quota_s` apart, doubling, with jitter.
     `busy_share`: of the wall clock in CPU time, above which a program that is late is late by itself; `idle_cores`: mean idle cores that tell the same in a session; `alone_s`: longest wait of a program that is to be run alone.
     `lease_s`: without a sign of life from its owner a sandbox ends. `recycle`: executions after which a worker is renewed; `failures` in a row after which it is, too. `most_waiting`, `most_sessions`: beyond that, asking is refused. `idle_s`: without clients for so long the pool ends."""
+
     starting: int = 32
     starting_workers: int = 2
     running: int = 2
@@ -50,13 +51,18 @@ class Policy:
 
     def __post_init__(self):
         free = ("create_rate", "retries", "armed")
-        wrong = [f"{f.name} = {getattr(self, f.name)!r}" for f in fields(self) if not (getattr(self, f.name) >= 0 if f.name in free else getattr(self, f.name) > 0)]
+        wrong = [
+            f"{f.name} = {getattr(self, f.name)!r}"
+            for f in fields(self)
+            if not (getattr(self, f.name) >= 0 if f.name in free else getattr(self, f.name) > 0)
+        ]
         if wrong:
             raise ValueError(f"sandbox: policy: {', '.join(wrong)}: give numbers above 0 ({', '.join(free)} may be 0)")
 
 # %% ../../nbs/sandbox/07_pool_rules.ipynb #policy-verdict
 class Next(StrEnum):
     "What follows an attempt."
+
     ANSWERED = "answered"
     AGAIN = "again"  # on another worker
     ALONE = "alone"  # with the machine to itself
@@ -66,13 +72,21 @@ FINAL = frozenset((End.AUTH, End.GRADER_ERROR))  # the same everywhere
 NOT_BEGUN = frozenset((End.START_FAILED, End.QUOTA))  # the program has not run
 
 
-def verdict(execution: Execution, policy: Policy, tries: int, alone: bool = False, session: bool = False, idle: float = 0.0) -> tuple[Next, Execution]:
+def verdict(
+    execution: Execution, policy: Policy, tries: int, alone: bool = False, session: bool = False, idle: float = 0.0
+) -> tuple[Next, Execution]:
     "What follows attempt number `tries` of a program, and the execution as it is to be told. `alone`: it had the machine to itself; `session`: in a workspace that cannot be had again as it was; `idle`: mean idle cores meanwhile."
     if execution.end is End.WALL_TIMEOUT:
         if reason := _late(execution, policy, alone, session, idle):
             return Next.ANSWERED, replace(execution, end=End.WALL_LIMIT, message=reason)
         return (Next.ANSWERED if session else Next.ALONE), execution
-    if execution.end.of_model or execution.end in FINAL or tries > policy.retries or session and execution.end not in NOT_BEGUN:
+    if (
+        execution.end.of_model
+        or execution.end in FINAL
+        or tries > policy.retries
+        or session
+        and execution.end not in NOT_BEGUN
+    ):
         return Next.ANSWERED, execution
     return Next.AGAIN, execution
 
@@ -86,7 +100,9 @@ def _late(e: Execution, policy: Policy, alone: bool, session: bool, idle: float)
     return f"late, with {idle:.1f} cores idle meanwhile" if session and idle >= policy.idle_cores else ""
 
 # %% ../../nbs/sandbox/07_pool_rules.ipynb #policy-lateness
-WITNESS_SHARE = 0.8  # of the CPU time that a program is promised, which a known-good program must get within the same wall limit
+WITNESS_SHARE = (
+    0.8  # of the CPU time that a program is promised, which a known-good program must get within the same wall limit
+)
 
 
 def lateness_witness(limits: Limits) -> Program:
@@ -101,7 +117,9 @@ def settle_lateness(execution: Execution, limits: Limits, run: Callable[[Program
     seen = run(lateness_witness(limits), limits)
     if not seen.end.of_model or seen.end is End.WALL_LIMIT:
         return execution
-    told = f"late, while a known-good program computed for {seen.cpu_s:.1f} s in the same place within {seen.wall_s:.1f} s"
+    told = (
+        f"late, while a known-good program computed for {seen.cpu_s:.1f} s in the same place within {seen.wall_s:.1f} s"
+    )
     return replace(execution, end=End.WALL_LIMIT, message=told)
 
 # %% ../../nbs/sandbox/07_pool_rules.ipynb #policy-pause
@@ -156,6 +174,7 @@ APIS = ("http", "sandboxfusion")
 class PoolSpec:
     """What a pool is made of. `tier`: empty for the strongest that works here; `workers`: 0 for one a core; `store`: folder of base trees and layers, empty for the pool's own; `allow_unsafe`: limits alone will do.
     `url`, `api`, `token` (`$NAME` of an environment variable) and `language` are of a remote one; `seed`, `faults` and `processes` (each worker has one, which does nothing) of the fake one."""
+
     tier: str = ""
     workers: int = 0
     store: str = ""
@@ -172,13 +191,17 @@ class PoolSpec:
     def __post_init__(self):
         tiers = {"", *Tier}
         if self.tier not in tiers:
-            raise ValueError(f"sandbox: tier: {self.tier!r} is none; there are {', '.join(t for t in Tier)}, or empty for the strongest that works here")
+            raise ValueError(
+                f"sandbox: tier: {self.tier!r} is none; there are {', '.join(t for t in Tier)}, or empty for the strongest that works here"
+            )
         if (self.tier == Tier.REMOTE) != bool(self.url):
             raise ValueError('sandbox: url: give it with tier = "remote", and only then')
         if self.api not in APIS:
             raise ValueError(f"sandbox: api: {self.api!r} is none; there are {', '.join(APIS)}")
         if self.token and not (self.token.startswith("$") and self.token[1:].isidentifier()):
-            raise ValueError("sandbox: token: name an environment variable as $NAME; a token itself would stand in a file")
+            raise ValueError(
+                "sandbox: token: name an environment variable as $NAME; a token itself would stand in a file"
+            )
         if self.workers < 0:
             raise ValueError(f"sandbox: workers: {self.workers} is below 0; give 0 for one a core")
 
@@ -190,7 +213,9 @@ def spec_of(told: Mapping) -> PoolSpec:
         raise ValueError(f"sandbox: {unknown[0]}: no such thing of a pool; there are {', '.join(sorted(names))}")
     knobs = dict(told.get("policy", {}))
     if unknown := sorted({*knobs} - {f.name for f in fields(Policy)}):
-        raise ValueError(f"sandbox: policy.{unknown[0]}: no such knob; there are {', '.join(f.name for f in fields(Policy))}")
+        raise ValueError(
+            f"sandbox: policy.{unknown[0]}: no such knob; there are {', '.join(f.name for f in fields(Policy))}"
+        )
     return PoolSpec(**{**told, "policy": Policy(**knobs)})
 
 # %% ../../nbs/sandbox/07_pool_rules.ipynb #policy-status
@@ -199,6 +224,7 @@ class PoolStatus:
     """A pool now. `workers` that are ready of those it should have; `starting`: sandboxes and workers under way; `ready`: running places that are free; `busy`: programs running; `idle`: open sandboxes in which none runs; `lost`: workers and sandboxes so far;
     `waiting`: programs and sandboxes not yet admitted; `armed`: children waiting for a program. So far: executions answered, by end (`outcomes`), the share that a waiting child took (`warm`), attempts tried again, run alone, hedged, leases that were over, processes of dead controllers that were ended (`swept`).
     `latency`: phase -> (median, 99th percentile) in s of starts; `slowest`: the ten slowest starts as (seconds, name, phases). `trouble`: what keeps workers from starting."""
+
     tier: str = ""
     workers: int = 0
     wanted: int = 0
@@ -234,18 +260,33 @@ class PoolStatus:
     def __str__(self) -> str:
         ends = ", ".join(f"{end} {count:,}" for end, count in sorted(self.outcomes.items(), key=lambda pair: -pair[1]))
         slow = ", ".join(f"{name} {1000 * p50:.1f}/{1000 * p99:.1f} ms" for name, (p50, p99) in self.latency.items())
-        lines = [f"{self.tier}: {self.workers} of {self.wanted} workers, {self.starting} starting, {self.busy} busy, {self.sessions} open ({self.idle} idle), {self.waiting} waiting, {self.lost} lost",
-                 f"{self.executions:,} executions{ends and ': ' + ends}; {100 * self.warm:.0f} % warm, {self.armed} armed; {self.again} tried again, {self.hedged} hedged, {self.alone} alone"]
-        return "\n".join([*lines, *[f"start p50/p99: {slow}"] * bool(slow), *[f"trouble: {self.trouble}"] * bool(self.trouble)])
+        lines = [
+            f"{self.tier}: {self.workers} of {self.wanted} workers, {self.starting} starting, {self.busy} busy, {self.sessions} open ({self.idle} idle), {self.waiting} waiting, {self.lost} lost",
+            f"{self.executions:,} executions{ends and ': ' + ends}; {100 * self.warm:.0f} % warm, {self.armed} armed; {self.again} tried again, {self.hedged} hedged, {self.alone} alone",
+        ]
+        return "\n".join(
+            [*lines, *[f"start p50/p99: {slow}"] * bool(slow), *[f"trouble: {self.trouble}"] * bool(self.trouble)]
+        )
 
 # %% ../../nbs/sandbox/07_pool_rules.ipynb #policy-seen
 def status_of(told: Mapping) -> PoolStatus:
     "The status that was told as JSON."
-    slowest = tuple((float(seconds), str(name), tuple((str(phase), float(took)) for phase, took in phases)) for seconds, name, phases in told.get("slowest", ()))
+    slowest = tuple(
+        (float(seconds), str(name), tuple((str(phase), float(took)) for phase, took in phases))
+        for seconds, name, phases in told.get("slowest", ())
+    )
     known = {f.name: told[f.name] for f in fields(PoolStatus) if f.name in told}
-    return PoolStatus(**{**known, "slowest": slowest, "latency": {name: tuple(pair) for name, pair in told.get("latency", {}).items()}})
+    return PoolStatus(
+        **{
+            **known,
+            "slowest": slowest,
+            "latency": {name: tuple(pair) for name, pair in told.get("latency", {}).items()},
+        }
+    )
 
 
 def latency_of(seen: Mapping[str, Iterable[float]]) -> dict[str, tuple[float, float]]:
     "Phase -> (median, 99th percentile) of the latencies seen."
-    return {name: (percentile(held, 0.5), percentile(held, 0.99)) for name, values in seen.items() if (held := list(values))}
+    return {
+        name: (percentile(held, 0.5), percentile(held, 0.99)) for name, values in seen.items() if (held := list(values))
+    }

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from ..models.hardware import cores
-from .pool_rules import PoolSpec, percentile
 from .pool import Pool, stop_pool
+from .pool_rules import PoolSpec, percentile
 from .remote import Account, account
 from .types import Fault, Limits, Program, Tier
 
@@ -31,6 +31,7 @@ PASS, WARN, FAIL = "pass", "warn", "fail"
 @dataclass(frozen=True)
 class Demand:
     "What is wanted: sandboxes open at a time, programs at a time, and what each may use."
+
     sandboxes: int = 960
     programs: int = 4
     limits: Limits = Limits()
@@ -39,6 +40,7 @@ class Demand:
 @dataclass(frozen=True)
 class Finding:
     "Something looked at. `most`: how many of `of` (sandboxes, programs) it allows at a time; None where it says nothing about that."
+
     name: str
     verdict: str
     found: str
@@ -53,12 +55,20 @@ class Finding:
         return math.inf if self.most is None else self.most / getattr(demand, self.of)
 
 
-def limit(name: str, most: float, demand: Demand, found: str, remedy: str, of: str = "sandboxes", hard: bool = True) -> Finding:
+def limit(
+    name: str, most: float, demand: Demand, found: str, remedy: str, of: str = "sandboxes", hard: bool = True
+) -> Finding:
     "A finding from how many are allowed; with the remedy where that is less than is wanted. `hard`: then nothing works, otherwise it may."
     most = int(min(max(most, 0), 1 << 53))
     enough = most >= getattr(demand, of)
     allowed = f"{most:,}" if most < 1_000_000 else "over a million"
-    return Finding(name, PASS if enough else FAIL if hard else WARN, f"{found}: {allowed} {of} at a time" + ("" if enough else f", {getattr(demand, of):,} wanted; {remedy}"), most, of)
+    return Finding(
+        name,
+        PASS if enough else FAIL if hard else WARN,
+        f"{found}: {allowed} {of} at a time" + ("" if enough else f", {getattr(demand, of):,} wanted; {remedy}"),
+        most,
+        of,
+    )
 
 # %% ../../nbs/sandbox/17_preflight.ipynb #preflight-groups
 def _number(path: Path) -> float:
@@ -71,7 +81,10 @@ def _number(path: Path) -> float:
 
 def group_room(what: str, root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> float:
     "How much of `memory` (bytes) or `pids` the control groups of this process leave; infinity without a limit. `own`: text of /proc/self/cgroup."
-    names = {"memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")), "pids": (("pids.max", "pids.current"),) * 2}[what]
+    names = {
+        "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        "pids": (("pids.max", "pids.current"),) * 2,
+    }[what]
     try:
         lines = (Path("/proc/self/cgroup").read_text() if own is None else own).splitlines()
     except OSError:
@@ -99,9 +112,23 @@ def memory(demand: Demand, armed: int = 8, available: float | None = None) -> li
     here = min(psutil.virtual_memory().available, group_room("memory")) if available is None else available
     limits, told = demand.limits, f"{here / 2**30:.1f} GiB free"
     rest = here - armed * CHILD_MB * 2**20 - demand.sandboxes * SESSION_KB * 1024
-    running = limit("memory", rest / (limits.memory_mb << 20), demand, f"{told}, {limits.memory_mb} MiB a program", "lower memory_mb or policy.running", "programs")
+    running = limit(
+        "memory",
+        rest / (limits.memory_mb << 20),
+        demand,
+        f"{told}, {limits.memory_mb} MiB a program",
+        "lower memory_mb or policy.running",
+        "programs",
+    )
     left = here - demand.programs * (limits.memory_mb << 20)
-    full = limit("workspaces", left / ((limits.disk_mb << 20) + SESSION_KB * 1024), demand, f"{max(0.0, left) / 2**30:.1f} GiB beside the programs, {limits.disk_mb} MiB a full workspace", "lower disk_mb if tasks may fill their workspaces", hard=False)
+    full = limit(
+        "workspaces",
+        left / ((limits.disk_mb << 20) + SESSION_KB * 1024),
+        demand,
+        f"{max(0.0, left) / 2**30:.1f} GiB beside the programs, {limits.disk_mb} MiB a full workspace",
+        "lower disk_mb if tasks may fill their workspaces",
+        hard=False,
+    )
     return [running, full]
 
 
@@ -110,22 +137,62 @@ def pids(demand: Demand, armed: int = 8) -> Finding:
     import resource
 
     own = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    mine = sum(process.info["uids"].real == os.getuid() for process in psutil.process_iter(["uids"]) if process.info["uids"]) if os.getuid() and own != resource.RLIM_INFINITY else 0
-    kinds = {"of this user (ulimit -u)": own - mine if os.getuid() and own != resource.RLIM_INFINITY else math.inf, "of the control group (pids.max)": group_room("pids"),
-             "of the kernel (kernel.pid_max)": _number(Path("/proc/sys/kernel/pid_max")) - len(psutil.pids()), "namespaces (user.max_pid_namespaces)": _number(Path("/proc/sys/user/max_pid_namespaces")) * (demand.limits.processes + 1)}
+    mine = (
+        sum(
+            process.info["uids"].real == os.getuid()
+            for process in psutil.process_iter(["uids"])
+            if process.info["uids"]
+        )
+        if os.getuid() and own != resource.RLIM_INFINITY
+        else 0
+    )
+    kinds = {
+        "of this user (ulimit -u)": own - mine if os.getuid() and own != resource.RLIM_INFINITY else math.inf,
+        "of the control group (pids.max)": group_room("pids"),
+        "of the kernel (kernel.pid_max)": _number(Path("/proc/sys/kernel/pid_max")) - len(psutil.pids()),
+        "namespaces (user.max_pid_namespaces)": _number(Path("/proc/sys/user/max_pid_namespaces"))
+        * (demand.limits.processes + 1),
+    }
     name = min((kind for kind in kinds if not math.isnan(kinds[kind])), key=kinds.get)
-    return limit("pids", (kinds[name] - armed) / (demand.limits.processes + 1), demand, f"processes {name}, {demand.limits.processes} a program", "raise it, or lower processes", "programs")
+    return limit(
+        "pids",
+        (kinds[name] - armed) / (demand.limits.processes + 1),
+        demand,
+        f"processes {name}, {demand.limits.processes} a program",
+        "raise it, or lower processes",
+        "programs",
+    )
 
-
+# %% ../../nbs/sandbox/17_preflight.ipynb #preflight-local-part-2
 def disk(demand: Demand, store: Path) -> list[Finding]:
     "Room where layers are kept, files and bytes; and mounts, of which a workspace is two."
     while not store.exists():
         store = store.parent
     told = os.statvfs(store)
     mounts = _number(Path("/proc/sys/fs/mount-max"))
-    found = [limit("inodes", told.f_favail if told.f_files else math.inf, demand, "files free where snapshots are kept, one each", "put the store elsewhere, or remove old ones", hard=False),
-             limit("disk", told.f_bavail * told.f_frsize / (demand.limits.disk_mb << 20), demand, f"{told.f_bavail * told.f_frsize / 2**30:.1f} GiB free where snapshots are kept", "put the store elsewhere, or lower disk_mb", hard=False)]
-    return found if math.isnan(mounts) else [*found, limit("mounts", mounts / 2 - 50, demand, "mounts of a worker (fs.mount-max)", "raise it")]
+    found = [
+        limit(
+            "inodes",
+            told.f_favail if told.f_files else math.inf,
+            demand,
+            "files free where snapshots are kept, one each",
+            "put the store elsewhere, or remove old ones",
+            hard=False,
+        ),
+        limit(
+            "disk",
+            told.f_bavail * told.f_frsize / (demand.limits.disk_mb << 20),
+            demand,
+            f"{told.f_bavail * told.f_frsize / 2**30:.1f} GiB free where snapshots are kept",
+            "put the store elsewhere, or lower disk_mb",
+            hard=False,
+        ),
+    ]
+    return (
+        found
+        if math.isnan(mounts)
+        else [*found, limit("mounts", mounts / 2 - 50, demand, "mounts of a worker (fs.mount-max)", "raise it")]
+    )
 
 # %% ../../nbs/sandbox/17_preflight.ipynb #preflight-tier
 def tier(spec: PoolSpec) -> Finding:
@@ -138,28 +205,60 @@ def tier(spec: PoolSpec) -> Finding:
     except (Fault, ValueError) as error:
         return Finding("tier", FAIL, getattr(error, "message", str(error)))
     stronger = [name for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name)]
-    lacks = "; ".join(f"not {name}, which lacks {found.missing(name)}" for name in stronger) if chosen != Tier.BWRAP else ""
-    return Finding("tier", PASS if chosen == Tier.BWRAP else WARN, f"{chosen}{', limits alone, which stop accidents and nobody who means it' * (chosen == Tier.RLIMITS)}, as user {found.uid}{lacks and '; ' + lacks}")
+    lacks = (
+        "; ".join(f"not {name}, which lacks {found.missing(name)}" for name in stronger) if chosen != Tier.BWRAP else ""
+    )
+    return Finding(
+        "tier",
+        PASS if chosen == Tier.BWRAP else WARN,
+        f"{chosen}{', limits alone, which stop accidents and nobody who means it' * (chosen == Tier.RLIMITS)}, as user {found.uid}{lacks and '; ' + lacks}",
+    )
 
 # %% ../../nbs/sandbox/17_preflight.ipynb #preflight-remote
 def remote(demand: Demand, allowed: Account, patience_s: float = 600.0) -> list[Finding]:
     "What an account allows. `patience_s`: how long it may take until all sandboxes are there."
     found, taken = [], allowed.open or 0
-    unknown = "not told by this interface; look it up with the provider, and set policy.most_sessions and policy.create_rate"
+    unknown = (
+        "not told by this interface; look it up with the provider, and set policy.most_sessions and policy.create_rate"
+    )
     if allowed.concurrent is None:
         found.append(Finding("quota", WARN, unknown))
     else:
         left = f", {taken} of them open now" if taken else ""
-        found.append(limit("quota", allowed.concurrent - taken, demand, f"the account has {allowed.concurrent:g}{left}", "close what is left over from earlier runs, or raise it with the provider"))
+        found.append(
+            limit(
+                "quota",
+                allowed.concurrent - taken,
+                demand,
+                f"the account has {allowed.concurrent:g}{left}",
+                "close what is left over from earlier runs, or raise it with the provider",
+            )
+        )
     if allowed.create_rate is None:
         found.append(Finding("create rate", WARN, unknown))
     else:
         ramp_s = demand.sandboxes / allowed.create_rate if allowed.create_rate > 0 else math.inf
-        found.append(limit("create rate", allowed.create_rate * patience_s, demand, f"{allowed.create_rate:g} a second, so {demand.sandboxes:,} take {ramp_s / 60:.1f} min; in {patience_s / 60:g} min", "raise it, or begin with fewer", hard=False))
+        found.append(
+            limit(
+                "create rate",
+                allowed.create_rate * patience_s,
+                demand,
+                f"{allowed.create_rate:g} a second, so {demand.sandboxes:,} take {ramp_s / 60:.1f} min; in {patience_s / 60:g} min",
+                "raise it, or begin with fewer",
+                hard=False,
+            )
+        )
     if allowed.credit is None:
         found.append(Finding("credit", WARN, "not told by this interface"))
     else:
-        found.append(Finding("credit", PASS if allowed.credit > 0 else FAIL, f"{allowed.credit:g} left" + ("" if allowed.credit > 0 else "; nothing will start"), None if allowed.credit > 0 else 0))
+        found.append(
+            Finding(
+                "credit",
+                PASS if allowed.credit > 0 else FAIL,
+                f"{allowed.credit:g} left" + ("" if allowed.credit > 0 else "; nothing will start"),
+                None if allowed.credit > 0 else 0,
+            )
+        )
     return found
 
 # %% ../../nbs/sandbox/17_preflight.ipynb #preflight-ramp
@@ -169,6 +268,7 @@ LEVELS = (1, 16, 96)
 @dataclass(frozen=True)
 class Level:
     "So many at once: how long it took, answers a second, the median and the 99th percentile in s, ends of the machine."
+
     at_once: int
     seconds: float
     p50: float
@@ -182,13 +282,19 @@ class Level:
         return self.at_once / self.seconds
 
     def __str__(self) -> str:
-        return f"{self.at_once:5d} at once  {self.per_second:7.1f} a second  p50 {1000 * self.p50:8.1f} ms  p99 {1000 * self.p99:8.1f} ms" + (f"  {self.failed} failed: {self.why}" if self.failed else "")
+        return (
+            f"{self.at_once:5d} at once  {self.per_second:7.1f} a second  p50 {1000 * self.p50:8.1f} ms  p99 {1000 * self.p99:8.1f} ms"
+            + (f"  {self.failed} failed: {self.why}" if self.failed else "")
+        )
 
 
 def level(pool: Pool, number: int, boxes: bool = False, patience: float = 120.0) -> Level:
     "Run `number` small programs at once, or open so many sandboxes and close them."
     began, took = time.monotonic(), []
-    futures = [pool.submit_open(owner="doctor") if boxes else pool.submit(Program("pass"), owner="doctor") for _ in range(number)]
+    futures = [
+        pool.submit_open(owner="doctor") if boxes else pool.submit(Program("pass"), owner="doctor")
+        for _ in range(number)
+    ]
     for future in futures:
         future.add_done_callback(lambda _: took.append(time.monotonic() - began))
     late = wait(futures, patience).not_done
@@ -225,6 +331,7 @@ def knee(levels: Sequence[Level]) -> Level | None:
 @dataclass(frozen=True)
 class Preflight:
     "What was found, the two ramps, and the binding limit in words."
+
     findings: tuple[Finding, ...]
     programs: tuple[Level, ...]
     sandboxes: tuple[Level, ...]
@@ -237,7 +344,11 @@ class Preflight:
 
     def __str__(self) -> str:
         parts = ["\n".join(map(str, self.findings))]
-        parts += [f"{name}\n" + "\n".join(map(str, levels)) for name, levels in (("programs", self.programs), ("sandboxes opened", self.sandboxes)) if levels]
+        parts += [
+            f"{name}\n" + "\n".join(map(str, levels))
+            for name, levels in (("programs", self.programs), ("sandboxes opened", self.sandboxes))
+            if levels
+        ]
         return "\n\n".join([*parts, f"binding limit: {self.binding}"])
 
 
@@ -251,13 +362,23 @@ def binding(findings: Sequence[Finding], programs: Sequence[Level], demand: Dema
         return f"{tightest.name}: {tightest.found}"
     bend = knee([each for each in programs if not each.failed])
     if bend is None:
-        return f"{tightest.name} would be the next, at {tightest.most:,} {tightest.of}" if tightest.most is not None else "none found"
+        return (
+            f"{tightest.name} would be the next, at {tightest.most:,} {tightest.of}"
+            if tightest.most is not None
+            else "none found"
+        )
     rate = max(each.per_second for each in programs if not each.failed)
-    later = f"; {tightest.name} would be the next, at {tightest.most:,} {tightest.of}" if tightest.most is not None and tightest.most < 1_000_000 else ""
+    later = (
+        f"; {tightest.name} would be the next, at {tightest.most:,} {tightest.of}"
+        if tightest.most is not None and tightest.most < 1_000_000
+        else ""
+    )
     return f"the speed of what runs them: {rate:.0f} small programs a second, most of it reached with {bend.at_once} at once; more at once only wait longer{later}"
 
 # %% ../../nbs/sandbox/17_preflight.ipynb #preflight-run
-def preflight(spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = Limits(), patience: float = 120.0) -> Preflight:
+def preflight(
+    spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = Limits(), patience: float = 120.0
+) -> Preflight:
     "Look at everything, then try it in a pool of its own, which is gone afterwards. Whatever cannot be looked at is a finding."
     workers = spec.workers or (1 if spec.tier == Tier.REMOTE else cores())
     demand, findings = Demand(target, workers * spec.policy.running, limits), []
@@ -268,7 +389,11 @@ def preflight(spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = L
             findings.append(Finding("account", FAIL, str(error)))
     else:
         findings += [] if spec.tier == Tier.FAKE else [tier(spec)]
-        findings += [*memory(demand, workers * spec.policy.armed), pids(demand, workers * spec.policy.armed), *disk(demand, Path(spec.store or tempfile.gettempdir()))]
+        findings += [
+            *memory(demand, workers * spec.policy.armed),
+            pids(demand, workers * spec.policy.armed),
+            *disk(demand, Path(spec.store or tempfile.gettempdir())),
+        ]
     programs, boxes = [], []
     if not any(finding.verdict == FAIL and finding.most is None for finding in findings):
         with tempfile.TemporaryDirectory(prefix="rlbench-doctor-") as root:
@@ -276,7 +401,9 @@ def preflight(spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = L
     return Preflight(tuple(findings), tuple(programs), tuple(boxes), binding(findings, programs, demand))
 
 
-def _tried(folder: Path, spec: PoolSpec, target: int, patience: float, programs: list[Level], boxes: list[Level]) -> list[Finding]:
+def _tried(
+    folder: Path, spec: PoolSpec, target: int, patience: float, programs: list[Level], boxes: list[Level]
+) -> list[Finding]:
     "Start a pool, run one program, climb. Levels are added to the two lists."
     began = time.monotonic()
     try:
@@ -290,8 +417,14 @@ def _tried(folder: Path, spec: PoolSpec, target: int, patience: float, programs:
             boxes += ramp(pool, target, True, patience) if spec.api == "http" else []
             for name, levels in (("programs", programs), ("sandboxes", boxes)):
                 if levels and (levels[-1].failed or levels[-1].at_once < target):
-                    why = f"{levels[-1].failed} failed ({levels[-1].why})" if levels[-1].failed else f"{target:,} would take longer than {patience:g} s"
-                    found.append(Finding(f"{name} at once", FAIL if levels[-1].failed else WARN, f"{levels[-1].at_once}: {why}"))
+                    why = (
+                        f"{levels[-1].failed} failed ({levels[-1].why})"
+                        if levels[-1].failed
+                        else f"{target:,} would take longer than {patience:g} s"
+                    )
+                    found.append(
+                        Finding(f"{name} at once", FAIL if levels[-1].failed else WARN, f"{levels[-1].at_once}: {why}")
+                    )
             return found
     except (Fault, OSError, ValueError) as error:
         return [Finding("round trip", FAIL, str(error))]

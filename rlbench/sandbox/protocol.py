@@ -60,8 +60,18 @@ class Lines:
 # %% ../../nbs/sandbox/09_protocol.ipynb #wire-orders
 def order_json(order: Order) -> dict:
     "An order as JSON values; what is empty is left out."
-    told = {"kind": order.kind, "ticket": order.ticket, "session": order.session, "base": order.base, "layers": list(order.layers), "path": order.path,
-            "data": b64encode(order.data).decode(), "most": order.most, "turn": order.turn, "version": order.version}
+    told = {
+        "kind": order.kind,
+        "ticket": order.ticket,
+        "session": order.session,
+        "base": order.base,
+        "layers": list(order.layers),
+        "path": order.path,
+        "data": b64encode(order.data).decode(),
+        "most": order.most,
+        "turn": order.turn,
+        "version": order.version,
+    }
     told |= {"program": to_json(order.program)} if order.program else {}
     told |= {"limits": to_json(order.limits)} if order.kind in ("exec", "open") else {}
     return {name: value for name, value in told.items() if value not in ("", [])}
@@ -72,8 +82,20 @@ def order_of(told: Mapping) -> Order:
     try:
         program = from_json(Program, told["program"]) if "program" in told else None
         limits = from_json(Limits, told["limits"]) if "limits" in told else Limits()
-        return Order(int(told.get("ticket", 0)), str(told["kind"]), str(told.get("session", "")), program, limits, str(told.get("base", "")), tuple(map(str, told.get("layers", ()))),
-                     str(told.get("path", "")), b64decode(told.get("data", "")), int(told.get("most", 1 << 20)), int(told.get("turn", 0)), int(told.get("version", -1)))
+        return Order(
+            int(told.get("ticket", 0)),
+            str(told["kind"]),
+            str(told.get("session", "")),
+            program,
+            limits,
+            str(told.get("base", "")),
+            tuple(map(str, told.get("layers", ()))),
+            str(told.get("path", "")),
+            b64decode(told.get("data", "")),
+            int(told.get("most", 1 << 20)),
+            int(told.get("turn", 0)),
+            int(told.get("version", -1)),
+        )
     except (TypeError, ValueError, KeyError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no order: {type(error).__name__}: {error}"[:300]) from None
 
@@ -86,7 +108,13 @@ def reply_json(reply: Reply) -> dict:
         return {"execution": to_json(reply.value)}
     if isinstance(reply.value, Layer):
         return {"layer": to_json(reply.value)}
-    return {"missing": True} if reply.missing else {"bytes": b64encode(reply.value).decode()} if reply.value is not None else {}
+    return (
+        {"missing": True}
+        if reply.missing
+        else {"bytes": b64encode(reply.value).decode()}
+        if reply.value is not None
+        else {}
+    )
 
 
 def reply_of(told: Mapping, ticket: int = 0) -> Reply:
@@ -114,7 +142,9 @@ def _short(folder: Path):
         yield path
         return
     if not os.path.isdir("/proc/self/fd"):
-        raise ValueError(f"sandbox: pool: {folder} is too deep for a socket on this system; name a folder with a path below 90 bytes")
+        raise ValueError(
+            f"sandbox: pool: {folder} is too deep for a socket on this system; name a folder with a path below 90 bytes"
+        )
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"

@@ -18,11 +18,23 @@ from urllib.parse import urlsplit
 
 from ..base.http import Unanswered, exchange
 from .pool_rules import PoolSpec
-from .types import End, Execution, Fault, Order, Reply, Tier, from_json
 from .protocol import MOST_LINE, order_json, reply_of
+from .types import End, Execution, Fault, Order, Reply, Tier, from_json
 
 # %% ../../nbs/sandbox/12_remote.ipynb #remote-ask
-REFUSED = {200: End.PROTOCOL_ERROR, 401: End.AUTH, 403: End.AUTH, 402: End.QUOTA, 429: End.QUOTA, 507: End.HOST_DISK_FULL, 400: End.PROTOCOL_ERROR, 404: End.PROTOCOL_ERROR, 405: End.PROTOCOL_ERROR, 413: End.PROTOCOL_ERROR, 422: End.PROTOCOL_ERROR}
+REFUSED = {
+    200: End.PROTOCOL_ERROR,
+    401: End.AUTH,
+    403: End.AUTH,
+    402: End.QUOTA,
+    429: End.QUOTA,
+    507: End.HOST_DISK_FULL,
+    400: End.PROTOCOL_ERROR,
+    404: End.PROTOCOL_ERROR,
+    405: End.PROTOCOL_ERROR,
+    413: End.PROTOCOL_ERROR,
+    422: End.PROTOCOL_ERROR,
+}
 SPARE_S = 15.0  # seconds that an answer may take beyond what the program may
 
 
@@ -61,6 +73,7 @@ def http_order(url: str, order: Order, token: str) -> Reply:
 @dataclass(frozen=True)
 class Account:
     "What a remote account allows, as far as it tells: sandboxes at a time, starts a second, credit in its own unit; and how many sandboxes are open now."
+
     concurrent: int | None = None
     create_rate: float | None = None
     credit: float | None = None
@@ -77,10 +90,12 @@ def account(spec: PoolSpec, timeout: float = 10.0) -> Account:
         if fault.end is End.PROTOCOL_ERROR and ": 404" in fault.message:
             return Account()
         raise
-    return Account(**{name: found[name] for name in Account.__dataclass_fields__ if isinstance(found.get(name), (int, float))})
+    return Account(
+        **{name: found[name] for name in Account.__dataclass_fields__ if isinstance(found.get(name), (int, float))}
+    )
 
 # %% ../../nbs/sandbox/12_remote.ipynb #remote-runner
-RUNNER = '''
+RUNNER = """
 import base64, json, os, resource, select, signal, subprocess, sys, tempfile, time
 told = json.loads(base64.b64decode(TOLD))
 limits, calls, answers, hit, end = told["limits"], told["calls"], [], [], ""
@@ -129,47 +144,81 @@ cpu, most = used.ru_utime + used.ru_stime, limits["output_kb"] << 10
 end = end or ("cpu_limit" if status in (-24, -9) and cpu >= limits["cpu_s"] * 0.9 else "crashed" if status < 0 else "exited")
 print("\\n" + json.dumps({"end": end, "status": abs(status), "stdout": base64.b64encode(texts[out][:most]).decode(), "stderr": base64.b64encode(texts[err][:most]).decode(), "answers": (answers + [None] * len(calls))[:len(calls)],
     "cpu_s": cpu, "wall_s": time.monotonic() - began, "memory_mb": used.ru_maxrss / 1024, "hit": hit, "phases": []}))
-'''
+"""
 
 # %% ../../nbs/sandbox/12_remote.ipynb #remote-fusion
 def fusion_request(order: Order, language: str) -> dict:
     "The body for `/run_code`. Fault(start_failed) for what SandboxFusion cannot do."
     program, limits = order.program, order.limits
-    told = {"code": program.code, "argv": list(program.argv), "stdin": b64encode(program.stdin).decode(), "environ": dict(program.environ), "calls": list(program.calls),
-            "limits": {name: getattr(limits, name) for name in ("cpu_s", "wall_s", "call_s", "memory_mb", "output_kb")}}
+    told = {
+        "code": program.code,
+        "argv": list(program.argv),
+        "stdin": b64encode(program.stdin).decode(),
+        "environ": dict(program.environ),
+        "calls": list(program.calls),
+        "limits": {name: getattr(limits, name) for name in ("cpu_s", "wall_s", "call_s", "memory_mb", "output_kb")},
+    }
     files = {path: b64encode(data).decode() for path, data in program.files.items()}
     body = {"compile_timeout": SPARE_S, "run_timeout": limits.wall_s + 5, "memory_limit_MB": -1, "files": files}
     if language == "python":
-        return {**body, "language": "python", "code": f"TOLD = {b64encode(json.dumps(told).encode()).decode()!r}\n{RUNNER}"}
+        return {
+            **body,
+            "language": "python",
+            "code": f"TOLD = {b64encode(json.dumps(told).encode()).decode()!r}\n{RUNNER}",
+        }
     if program.argv or program.calls or program.environ:
-        raise Fault(End.START_FAILED, f"SandboxFusion runs texts of {language}, without calls, commands and environment variables")
-    return {**body, "language": language, "code": program.code, "stdin": program.stdin.decode("utf-8", "replace"), "memory_limit_MB": limits.memory_mb, "run_timeout": limits.wall_s}
+        raise Fault(
+            End.START_FAILED,
+            f"SandboxFusion runs texts of {language}, without calls, commands and environment variables",
+        )
+    return {
+        **body,
+        "language": language,
+        "code": program.code,
+        "stdin": program.stdin.decode("utf-8", "replace"),
+        "memory_limit_MB": limits.memory_mb,
+        "run_timeout": limits.wall_s,
+    }
 
-
+# %% ../../nbs/sandbox/12_remote.ipynb #remote-fusion-part-2
 def fusion_execution(told: Mapping, order: Order, language: str) -> Execution:
     "What `/run_code` answered. Fault(protocol_error) if that cannot be read."
     try:
         status, run = told["status"], told.get("run_result") or told.get("compile_result") or {}
         if status == "SandboxError" or run.get("status") == "Error":
             raise Fault(End.BACKEND_LOST, f"SandboxFusion: {str(told.get('message') or run.get('stderr'))[:200]}")
-        out, err = str(run.get("stdout") or "").encode("utf-8", "replace"), str(run.get("stderr") or "").encode("utf-8", "replace")
+        out, err = (
+            str(run.get("stdout") or "").encode("utf-8", "replace"),
+            str(run.get("stderr") or "").encode("utf-8", "replace"),
+        )
         wall, code = float(run.get("execution_time") or 0.0), int(run.get("return_code") or 0)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no answer of SandboxFusion: {type(error).__name__}: {error}"[:300]) from None
     late = run.get("status") == "TimeLimitExceeded"
-    made = Execution(End.WALL_TIMEOUT if late else End.CRASHED if code < 0 else End.EXITED, abs(code), out, err, (None,) * len(order.program.calls), wall_s=wall)
+    made = Execution(
+        End.WALL_TIMEOUT if late else End.CRASHED if code < 0 else End.EXITED,
+        abs(code),
+        out,
+        err,
+        (None,) * len(order.program.calls),
+        wall_s=wall,
+    )
     if language != "python" or late:
         return made
     try:
         inner = from_json(Execution, json.loads(out.rstrip(b"\n").rpartition(b"\n")[2]))
         numbers = (inner.cpu_s, inner.wall_s, inner.memory_mb)
-        if (inner.end.of_model or inner.end is End.WALL_TIMEOUT) and len(inner.answers) == len(order.program.calls) and all(isinstance(n, (int, float)) for n in numbers):
+        if (
+            (inner.end.of_model or inner.end is End.WALL_TIMEOUT)
+            and len(inner.answers) == len(order.program.calls)
+            and all(isinstance(n, (int, float)) for n in numbers)
+        ):
             return inner
     except (Fault, ValueError, RecursionError):
         pass
     return replace(made, message="the program has meddled with its runner")
 
-
+# %% ../../nbs/sandbox/12_remote.ipynb #remote-fusion-part-3
 def fusion_order(url: str, order: Order, token: str, language: str = "python") -> Reply:
     "One order to SandboxFusion."
     if order.kind == "close":
@@ -270,4 +319,8 @@ def remote_worker(name: str, spec: PoolSpec) -> RemoteWorker:
     if spec.api == "http":
         return RemoteWorker(name, lambda order: http_order(url, order, token), lambda: account(spec))
     hello = {"code": "print(1)" if spec.language == "python" else "", "language": spec.language, "run_timeout": 5}
-    return RemoteWorker(name, lambda order: fusion_order(url, order, token, spec.language), lambda: ask(f"{url}/run_code", hello, token, SPARE_S))
+    return RemoteWorker(
+        name,
+        lambda order: fusion_order(url, order, token, spec.language),
+        lambda: ask(f"{url}/run_code", hello, token, SPARE_S),
+    )

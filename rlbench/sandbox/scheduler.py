@@ -12,13 +12,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from .pool_rules import Next, Policy, PoolStatus, backoff, latency_of, over, pause, straggles, verdict, worn
+from rlbench.sandbox.pool_rules import (
+    Next,
+    Policy,
+    PoolStatus,
+    backoff,
+    latency_of,
+    over,
+    pause,
+    straggles,
+    verdict,
+    worn,
+)
 from .types import End, Execution, Fault, Layer, Order, Reply, Worker, refusal
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-records
 @dataclass(eq=False)
 class Job:
     "Something asked for by a client, with its number there. `order` without a ticket."
+
     number: int
     client: int
     order: Order
@@ -42,6 +54,7 @@ class Job:
 @dataclass(eq=False)
 class Seat:
     "A worker. `state`: starting, ready, retiring or closed; `hedges`: the seat whose start this one may spare."
+
     name: str
     worker: Worker
     since: float
@@ -58,6 +71,7 @@ class Seat:
 @dataclass(eq=False)
 class Lease:
     "A sandbox. `state`: requested, starting, idle, busy, restoring, closing, closed or lost; `layers` lie under it, `saved` are those it can be had again from unless it is `dirty`."
+
     id: str
     job: Job
     since: float
@@ -79,6 +93,7 @@ class Lease:
 @dataclass(eq=False)
 class Attempt:
     "One order that a worker owes an answer to. `clean`: its sandbox was as it is kept, before this."
+
     ticket: int
     order: Order
     seat: Seat
@@ -99,6 +114,7 @@ def _nothing(table: str, **cells) -> None:
 @dataclass(eq=False)
 class Desk:
     "All of it. `start` makes a worker of a name, `number` are wanted; `note` keeps a row of a table; `idle` tells how many seconds the machine's cores have had nothing to do."
+
     policy: Policy
     start: Callable[[str], Worker]
     number: int
@@ -153,7 +169,11 @@ def answer(desk: Desk, job: Job, reply: Reply, now: float) -> None:
 
 def fail(desk: Desk, job: Job, end: End, message: str, now: float) -> None:
     "Answer a job with an end of the machine."
-    told = Reply(0, Execution(end, tier=desk.tier, tries=max(1, job.tries), message=message)) if job.program else Reply(0, fault=Fault(end, message))
+    told = (
+        Reply(0, Execution(end, tier=desk.tier, tries=max(1, job.tries), message=message))
+        if job.program
+        else Reply(0, fault=Fault(end, message))
+    )
     for attempt in job.live:
         attempt.fate = attempt.fate or "cancelled"
     if job.program and not job.done:
@@ -163,17 +183,49 @@ def fail(desk: Desk, job: Job, end: End, message: str, now: float) -> None:
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-rows
 def _row(desk: Desk, job: Job, attempt: Attempt | None, e: Execution, fate: str, now: float, idle: float = 0.0) -> None:
     job.digest = job.digest or blake2b(repr((job.order.program, job.order.limits)).encode(), digest_size=16).hexdigest()
-    desk.note("executions", owner=job.owner, job=job.number, session=job.order.session, program=job.digest, worker=attempt.seat.name if attempt else "", tier=e.tier, fate=fate, end=str(e.end),
-              of_model=e.end.of_model, only=job.alone, warm=e.warm, status=e.status, phase_names=[name for name, _ in e.phases], phase_seconds=[float(s) for _, s in e.phases],
-              seconds=now - job.asked, cpu_s=e.cpu_s, wall_s=e.wall_s, memory_mb=e.memory_mb, hit=list(e.hit), idle=idle, message=e.message, **{"try": max(1, job.tries)})
+    desk.note(
+        "executions",
+        owner=job.owner,
+        job=job.number,
+        session=job.order.session,
+        program=job.digest,
+        worker=attempt.seat.name if attempt else "",
+        tier=e.tier,
+        fate=fate,
+        end=str(e.end),
+        of_model=e.end.of_model,
+        only=job.alone,
+        warm=e.warm,
+        status=e.status,
+        phase_names=[name for name, _ in e.phases],
+        phase_seconds=[float(s) for _, s in e.phases],
+        seconds=now - job.asked,
+        cpu_s=e.cpu_s,
+        wall_s=e.wall_s,
+        memory_mb=e.memory_mb,
+        hit=list(e.hit),
+        idle=idle,
+        message=e.message,
+        **{"try": max(1, job.tries)},
+    )
 
 
 def _moved(desk: Desk, what: Seat | Lease, state: str, now: float, why: str = "") -> None:
     "A sandbox or a worker comes to another state."
     lease = isinstance(what, Lease)
     seat = what.seat if lease else what
-    desk.note("sandboxes", kind="session" if lease else "worker", sandbox=what.id if lease else what.name, owner=what.job.owner if lease else "",
-              worker=seat.name if seat else "", tier=desk.tier, before=what.state, state=state, seconds=max(0.0, now - what.since), why=why)
+    desk.note(
+        "sandboxes",
+        kind="session" if lease else "worker",
+        sandbox=what.id if lease else what.name,
+        owner=what.job.owner if lease else "",
+        worker=seat.name if seat else "",
+        tier=desk.tier,
+        before=what.state,
+        state=state,
+        seconds=max(0.0, now - what.since),
+        why=why,
+    )
     what.state, what.since = state, now
 
 
@@ -201,26 +253,55 @@ def ask(desk: Desk, job: Job, now: float) -> None:
         if not job.program:
             return fail(desk, job, End.PROTOCOL_ERROR, f"{order.kind} needs a sandbox", now)
         if len(desk.waiting) >= desk.policy.most_waiting:
-            return fail(desk, job, End.QUOTA, f"{len(desk.waiting):,} programs wait, and {desk.policy.most_waiting:,} may (policy.most_waiting); send fewer at a time", now)
+            return fail(
+                desk,
+                job,
+                End.QUOTA,
+                f"{len(desk.waiting):,} programs wait, and {desk.policy.most_waiting:,} may (policy.most_waiting); send fewer at a time",
+                now,
+            )
         desk.waiting.append(job)
     elif (lease := desk.leases.get(order.session)) is None or lease.job.client != job.client:
         why = desk.ended.get(order.session, "there is none of this name; open it first")
-        return answer(desk, job, Reply(0), now) if order.kind == "close" else fail(desk, job, End.BACKEND_LOST, f"{order.session}: {why}", now)
+        return (
+            answer(desk, job, Reply(0), now)
+            if order.kind == "close"
+            else fail(desk, job, End.BACKEND_LOST, f"{order.session}: {why}", now)
+        )
     elif order.kind == "close":
         end_lease(desk, lease, "closed by its owner", now, job)
     else:
         lease.queue.append(job)
         _advance(desk, lease, now)
 
-
+# %% ../../nbs/sandbox/10_scheduler.ipynb #desk-ask-part-2
 def _request(desk: Desk, job: Job, now: float) -> None:
     order, most = job.order, desk.policy.most_sessions
     if order.session in desk.leases:
         return fail(desk, job, End.START_FAILED, f"{order.session}: there is one of this name", now)
     if len(desk.leases) >= most:
-        return fail(desk, job, End.QUOTA, f"{most:,} sandboxes are open, and that many may be (policy.most_sessions); close some", now)
-    lease = desk.leases[order.session] = Lease(order.session, job, now, now + job.lifetime, order.base, order.layers, order.layers)
-    desk.note("sandboxes", kind="session", sandbox=lease.id, owner=job.owner, worker="", tier=desk.tier, before="", state="requested", seconds=0.0, why="")
+        return fail(
+            desk,
+            job,
+            End.QUOTA,
+            f"{most:,} sandboxes are open, and that many may be (policy.most_sessions); close some",
+            now,
+        )
+    lease = desk.leases[order.session] = Lease(
+        order.session, job, now, now + job.lifetime, order.base, order.layers, order.layers
+    )
+    desk.note(
+        "sandboxes",
+        kind="session",
+        sandbox=lease.id,
+        owner=job.owner,
+        worker="",
+        tier=desk.tier,
+        before="",
+        state="requested",
+        seconds=0.0,
+        why="",
+    )
     desk.opening.append(lease)
 
 
@@ -279,10 +360,27 @@ def extend(desk: Desk, session: str, client: int, seconds: float, now: float) ->
     return True
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-tell
-def _tell(desk: Desk, seat: Seat, order: Order, now: float, job: Job | None = None, lease: Lease | None = None, hedge: bool = False) -> Attempt:
+def _tell(
+    desk: Desk,
+    seat: Seat,
+    order: Order,
+    now: float,
+    job: Job | None = None,
+    lease: Lease | None = None,
+    hedge: bool = False,
+) -> Attempt:
     "Give a worker an order."
     desk.ticket += 1
-    attempt = Attempt(desk.ticket, replace(order, ticket=desk.ticket), seat, now, job, lease, desk.idle() if order.kind == "exec" else 0.0, hedge)
+    attempt = Attempt(
+        desk.ticket,
+        replace(order, ticket=desk.ticket),
+        seat,
+        now,
+        job,
+        lease,
+        desk.idle() if order.kind == "exec" else 0.0,
+        hedge,
+    )
     desk.live[attempt.ticket] = attempt
     if job and order.kind != "open":
         job.tries += 1
@@ -303,7 +401,15 @@ def _open(desk: Desk, lease: Lease, seat: Seat, now: float, hedge: bool = False)
         lease.seat, lease.tries = seat, lease.tries + 1
         _moved(desk, lease, "starting", now)
     seat.leases[lease.id] = lease
-    _tell(desk, seat, Order(0, "open", lease.id, None, lease.job.order.limits, lease.base, lease.saved), now, None, lease, hedge)
+    _tell(
+        desk,
+        seat,
+        Order(0, "open", lease.id, None, lease.job.order.limits, lease.base, lease.saved),
+        now,
+        None,
+        lease,
+        hedge,
+    )
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-lease
 def end_lease(desk: Desk, lease: Lease, why: str, now: float, job: Job | None = None) -> None:
@@ -393,7 +499,10 @@ def _changed(lease: Lease, attempt: Attempt, reply: Reply) -> Reply:
     order = attempt.order
     if order.kind == "snapshot" and isinstance(reply.value, Layer):
         layer = replace(reply.value, base=lease.base, owner=lease.job.owner, turn=order.turn, version=order.version)
-        lease.saved, lease.dirty = (*layer.below, layer.digest), layer.processes > 0  # what lies below may have been merged into it
+        lease.saved, lease.dirty = (
+            (*layer.below, layer.digest),
+            layer.processes > 0,
+        )  # what lies below may have been merged into it
         return replace(reply, value=layer)
     if order.kind == "restore":
         lease.base, lease.layers, lease.saved, lease.dirty = order.base, order.layers, order.layers, False
@@ -488,9 +597,14 @@ def _execution(desk: Desk, attempt: Attempt, reply: Reply) -> Execution:
     "What came of a program, also where a worker tells something else."
     e = reply.value
     if reply.fault or not isinstance(e, Execution):
-        e = Execution(reply.fault.end if reply.fault else End.PROTOCOL_ERROR, message=reply.fault.message if reply.fault else "a worker answered with no execution")
+        e = Execution(
+            reply.fault.end if reply.fault else End.PROTOCOL_ERROR,
+            message=reply.fault.message if reply.fault else "a worker answered with no execution",
+        )
     if attempt.stopped and e.end is End.BACKEND_LOST:
-        e = replace(e, message=f"no answer {desk.policy.grace_s:g} s beyond its wall limit (policy.grace_s); {e.message}")
+        e = replace(
+            e, message=f"no answer {desk.policy.grace_s:g} s beyond its wall limit (policy.grace_s); {e.message}"
+        )
     return replace(e, tier=e.tier or attempt.seat.worker.tier, worker=attempt.seat.name)
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-follow
@@ -565,7 +679,18 @@ def _start(desk: Desk, now: float, hedges: Seat | None = None) -> None:
         return
     seat = Seat(name, worker, now, hedges=hedges)
     desk.seats.append(seat)
-    desk.note("sandboxes", kind="worker", sandbox=name, owner="", worker=name, tier=desk.tier, before="", state="starting", seconds=0.0, why="hedge" if hedges else "")
+    desk.note(
+        "sandboxes",
+        kind="worker",
+        sandbox=name,
+        owner="",
+        worker=name,
+        tier=desk.tier,
+        before="",
+        state="starting",
+        seconds=0.0,
+        why="hedge" if hedges else "",
+    )
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-ready
 def _ready(desk: Desk, seat: Seat, now: float) -> None:
@@ -644,18 +769,33 @@ def _look(desk: Desk, now: float) -> None:
         elif order.kind == "open":
             if late > policy.start_s and not attempt.fate:
                 attempt.fate = "late"
-                _not_opened(desk, attempt.lease, attempt.seat, Fault(End.START_TIMEOUT, f"not open after {policy.start_s:g} s (policy.start_s)"), now)
+                _not_opened(
+                    desk,
+                    attempt.lease,
+                    attempt.seat,
+                    Fault(End.START_TIMEOUT, f"not open after {policy.start_s:g} s (policy.start_s)"),
+                    now,
+                )
             elif late > slow_open and not attempt.fate and not attempt.hedge and not attempt.lease.job.hedged:
                 _hedge(desk, attempt, now)
             elif late > policy.operation_s + policy.start_s:
                 _seat_lost(desk, attempt.seat, f"hangs: asked to open, no answer for {late:.0f} s", now)
         elif late > policy.operation_s:
-            _seat_lost(desk, attempt.seat, f"hangs: asked to {order.kind}, no answer for {policy.operation_s:g} s (policy.operation_s)", now)
+            _seat_lost(
+                desk,
+                attempt.seat,
+                f"hangs: asked to {order.kind}, no answer for {policy.operation_s:g} s (policy.operation_s)",
+                now,
+            )
 
 
 def _hedge(desk: Desk, attempt: Attempt, now: float) -> None:
     "Ask for something a second time, on another worker, if there is one with room."
-    others = [seat for seat in desk.seats if seat.state == "ready" and seat is not attempt.seat and seat.running < desk.policy.running]
+    others = [
+        seat
+        for seat in desk.seats
+        if seat.state == "ready" and seat is not attempt.seat and seat.running < desk.policy.running
+    ]
     if not others or desk.apart >= 0:
         return
     seat, job = min(others, key=lambda s: (s.running, len(s.leases))), attempt.job or attempt.lease.job
@@ -673,13 +813,21 @@ def _next(desk: Desk, seat: Seat, now: float, ready: list[Seat]) -> Job | None:
             desk.again.remove(job)
         elif job.due <= now:
             lease = desk.leases.get(job.order.session)
-            if lease.seat is seat if lease else seat.state == "ready" and (seat.name not in job.avoid or all(other.name in job.avoid for other in ready)):
+            if (
+                lease.seat is seat
+                if lease
+                else seat.state == "ready"
+                and (seat.name not in job.avoid or all(other.name in job.avoid for other in ready))
+            ):
                 desk.again.remove(job)
                 return job
     for queue in (seat.pinned, desk.waiting):
         while queue and queue[0].done:
             _drop(desk, queue.popleft())
-    pinned, free = seat.pinned[0] if seat.pinned else None, desk.waiting[0] if desk.waiting and seat.state == "ready" else None
+    pinned, free = (
+        seat.pinned[0] if seat.pinned else None,
+        desk.waiting[0] if desk.waiting and seat.state == "ready" else None,
+    )
     if pinned and (not free or pinned.asked <= free.asked):
         return seat.pinned.popleft()
     return desk.waiting.popleft() if free else None
@@ -765,7 +913,18 @@ def _hopeless(desk: Desk, now: float) -> None:
     waited = now - max(desk.ready_at, desk.began)
     if waited <= desk.policy.wait_s and not (desk.failures >= desk.policy.failures and not desk.seen.get("worker")):
         return
-    end, why = (End(desk.refused) if desk.refused else End.START_TIMEOUT if desk.trouble.startswith("not ready") else End.START_FAILED, desk.trouble) if desk.trouble else (End.START_TIMEOUT, f"no worker for {waited:.0f} s")
+    end, why = (
+        (
+            End(desk.refused)
+            if desk.refused
+            else End.START_TIMEOUT
+            if desk.trouble.startswith("not ready")
+            else End.START_FAILED,
+            desk.trouble,
+        )
+        if desk.trouble
+        else (End.START_TIMEOUT, f"no worker for {waited:.0f} s")
+    )
     for job in [*desk.waiting, *desk.again, *desk.lonely]:
         fail(desk, job, end, why, now)
     for queue in (desk.waiting, desk.again, desk.lonely):
@@ -778,21 +937,52 @@ def _hopeless(desk: Desk, now: float) -> None:
 
 def due(desk: Desk, now: float, most: float = 0.25) -> float:
     "Seconds until the desk must look again, if no worker says anything before."
-    times = [job.due - now for job in desk.again[:50] if job.due > now] + [seat.worker.due - now for seat in desk.seats if hasattr(seat.worker, "due")]
+    times = [job.due - now for job in desk.again[:50] if job.due > now] + [
+        seat.worker.due - now for seat in desk.seats if hasattr(seat.worker, "due")
+    ]
     return max(0.0, min([most, *times]))
 
 # %% ../../nbs/sandbox/10_scheduler.ipynb #desk-status
 def status(desk: Desk, now: float) -> PoolStatus:
     "The figures of the pool."
     ready = [seat for seat in desk.seats if seat.state in ("ready", "retiring")]
-    starting = sum(seat.state == "starting" for seat in desk.seats) + sum(lease.state == "starting" for lease in desk.leases.values())
-    waiting = sum(not job.done for job in desk.waiting) + len(desk.again) + len(desk.lonely) + len(desk.opening) + sum(len(seat.pinned) for seat in ready)
+    starting = sum(seat.state == "starting" for seat in desk.seats) + sum(
+        lease.state == "starting" for lease in desk.leases.values()
+    )
+    waiting = (
+        sum(not job.done for job in desk.waiting)
+        + len(desk.again)
+        + len(desk.lonely)
+        + len(desk.opening)
+        + sum(len(seat.pinned) for seat in ready)
+    )
     busy, executions = sum(seat.running for seat in ready), sum(desk.outcomes.values())
     return PoolStatus(
-        tier=desk.tier, workers=len(ready), wanted=desk.number, starting=starting, ready=sum(max(0, desk.policy.running - seat.running) for seat in ready), busy=busy,
-        idle=sum(lease.state == "idle" for lease in desk.leases.values()), lost=desk.counts["lost"], waiting=waiting, armed=sum(seat.worker.armed for seat in ready), sessions=len(desk.leases),
-        clients=len(desk.beats), executions=executions, outcomes=dict(desk.outcomes), warm=desk.counts["warm"] / max(1, executions), again=desk.counts["again"], alone=desk.counts["alone"],
-        hedged=desk.counts["hedged"], expired=desk.counts["expired"], swept=desk.counts["swept"], latency=latency_of(desk.seen), slowest=tuple(desk.slowest), trouble=desk.trouble, seconds=now - desk.began)
+        tier=desk.tier,
+        workers=len(ready),
+        wanted=desk.number,
+        starting=starting,
+        ready=sum(max(0, desk.policy.running - seat.running) for seat in ready),
+        busy=busy,
+        idle=sum(lease.state == "idle" for lease in desk.leases.values()),
+        lost=desk.counts["lost"],
+        waiting=waiting,
+        armed=sum(seat.worker.armed for seat in ready),
+        sessions=len(desk.leases),
+        clients=len(desk.beats),
+        executions=executions,
+        outcomes=dict(desk.outcomes),
+        warm=desk.counts["warm"] / max(1, executions),
+        again=desk.counts["again"],
+        alone=desk.counts["alone"],
+        hedged=desk.counts["hedged"],
+        expired=desk.counts["expired"],
+        swept=desk.counts["swept"],
+        latency=latency_of(desk.seen),
+        slowest=tuple(desk.slowest),
+        trouble=desk.trouble,
+        seconds=now - desk.began,
+    )
 
 
 def close(desk: Desk, why: str, now: float) -> list[tuple[int, int, Reply]]:

@@ -47,7 +47,11 @@ def remember(folder: Path, pids: Iterable[int], generation: int, places: Iterabl
     for pid in pids:
         with suppress(psutil.Error):  # gone already
             told.append([pid, psutil.Process(pid).create_time()])
-    write_json(folder / PROCESSES, {"generation": generation, "controller": os.getpid(), "processes": told, "places": sorted(places)}, sync=False)
+    write_json(
+        folder / PROCESSES,
+        {"generation": generation, "controller": os.getpid(), "processes": told, "places": sorted(places)},
+        sync=False,
+    )
 
 
 def remembered(folder: Path) -> tuple[int, list[psutil.Process]]:
@@ -76,7 +80,11 @@ def places(folder: Path) -> list[Path]:
         named = [Path(place) for place in read_json(folder / PROCESSES).get("places", ())]
     except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return []
-    return [place for place in named if place.is_absolute() and place.name.startswith(PLACE) and not place.is_symlink() and place.is_dir()]
+    return [
+        place
+        for place in named
+        if place.is_absolute() and place.name.startswith(PLACE) and not place.is_symlink() and place.is_dir()
+    ]
 
 
 def remove_place(place: Path) -> None:
@@ -89,7 +97,11 @@ def marked(folder: Path) -> list[psutil.Process]:
     "Processes with the mark of a pool, those of its living controller and this one left out."
     mark, mine = mark_of(folder), {os.getpid()}
     try:
-        mine |= {child.pid for child in psutil.Process().children(recursive=True)} if os.environ.get(MARK) == mark else set()
+        mine |= (
+            {child.pid for child in psutil.Process().children(recursive=True)}
+            if os.environ.get(MARK) == mark
+            else set()
+        )
     except psutil.Error:
         pass
     found = []

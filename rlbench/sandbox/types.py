@@ -16,6 +16,7 @@ from typing import Protocol
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-end
 class End(StrEnum):
     "How an execution ended."
+
     EXITED = "exited"  # by itself, with whatever status
     CRASHED = "crashed"  # by a signal: a segmentation fault, an abort, a kill that nobody else had a reason for
     CPU_LIMIT = "cpu_limit"
@@ -46,7 +47,18 @@ class End(StrEnum):
         return self in NEEDS_WITNESS
 
 
-OF_MODEL = frozenset((End.EXITED, End.CRASHED, End.CPU_LIMIT, End.WALL_LIMIT, End.MEMORY_LIMIT, End.OUTPUT_LIMIT, End.FORBIDDEN, End.UNUSABLE))
+OF_MODEL = frozenset(
+    (
+        End.EXITED,
+        End.CRASHED,
+        End.CPU_LIMIT,
+        End.WALL_LIMIT,
+        End.MEMORY_LIMIT,
+        End.OUTPUT_LIMIT,
+        End.FORBIDDEN,
+        End.UNUSABLE,
+    )
+)
 NEEDS_WITNESS = frozenset((End.START_FAILED, End.BACKEND_LOST, End.PROTOCOL_ERROR))
 
 
@@ -60,6 +72,7 @@ class Fault(Exception):
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-tier
 class Tier(StrEnum):
     "What locks a program in, strongest first."
+
     BWRAP = "bwrap-zygote"  # namespaces, a filter of system calls, limits: a fresh jail for each execution
     LANDLOCK = "landlock"  # no namespaces: Landlock, the filter, limits
     RLIMITS = "rlimits"  # limits alone, which stop accidents and nobody who means it
@@ -70,6 +83,7 @@ class Tier(StrEnum):
 @dataclass(frozen=True)
 class Limits:
     "What one execution may use. Seconds of CPU and of the clock, MiB, KiB of output in all; `call_s`: clock seconds for the answer to one call."
+
     cpu_s: float = 2.0
     wall_s: float = 10.0
     memory_mb: int = 256
@@ -85,13 +99,16 @@ class Limits:
         if wrong:
             raise ValueError(f"sandbox: limits: {', '.join(wrong)}: give numbers above 0")
         if self.wall_s < self.cpu_s:
-            raise ValueError(f"sandbox: limits: wall_s = {self.wall_s:g} is less than cpu_s = {self.cpu_s:g}; the clock runs at least as fast, give several times as much")
+            raise ValueError(
+                f"sandbox: limits: wall_s = {self.wall_s:g} is less than cpu_s = {self.cpu_s:g}; the clock runs at least as fast, give several times as much"
+            )
 
 
 @dataclass(frozen=True)
 class Program:
     """What to run: Python `code` as `__main__`, or a command `argv`; one of the two. `files` (path below the workspace -> content) are written before. `calls`: lines given to the program one at a time on file descriptor 3,
     each after the answer to the one before, a line on descriptor 4, or its deadline."""
+
     code: str = ""
     argv: tuple[str, ...] = ()
     stdin: bytes = b""
@@ -102,9 +119,13 @@ class Program:
     def __post_init__(self):
         if bool(self.code) == bool(self.argv):
             raise ValueError("sandbox: program: give either code or argv")
-        bad = [path for path in self.files if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path]
+        bad = [
+            path for path in self.files if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path
+        ]
         if bad:
-            raise ValueError(f"sandbox: program: {bad[0]!r} is no path below the workspace; leave out the leading / and every ..")
+            raise ValueError(
+                f"sandbox: program: {bad[0]!r} is no path below the workspace; leave out the leading / and every .."
+            )
         if any("\n" in call for call in self.calls):
             raise ValueError("sandbox: program: a call is one line; write it as JSON")
 
@@ -123,8 +144,10 @@ def to_bytes(text: str) -> bytes:
 def refusal(program: Program, limits: Limits, tier: str) -> str:
     "Why a tier cannot run a program within these limits, with what to do about it; empty if it can."
     if tier == Tier.LANDLOCK and program.argv and limits.processes > 1:
-        return (f"limits.processes = {limits.processes}: under tier {tier} the command {program.argv[0]!r} (program.argv) can start no process; "
-                f"give processes = 1 if it starts none, give code instead, or use tier {Tier.BWRAP} (rlbench doctor --sandbox says what it lacks here)")
+        return (
+            f"limits.processes = {limits.processes}: under tier {tier} the command {program.argv[0]!r} (program.argv) can start no process; "
+            f"give processes = 1 if it starts none, give code instead, or use tier {Tier.BWRAP} (rlbench doctor --sandbox says what it lacks here)"
+        )
     return ""
 
 # %% ../../nbs/sandbox/01_types.ipynb #sandbox-execution
@@ -132,6 +155,7 @@ def refusal(program: Program, limits: Limits, tier: str) -> str:
 class Execution:
     """What became of a program. `status`: its exit status, or the number of the signal that ended it. `answers[i]`: the line it gave to call i, None if it gave none. `slept_s`: of `wall_s`, those in which it neither ran nor waited for a processor. `hit`: limits it ran into, whether they ended it or not.
     `phases`: seconds by phase (queued, started, opened, ran). `message`: why, in words, where the end needs some."""
+
     end: End
     status: int = 0
     stdout: bytes = b""
@@ -159,6 +183,7 @@ class Execution:
 class Layer:
     """A snapshot of a workspace. `digest` of what changed against `parent` (a digest, empty for the base alone); `processes`: how many were alive when it was taken, which no snapshot holds.
     `below`: the digests of all layers under it, oldest first; the last is `parent`."""
+
     digest: str
     parent: str = ""
     base: str = ""
@@ -174,6 +199,7 @@ class Layer:
 
 class Sandbox(Protocol):
     "One session: a workspace, and programs that run in it one after the other. Every method raises Fault if the machine fails; `exec` tells it in the execution."
+
     id: str
     tier: str
 
@@ -203,6 +229,7 @@ MARK = "RLBENCH_POOL"  # name of the environment variable with the mark of a poo
 class Order:
     """What a worker is asked to do. `kind`: exec, open, read, write, snapshot, restore, close, or kill (`ticket` of the order to end). `session`: "" for an execution in an empty workspace of its own, gone afterwards.
     `base` and `layers`, oldest first, are digests in the store: what an open or a restore begins with."""
+
     ticket: int
     kind: str
     session: str = ""
@@ -220,6 +247,7 @@ class Order:
 @dataclass(frozen=True)
 class Reply:
     "The answer to an order: an execution, a layer, the bytes of a file or nothing; or the fault that there was instead. `missing`: the file to read is not there."
+
     ticket: int
     value: Execution | Layer | bytes | None = None
     fault: Fault | None = None
@@ -228,6 +256,7 @@ class Reply:
 
 class Worker(Protocol):
     "One place that runs programs. `pid` of its process (0 if it has none), `armed`: children that wait for a program."
+
     name: str
     tier: str
     pid: int
@@ -266,11 +295,17 @@ def to_json(record: Program | Limits | Execution | Layer) -> dict:
 def from_json(kind: type, told: Mapping) -> Program | Limits | Execution | Layer:
     "The record of a kind. Fault(protocol_error) if it is none."
     try:
-        made = {name: b64decode(value) if name in _BYTES else tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+        made = {
+            name: b64decode(value) if name in _BYTES else tuple(value) if isinstance(value, list) else value
+            for name, value in told.items()
+        }
         if kind is Program:
             made["files"] = {path: b64decode(data) for path, data in told["files"].items()}
         if kind is Execution:
-            made |= {"end": End(told["end"]), "phases": tuple((str(name), float(seconds)) for name, seconds in told["phases"])}
+            made |= {
+                "end": End(told["end"]),
+                "phases": tuple((str(name), float(seconds)) for name, seconds in told["phases"]),
+            }
         return kind(**made)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no {kind.__name__}: {type(error).__name__}: {error}"[:300]) from None

@@ -99,7 +99,9 @@ SINCE = 946_684_800  # the year 2000: some tools refuse what is older than 1980
 TREE_BYTES, TREE_FILES = 1 << 30, 200_000
 
 
-def entry(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, mode: int = 0o644, link: str = "") -> tarfile.TarInfo:
+def entry(
+    name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, mode: int = 0o644, link: str = ""
+) -> tarfile.TarInfo:
     "The head of one entry."
     made = tarfile.TarInfo(name)
     made.size, made.type, made.mode, made.mtime, made.linkname = size, kind, mode, SINCE, link
@@ -111,7 +113,10 @@ def put_tree(store: Store, folder: str | Path, most_bytes: int = TREE_BYTES, mos
     root, spent, count = Path(folder), 0, 0
     if not root.is_dir():
         raise ValueError(f"store: {root} is no folder")
-    with tempfile.TemporaryFile(dir=store.folder) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+    with (
+        tempfile.TemporaryFile(dir=store.folder) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
+    ):
         for path in sorted(walk(root)):
             name, stat, count = path.relative_to(root).as_posix(), path.lstat(), count + 1
             if path.is_symlink():
@@ -121,13 +126,17 @@ def put_tree(store: Store, folder: str | Path, most_bytes: int = TREE_BYTES, mos
             elif path.is_file():
                 spent += stat.st_size
                 if spent > most_bytes:
-                    raise ValueError(f"store: {root} holds more than {most_bytes:,} bytes; leave out what no program needs, or raise most_bytes")
+                    raise ValueError(
+                        f"store: {root} holds more than {most_bytes:,} bytes; leave out what no program needs, or raise most_bytes"
+                    )
                 with path.open("rb") as content:
                     tar.addfile(entry(name, stat.st_size, mode=0o755 if stat.st_mode & 0o100 else 0o644), content)
             else:
                 raise ValueError(f"store: {path} is neither file, folder nor link; leave it out")
             if count > most_files:
-                raise ValueError(f"store: {root} holds more than {most_files:,} entries; leave out what no program needs, or raise most_files")
+                raise ValueError(
+                    f"store: {root} holds more than {most_files:,} entries; leave out what no program needs, or raise most_files"
+                )
         tar.close()
         return store.put(file.fileno())
 
@@ -142,7 +151,9 @@ def put_files(store: Store, files: Mapping[str, bytes]) -> str:
     "Keep files, by their path, as a layer, with the folders they are in; its digest."
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for folder in sorted({"/".join(parts[:i]) for parts in (name.split("/") for name in files) for i in range(1, len(parts))}):
+        for folder in sorted(
+            {"/".join(parts[:i]) for parts in (name.split("/") for name in files) for i in range(1, len(parts))}
+        ):
             tar.addfile(entry(folder, kind=tarfile.DIRTYPE, mode=0o755))
         for name, data in sorted(files.items()):
             tar.addfile(entry(name, len(data)), io.BytesIO(data))
@@ -218,7 +229,11 @@ def settle(kept: dict[str, tuple[str, tarfile.TarInfo]], digest: str, member: ta
     "What an entry changes for older ones: a folder where something was deleted, or was no folder, must go on hiding what is below it in the base; anything else takes the place of a folder and all in it."
     folder, _, last = member.name.rpartition("/")
     older = kept.get(member.name)
-    hid = kept.pop("/".join(filter(None, (folder, WHITEOUT + last))), None) is not None or older is not None and not older[1].isdir()
+    hid = (
+        kept.pop("/".join(filter(None, (folder, WHITEOUT + last))), None) is not None
+        or older is not None
+        and not older[1].isdir()
+    )
     if not member.isdir():
         for path in [p for p in kept if p.startswith(member.name + "/")]:
             del kept[path]
@@ -228,7 +243,10 @@ def settle(kept: dict[str, tuple[str, tarfile.TarInfo]], digest: str, member: ta
 
 def write_layer(store: Store, kept: Mapping[str, tuple[str, tarfile.TarInfo]]) -> str:
     "Entries of several layers as one."
-    with tempfile.TemporaryFile(dir=store.folder) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+    with (
+        tempfile.TemporaryFile(dir=store.folder) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
+    ):
         for name in sorted(kept):
             digest, member = kept[name]
             fd = store.open(digest)
@@ -246,7 +264,11 @@ def content_of(store: Store, layers: Sequence[str]) -> str:
     for path, (digest, member) in sorted(view(store, layers).items()):
         if "__pycache__" in path.split("/"):
             continue
-        found.update(f"{path}\0{member.type!r}\0{member.mode & 0o777:o}\0{member.linkname}\0{member.size}\0".encode("utf-8", "surrogateescape"))
+        found.update(
+            f"{path}\0{member.type!r}\0{member.mode & 0o777:o}\0{member.linkname}\0{member.size}\0".encode(
+                "utf-8", "surrogateescape"
+            )
+        )
         if member.isreg():
             fd = store.open(digest)
             try:

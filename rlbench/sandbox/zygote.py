@@ -56,7 +56,21 @@ class Kernel:
 
     def __init__(self):
         self.libc = ctypes.CDLL(None, use_errno=True)
-        self._all = {name: getattr(self.libc, name) for name in ("unshare", "setns", "mount", "umount2", "prctl", "capset", "signalfd", "sigprocmask", "sched_setaffinity", "syscall")}
+        self._all = {
+            name: getattr(self.libc, name)
+            for name in (
+                "unshare",
+                "setns",
+                "mount",
+                "umount2",
+                "prctl",
+                "capset",
+                "signalfd",
+                "sigprocmask",
+                "sched_setaffinity",
+                "syscall",
+            )
+        }
         self._header, self._none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         self._filter = self._program = None
 
@@ -75,7 +89,9 @@ class Kernel:
     def keep_filter(self, code):
         "Get a seccomp filter ready: BPF instructions as bytes."
         self._filter = ctypes.create_string_buffer(code, len(code))
-        self._program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter)))
+        self._program = ctypes.create_string_buffer(
+            struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
+        )
 
     def drop(self):
         "Give up every capability for good. What is executed later gets none either: NO_NEW_PRIVS is set, and root is nobody."
@@ -97,7 +113,9 @@ class Stance:
     def pin(self, core):
         "Stay on one processor from now on; nothing if it may not be had."
         try:
-            everywhere, here = (sum(1 << each for each in cores).to_bytes(128, "little") for cores in (os.sched_getaffinity(0), [core]))
+            everywhere, here = (
+                sum(1 << each for each in cores).to_bytes(128, "little") for cores in (os.sched_getaffinity(0), [core])
+            )
             os.sched_setaffinity(0, [core])
             self.everywhere, self.here = everywhere, here
         except OSError:
@@ -147,7 +165,7 @@ def send(channel, parts, fds=()):
 def receive(channel):
     "The next packet's head, bytes and open files; (None, b'', []) when the other side is gone."
     packet, beside, _, _ = channel.recvmsg(PACKET, 1024, _socket.MSG_CMSG_CLOEXEC)
-    fds = [fd for _, _, raw in beside for fd in struct.unpack(f"{len(raw) // 4}i", raw[:len(raw) // 4 * 4])]
+    fds = [fd for _, _, raw in beside for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
     return (*decode(packet), fds) if packet else (None, b"", fds)
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-state
@@ -180,7 +198,10 @@ class Zygote:
         self.rooms = tier == "bwrap-zygote"
         self.home = self.model = self.pids = -1
         self.ready_pids = False  # the next child is the first process of a fresh namespace
-        self.at_home, self.ready_room = True, False  # or it stands in a fresh mount namespace that the next child takes over, or in one that was given away
+        self.at_home, self.ready_room = (
+            True,
+            False,
+        )  # or it stands in a fresh mount namespace that the next child takes over, or in one that was given away
         self.arenas = {}
         self.outbox = deque()
         self.stale = []  # rooms that were given away; see tidy
@@ -279,7 +300,9 @@ def live(z, channel, told):
     "All that a child does; never returns. `told`: the order, if it is there already."
     status, said, whose = 70, "", "start_failed"
     try:
-        os.setpgid(0, 0)  # the zygote's process group reaches into every namespace below it; a session of its own would cost a quarter of a millisecond
+        os.setpgid(
+            0, 0
+        )  # the zygote's process group reaches into every namespace below it; a session of its own would cost a quarter of a millisecond
         if not z.rooms:
             z.kernel.call("prctl", PDEATHSIG, SIGKILL, 0, 0, 0)
             z.kernel.call("prctl", DUMPABLE, 1, 0, 0, 0)  # so that the census may look into it
@@ -401,13 +424,26 @@ def limits_of(head):
     "(kind, value) of the limits of each single process."
     data = (int(head["memory_mb"]) + 16) << 20
     cpu = int(float(head["cpu_s"])) + 2
-    found = [(resource.RLIMIT_CPU, cpu), (resource.RLIMIT_DATA, data), (resource.RLIMIT_AS, 4 * data + (1 << 29)), (resource.RLIMIT_FSIZE, int(head["disk_mb"]) << 20), (resource.RLIMIT_NOFILE, int(head["open_files"]))]
+    found = [
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_DATA, data),
+        (resource.RLIMIT_AS, 4 * data + (1 << 29)),
+        (resource.RLIMIT_FSIZE, int(head["disk_mb"]) << 20),
+        (resource.RLIMIT_NOFILE, int(head["open_files"])),
+    ]
     return [*found, (resource.RLIMIT_NPROC, int(head["nproc"]))] if "nproc" in head else found
 
 
 def common(kernel):
     "What holds for the zygote as well and is inherited: limits that no order changes, no way to more rights, not to be looked at."
-    for kind, value in ((resource.RLIMIT_STACK, 8 << 20), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 1 << 16), (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 64), (resource.RLIMIT_RTPRIO, 0)):
+    for kind, value in (
+        (resource.RLIMIT_STACK, 8 << 20),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 1 << 16),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 64),
+        (resource.RLIMIT_RTPRIO, 0),
+    ):
         most = resource.getrlimit(kind)[1]
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(kind, (value, value))
@@ -432,7 +468,7 @@ def read_parts(fd):
         end = told.index(b"\n", at)
         kind, length, name = told[at:end].split(b" ")
         at = end + 1 + int(length)
-        parts.setdefault(kind, {})[name] = told[end + 1:at]
+        parts.setdefault(kind, {})[name] = told[end + 1 : at]
     return parts
 
 
@@ -454,7 +490,7 @@ def write_files(files):
             fd = new_file(path)
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view):]
+            view = view[os.write(fd, view) :]
         os.close(fd)
 
 
@@ -537,13 +573,18 @@ class Run:
         self.room = int(head["output_kb"]) << 10  # bytes for stdout and stderr together, and for answers
         self.used = [0, 0, 0]  # bytes of stdout, stderr, answers
         self.sources = {}  # open file -> 0, 1 or 2
-        self.at = self.asked = self.seen = self.lines = 0  # written and asked of the calls, looked at of the answers; lines that came back
+        self.at = self.asked = self.seen = self.lines = (
+            0  # written and asked of the calls, looked at of the answers; lines that came back
+        )
         self.answers, self.call_due = [], float("inf")
         self.due, self.heard = now + float(head["wall_s"]), now + LISTEN_AFTER
         self.reason, self.said, self.hit = "", "", set()
         self.peak_kb, self.place, self.own = 0, "", ""
         self.runnable = -1.0  # seconds in which one of its threads ran or waited for a processor, the longest; below 0: the kernel has not said
-        self.pinned, self.measured = False, now  # whether one kept itself to some of the processors; when that was last looked at
+        self.pinned, self.measured = (
+            False,
+            now,
+        )  # whether one kept itself to some of the processors; when that was last looked at
         self.warm = False
 
 
@@ -584,7 +625,7 @@ def push(z, run):
     try:
         if run.at == run.asked:  # nothing to write, so this is the news that nobody reads any more
             return hang_up(z, run, run.call_due)  # its last answer may lie in the pipe
-        run.at += os.write(run.feeding, memoryview(run.calls)[run.at:run.asked])
+        run.at += os.write(run.feeding, memoryview(run.calls)[run.at : run.asked])
         z.poll.modify(run.feeding, select.EPOLLOUT if run.at < run.asked else 0)
     except BlockingIOError:
         z.poll.modify(run.feeding, select.EPOLLOUT)
@@ -604,7 +645,9 @@ MOST_READS = 64  # of answers at a time, so that a flood of small ones leaves th
 def hear(z, run, fd):
     "Take in what a program wrote to one of its files; True while there may be more."
     answers = run.sources[fd] == 2
-    for _ in range(MOST_READS if answers else 1):  # of answers all there is: what is there now was written before the next call is asked
+    for _ in range(
+        MOST_READS if answers else 1
+    ):  # of answers all there is: what is there now was written before the next call is asked
         more = read_some(z, run, fd)
         if not more:
             break
@@ -617,7 +660,7 @@ def read_some(z, run, fd):
     "One read; False if there was nothing, or too much."
     slot = run.sources[fd]
     base = slot * (run.room + 1)
-    view = memoryview(run.arena)[base + run.used[slot]:base + run.room + 1]
+    view = memoryview(run.arena)[base + run.used[slot] : base + run.room + 1]
     try:
         got = os.readv(fd, [view]) if view else 0
     except BlockingIOError:
@@ -734,7 +777,9 @@ def open_tree(z, session, place):
     if z.rooms:
         go_home(z)
         allow(z.sessions[session])
-        place["tree"] = z.kernel.call("syscall", OPEN_TREE, HERE, z.sessions[session].encode(), TREE_CLONE | TREE_CLOEXEC)
+        place["tree"] = z.kernel.call(
+            "syscall", OPEN_TREE, HERE, z.sessions[session].encode(), TREE_CLONE | TREE_CLOEXEC
+        )
 
 
 def place_for(z, run, head):
@@ -752,7 +797,11 @@ def place_for(z, run, head):
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-hand-over
 def fits(z, head):
     "Whether an armed child will do: it has a room of the usual size, and it is too late for a session's tree."
-    return not z.rooms or not head["tree"] and (int(head["disk_mb"]), int(head["inodes"])) == (DEFAULT_DISK, DEFAULT_INODES)
+    return (
+        not z.rooms
+        or not head["tree"]
+        and (int(head["disk_mb"]), int(head["inodes"])) == (DEFAULT_DISK, DEFAULT_INODES)
+    )
 
 
 def hand_over(z, run, head, place):
@@ -838,7 +887,11 @@ def held_files(family, place=""):
                     nameless[str(found.st_ino)] = found.st_size
             if place:
                 with open(f"/proc/{pid}/maps") as file:
-                    nameless |= {line.split()[4]: 1 << 62 for line in file if place in line and line.endswith("(deleted)\n") and line.split()[4] not in nameless}
+                    nameless |= {
+                        line.split()[4]: 1 << 62
+                        for line in file
+                        if place in line and line.endswith("(deleted)\n") and line.split()[4] not in nameless
+                    }
         except OSError:
             pass  # it is gone
     return sum(pipes.values()), sum(nameless.values())
@@ -847,7 +900,11 @@ def held_files(family, place=""):
 def families(z):
     "Ticket of a run -> [(pid, CPU s, KiB, threads)] of every process below its child."
     roots = {run.pid: run.ticket for run in z.runs.values()}
-    seen = {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name)))} if z.rooms else {pid: found for pid in roots if (found := look(pid))}
+    seen = (
+        {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name)))}
+        if z.rooms
+        else {pid: found for pid in roots if (found := look(pid))}
+    )
     below = {ticket: [] for ticket in roots.values()}
     for pid, (parent, *used) in seen.items():
         top = pid
@@ -882,7 +939,9 @@ def census(z, now):
         elif run.place and not small(run.place, (int(run.head["disk_mb"]) << 20) - nameless, int(run.head["inodes"])):
             run.hit.add("disk_mb")
             kill(z, run, "output_limit")
-        elif not z.rooms and sum(threads for *_, threads in family) > int(run.head["processes"]):  # the kernel counts them by user, that is of all programs together
+        elif not z.rooms and sum(threads for *_, threads in family) > int(
+            run.head["processes"]
+        ):  # the kernel counts them by user, that is of all programs together
             run.hit.add("processes")
             kill(z, run, "forbidden")
         elif max(sum(cpu for _, cpu, *_ in family), own_clock(run)) > float(run.head["cpu_s"]):
@@ -1006,7 +1065,7 @@ def count_ooms(z):
     "How many processes the kernel has killed for want of memory, in any control group; 0 where it does not say."
     told = os.pread(z.vmstat, 1 << 15, 0) if z.vmstat >= 0 else b""
     at = told.find(b"\noom_kill ")
-    return int(told[at + 10:].split(None, 1)[0]) if at >= 0 else 0
+    return int(told[at + 10 :].split(None, 1)[0]) if at >= 0 else 0
 
 
 def lacks_memory(z):
@@ -1045,7 +1104,9 @@ def quiet(ended):
 def reap(z):
     "Do what is to be done for children that have ended; returns how many."
     count = 0
-    while z.children and (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):  # whose number nobody else has yet
+    while z.children and (
+        found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    ):  # whose number nobody else has yet
         function, thing = z.children.pop(found.si_pid, (forget_child, found.si_pid))
         function(z, thing)
         count += 1
@@ -1083,14 +1144,29 @@ def finish(z, run):
     counts = answers_index(run)
     out = min(run.used[0], run.room)
     err = min(run.used[1], run.room - out)
-    head = {"ticket": run.ticket, "kind": "execution", "end": end, "status": os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), "cpu": f"{cpu:.6f}", "wall": f"{now - run.began:.6f}",
-            "kb": run.peak_kb, "faults": usage.ru_minflt, "hit": ",".join(sorted(run.hit)), "started": f"{max(went - run.began, 0) if went else 0:.6f}", "warm": int(run.warm), "out": out, "err": err, "counts": len(counts),
-            "slept": f"{slept(run, went, now, cpu):.6f}", "message": run.said.replace("\n", " ")[:500]}
+    head = {
+        "ticket": run.ticket,
+        "kind": "execution",
+        "end": end,
+        "status": os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
+        "cpu": f"{cpu:.6f}",
+        "wall": f"{now - run.began:.6f}",
+        "kb": run.peak_kb,
+        "faults": usage.ru_minflt,
+        "hit": ",".join(sorted(run.hit)),
+        "started": f"{max(went - run.began, 0) if went else 0:.6f}",
+        "warm": int(run.warm),
+        "out": out,
+        "err": err,
+        "counts": len(counts),
+        "slept": f"{slept(run, went, now, cpu):.6f}",
+        "message": run.said.replace("\n", " ")[:500],
+    }
     whole, at = memoryview(run.arena), run.room + 1
-    say(z, head, [whole[:out], whole[at:at + err], counts, *(whole[a:b] for a, b in filter(None, run.answers))])
+    say(z, head, [whole[:out], whole[at : at + err], counts, *(whole[a:b] for a, b in filter(None, run.answers))])
     forget(z, run)
 
-
+# %% ../../nbs/sandbox/03_zygote.ipynb #zygote-collect-part-2
 def listen_to_the_end(run):
     "What the child said before and after: when the program went, and how a command ended."
     went, ended = 0.0, None
@@ -1166,7 +1242,7 @@ def say(z, head, parts=(), fd=-1):
         for part in parts:
             view = memoryview(part)
             while view:
-                view = view[os.write(fd, view):]
+                view = view[os.write(fd, view) :]
     z.outbox.append((encode(head), fd))
     deliver(z)
 
@@ -1188,8 +1264,25 @@ HIDES = b".wh..wh..opq"
 
 def tar_head(name, mode, size, mtime, kind, link=b""):
     "One header of a GNU tar; a long name in one of its own before it."
-    long = b"".join(tar_head(b"././@LongLink", 0, len(text) + 1, 0, flag) + text + b"\0" * (512 - len(text) % 512) for flag, text in ((b"K", link), (b"L", name)) if len(text) > 99)
-    head = struct.pack("100s8s8s8s12s12s8s1s100s8s247s", name[:99], b"%07o" % mode, b"%07o" % 0, b"%07o" % 0, b"%011o" % size, b"%011o" % mtime, b" " * 8, kind, link[:99], b"ustar  ", b"")
+    long = b"".join(
+        tar_head(b"././@LongLink", 0, len(text) + 1, 0, flag) + text + b"\0" * (512 - len(text) % 512)
+        for flag, text in ((b"K", link), (b"L", name))
+        if len(text) > 99
+    )
+    head = struct.pack(
+        "100s8s8s8s12s12s8s1s100s8s247s",
+        name[:99],
+        b"%07o" % mode,
+        b"%07o" % 0,
+        b"%07o" % 0,
+        b"%011o" % size,
+        b"%011o" % mtime,
+        b" " * 8,
+        kind,
+        link[:99],
+        b"ustar  ",
+        b"",
+    )
     return long + head[:148] + b"%06o\0 " % sum(head) + head[156:]
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-pack
@@ -1267,7 +1360,9 @@ def entries(fd):
     "(name, kind, mode, size, mtime, link, offset of its bytes) of each entry of a tar. OSError(EINVAL) for what is none, or leads out."
     at, long = 0, {}
     while (head := os.pread(fd, 512, at)).strip(b"\0"):
-        name, mode, size, mtime, sums, kind, link = (field.partition(b"\0")[0] for field in struct.unpack("100s8s16x12s12s8s1s100s255x", head))
+        name, mode, size, mtime, sums, kind, link = (
+            field.partition(b"\0")[0] for field in struct.unpack("100s8s16x12s12s8s1s100s255x", head)
+        )
         if len(head) < 512 or int(sums, 8) != sum(head[:148]) + sum(head[156:]) + 256:
             raise OSError(errno.EINVAL, "a damaged layer")
         size, at = int(size or b"0", 8), at + 512
@@ -1419,7 +1514,10 @@ def begin(z, head, rest, fds):
         os.close(fd)
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-help-out
-MISSING, FULL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO), (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MISSING, FULL = (
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO),
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+)
 
 
 def help_out(z, head, out, fds):
@@ -1431,7 +1529,9 @@ def help_out(z, head, out, fds):
         HELP[head["kind"]](z, head, out, fds)
     except BaseException as error:
         code = getattr(error, "errno", 0)
-        gone = head["kind"] == "snapshot" and not os.path.isdir(z.sessions[head["session"]])  # closed by its owner meanwhile
+        gone = head["kind"] == "snapshot" and not os.path.isdir(
+            z.sessions[head["session"]]
+        )  # closed by its owner meanwhile
         status = 2 if gone else blame(z, head["kind"], code)
         os.ftruncate(out, 0)
         os.pwrite(out, f"{type(error).__name__}: {error}".encode()[:400], 0)
@@ -1456,9 +1556,18 @@ def helped(z, job):
     del z.jobs[job.pid]
     if status == 0:
         return AFTER[head["kind"]](z, head, job.out)
-    said = os.pread(job.out, 400, 0).decode(errors="replace") if status in (1, 3, 4) else f"its helper was ended with {status}"
+    said = (
+        os.pread(job.out, 400, 0).decode(errors="replace")
+        if status in (1, 3, 4)
+        else f"its helper was ended with {status}"
+    )
     os.close(job.out)
-    say(z, {"ticket": head["ticket"], "kind": "missing"} if status == 2 else fault(head["ticket"], {3: "quota", 4: "unusable"}.get(status, "start_failed"), f"{head['kind']}: {said}"))
+    say(
+        z,
+        {"ticket": head["ticket"], "kind": "missing"}
+        if status == 2
+        else fault(head["ticket"], {3: "quota", 4: "unusable"}.get(status, "start_failed"), f"{head['kind']}: {said}"),
+    )
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-sessions
 def layer_path(number):
@@ -1474,13 +1583,21 @@ def mount_session(z, head):
         z.kernel.call("umount2", place.encode(), DETACH)
     else:
         os.mkdir(place)
-    z.kernel.mount(b"tmpfs", place.encode(), NOSUID | NODEV, disk_options(int(head["disk_mb"]), int(head["inodes"])), b"tmpfs")
+    z.kernel.mount(
+        b"tmpfs", place.encode(), NOSUID | NODEV, disk_options(int(head["disk_mb"]), int(head["inodes"])), b"tmpfs"
+    )
     for name in ("upper", "work", "m"):
         os.mkdir(f"{place}/{name}")
     top = next((i + 1 for i, path in enumerate(reversed(below)) if hides(path)), len(below))
     if below:
         stack = ":".join(below[::-1][:top])
-        z.kernel.mount(b"overlay", f"{place}/m".encode(), NOSUID | NODEV, f"lowerdir={stack},upperdir={place}/upper,workdir={place}/work,userxattr".encode(), b"overlay")
+        z.kernel.mount(
+            b"overlay",
+            f"{place}/m".encode(),
+            NOSUID | NODEV,
+            f"lowerdir={stack},upperdir={place}/upper,workdir={place}/work,userxattr".encode(),
+            b"overlay",
+        )
     z.sessions[head["session"]] = f"{place}/m"
 
 
@@ -1540,7 +1657,11 @@ def close_session(z, head, rest, fds):
 def help_open(z, head, out, fds):
     "Unpack the layers that came along."
     numbers = [number for number in head["new"].split(",") if number]
-    roots = [layer_path(number) for number in numbers] if z.rooms else [f"{z.scratch}/s{head['session']}"] * max(1, len(numbers))
+    roots = (
+        [layer_path(number) for number in numbers]
+        if z.rooms
+        else [f"{z.scratch}/s{head['session']}"] * max(1, len(numbers))
+    )
     for root in dict.fromkeys(roots):
         remove_below(root)
         os.mkdir(root)
@@ -1582,7 +1703,7 @@ def help_write(z, head, out, fds):
     folders = path.split(b"/")[:-1]
     for i in range(len(folders)):
         try:
-            os.close(open_inside(z, root, b"/".join(folders[:i + 1]), os.O_DIRECTORY))
+            os.close(open_inside(z, root, b"/".join(folders[: i + 1]), os.O_DIRECTORY))
         except FileNotFoundError:
             above = open_inside(z, root, b"/".join(folders[:i]) or b".", os.O_DIRECTORY)
             os.mkdir(folders[i], dir_fd=above)
@@ -1600,7 +1721,16 @@ def help_forget(z, head, out, fds):
 
 def after_file(z, head, out):
     "Answer with what a helper has written."
-    say(z, {"ticket": head["ticket"], "kind": {"snapshot": "layer", "read": "bytes"}[head["kind"]], "alive": sum(run.head["tree"] == head["session"] for run in z.runs.values()), **({"layer": head["layer"]} if "layer" in head else {})}, fd=out)
+    say(
+        z,
+        {
+            "ticket": head["ticket"],
+            "kind": {"snapshot": "layer", "read": "bytes"}[head["kind"]],
+            "alive": sum(run.head["tree"] == head["session"] for run in z.runs.values()),
+            **({"layer": head["layer"]} if "layer" in head else {}),
+        },
+        fd=out,
+    )
 
 
 def after_nothing(z, head, out):
@@ -1609,13 +1739,42 @@ def after_nothing(z, head, out):
     say(z, {"ticket": head["ticket"], "kind": "done"})
 
 
-HELP = {"open": help_open, "restore": help_open, "snapshot": help_snapshot, "read": help_read, "write": help_write, "forget": help_forget, "close": help_forget, "sweep": help_forget}
-AFTER = {"open": after_open, "restore": after_open, "snapshot": after_file, "read": after_file, "write": after_nothing, "forget": after_nothing, "close": after_nothing, "sweep": lambda z, head, out: os.close(out)}
+HELP = {
+    "open": help_open,
+    "restore": help_open,
+    "snapshot": help_snapshot,
+    "read": help_read,
+    "write": help_write,
+    "forget": help_forget,
+    "close": help_forget,
+    "sweep": help_forget,
+}
+AFTER = {
+    "open": after_open,
+    "restore": after_open,
+    "snapshot": after_file,
+    "read": after_file,
+    "write": after_nothing,
+    "forget": after_nothing,
+    "close": after_nothing,
+    "sweep": lambda z, head, out: os.close(out),
+}
 OPENAT2, IN_ROOT = 437, 0x12  # openat2(2); RESOLVE_IN_ROOT and no magic links
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-home
-LINKS = {"/tmp": SPARE, "/dev/shm": SPARE, "/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2"}
-FILES = {"/etc/passwd": "nobody:x:65534:65534:nobody:/sandbox/work:/bin/sh\n", "/etc/group": "nogroup:x:65534:\n", "/etc/hosts": "127.0.0.1 localhost\n"}
+LINKS = {
+    "/tmp": SPARE,
+    "/dev/shm": SPARE,
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
+FILES = {
+    "/etc/passwd": "nobody:x:65534:65534:nobody:/sandbox/work:/bin/sh\n",
+    "/etc/group": "nogroup:x:65534:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n",
+}
 
 
 def set_up_rooms(z, layers_mb):
@@ -1635,7 +1794,12 @@ def set_up_rooms(z, layers_mb):
     z.kernel.mount(b"tmpfs", b"/z", NOSUID | NODEV, f"size={layers_mb}m,mode=700".encode(), b"tmpfs")
     os.mkdir("/z/l")
     os.mkdir("/z/s")
-    for step, attempt in (("tmpfs", try_tmpfs), ("overlay", try_overlay), ("user namespace", try_user), ("proc", try_proc)):
+    for step, attempt in (
+        ("tmpfs", try_tmpfs),
+        ("overlay", try_overlay),
+        ("user namespace", try_user),
+        ("proc", try_proc),
+    ):
         z.steps[step] = attempt_step(attempt, z)
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-attempt
@@ -1715,10 +1879,16 @@ def make_rules(z, readable, writable=()):
     "A set of rules: files and folders that may be read and executed, and folders in which everything may be done. Its open file."
     version = landlock_version(z.kernel)
     known = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
-    told = struct.pack("QQQ", known, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[:8 if version < 4 else 16 if version < 6 else 24]
+    told = struct.pack("QQQ", known, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     rules = z.kernel.call("syscall", LANDLOCK, told, len(told), 0)
     devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]
-    for allowed, paths in ((READS, readable), (1 << 1 | 1 << 2, devices), (known & ~(1 << 6 | 1 << 9 | 1 << 11), writable)):
+    for allowed, paths in (
+        (READS, readable),
+        (1 << 1 | 1 << 2, devices),
+        (known & ~(1 << 6 | 1 << 9 | 1 << 11), writable),
+    ):
         for path in paths:
             if os.path.exists(path):
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -1736,7 +1906,7 @@ def shut(z, head):
         os.close(rules)
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-warm
-WARM = '''
+WARM = """
 import sys
 class A:
     x: int = 1
@@ -1748,7 +1918,7 @@ try:
     raise ValueError(1)
 except (ValueError, OSError) as error:
     lambda: (yield)
-'''
+"""
 
 
 def warm_up():
@@ -1790,7 +1960,15 @@ def order_arm(z, head, rest, fds):
         os.kill(pid, SIGKILL)  # it has a copy of our end of its channel, and would wait
 
 
-ORDERS = {"exec": execute, "kill": order_kill, "arm": order_arm, "close": close_session, "open": start_session, "restore": start_session, **dict.fromkeys(("read", "write", "snapshot", "forget"), begin)}
+ORDERS = {
+    "exec": execute,
+    "kill": order_kill,
+    "arm": order_arm,
+    "close": close_session,
+    "open": start_session,
+    "restore": start_session,
+    **dict.fromkeys(("read", "write", "snapshot", "forget"), begin),
+}
 
 # %% ../../nbs/sandbox/03_zygote.ipynb #zygote-main-c
 def main(fd, told):
@@ -1807,7 +1985,9 @@ def main(fd, told):
     z.readable, z.null, z.errors = readable, null, os.dup(2)
     head, _, fds = receive(control)
     if head["core"]:
-        z.stance.pin(int(head["core"]))  # a child starts where its pages are warm, and its end wakes nobody on another processor
+        z.stance.pin(
+            int(head["core"])
+        )  # a child starts where its pages are warm, and its end wakes nobody on another processor
     filters = [read_all(fd) for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -1855,7 +2035,14 @@ def serve(z):
         busy = heed(z, z.poll.poll(0)) + reap(z)
         now = time.monotonic()
         listen_to(z, now)
-        due = min((*(min(run.due, run.call_due) for run in z.runs.values()), *(job.due for job in z.jobs.values()), z.young[0].heard if z.young else z.census_due, z.census_due))
+        due = min(
+            (
+                *(min(run.due, run.call_due) for run in z.runs.values()),
+                *(job.due for job in z.jobs.values()),
+                z.young[0].heard if z.young else z.census_due,
+                z.census_due,
+            )
+        )
         if now >= due:
             overdue(z, now)
         if now >= z.census_due:

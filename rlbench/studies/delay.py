@@ -17,17 +17,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..models.hardware import machine
-from ..generator import Request
-from ..engines.torch import TorchGenerator, settle_cpu
 from ..base.ledger import read_json, write_json
+from ..engines.torch import TorchGenerator, settle_cpu
+from ..environments.tasks import arithmetic
+from ..generator import Request
+from ..models.hardware import machine
 from ..models.model import Policy, decode_response, encode_prompt, load_policy
 from ..objective.objective import Objective, objective
-from ..training.weight_transport import weights
 from ..records import Group, Rollout, Sampling, Task, prompt_segment, stream_key
 from ..reward import exact
-from ..environments.tasks import arithmetic
 from ..training.trainer import Trainer, TrainerConfig, prepare, start_logprobs
+from ..training.weight_transport import weights
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-arms
 CAP = 5.0  # largest weight of a token
@@ -41,6 +41,7 @@ def arms() -> dict[str, Objective]:
 @dataclass(frozen=True)
 class Sizes:
     "Of one run: versions, tasks of a batch, responses to each, optimizer steps of a batch, held-out tasks, versions between two examinations."
+
     updates: int = 20
     tasks: int = 8
     group: int = 8
@@ -51,10 +52,18 @@ class Sizes:
     max_tokens: int = 64
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-write
-def respond(policy: Policy, generator: TorchGenerator, tasks: Sequence[Task], k: int, stream: int, max_tokens: int) -> list[Group]:
+def respond(
+    policy: Policy, generator: TorchGenerator, tasks: Sequence[Task], k: int, stream: int, max_tokens: int
+) -> list[Group]:
     "k judged rollouts of each task."
     prompts = [encode_prompt(policy, task.prompt) for task in tasks]
-    generator.submit(Request((i * k + j, 0), prompts[i], Sampling(max_tokens=max_tokens), stream_key(stream, task.id, j), policy.stop_ids) for i, task in enumerate(tasks) for j in range(k))
+    generator.submit(
+        Request(
+            (i * k + j, 0), prompts[i], Sampling(max_tokens=max_tokens), stream_key(stream, task.id, j), policy.stop_ids
+        )
+        for i, task in enumerate(tasks)
+        for j in range(k)
+    )
     results = {}
     while not generator.idle:
         results.update((result.key[0], result) for result in generator.step(64))
@@ -63,7 +72,18 @@ def respond(policy: Policy, generator: TorchGenerator, tasks: Sequence[Task], k:
         r, task = results[i * k + j], tasks[i]
         text = decode_response(policy, r.segment.tokens)
         right = exact(text, task.answer)
-        return Rollout(i * k + j, 0, i, j, task, (prompt_segment(prompts[i]), r.segment), text, r.reason, correct=right, reward=float(right))
+        return Rollout(
+            i * k + j,
+            0,
+            i,
+            j,
+            task,
+            (prompt_segment(prompts[i]), r.segment),
+            text,
+            r.reason,
+            correct=right,
+            reward=float(right),
+        )
 
     return [Group(i, task, tuple(rollout(i, j) for j in range(k))) for i, task in enumerate(tasks)]
 
@@ -94,7 +114,9 @@ def digest(policy: Policy) -> str:
     return told.hexdigest()
 
 
-def by_trainer(trainer: Trainer, policy: Policy, groups: Sequence[Group], sampler: Mapping[str, torch.Tensor]) -> list[Group]:
+def by_trainer(
+    trainer: Trainer, policy: Policy, groups: Sequence[Group], sampler: Mapping[str, torch.Tensor]
+) -> list[Group]:
     "The groups with the log-probabilities that the trainer's own forward pass gives them under the sampler's weights."
     now = snapshot(policy)
     put(policy, sampler)
@@ -102,12 +124,21 @@ def by_trainer(trainer: Trainer, policy: Policy, groups: Sequence[Group], sample
     logprobs_RT = start_logprobs(trainer._forward, arrays, trainer.config.micro_tokens, torch.device("cpu")).numpy()
     put(policy, now)
     of = {int(rollout): logprobs_RT[row][arrays.mask_RT[row]] for row, rollout in enumerate(arrays.rollouts_R)}
-    return [replace(g, rollouts=tuple(replace(r, segments=(r.segments[0], replace(r.segments[1], logprobs=of[r.id]))) for r in g.rollouts)) for g in groups]
+    return [
+        replace(
+            g,
+            rollouts=tuple(
+                replace(r, segments=(r.segments[0], replace(r.segments[1], logprobs=of[r.id]))) for r in g.rollouts
+            ),
+        )
+        for g in groups
+    ]
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-run
 @dataclass(frozen=True)
 class Delayed:
     "One run: held-out solve rate by version, and means over its versions of effective sample size, sampler's KL in nats, clipped share, and served solve rate in the last ten. (Of `naive`, the first two are of the policy at each optimizer step, of `decoupled` at the batch's start.)"
+
     arm: str
     delay: int
     seed: int
@@ -119,19 +150,34 @@ class Delayed:
     served: float
     digest: str  # of the weights at the end
 
-
+# %% ../../nbs/studies/02_delay.ipynb #delay-run-part-2
 def train_delayed(arm: str, delay: int, seed: int, sizes: Sizes = Sizes()) -> Delayed:
     "Train the embedded policy on data `delay` versions old. ValueError for an unknown arm or a negative delay."
     if arm not in arms() or delay < 0:
-        raise ValueError(f"delay: no arm {arm!r} with a delay of {delay}; arms are {', '.join(arms())}, delays 0 or more")
+        raise ValueError(
+            f"delay: no arm {arm!r} with a delay of {delay}; arms are {', '.join(arms())}, delays 0 or more"
+        )
     settle_cpu()
     policy, draw, pool = load_policy("tiny"), random.Random(seed), arithmetic(seed=seed)
-    trainer = Trainer(policy.model, TrainerConfig(learning_rate=sizes.learning_rate, optimizer_steps=sizes.steps, device="cpu"), arms()[arm], policy.pad_id)
+    trainer = Trainer(
+        policy.model,
+        TrainerConfig(learning_rate=sizes.learning_rate, optimizer_steps=sizes.steps, device="cpu"),
+        arms()[arm],
+        policy.pad_id,
+    )
     generator = TorchGenerator(policy.model, max_length=32 + sizes.max_tokens, slots=max(64, sizes.tasks * sizes.group))
-    exam, shelf, rates, seen, served = arithmetic(split="held_out", count=sizes.exam, seed=7), deque([snapshot(policy)], maxlen=delay + 1), {}, [], []
+    exam, shelf, rates, seen, served = (
+        arithmetic(split="held_out", count=sizes.exam, seed=7),
+        deque([snapshot(policy)], maxlen=delay + 1),
+        {},
+        [],
+        [],
+    )
     for version in range(1, sizes.updates + 1):
         generator.load(version, shelf[0])
-        groups = respond(policy, generator, draw.sample(pool, sizes.tasks), sizes.group, 1000 * seed + version, sizes.max_tokens)
+        groups = respond(
+            policy, generator, draw.sample(pool, sizes.tasks), sizes.group, 1000 * seed + version, sizes.max_tokens
+        )
         served.append(solve_rate(groups))
         if informative := [g for g in groups if 0 < sum(g.rewards) < sizes.group]:
             seen.append(trainer.train(by_trainer(trainer, policy, informative, shelf[0]), version).metrics)
@@ -139,9 +185,22 @@ def train_delayed(arm: str, delay: int, seed: int, sizes: Sizes = Sizes()) -> De
         if version % sizes.every == 0 or version == sizes.updates:
             generator.load(version, shelf[-1])
             rates[version] = solve_rate(respond(policy, generator, exam, 1, 10**6 + seed, sizes.max_tokens))
-    mean = lambda values: float(np.mean(list(values))) if seen else float("nan")
-    return Delayed(arm, delay, seed, tuple(rates), tuple(rates.values()), mean(m.ess for m in seen), mean(m.kl_sampler for m in seen),
-                   mean(m.clip_low + m.clip_high for m in seen), float(np.mean(served[-10:])), digest(policy))
+
+    def mean(values):
+        return float(np.mean(list(values))) if seen else float("nan")
+
+    return Delayed(
+        arm,
+        delay,
+        seed,
+        tuple(rates),
+        tuple(rates.values()),
+        mean(m.ess for m in seen),
+        mean(m.kl_sampler for m in seen),
+        mean(m.clip_low + m.clip_high for m in seen),
+        float(np.mean(served[-10:])),
+        digest(policy),
+    )
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-bench
 DELAYS = (0, 4, 16, 8, 2, 1)
@@ -150,13 +209,19 @@ DELAYS = (0, 4, 16, 8, 2, 1)
 @dataclass(frozen=True)
 class DelayBench:
     "All runs, their sizes, and on which machine."
+
     runs: tuple[Delayed, ...]
     sizes: Sizes
     machine: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rate = lambda arm, delay: np.mean([r.rates[-1] for r in self.runs if (r.arm, r.delay) == (arm, delay)])
-        return "\n".join(f"delay {d:>2}: " + ", ".join(f"{arm} {rate(arm, d):.3f}" for arm in arms()) for d in sorted({r.delay for r in self.runs}))
+        def rate(arm, delay):
+            return np.mean([r.rates[-1] for r in self.runs if (r.arm, r.delay) == (arm, delay)])
+
+        return "\n".join(
+            f"delay {d:>2}: " + ", ".join(f"{arm} {rate(arm, d):.3f}" for arm in arms())
+            for d in sorted({r.delay for r in self.runs})
+        )
 
 
 def load_delayed(table: Mapping) -> Delayed:
@@ -164,7 +229,13 @@ def load_delayed(table: Mapping) -> Delayed:
     return Delayed(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
 
 
-def bench_delay(folder: str | Path = "bench-delay", seeds: int = 5, delays: Sequence[int] = DELAYS, sizes: Sizes = Sizes(), say: Callable[[str], None] = lambda line: None) -> DelayBench:
+def bench_delay(
+    folder: str | Path = "bench-delay",
+    seeds: int = 5,
+    delays: Sequence[int] = DELAYS,
+    sizes: Sizes = Sizes(),
+    say: Callable[[str], None] = lambda line: None,
+) -> DelayBench:
     "Both arms at every delay, seed by seed. Finished runs are kept in `folder`. Raises ValueError for no seeds."
     if seeds < 1:
         raise ValueError(f"seeds: {seeds} is no number of seeds; give 1 or more")
@@ -172,7 +243,10 @@ def bench_delay(folder: str | Path = "bench-delay", seeds: int = 5, delays: Sequ
     for seed in range(seeds):
         for delay in delays:
             for arm in arms():
-                path = Path(folder) / f"{arm}-{delay}-{seed}{'' if sizes == Sizes() else '-' + '-'.join(map(str, astuple(sizes)))}.json"
+                path = (
+                    Path(folder)
+                    / f"{arm}-{delay}-{seed}{'' if sizes == Sizes() else '-' + '-'.join(map(str, astuple(sizes)))}.json"
+                )
                 if not path.exists():
                     path.parent.mkdir(parents=True, exist_ok=True)
                     write_json(path, asdict(train_delayed(arm, delay, seed, sizes)))

@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..workbench.ablation import Difference, dark_in_words, number
 from ..advantage import informative
-from ..models.hardware import machine
-from .delay import by_trainer, respond, snapshot, solve_rate
 from ..base.charts import Chart, Intervals, Line, Mark
-from ..engines.torch import TorchGenerator, settle_cpu
-from ..knobs import bind, resolve
 from ..base.ledger import read_json, write_json
+from ..engines.torch import TorchGenerator, settle_cpu
+from ..environments.tasks import arithmetic
+from ..knobs import bind, resolve
+from ..loop.config import ALL_REWARDS
+from ..models.hardware import machine
 from ..models.model import load_policy
 from ..objective.objective import Objective, objective
-from ..records import Group, StopReason, TrainMetrics
-from ..loop.config import ALL_REWARDS
 from ..objective.shaping import SHAPINGS, facts_of, reshape
-from ..environments.tasks import arithmetic
+from ..records import Group, StopReason, TrainMetrics
+from .delay import by_trainer, respond, snapshot, solve_rate
 from ..training.trainer import NothingLeft, Trainer, TrainerConfig
+from ..workbench.ablation import Difference, dark_in_words, number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Setup:
     "An arm: what is minimised, what writes, what is kept, and how much of everything. `draw` changes the random numbers alone."
+
     objective: Mapping[str, object] = field(default_factory=dict)  # arguments of `objective`
     reward: object = "correct"
     shaping: object = "none"
@@ -88,7 +89,13 @@ def rewarded(group: Group, reward: Callable, shaping: Callable) -> Group:
     told = [reward(r) for r in group.rollouts]
     plain_R = np.array([t[0] if isinstance(t, tuple) else t for t in told], float)
     shaped_R = reshape(shaping, plain_R, facts_of(group.rollouts))
-    return replace(group, rollouts=tuple(replace(r, reward=None if math.isnan(x) else float(x)) for r, x in zip(group.rollouts, shaped_R, strict=True)))
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(r, reward=None if math.isnan(x) else float(x))
+            for r, x in zip(group.rollouts, shaped_R, strict=True)
+        ),
+    )
 
 
 def numbered(groups: Sequence[Group], goal: Objective) -> list[Group]:
@@ -97,11 +104,15 @@ def numbered(groups: Sequence[Group], goal: Objective) -> list[Group]:
     for g in groups:
         members = [r for r, a in zip(g.rollouts, goal.advantage(g.rewards), strict=True) if not math.isnan(a)]
         if members:
-            found.append(replace(g, id=len(found), rollouts=tuple(replace(r, id=next(ids), group=len(found)) for r in members)))
+            found.append(
+                replace(g, id=len(found), rollouts=tuple(replace(r, id=next(ids), group=len(found)) for r in members))
+            )
     return found
 
 
-def write_batch(setup: Setup, ask: Callable[[int], list[Group]], useful: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
+def write_batch(
+    setup: Setup, ask: Callable[[int], list[Group]], useful: Callable[[Group], bool]
+) -> tuple[list[Group], list[Group]]:
     "(all groups written, groups to train): `ask(n)` writes n groups more."
     written = ask(setup.tasks)
     kept = [g for g in written if useful(g)] if setup.refill else list(written)
@@ -133,14 +144,24 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def measured(written: Sequence[Group], kept: Sequence[Group], useful: Callable[[Group], bool], metrics) -> dict[str, float]:
+def measured(
+    written: Sequence[Group], kept: Sequence[Group], useful: Callable[[Group], bool], metrics
+) -> dict[str, float]:
     "A version's numbers; NaN for what it does not have (nothing correct, nothing trained)."
     rollouts = [r for g in written for r in g.rollouts]
     found = {
-        "served": solve_rate(written), "informative": _mean([useful(g) for g in kept]), "groups": len(written), "tokens": sum(r.length for r in rollouts),
-        "length": _mean([r.length for r in rollouts]), "length_right": _mean([r.length for r in rollouts if r.correct]),
-        "length_wrong": _mean([r.length for r in rollouts if not r.correct]), "truncated": _mean([r.reason == StopReason.LENGTH for r in rollouts]),
-        **{name: getattr(metrics, name) if metrics else math.nan for name in ("entropy", "clip_low", "clip_high", "ess", "kl_sampler")},
+        "served": solve_rate(written),
+        "informative": _mean([useful(g) for g in kept]),
+        "groups": len(written),
+        "tokens": sum(r.length for r in rollouts),
+        "length": _mean([r.length for r in rollouts]),
+        "length_right": _mean([r.length for r in rollouts if r.correct]),
+        "length_wrong": _mean([r.length for r in rollouts if not r.correct]),
+        "truncated": _mean([r.reason == StopReason.LENGTH for r in rollouts]),
+        **{
+            name: getattr(metrics, name) if metrics else math.nan
+            for name in ("entropy", "clip_low", "clip_high", "ess", "kl_sampler")
+        },
         "diff": metrics.logprob_diff_mean if metrics else math.nan,
     }
     return {name: float(f"{found[name]:.6g}") for name in CURVES}
@@ -149,6 +170,7 @@ def measured(written: Sequence[Group], kept: Sequence[Group], useful: Callable[[
 @dataclass(frozen=True)
 class Trained:
     "One run of an arm: held-out solve rate before and after, after as the rounded sampler writes, and the curves by version."
+
     arm: str
     seed: int
     before: float
@@ -174,14 +196,26 @@ def learn(trainer: Trainer, groups: Sequence[Group], version: int) -> TrainMetri
     except NothingLeft:
         return None
 
-
+# %% ../../nbs/studies/03_study.ipynb #study-train-part-2
 def train(arm: str, setup: Setup, seed: int) -> Trained:
     "Train the embedded policy under a setup. ValueError where the objective, the reward or the sampler's bits are not there."
     settle_cpu()
-    goal, reward, shaping = objective(**setup.objective), bind(ALL_REWARDS, resolve("reward", ALL_REWARDS, setup.reward)), bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping))
-    useful = lambda g: informative(g.rewards, goal.advantage)
+    goal, reward, shaping = (
+        objective(**setup.objective),
+        bind(ALL_REWARDS, resolve("reward", ALL_REWARDS, setup.reward)),
+        bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping)),
+    )
+
+    def useful(g):
+        return informative(g.rewards, goal.advantage)
+
     policy, draw, pool = load_policy("tiny"), random.Random(seed), arithmetic(seed=seed)
-    trainer = Trainer(policy.model, TrainerConfig(learning_rate=setup.learning_rate, optimizer_steps=setup.steps, device="cpu"), goal, policy.pad_id)
+    trainer = Trainer(
+        policy.model,
+        TrainerConfig(learning_rate=setup.learning_rate, optimizer_steps=setup.steps, device="cpu"),
+        goal,
+        policy.pad_id,
+    )
     generator = TorchGenerator(policy.model, max_length=32 + setup.max_tokens, slots=max(64, setup.tasks * setup.group))
     exam, rows, spent = arithmetic(split="held_out", count=setup.exam, seed=7), [], 0
 
@@ -190,7 +224,14 @@ def train(arm: str, setup: Setup, seed: int) -> Trained:
         return solve_rate(respond(policy, generator, exam, 1, 10**6 + seed, setup.max_tokens))
 
     def ask(n: int) -> list[Group]:
-        groups = respond(policy, generator, draw.sample(pool, n), setup.group, 10**7 * setup.draw + 1000 * seed + version, setup.max_tokens)
+        groups = respond(
+            policy,
+            generator,
+            draw.sample(pool, n),
+            setup.group,
+            10**7 * setup.draw + 1000 * seed + version,
+            setup.max_tokens,
+        )
         return [rewarded(g, reward, shaping) for g in groups]
 
     before = examine(0)
@@ -198,13 +239,24 @@ def train(arm: str, setup: Setup, seed: int) -> Trained:
         sampler = rounded(snapshot(policy), setup.bits)
         generator.load(version, sampler)
         written, kept = write_batch(setup, ask, useful)
-        told = learn(trainer, by_trainer(trainer, policy, numbered(kept, goal), sampler), version) if any(map(useful, kept)) else None
+        told = (
+            learn(trainer, by_trainer(trainer, policy, numbered(kept, goal), sampler), version)
+            if any(map(useful, kept))
+            else None
+        )
         rows.append(measured(written, kept, useful, told))
         spent += rows[-1]["tokens"]
         if setup.tokens and spent >= setup.tokens:
             break
     after = examine(setup.updates + 1)
-    return Trained(arm, seed, before, after, after if setup.bits == 23 else examine(setup.updates + 2, setup.bits), {name: tuple(row[name] for row in rows) for name in CURVES})
+    return Trained(
+        arm,
+        seed,
+        before,
+        after,
+        after if setup.bits == 23 else examine(setup.updates + 2, setup.bits),
+        {name: tuple(row[name] for row in rows) for name in CURVES},
+    )
 
 # %% ../../nbs/studies/03_study.ipynb #study-arms
 STUDY_SEEDS = 5
@@ -213,16 +265,30 @@ STUDY_SEEDS = 5
 def group_arms() -> dict[str, Setup]:
     "Group sizes at equal tokens."
     base = Setup(objective={"advantage": "rloo"}, tokens=24_000, updates=60)
-    return {**{f"G = {g}": replace(base, group=g, tasks=64 // g) for g in (2, 4, 8, 16)}, "G = 8 again": replace(base, draw=1)}
+    return {
+        **{f"G = {g}": replace(base, group=g, tasks=64 // g) for g in (2, 4, 8, 16)},
+        "G = 8 again": replace(base, draw=1),
+    }
 
 # %% ../../nbs/studies/03_study.ipynb #study-mismatch
 def mismatch_arms() -> dict[str, Setup]:
     "Corrections of a coarse sampler."
     base = Setup(updates=40)
     coarse = replace(base, bits=1)
-    corrections = {**{name: name for name in ("tis", "mis", "icepop", "sequence_tis")}, "geometric": {"name": "geometric", "low": 0.8, "high": 1.25}}
-    corrected = {name: replace(coarse, objective={"correction": correction}) for name, correction in corrections.items()}
-    return {"none": coarse, **corrected, "exact": base, "none again": replace(coarse, draw=1), "control": replace(coarse, learning_rate=0.0, updates=12)}
+    corrections = {
+        **{name: name for name in ("tis", "mis", "icepop", "sequence_tis")},
+        "geometric": {"name": "geometric", "low": 0.8, "high": 1.25},
+    }
+    corrected = {
+        name: replace(coarse, objective={"correction": correction}) for name, correction in corrections.items()
+    }
+    return {
+        "none": coarse,
+        **corrected,
+        "exact": base,
+        "none again": replace(coarse, draw=1),
+        "control": replace(coarse, learning_rate=0.0, updates=12),
+    }
 
 # %% ../../nbs/studies/03_study.ipynb #study-switches
 SWITCHES: Mapping[str, Mapping[str, object]] = {
@@ -246,16 +312,31 @@ def switch_arms() -> dict[str, Setup]:
     "DAPO's switches alone and left out."
     alone = {name: switched([name]) for name in SWITCHES}
     without = {f"all but {name}": switched([other for other in SWITCHES if other != name]) for name in SWITCHES}
-    roomy = {"GRPO, limit 96": switched([], max_tokens=96), "overlong filter, limit 96": switched(["overlong filter"], max_tokens=96)}
-    return {"GRPO": switched([]), **alone, "all": switched(list(SWITCHES)), **without, "GRPO again": switched([], draw=1), **roomy}
+    roomy = {
+        "GRPO, limit 96": switched([], max_tokens=96),
+        "overlong filter, limit 96": switched(["overlong filter"], max_tokens=96),
+    }
+    return {
+        "GRPO": switched([]),
+        **alone,
+        "all": switched(list(SWITCHES)),
+        **without,
+        "GRPO again": switched([], draw=1),
+        **roomy,
+    }
 
 
-STUDIES: dict[str, Callable[[], dict[str, Setup]]] = {"group_size": group_arms, "mismatch": mismatch_arms, "switches": switch_arms}
+STUDIES: dict[str, Callable[[], dict[str, Setup]]] = {
+    "group_size": group_arms,
+    "mismatch": mismatch_arms,
+    "switches": switch_arms,
+}
 
 # %% ../../nbs/studies/03_study.ipynb #study-bench
 @dataclass(frozen=True)
 class StudyBench:
     "All runs of a study, its setups, and on which machine."
+
     study: str
     runs: tuple[Trained, ...]
     setups: Mapping[str, Setup]
@@ -273,16 +354,34 @@ class StudyBench:
 
 def load_trained(table: Mapping) -> Trained:
     "A stored run."
-    return Trained(**{**table, "curves": {name: tuple(math.nan if v is None else v for v in values) for name, values in table["curves"].items()}})
+    return Trained(
+        **{
+            **table,
+            "curves": {
+                name: tuple(math.nan if v is None else v for v in values) for name, values in table["curves"].items()
+            },
+        }
+    )
 
 
 def load_study(path) -> StudyBench:
     "What `rlbench bench study` printed."
     told = read_json(path)
-    return StudyBench(told["study"], tuple(map(load_trained, told["runs"])), {arm: Setup(**setup) for arm, setup in told["setups"].items()}, told["machine"])
+    return StudyBench(
+        told["study"],
+        tuple(map(load_trained, told["runs"])),
+        {arm: Setup(**setup) for arm, setup in told["setups"].items()},
+        told["machine"],
+    )
 
-
-def bench_study(study: str, folder: str | Path = "bench-study", seeds: int = STUDY_SEEDS, arms: Mapping[str, Setup] | None = None, say: Callable[[str], None] = lambda line: None) -> StudyBench:
+# %% ../../nbs/studies/03_study.ipynb #study-bench-part-2
+def bench_study(
+    study: str,
+    folder: str | Path = "bench-study",
+    seeds: int = STUDY_SEEDS,
+    arms: Mapping[str, Setup] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> StudyBench:
     "All arms of a study with all seeds. Finished runs are kept in `folder`. ValueError for an unknown study or no seeds."
     if arms is None and study not in STUDIES:
         raise ValueError(f"study: {study!r} is not there; studies are {', '.join(STUDIES)}")
@@ -295,29 +394,78 @@ def bench_study(study: str, folder: str | Path = "bench-study", seeds: int = STU
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 table = asdict(train(arm, setup, seed))
-                write_json(path, {**table, "curves": {name: [v if math.isfinite(v) else None for v in values] for name, values in table["curves"].items()}})
+                write_json(
+                    path,
+                    {
+                        **table,
+                        "curves": {
+                            name: [v if math.isfinite(v) else None for v in values]
+                            for name, values in table["curves"].items()
+                        },
+                    },
+                )
             found.append(replace(load_trained(read_json(path)), arm=arm))
             say(f"{study}: {arm}, seed {seed}: held-out {found[-1].before:.3f} to {found[-1].after:.3f}")
     return StudyBench(study, tuple(found), dict(arms), machine("torch"))
 
 # %% ../../nbs/studies/03_study.ipynb #study-show
-def differences(title: str, found: Sequence[Difference], label: str, nulls: Sequence[str] = (), unit: str = "") -> Chart:
+def differences(
+    title: str, found: Sequence[Difference], label: str, nulls: Sequence[str] = (), unit: str = ""
+) -> Chart:
     "The differences of arms to what they were compared with, a faint dot per seed; `adjust_differences` first where there are several. `nulls`: arms that must not differ."
-    role = lambda d: "grey" if d.arm in nulls or d.none else "blue" if d.significant else "sky"
-    series = Intervals(tuple(d.arm for d in found), tuple(d.mean for d in found), tuple(d.low for d in found), tuple(d.high for d in found), tuple(map(role, found)), tuple(d.points for d in found),
-                       tuple("exactly 0" if d.none else number(d.mean, True) for d in found))
-    return Chart(title, (series,), f"95 % interval over pairs, a faint dot per seed; {dark_in_words(found)}; grey: must hold 0", x_label=label, x_unit=unit, marks=(Mark(0.0, "no difference"),))
+
+    def role(d):
+        return "grey" if d.arm in nulls or d.none else "blue" if d.significant else "sky"
+
+    series = Intervals(
+        tuple(d.arm for d in found),
+        tuple(d.mean for d in found),
+        tuple(d.low for d in found),
+        tuple(d.high for d in found),
+        tuple(map(role, found)),
+        tuple(d.points for d in found),
+        tuple("exactly 0" if d.none else number(d.mean, True) for d in found),
+    )
+    return Chart(
+        title,
+        (series,),
+        f"95 % interval over pairs, a faint dot per seed; {dark_in_words(found)}; grey: must hold 0",
+        x_label=label,
+        x_unit=unit,
+        marks=(Mark(0.0, "no difference"),),
+    )
 
 
 def differences_table(found: Sequence[Difference], digits: int = 4) -> "pl.DataFrame":
     "A row per difference: the arm, what it is compared with, both means, the mean difference with its interval, Holm's p, pairs."
     import polars as pl
 
-    return pl.DataFrame([{"arm": d.arm, "mean": round(d.value, digits), "against": d.against, "its mean": round(d.base, digits), "difference": round(d.mean, digits),
-                          "95 % from": round(d.low, digits), "to": round(d.high, digits), "Holm's p": float(f"{d.adjusted:.2g}"), "pairs": len(d.points)} for d in found])
+    return pl.DataFrame(
+        [
+            {
+                "arm": d.arm,
+                "mean": round(d.value, digits),
+                "against": d.against,
+                "its mean": round(d.base, digits),
+                "difference": round(d.mean, digits),
+                "95 % from": round(d.low, digits),
+                "to": round(d.high, digits),
+                "Holm's p": float(f"{d.adjusted:.2g}"),
+                "pairs": len(d.points),
+            }
+            for d in found
+        ]
+    )
 
 
-def averaged(name: str, x: Sequence[float], rows: Sequence[Sequence[float]], role: str = "blue", dash: str = "", whiskers: bool = False) -> Line:
+def averaged(
+    name: str,
+    x: Sequence[float],
+    rows: Sequence[Sequence[float]],
+    role: str = "blue",
+    dash: str = "",
+    whiskers: bool = False,
+) -> Line:
     "A line: the mean over seeds (`rows`, one each) with its standard error around it."
     values = np.array(rows, float)
     mean, se = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1) / math.sqrt(len(values))

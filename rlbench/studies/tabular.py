@@ -23,7 +23,9 @@ def said(theta, tokens):
 
 def draw(probs, uniforms):
     "Words int [..., N] for uniform numbers [..., N] in [0, 1), from probabilities [..., W]."
-    return torch.searchsorted(probs.detach().cumsum(-1).contiguous(), torch.as_tensor(uniforms).contiguous(), right=True).clip(max=probs.shape[-1] - 1)
+    return torch.searchsorted(
+        probs.detach().cumsum(-1).contiguous(), torch.as_tensor(uniforms).contiguous(), right=True
+    ).clip(max=probs.shape[-1] - 1)
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-all
 def every_response(words: int, length: int):

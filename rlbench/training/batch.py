@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from ..objective.correction import alpha
 from ..environments.environment import FunctionFailed
 from ..knobs import ingredients_of, supply
+from ..objective.correction import alpha
 from ..objective.objective import Objective
-from ..records import Group, Rollout, SamplingMask, Task, prompt_segment, response_segment, stream_key, uniforms
 from ..objective.shaping import facts_of, shaped
+from ..records import Group, Rollout, SamplingMask, Task, prompt_segment, response_segment, stream_key, uniforms
 
 # %% ../../nbs/training/01_batch.ipynb #batch-row
 @dataclass(frozen=True, eq=False)
@@ -52,11 +52,24 @@ def row_of(rollout: Rollout, reward: float, advantage: float | None) -> Row | No
         _check_kept(rollout, tokens_T, sampling_mask)
         sampling_mask = sampling_mask[:end]
     partial_T = np.concatenate([s.corrected for s in rollout.segments])
-    versions_T = np.concatenate([np.zeros(len(s), np.int32) if s.versions is None else s.versions for s in rollout.segments])
+    versions_T = np.concatenate(
+        [np.zeros(len(s), np.int32) if s.versions is None else s.versions for s in rollout.segments]
+    )
     traces = {name: np.where(mask_T, trace, 0)[:end] for name, trace in rollout.traces}
-    return Row(rollout, tokens_T[:end], mask_T[:end], partial_T[:end], sampler_T[:end], versions_T[:end], traces, reward, advantage, sampling_mask)
+    return Row(
+        rollout,
+        tokens_T[:end],
+        mask_T[:end],
+        partial_T[:end],
+        sampler_T[:end],
+        versions_T[:end],
+        traces,
+        reward,
+        advantage,
+        sampling_mask,
+    )
 
-
+# %% ../../nbs/training/01_batch.ipynb #batch-row-part-2
 def _check_kept(rollout: Rollout, tokens_T: np.ndarray, mask: SamplingMask) -> None:
     "Every token that was drawn has to be among those that were kept."
     place_M = np.repeat(np.arange(len(mask)), mask.counts)
@@ -67,14 +80,22 @@ def _check_kept(rollout: Rollout, tokens_T: np.ndarray, mask: SamplingMask) -> N
 
 def _check_trainable(rollout: Rollout, mask_T: np.ndarray, sampler_T: np.ndarray) -> None:
     if mask_T[0]:
-        raise ValueError(f"rollout {rollout.id}: its first token carries weight but nothing precedes it (task: {rollout.task.id!r} needs a prompt)")
+        raise ValueError(
+            f"rollout {rollout.id}: its first token carries weight but nothing precedes it (task: {rollout.task.id!r} needs a prompt)"
+        )
     if not np.isfinite(sampler_T).all():
-        raise ValueError(f"rollout {rollout.id}: a token that carries weight has no finite log-probability (fault of the generator)")
+        raise ValueError(
+            f"rollout {rollout.id}: a token that carries weight has no finite log-probability (fault of the generator)"
+        )
     if not rollout.temperature > 0:
-        raise ValueError(f"rollout {rollout.id}: sampled at temperature {rollout.temperature}; train on samples drawn above 0")
+        raise ValueError(
+            f"rollout {rollout.id}: sampled at temperature {rollout.temperature}; train on samples drawn above 0"
+        )
     for name, trace in rollout.traces:
         if len(trace) != len(mask_T) or not np.isfinite(trace[mask_T]).all():
-            raise ValueError(f"rollout {rollout.id}: a token that carries weight has no finite log-probability under the {name} (fault of the scorer)")
+            raise ValueError(
+                f"rollout {rollout.id}: a token that carries weight has no finite log-probability under the {name} (fault of the scorer)"
+            )
 
 # %% ../../nbs/training/01_batch.ipynb #batch-arrays
 @dataclass(frozen=True, eq=False)
@@ -101,7 +122,9 @@ class Arrays:
     teacher_RT: np.ndarray | None = None  # float32: under the teacher
     returns_RT: np.ndarray | None = None  # float32: what a critic is to predict
     values_RT: np.ndarray | None = None  # float32: what it predicted
-    masks_R: np.ndarray | None = None  # of SamplingMask or None: the tokens that could have been drawn; None if no row has one
+    masks_R: np.ndarray | None = (
+        None  # of SamplingMask or None: the tokens that could have been drawn; None if no row has one
+    )
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
     version: int = 0  # of the weights that the batch is trained on
@@ -133,7 +156,11 @@ def lay_out(rows: Sequence[Row], pad: int = 0, shared: bool = False) -> Arrays:
     lengths_R = np.array([len(row.tokens_T) for row in rows], np.int64)
     prefix_R, width = np.array([row.mask_T.argmax() for row in rows], np.int64), int(lengths_R.max(initial=0))
     mask_RT = _stacked(rows, width, lambda r: r.mask_T, False, bool)
-    traces = {name: _stacked(rows, width, lambda r: r.traces[name], 0, np.float32) for name in ("reference", "teacher") if rows and all(name in r.traces for r in rows)}
+    traces = {
+        name: _stacked(rows, width, lambda r: r.traces[name], 0, np.float32)
+        for name in ("reference", "teacher")
+        if rows and all(name in r.traces for r in rows)
+    }
     flat = lambda of, dtype: np.array([of(row) for row in rows], dtype)  # noqa: E731
     return Arrays(
         tokens_RT=_stacked(rows, width, lambda r: r.tokens_T, pad, np.int64),
@@ -144,10 +171,16 @@ def lay_out(rows: Sequence[Row], pad: int = 0, shared: bool = False) -> Arrays:
         advantages_RT=np.array([row.advantage or 0.0 for row in rows], np.float32)[:, None] * mask_RT,
         rewards_R=flat(lambda r: r.reward, np.float64),
         temperatures_R=flat(lambda r: r.rollout.temperature, np.float32),
-        lengths_R=lengths_R, prefix_R=prefix_R, widths_R=lengths_R - prefix_R * shared,
-        rollouts_R=flat(lambda r: r.rollout.id, np.int64), groups_R=flat(lambda r: r.rollout.group, np.int64), sets_R=flat(lambda r: r.rollout.task.set, np.str_),
-        replayed_R=np.zeros(len(rows), bool), shown_R=flat(lambda r: r.rollout.group < 0, bool),
-        reference_RT=traces.get("reference"), teacher_RT=traces.get("teacher"),
+        lengths_R=lengths_R,
+        prefix_R=prefix_R,
+        widths_R=lengths_R - prefix_R * shared,
+        rollouts_R=flat(lambda r: r.rollout.id, np.int64),
+        groups_R=flat(lambda r: r.rollout.group, np.int64),
+        sets_R=flat(lambda r: r.rollout.task.set, np.str_),
+        replayed_R=np.zeros(len(rows), bool),
+        shown_R=flat(lambda r: r.rollout.group < 0, bool),
+        reference_RT=traces.get("reference"),
+        teacher_RT=traces.get("teacher"),
         masks_R=_masks([row.sampling_mask for row in rows]),
     )
 
@@ -161,29 +194,52 @@ def kl_of(rollout: Rollout) -> float:
     "Sum over the tokens that carry weight of log mu - log reference, in nats. ValueError without a reference."
     reference = dict(rollout.traces).get("reference")
     if reference is None:
-        raise ValueError('kl_in: "reward" needs the log-probabilities of a reference policy, and these rollouts have none; set reference = "start", or kl = "none"')
+        raise ValueError(
+            'kl_in: "reward" needs the log-probabilities of a reference policy, and these rollouts have none; set reference = "start", or kl = "none"'
+        )
     mask_T = np.concatenate([s.trained for s in rollout.segments])
     sampler_T = np.concatenate([np.zeros(len(s)) if s.logprobs is None else s.logprobs for s in rollout.segments])
     return float((sampler_T - reference)[mask_T].sum())
 
 
-def by_group(groups: Sequence[Group], rewards: Sequence[np.ndarray], objective: Objective, kl_weight: float) -> list[Row]:
+def by_group(
+    groups: Sequence[Group], rewards: Sequence[np.ndarray], objective: Objective, kl_weight: float
+) -> list[Row]:
     "Rows of all rollouts with an advantage of their group; `rewards` are shaped."
     in_reward = objective.kl is not None and objective.kl_in == "reward"
-    rewards = [r - kl_weight * np.array([kl_of(x) for x in g.rollouts]) if in_reward else r for g, r in zip(groups, rewards)]
+    rewards = [
+        r - kl_weight * np.array([kl_of(x) for x in g.rollouts]) if in_reward else r for g, r in zip(groups, rewards)
+    ]
     batch_R, rows = np.concatenate(rewards) if rewards else np.zeros(0), []
     for group, rewards_R in zip(groups, rewards):
         advantages_R = supply(objective.advantage, rewards_R, **vars(facts_of(group.rollouts)), batch_R=batch_R)
-        rows += [row_of(r, reward, float(a)) for r, reward, a in zip(group.rollouts, rewards_R, advantages_R, strict=True) if not math.isnan(a)]
+        rows += [
+            row_of(r, reward, float(a))
+            for r, reward, a in zip(group.rollouts, rewards_R, advantages_R, strict=True)
+            if not math.isnan(a)
+        ]
     return [row for row in rows if row is not None]
 
 # %% ../../nbs/training/01_batch.ipynb #batch-advantage-batch
-def of_whole_batch(arrays: Arrays, objective: Objective, there: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray | None]:
+def of_whole_batch(
+    arrays: Arrays, objective: Objective, there: Mapping[str, object]
+) -> tuple[np.ndarray, np.ndarray | None]:
     "float32 [R, T]: the advantage of a function that looks at the whole batch, and the returns for a critic if it gives them. `there`: values_RT, memory, steps_RT, kl_RT. FunctionFailed for what it does not have or for another shape."
-    given = {name: getattr(arrays, name) for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")}
+    given = {
+        name: getattr(arrays, name)
+        for name in ("mask_RT", "groups_R", "sets_R", "sampler_RT", "reference_RT", "teacher_RT")
+    }
     zeros_RT = np.zeros(arrays.mask_RT.shape)
-    known = {"kl_RT": zeros_RT, "steps_RT": np.full(arrays.mask_RT.shape, np.nan), "lengths_R": arrays.mask_RT.sum(1), **given, **there}
-    outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * ("steps_RT" in ingredients_of(objective.advantage, 1))  # a reward contains those of its steps, which are given by themselves
+    known = {
+        "kl_RT": zeros_RT,
+        "steps_RT": np.full(arrays.mask_RT.shape, np.nan),
+        "lengths_R": arrays.mask_RT.sum(1),
+        **given,
+        **there,
+    }
+    outcome_R = arrays.rewards_R - np.nansum(known["steps_RT"], 1) * (
+        "steps_RT" in ingredients_of(objective.advantage, 1)
+    )  # a reward contains those of its steps, which are given by themselves
     try:
         found = supply(objective.advantage, outcome_R, **known)
     except FunctionFailed:
@@ -198,28 +254,50 @@ def _per_token(found, mask_RT: np.ndarray) -> np.ndarray:
     "float32 [R, T], 0 outside the mask, of what an advantage function returned."
     found, shapes = np.asarray(found, np.float64), (mask_RT.shape[:1], mask_RT.shape)
     if found.shape not in shapes:
-        raise FunctionFailed("advantage", f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}")
+        raise FunctionFailed(
+            "advantage",
+            f"advantage: returned shape {found.shape}; return one number per rollout {shapes[0]} or per token {shapes[1]}",
+        )
     found_RT = np.where(mask_RT, found if found.ndim == 2 else found[:, None], 0)
     if not np.isfinite(found_RT).all():
-        raise FunctionFailed("advantage", "advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say")
+        raise FunctionFailed(
+            "advantage",
+            "advantage: gives a token that carries weight no finite number; return 0 where there is nothing to say",
+        )
     return found_RT.astype(np.float32)
 
 # %% ../../nbs/training/01_batch.ipynb #batch-beside
 def demonstration(number: int, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Row:
     "A row to be imitated; `number` counts from 0."
     response = response_segment(response_ids, np.zeros(len(response_ids)), np.zeros(len(response_ids)))
-    return row_of(Rollout(-1 - number, 0, -1 - number, 0, Task(f"demonstration-{number}", "", ""), (prompt_segment(prompt_ids), response)), 0.0, 0.0)
+    return row_of(
+        Rollout(
+            -1 - number,
+            0,
+            -1 - number,
+            0,
+            Task(f"demonstration-{number}", "", ""),
+            (prompt_segment(prompt_ids), response),
+        ),
+        0.0,
+        0.0,
+    )
 
 
 def joined(one: Arrays, other: Arrays, pad: int = 0) -> Arrays:
     "Rows of both, in the canonical order; traces that only one has are 0 in the other."
     width, found = max(one.tokens_RT.shape[1], other.tokens_RT.shape[1]), {}
-    order = np.lexsort((np.concatenate([one.rollouts_R, other.rollouts_R]), np.concatenate([one.lengths_R, other.lengths_R])))
+    order = np.lexsort(
+        (np.concatenate([one.rollouts_R, other.rollouts_R]), np.concatenate([one.lengths_R, other.lengths_R]))
+    )
     for f in fields(Arrays):
         a, b = getattr(one, f.name), getattr(other, f.name)
         if isinstance(a, np.ndarray) and a.ndim == 2:
             b = np.zeros(other.tokens_RT.shape, a.dtype) if b is None else b
-            wide = [np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=pad if f.name == "tokens_RT" else 0) for x in (a, b)]
+            wide = [
+                np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=pad if f.name == "tokens_RT" else 0)
+                for x in (a, b)
+            ]
             found[f.name] = np.concatenate(wide)[order]
         elif isinstance(a, np.ndarray):
             b = np.full(len(other), None) if b is None else b
@@ -230,6 +308,7 @@ def joined(one: Arrays, other: Arrays, pad: int = 0) -> Arrays:
 @dataclass
 class Demonstrations:
     "Rows to be imitated, some of them with every batch: all in turn, in an order drawn anew each time round."
+
     rows: tuple[Row, ...] = ()
     count: int = 0  # with a batch
     seed: int = 0
@@ -249,9 +328,12 @@ class Demonstrations:
 @dataclass(frozen=True)
 class Context:
     "What a batch is prepared with beside its groups: a critic's `values` (arrays -> values_RT), the token places of step rewards, numbers that last over batches, and this batch's weights of KL and entropy."
+
     version: int = 0
     values: Callable[[Arrays], np.ndarray] | None = None
-    steps: Callable[[Rollout], np.ndarray] | None = None  # rollout -> rewards at the tokens of all its segments, NaN where no step ends
+    steps: Callable[[Rollout], np.ndarray] | None = (
+        None  # rollout -> rewards at the tokens of all its segments, NaN where no step ends
+    )
     memory: dict[str, float] = field(default_factory=dict)
     kl_weight: float = 0.0
     entropy_weight: float = 0.0
@@ -259,21 +341,30 @@ class Context:
     shown: tuple[Row, ...] = ()  # demonstrations
 
 
-def prepare(groups: Sequence[Group], objective: Objective, pad: int = 0, shared: bool = False, context: Context = Context()) -> Arrays:
+def prepare(
+    groups: Sequence[Group], objective: Objective, pad: int = 0, shared: bool = False, context: Context = Context()
+) -> Arrays:
     "Lay out every rollout that has an advantage and a token with weight. ValueError says which rollout cannot be trained, and whose fault it is, or what the advantage lacks."
     rewards, c = shaped(groups, objective.shaping), context
     if of_batch(objective.advantage):
-        pairs = [(r, float(x)) for g, rewards_R in zip(groups, rewards) for r, x in zip(g.rollouts, rewards_R) if not math.isnan(x)]
+        pairs = [
+            (r, float(x))
+            for g, rewards_R in zip(groups, rewards)
+            for r, x in zip(g.rollouts, rewards_R)
+            if not math.isnan(x)
+        ]
         rows = [row for r, x in pairs if (row := row_of(r, x, None)) is not None]
     else:
         rows = by_group(groups, rewards, objective, c.kl_weight)
-    arrays = replace(lay_out(rows, pad, shared), version=c.version, kl_weight=c.kl_weight, entropy_weight=c.entropy_weight)
+    arrays = replace(
+        lay_out(rows, pad, shared), version=c.version, kl_weight=c.kl_weight, entropy_weight=c.entropy_weight
+    )
     if of_batch(objective.advantage) and rows:
         arrays = replace(arrays, **_valued(arrays, rows, objective, c))
     arrays = replace(arrays, replayed_R=np.isin(arrays.groups_R, list(c.replayed)))
     return joined(arrays, lay_out(c.shown, pad, shared), pad) if c.shown and rows else arrays
 
-
+# %% ../../nbs/training/01_batch.ipynb #batch-prepare-part-2
 def _valued(arrays: Arrays, rows: Sequence[Row], objective: Objective, context: Context) -> dict[str, np.ndarray]:
     "Advantages of the whole batch, and the critic's values if they were asked for."
     asked, there = ingredients_of(objective.advantage, 1), {"memory": context.memory}
@@ -284,14 +375,23 @@ def _valued(arrays: Arrays, rows: Sequence[Row], objective: Objective, context: 
     if "steps_RT" in asked and context.steps is not None:
         placed = {row.rollout.id: context.steps(row.rollout) for row in rows}
         width = arrays.mask_RT.shape[1]
-        there["steps_RT"] = np.stack([np.pad(placed[i], (0, max(0, width - len(placed[i]))), constant_values=np.nan)[:width] for i in arrays.rollouts_R])
+        there["steps_RT"] = np.stack(
+            [
+                np.pad(placed[i], (0, max(0, width - len(placed[i]))), constant_values=np.nan)[:width]
+                for i in arrays.rollouts_R
+            ]
+        )
     if "values_RT" in asked and context.values is not None:
         there["values_RT"] = context.values(arrays)
     advantages_RT, returns_RT = of_whole_batch(arrays, objective, there)
     if "values_RT" not in there:
         return {"advantages_RT": advantages_RT}
     values_RT = there["values_RT"].astype(np.float32)
-    return {"advantages_RT": advantages_RT, "values_RT": values_RT, "returns_RT": (advantages_RT + values_RT) * arrays.mask_RT if returns_RT is None else returns_RT}
+    return {
+        "advantages_RT": advantages_RT,
+        "values_RT": values_RT,
+        "returns_RT": (advantages_RT + values_RT) * arrays.mask_RT if returns_RT is None else returns_RT,
+    }
 
 # %% ../../nbs/training/01_batch.ipynb #batch-proximal
 def alphas(arrays: Arrays) -> np.ndarray:

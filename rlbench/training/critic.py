@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .batch import Arrays
-from .logprobs import compute_again
 from ..models.heads import ValueModel, token_values
 from ..objective.loss import value_loss
+from .batch import Arrays
+from .logprobs import compute_again
 from .trainer import FIXED, TrainerConfig, optimizer_step, parts, split, undo, weights_of
 
 # %% ../../nbs/training/06_critic.ipynb #critic-config
@@ -25,7 +25,9 @@ class CriticConfig(TrainerConfig):
 
     learning_rate: float = 1e-3
     epochs: int = 1  # passes over a batch
-    clip: float = 0.2  # how far a value may move from what it was when the batch began before it stops learning; 0: any way
+    clip: float = (
+        0.2  # how far a value may move from what it was when the batch began before it stops learning; 0: any way
+    )
 
     def __post_init__(self):
         TrainerConfig.__post_init__(self)
@@ -34,10 +36,15 @@ class CriticConfig(TrainerConfig):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a number of at least {low}")
 
 # %% ../../nbs/training/06_critic.ipynb #critic-values
-def values_at(model: ValueModel, arrays: Arrays, rows: np.ndarray, precision: str, device: torch.device) -> torch.Tensor:
+def values_at(
+    model: ValueModel, arrays: Arrays, rows: np.ndarray, precision: str, device: torch.device
+) -> torch.Tensor:
     "float32 [len(rows), T]: the value of the state before each token of some rows, trimmed to the longest of them. Differentiable."
     width = int(arrays.lengths_R[rows].max())
-    tokens_RT, lengths_R = torch.as_tensor(arrays.tokens_RT[rows, :width], device=device), torch.as_tensor(arrays.lengths_R[rows], device=device)
+    tokens_RT, lengths_R = (
+        torch.as_tensor(arrays.tokens_RT[rows, :width], device=device),
+        torch.as_tensor(arrays.lengths_R[rows], device=device),
+    )
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         return token_values(model, tokens_RT, lengths_R)
 
@@ -64,13 +71,18 @@ def learned_from(arrays: Arrays) -> np.ndarray:
     return arrays.mask_RT & ~(arrays.shown_R | arrays.replayed_R)[:, None]
 
 
-def accumulate_values(model: ValueModel, arrays: Arrays, rows: np.ndarray, config: CriticConfig, device: torch.device) -> float:
+def accumulate_values(
+    model: ValueModel, arrays: Arrays, rows: np.ndarray, config: CriticConfig, device: torch.device
+) -> float:
     "Add up the gradients of one optimizer step over some rows, micro-batch by micro-batch; returns its loss."
     mask_RT, loss = learned_from(arrays), 0.0
     tokens = int(mask_RT[rows].sum())
     for micro in split(arrays.lengths_R[rows], config.micro_tokens):
         values_RT = values_at(model, arrays, rows[micro], config.precision, device)
-        before_RT, returns_RT, mine_RT = (torch.as_tensor(a[rows[micro], : values_RT.shape[1]], device=device) for a in (arrays.values_RT, arrays.returns_RT, mask_RT))
+        before_RT, returns_RT, mine_RT = (
+            torch.as_tensor(a[rows[micro], : values_RT.shape[1]], device=device)
+            for a in (arrays.values_RT, arrays.returns_RT, mask_RT)
+        )
         part = (value_loss(values_RT, before_RT, returns_RT, clip=config.clip) * mine_RT).sum() / tokens
         part.backward()
         loss += float(part.detach())
@@ -84,7 +96,14 @@ def steps_over(arrays: Arrays, config: CriticConfig) -> list[np.ndarray]:
     return [rows for rows in pieces if len(rows)]
 
 
-def learn(model: ValueModel, optimizer: torch.optim.Optimizer, arrays: Arrays, config: CriticConfig, steps: int, device: torch.device) -> list[float]:
+def learn(
+    model: ValueModel,
+    optimizer: torch.optim.Optimizer,
+    arrays: Arrays,
+    config: CriticConfig,
+    steps: int,
+    device: torch.device,
+) -> list[float]:
     "The losses of all optimizer steps over one batch, after `steps` earlier ones; moves the weights in place. They are as before if anything raises; FloatingPointError if a gradient is not finite."
     before, losses = [p.detach().clone() for p in weights_of(optimizer)], []
     try:
@@ -94,7 +113,9 @@ def learn(model: ValueModel, optimizer: torch.optim.Optimizer, arrays: Arrays, c
     except Exception as error:
         undo(optimizer, before)
         if isinstance(error, FloatingPointError):
-            raise FloatingPointError("critic: its gradient is not finite, and the batch was not trained; lower critic_learning_rate, or look at the rewards") from error
+            raise FloatingPointError(
+                "critic: its gradient is not finite, and the batch was not trained; lower critic_learning_rate, or look at the rewards"
+            ) from error
         raise
     return losses
 
@@ -117,17 +138,27 @@ class ValueCritic:
         "Learn from one batch; `value_loss` is the mean over its optimizer steps, `value_explained` is from before the first. FloatingPointError if a gradient is not finite."
         losses = learn(self.model, self.optimizer, arrays, self.config, self.steps, self.device)
         self.steps, self.batches = self.steps + len(losses), self.batches + 1
-        return {"value_loss": float(np.mean(losses)) if losses else None, "value_explained": explained(arrays.values_RT, arrays.returns_RT, learned_from(arrays))}
+        return {
+            "value_loss": float(np.mean(losses)) if losses else None,
+            "value_explained": explained(arrays.values_RT, arrays.returns_RT, learned_from(arrays)),
+        }
 
     def set(self, **settings) -> None:
         "Change fields of the config from the next batch on."
         if fixed := FIXED & settings.keys():
-            raise ValueError(f"critic: {', '.join(sorted(fixed))}: fixed while a critic lives; start a run with another value")
+            raise ValueError(
+                f"critic: {', '.join(sorted(fixed))}: fixed while a critic lives; start a run with another value"
+            )
         self.config = replace(self.config, **settings)
 
     def state_dict(self) -> dict:
         "Weights, moments of the optimizer, and both counts."
-        return {"weights": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps, "batches": self.batches}
+        return {
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "batches": self.batches,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         "Go on from a `state_dict`."

@@ -16,16 +16,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
-from functools import partial
 from types import MethodType
 
 import torch
 
 from .logprobs import decoder_layers
-from .weight_transport import weights
 from .trainer import Alone, Trainer
+from .weight_transport import weights
 
 # %% ../../nbs/training/05_data_parallel.ipynb #ranks-help
 ALONE_STATUS, LOST_STATUS = 70, 71  # exit status of a rank with an error of its own, and of one whose others are gone
@@ -38,7 +38,9 @@ def _join(rank: int, size: int, device: torch.device, store):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size
+    )
     return dist.init_device_mesh(device.type, (size,))
 
 
@@ -110,7 +112,11 @@ class Team(Alone):
         "End this process for an error that the others do not have."
         if error is not self.common and not isinstance(error, FloatingPointError):
             traceback.print_exception(error)
-            print(f"trainer: rank {self.rank} of {self.size} ends; the others would wait for it", file=sys.stderr, flush=True)
+            print(
+                f"trainer: rank {self.rank} of {self.size} ends; the others would wait for it",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(ALONE_STATUS)
 
     def merge(self, seen: list) -> list:
@@ -136,14 +142,20 @@ class Team(Alone):
         from torch.distributed.tensor import distribute_tensor
 
         same = hasattr(like, "full_tensor") and tensor.shape == like.shape
-        return distribute_tensor(tensor.to(self.device), like.device_mesh, like.placements, src_data_rank=None) if same else tensor
+        return (
+            distribute_tensor(tensor.to(self.device), like.device_mesh, like.placements, src_data_rank=None)
+            if same
+            else tensor
+        )
 
 # %% ../../nbs/training/05_data_parallel.ipynb #ranks-weights
 def whole_state(trainer: Trainer, moving: bool = False) -> dict[str, torch.Tensor]:
     "The model's state dict with whole tensors, tied ones once, on the CPU (in the other ranks nothing of use); `moving`: of a model with adapters only these."
     trainer.team.tell("state_of_model", moving)
     state = trainer.model.state_dict()
-    tied = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)} - {name for name, _ in trainer.model.named_parameters()}
+    tied = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in trainer.model.named_parameters()
+    }
     wanted = [name for name in state if ".lora_" in name] if moving else []
     return {name: trainer.team.whole(state[name].detach()) for name in wanted or state if name not in tied}
 
@@ -158,7 +170,9 @@ def rank_device(kind: str, rank: int, size: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if (count := torch.cuda.device_count()) < size:
-        raise ValueError(f"trainers: {size} processes need a GPU each, and this machine has {count}; set trainers = {max(1, count)} (of a run that is there: rlbench fork RUN --set trainers={max(1, count)})")
+        raise ValueError(
+            f"trainers: {size} processes need a GPU each, and this machine has {count}; set trainers = {max(1, count)} (of a run that is there: rlbench fork RUN --set trainers={max(1, count)})"
+        )
     return torch.device("cuda", rank)
 
 
@@ -169,7 +183,12 @@ def start_ranks(size: int, kind: str, build: Callable, args: tuple = ()) -> Team
     pipes, processes = [], []
     for rank in range(1, size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=rank_main, args=(theirs, rank, size, kind, store.port, build, args), name=f"rlbench-rank-{rank}", daemon=True)
+        process = context.Process(
+            target=rank_main,
+            args=(theirs, rank, size, kind, store.port, build, args),
+            name=f"rlbench-rank-{rank}",
+            daemon=True,
+        )
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -197,7 +216,11 @@ def _watch(processes: Sequence, over: threading.Event) -> None:
     for rank, process in enumerate(processes, 1):
         if process.sentinel in ended:
             process.join()
-            print(f"trainer: rank {rank} of {len(processes) + 1} has ended with status {process.exitcode}, so the trainer ends", file=sys.stderr, flush=True)
+            print(
+                f"trainer: rank {rank} of {len(processes) + 1} has ended with status {process.exitcode}, so the trainer ends",
+                file=sys.stderr,
+                flush=True,
+            )
     os._exit(LOST_STATUS)
 
 # %% ../../nbs/training/05_data_parallel.ipynb #ranks-main
@@ -217,7 +240,12 @@ def rank_main(pipe, rank: int, size: int, kind: str, port: int, build: Callable,
         traceback.print_exc()
         pipe.poll(10)  # rank 0 will have met the same, and says it better
         os._exit(ALONE_STATUS)
-    jobs = {"train": trainer.train_prepared, "state_of_model": partial(whole_state, trainer), "state": trainer.state_dict, "configure": configure}
+    jobs = {
+        "train": trainer.train_prepared,
+        "state_of_model": partial(whole_state, trainer),
+        "state": trainer.state_dict,
+        "configure": configure,
+    }
     while True:
         try:
             name, args = pipe.recv()

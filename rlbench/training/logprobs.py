@@ -21,6 +21,7 @@ from ..models.model import KeptTokens, flat_logprobs, token_logprobs
 @dataclass(frozen=True, eq=False)
 class Blocks:
     "Rows laid out as different prefixes [P, S] and the rest of every row [R, T], both right-padded; N = P S + R T positions in all."
+
     tokens_N: torch.Tensor
     positions_N: torch.Tensor
     owner_R: torch.Tensor  # the row's prefix
@@ -34,7 +35,9 @@ def lay_out(tokens_RT: torch.Tensor, lengths_R: torch.Tensor, prefix_R: torch.Te
     "Blocks of rows whose first `prefix_R` tokens (at least 1 each) need no prediction."
     device, starts, ids = tokens_RT.device, prefix_R.tolist(), tokens_RT.cpu().numpy()
     known: dict[bytes, int] = {}
-    owner_R = torch.tensor([known.setdefault(ids[r, :n].tobytes(), len(known)) for r, n in enumerate(starts)], device=device)
+    owner_R = torch.tensor(
+        [known.setdefault(ids[r, :n].tobytes(), len(known)) for r, n in enumerate(starts)], device=device
+    )
     first_P = torch.tensor([owner_R.tolist().index(p) for p in range(len(known))], device=device)
     prefix_P = prefix_R[first_P]
     s, t = int(prefix_P.max()), max(1, int((lengths_R - prefix_R).max()) - 1)
@@ -42,9 +45,15 @@ def lay_out(tokens_RT: torch.Tensor, lengths_R: torch.Tensor, prefix_R: torch.Te
     rest_RT = tokens_RT.gather(1, columns_RT.clamp(max=tokens_RT.shape[1] - 1))
     before_RTS = (torch.arange(s, device=device) < prefix_P[owner_R][:, None])[:, None].expand(-1, t, -1)
     itself_RTT = torch.ones(t, t, dtype=torch.bool, device=device).tril().expand(len(rest_RT), -1, -1)
-    return Blocks(torch.cat([tokens_RT[first_P, :s].flatten(), rest_RT.flatten()]),
-                  torch.cat([torch.arange(s, device=device).repeat(len(first_P)), columns_RT.flatten()]),
-                  owner_R, prefix_P, (len(first_P), s), (len(rest_RT), t), torch.cat([before_RTS, itself_RTT], 2)[:, None])
+    return Blocks(
+        torch.cat([tokens_RT[first_P, :s].flatten(), rest_RT.flatten()]),
+        torch.cat([torch.arange(s, device=device).repeat(len(first_P)), columns_RT.flatten()]),
+        owner_R,
+        prefix_P,
+        (len(first_P), s),
+        (len(rest_RT), t),
+        torch.cat([before_RTS, itself_RTT], 2)[:, None],
+    )
 
 # %% ../../nbs/training/02_logprobs.ipynb #forward-layer
 def _norm(module, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +68,9 @@ def _turn(x_NHD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> 
 def _blocks(x_NHD: torch.Tensor, b: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
     "[P, H, S, D] and [R, H, T, D]."
     cut = b.shape_P[0] * b.shape_P[1]
-    return tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in ((x_NHD[:cut], b.shape_P), (x_NHD[cut:], b.shape_R)))
+    return tuple(
+        part.unflatten(0, shape).transpose(1, 2) for part, shape in ((x_NHD[:cut], b.shape_P), (x_NHD[cut:], b.shape_R))
+    )
 
 
 def attend(q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, b: Blocks) -> torch.Tensor:
@@ -71,7 +82,9 @@ def attend(q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, b: Blo
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in (prefixes, rest)]).flatten(1)
 
 
-def _layer(layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, head_dim: int, b: Blocks) -> torch.Tensor:
+def _layer(
+    layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, head_dim: int, b: Blocks
+) -> torch.Tensor:
     a, h_NH = layer.self_attn, _norm(layer.input_layernorm, x_NH)
     q, k, v = (project(h_NH).unflatten(-1, (-1, head_dim)) for project in (a.q_proj, a.k_proj, a.v_proj))
     if hasattr(a, "q_norm"):
@@ -89,16 +102,23 @@ def shareable(model) -> bool:
     except ValueError:
         return False
     first = model.model.layers[0]
-    return hasattr(first.input_layernorm, "variance_epsilon") and all(type(getattr(p, "base_layer", p)) is torch.nn.Linear for p in (first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.down_proj))
+    return hasattr(first.input_layernorm, "variance_epsilon") and all(
+        type(getattr(p, "base_layer", p)) is torch.nn.Linear
+        for p in (first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.down_proj)
+    )
 
 # %% ../../nbs/training/02_logprobs.ipynb #forward-logprobs
-AGAIN = dict(use_reentrant=False, preserve_rng_state=False)  # nothing in a layer draws random numbers: there is no dropout
+AGAIN = dict(
+    use_reentrant=False, preserve_rng_state=False
+)  # nothing in a layer draws random numbers: there is no dropout
 
 
 def hidden_states(model, b: Blocks, again: bool = False) -> torch.Tensor:
     "float [N, width]: the model's last hidden states of all positions; `again`: the backward pass computes the layers once more."
     body, head_dim = model.model, read_shape(model.config).head_dim
-    cos, sin = (table[0][:, None] for table in body.rotary_emb(torch.zeros(1, device=b.tokens_N.device), b.positions_N[None]))
+    cos, sin = (
+        table[0][:, None] for table in body.rotary_emb(torch.zeros(1, device=b.tokens_N.device), b.positions_N[None])
+    )
     sin = torch.cat([-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]], -1)
     x_NH = body.embed_tokens(b.tokens_N)
     run = partial(checkpoint, _layer, **AGAIN) if again else _layer
@@ -108,7 +128,13 @@ def hidden_states(model, b: Blocks, again: bool = False) -> torch.Tensor:
 
 
 def shared_logprobs(
-    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor, kept: KeptTokens | None = None, again: bool = False
+    model,
+    tokens_RT: torch.Tensor,
+    lengths_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    prefix_R: torch.Tensor,
+    kept: KeptTokens | None = None,
+    again: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "Log-probability and entropy, float32 [R, T], of each token after the first `prefix_R` of its row; over the tokens `kept`; zero elsewhere. Differentiable. `again`: see `hidden_states`."
     b = lay_out(tokens_RT, lengths_R, prefix_R)
@@ -117,7 +143,15 @@ def shared_logprobs(
     after_N, owner_N = columns_N - prefix_R[rows_N], b.owner_R[rows_N]
     rest_N = b.shape_P[0] * b.shape_P[1] + rows_N * b.shape_R[1] + after_N - 1
     from_N = torch.where(after_N == 0, owner_N * b.shape_P[1] + b.prefix_P[owner_N] - 1, rest_N)
-    return flat_logprobs(model, hidden_states(model, b, again).index_select(0, from_N), tokens_RT, rows_N, columns_N, temperature_R, kept=kept)
+    return flat_logprobs(
+        model,
+        hidden_states(model, b, again).index_select(0, from_N),
+        tokens_RT,
+        rows_N,
+        columns_N,
+        temperature_R,
+        kept=kept,
+    )
 
 # %% ../../nbs/training/02_logprobs.ipynb #forward-again
 def decoder_layers(model) -> list[torch.nn.Module]:
@@ -126,7 +160,9 @@ def decoder_layers(model) -> list[torch.nn.Module]:
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"model: {type(model).__name__} has no layers that can be computed by themselves; set gradient_checkpointing = false and trainers = 1, or take another family")
+        raise ValueError(
+            f"model: {type(model).__name__} has no layers that can be computed by themselves; set gradient_checkpointing = false and trainers = 1, or take another family"
+        )
     return layers
 
 
@@ -138,12 +174,19 @@ def compute_again(model) -> None:
 
 # %% ../../nbs/training/02_logprobs.ipynb #forward-packed
 def packed_logprobs(
-    model, tokens_RT: torch.Tensor, lengths_R: torch.Tensor, temperature_R: torch.Tensor, prefix_R: torch.Tensor | None = None, kept: KeptTokens | None = None
+    model,
+    tokens_RT: torch.Tensor,
+    lengths_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    prefix_R: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     "What `token_logprobs` gives, computed on rows laid end to end. For models that pass `check_packing`."
     held_RT = torch.arange(tokens_RT.shape[1], device=tokens_RT.device) < lengths_R[:, None]
     rows_N, columns_N = held_RT.nonzero(as_tuple=True)
-    hidden_NH = model.base_model(input_ids=tokens_RT[held_RT][None], position_ids=columns_N[None], use_cache=False).last_hidden_state[0]
+    hidden_NH = model.base_model(
+        input_ids=tokens_RT[held_RT][None], position_ids=columns_N[None], use_cache=False
+    ).last_hidden_state[0]
     to_N = (columns_N > 0).nonzero()[:, 0]
     return flat_logprobs(model, hidden_NH[to_N - 1], tokens_RT, rows_N[to_N], columns_N[to_N], temperature_R, kept=kept)
 
@@ -153,10 +196,16 @@ def check_packing(model) -> None:
     "ValueError naming the model if rows laid end to end do not have the log-probabilities of padded rows."
     config, name = model.config.get_text_config(), type(model).__name__
     remedy = "set packing = false"
-    if getattr(config, "sliding_window", None) and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
-        raise ValueError(f"packing: {name} attends through a window of {config.sliding_window} tokens, and rows laid end to end are not shown to be the same there; {remedy}")
+    if getattr(config, "sliding_window", None) and "sliding_attention" in (
+        getattr(config, "layer_types", None) or ["sliding_attention"]
+    ):
+        raise ValueError(
+            f"packing: {name} attends through a window of {config.sliding_window} tokens, and rows laid end to end are not shown to be the same there; {remedy}"
+        )
     lengths_R, ones_R = torch.tensor([9, 5, 12], device=model.device), torch.ones(3, device=model.device)
     tokens_RT = torch.arange(36, device=model.device).reshape(3, 12) % config.vocab_size
     padded, packed = (forward(model, tokens_RT, lengths_R, ones_R) for forward in (token_logprobs, packed_logprobs))
     if any(not torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(padded, packed)):
-        raise ValueError(f"packing: {name} lets rows laid end to end see each other (log-probabilities differ by up to {float((padded[0] - packed[0]).abs().max()):.2g}); {remedy}")
+        raise ValueError(
+            f"packing: {name} lets rows laid end to end see each other (log-probabilities differ by up to {float((padded[0] - packed[0]).abs().max()):.2g}); {remedy}"
+        )

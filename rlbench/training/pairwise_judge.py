@@ -47,6 +47,7 @@ def prefers(judge: Endpoint, prompt: str, a: str, b: str, question: str = QUESTI
 @dataclass(frozen=True)
 class Opinion:
     "What a judge said of one pair: with `one` as response A, and with `one` as response B."
+
     forth: str
     back: str
 
@@ -59,6 +60,7 @@ class Opinion:
 @dataclass(frozen=True)
 class JudgeFigures:
     "How a judge did: pairs asked about; kept; contradicted (it preferred a place); called equal or half-hearted; unreadable; share of its clear verdicts that named the first place, 0.5 without bias."
+
     asked: int
     kept: int
     contradicted: int
@@ -76,8 +78,18 @@ def figures(opinions: Sequence[Opinion]) -> JudgeFigures:
     "Counts over opinions; `first_place` is NaN if no verdict is clear."
     clear = [v for o in opinions for v in (o.forth, o.back) if v in ("A", "B")]
     unreadable = sum(not (o.forth and o.back) for o in opinions)
-    kept, contradicted = sum(o.winner > 0 for o in opinions), sum(o.forth == o.back and o.forth in ("A", "B") for o in opinions)
-    return JudgeFigures(len(opinions), kept, contradicted, len(opinions) - kept - contradicted - unreadable, unreadable, clear.count("A") / len(clear) if clear else float("nan"))
+    kept, contradicted = (
+        sum(o.winner > 0 for o in opinions),
+        sum(o.forth == o.back and o.forth in ("A", "B") for o in opinions),
+    )
+    return JudgeFigures(
+        len(opinions),
+        kept,
+        contradicted,
+        len(opinions) - kept - contradicted - unreadable,
+        unreadable,
+        clear.count("A") / len(clear) if clear else float("nan"),
+    )
 
 # %% ../../nbs/training/10_pairwise_judge.ipynb #judge-pairs
 def candidates(judged: Sequence[Judged], per_task: int = 2, seed: int = 0) -> list[tuple[Judged, Judged]]:
@@ -93,12 +105,21 @@ def candidates(judged: Sequence[Judged], per_task: int = 2, seed: int = 0) -> li
         both = [(a, b) for i, a in enumerate(responses) for b in responses[i + 1 :]]
         found += [pair if draw.random() < 0.5 else pair[::-1] for pair in draw.sample(both, min(per_task, len(both)))]
     if not found:
-        raise ValueError(f"pairs: of {len(by_prompt)} prompts none has two different responses; take a run with groups of several")
+        raise ValueError(
+            f"pairs: of {len(by_prompt)} prompts none has two different responses; take a run with groups of several"
+        )
     return found
 
 
-def judge_pairs(judge: Endpoint, pairs: Sequence[tuple[Judged, Judged]], workers: int = 4, question: str = QUESTION, say: Callable[[str], None] = lambda line: None) -> tuple[list[Preference], JudgeFigures]:
+def judge_pairs(
+    judge: Endpoint,
+    pairs: Sequence[tuple[Judged, Judged]],
+    workers: int = 4,
+    question: str = QUESTION,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Preference], JudgeFigures]:
     "The preferences that survive both orders, and how the judge did. ValueError if it does not answer, or none survives."
+
     def one(pair: tuple[Judged, Judged]) -> Opinion:
         return opinion(judge, pair[0].prompt, pair[0].response, pair[1].response, question)
 
@@ -112,8 +133,12 @@ def judge_pairs(judge: Endpoint, pairs: Sequence[tuple[Judged, Judged]], workers
     for (a, b), o in zip(pairs, opinions, strict=True):
         if o.winner:
             c, r = (a, b) if o.winner == 1 else (b, a)
-            made.append(Preference(c.prompt, c.response, r.response, f"judge {judge.model}", c.task, c.stopped, r.stopped))
+            made.append(
+                Preference(c.prompt, c.response, r.response, f"judge {judge.model}", c.task, c.stopped, r.stopped)
+            )
     told = figures(opinions)
     if not made:
-        raise ValueError(f"judge: {judge.model!r} gave no preference that holds in both orders ({told.contradicted} of {told.asked} contradicted, {told.unreadable} unreadable); take a better judge")
+        raise ValueError(
+            f"judge: {judge.model!r} gave no preference that holds in both orders ({told.contradicted} of {told.asked} contradicted, {told.unreadable} unreadable); take a better judge"
+        )
     return made, told

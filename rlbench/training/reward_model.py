@@ -20,12 +20,24 @@ import torch
 
 from ..models.heads import RewardModel, new_value_model, padded, save_value_model, sequence_scores
 from ..models.model import Policy
-from .sft import Example, FitResult, FitSettings, Judged, encode_example, fit, json_lines, split_by_prompt, text_field, write_figures
+from rlbench.training.sft import (
+    Example,
+    FitResult,
+    FitSettings,
+    Judged,
+    encode_example,
+    fit,
+    json_lines,
+    split_by_prompt,
+    text_field,
+    write_figures,
+)
 
 # %% ../../nbs/training/09_reward_model.ipynb #preference-pair
 @dataclass(frozen=True)
 class Preference:
     "Two responses to one prompt, the better one `chosen`. `source` says who preferred it; `*_stopped`: the response ended by itself."
+
     prompt: str
     chosen: str
     rejected: str
@@ -41,11 +53,22 @@ def read_pairs(path: str | Path) -> list[Preference]:
     for where, row in json_lines(path, "pairs"):
         prompt, chosen, rejected = (text_field(where, row, name) for name in ("prompt", "chosen", "rejected"))
         if chosen == rejected:
-            raise ValueError(f"{where}: chosen and rejected are the same text {chosen[:40]!r}; a pair needs two different ones")
+            raise ValueError(
+                f"{where}: chosen and rejected are the same text {chosen[:40]!r}; a pair needs two different ones"
+            )
         stopped = [row.get(name, True) for name in ("chosen_stopped", "rejected_stopped")]
         if not all(isinstance(each, bool) for each in stopped):
             raise ValueError(f"{where}: chosen_stopped and rejected_stopped are {stopped}; give true or false")
-        pairs.append(Preference(prompt, chosen, rejected, text_field(where, row, "source", needed=False) or "file", text_field(where, row, "task", needed=False), *stopped))
+        pairs.append(
+            Preference(
+                prompt,
+                chosen,
+                rejected,
+                text_field(where, row, "source", needed=False) or "file",
+                text_field(where, row, "task", needed=False),
+                *stopped,
+            )
+        )
     return pairs
 
 # %% ../../nbs/training/09_reward_model.ipynb #preference-verifier
@@ -60,9 +83,14 @@ def verifier_pairs(judged: Sequence[Judged], per_task: int = 4, seed: int = 0) -
     draw, pairs = random.Random(seed), []
     for prompt, (wrong, right) in sides.items():
         both = [(c, r) for c in right.values() for r in wrong.values() if c.response != r.response]
-        pairs += [Preference(prompt, c.response, r.response, "verifier", c.task, c.stopped, r.stopped) for c, r in draw.sample(both, min(per_task, len(both)))]
+        pairs += [
+            Preference(prompt, c.response, r.response, "verifier", c.task, c.stopped, r.stopped)
+            for c, r in draw.sample(both, min(per_task, len(both)))
+        ]
     if not pairs:
-        raise ValueError(f"pairs: of {len(sides)} prompts none has a right and a wrong response; take a run with groups of several and tasks it sometimes solves")
+        raise ValueError(
+            f"pairs: of {len(sides)} prompts none has a right and a wrong response; take a run with groups of several and tasks it sometimes solves"
+        )
     return pairs
 
 # %% ../../nbs/training/09_reward_model.ipynb #preference-loss
@@ -74,6 +102,7 @@ def bradley_terry(chosen_R, rejected_R):
 @dataclass(frozen=True)
 class Bin:
     "Pairs whose confidence is from `low` to `high`: how many, their mean confidence, the share that is right."
+
     low: float
     high: float
     count: int
@@ -89,7 +118,15 @@ def reliability(differences_N: np.ndarray, bins: int = 5) -> tuple[Bin, ...]:
     place_N = np.clip(np.searchsorted(edges, confidence_N, side="right") - 1, 0, bins - 1)
     for b in range(bins):
         if (inside := place_N == b).any():
-            found.append(Bin(float(edges[b]), float(edges[b + 1]), int(inside.sum()), float(confidence_N[inside].mean()), float(right_N[inside].mean())))
+            found.append(
+                Bin(
+                    float(edges[b]),
+                    float(edges[b + 1]),
+                    int(inside.sum()),
+                    float(confidence_N[inside].mean()),
+                    float(right_N[inside].mean()),
+                )
+            )
     return tuple(found)
 
 
@@ -102,6 +139,7 @@ def calibration_error(bins: Sequence[Bin]) -> float:
 @dataclass(frozen=True)
 class Trust:
     "A reward model on pairs it has not seen: accuracy with its standard error, log loss in nats, calibration error, mean difference of scores, accuracy of the rule that the longer response wins, reliability."
+
     pairs: int
     accuracy: float
     accuracy_se: float
@@ -119,7 +157,16 @@ def trust(differences_N: np.ndarray, longer_N: np.ndarray, prompts_N: Sequence[s
         return Trust(0, *[math.nan] * 6, ())
     share = lambda v: float(np.where(v == 0, 0.5, v > 0).mean())  # noqa: E731
     accuracy, bins = share(d), reliability(d)
-    return Trust(n, accuracy, _clustered(np.where(d == 0, 0.5, d > 0), range(n) if prompts_N is None else prompts_N), float(np.logaddexp(0, -d).mean()), calibration_error(bins), float(d.mean()), share(np.asarray(longer_N)), bins)
+    return Trust(
+        n,
+        accuracy,
+        _clustered(np.where(d == 0, 0.5, d > 0), range(n) if prompts_N is None else prompts_N),
+        float(np.logaddexp(0, -d).mean()),
+        calibration_error(bins),
+        float(d.mean()),
+        share(np.asarray(longer_N)),
+        bins,
+    )
 
 # %% ../../nbs/training/09_reward_model.ipynb #preference-clustered
 def _clustered(right_N: np.ndarray, clusters_N: Sequence) -> float:
@@ -133,17 +180,26 @@ def _clustered(right_N: np.ndarray, clusters_N: Sequence) -> float:
 @dataclass(frozen=True, eq=False)
 class PairExample:
     "A pair as tokens, and its prompt."
+
     chosen: Example
     rejected: Example
     prompt: str
 
 
-def encode_pairs(policy: Policy, pairs: Sequence[Preference], unusable: str = "refuse") -> tuple[list[PairExample], int]:
+def encode_pairs(
+    policy: Policy, pairs: Sequence[Preference], unusable: str = "refuse"
+) -> tuple[list[PairExample], int]:
     "(pairs as tokens, how many were left out). ValueError for the first that cannot be encoded, unless `unusable` is skip; and if none is left."
     made, left_out = [], 0
     for number, p in enumerate(pairs, 1):
         try:
-            made.append(PairExample(encode_example(policy, p.prompt, p.chosen, p.chosen_stopped), encode_example(policy, p.prompt, p.rejected, p.rejected_stopped), p.prompt))
+            made.append(
+                PairExample(
+                    encode_example(policy, p.prompt, p.chosen, p.chosen_stopped),
+                    encode_example(policy, p.prompt, p.rejected, p.rejected_stopped),
+                    p.prompt,
+                )
+            )
         except ValueError as error:
             if unusable != "skip":
                 raise ValueError(f"pair {number}: {error}; or leave such ones out with unusable = 'skip'") from None
@@ -163,14 +219,21 @@ def pair_scores(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: in
 @dataclass(frozen=True)
 class RewardFit:
     "A reward model's training, and its trust on held-out pairs and on those it was trained on."
+
     fit: FitResult
     held_out: Trust
     trained: Trust
     sources: tuple[tuple[str, int], ...]
 
 
-def train_reward_model(policy: Policy, pairs: Sequence[Preference], settings: FitSettings = FitSettings(epochs=4, held_out=0.2), center: float = 0.01, unusable: str = "refuse",
-                       say: Callable[[str], None] = lambda line: None) -> tuple[RewardModel, RewardFit]:
+def train_reward_model(
+    policy: Policy,
+    pairs: Sequence[Preference],
+    settings: FitSettings = FitSettings(epochs=4, held_out=0.2),
+    center: float = 0.01,
+    unusable: str = "refuse",
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[RewardModel, RewardFit]:
     "A reward model over a copy of the policy's body, trained on pairs; held out are whole prompts. ValueError for pairs that cannot be used, or too few."
     began, model = time.perf_counter(), new_value_model(policy)
     sides = [encode_pairs(policy, side, unusable) for side in split_by_prompt(pairs, settings.held_out)]
@@ -185,7 +248,9 @@ def train_reward_model(policy: Policy, pairs: Sequence[Preference], settings: Fi
     losses, after, kept = fit(model, train, [size(p) for p in train], loss, examine, settings, say)
     counts = tuple(sorted({s: sum(p.source == s for p in pairs) for s in {p.source for p in pairs}}.items()))
     tokens = settings.epochs * sum(len(e.tokens_T) for p in train for e in (p.chosen, p.rejected))
-    told = FitResult(tuple(losses), tuple(after), kept, len(train), len(rest), lost + more, tokens, time.perf_counter() - began)
+    told = FitResult(
+        tuple(losses), tuple(after), kept, len(train), len(rest), lost + more, tokens, time.perf_counter() - began
+    )
     result = RewardFit(told, examined(model, rest, policy.pad_id), examined(model, train, policy.pad_id), counts)
     return RewardModel(policy.name, model, policy.tokenizer, policy.stop_ids, policy.pad_id, policy.context), result
 
@@ -195,7 +260,11 @@ def examined(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: int, 
     "Trust in the model on these pairs."
     found = [pair_scores(model, pairs[i : i + at_once], pad_id) for i in range(0, len(pairs), at_once)]
     differences = np.concatenate([(c - r).cpu().numpy() for c, r in found]) if found else np.zeros(0)
-    return trust(differences, np.array([len(p.chosen.tokens_T) - len(p.rejected.tokens_T) for p in pairs]), [p.prompt for p in pairs])
+    return trust(
+        differences,
+        np.array([len(p.chosen.tokens_T) - len(p.rejected.tokens_T) for p in pairs]),
+        [p.prompt for p in pairs],
+    )
 
 # %% ../../nbs/training/09_reward_model.ipynb #preference-save
 FIGURES = "reward_model.json"

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ..models.hardware import portions
 from ..environments.chat_endpoint import Endpoint
+from ..models.hardware import portions
 from ..records import Rollout, stream_key, uniforms
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-whole
@@ -46,7 +46,15 @@ def trace(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> list[np.n
         tokens_RT, mask_RT = np.zeros((len(rows), max(lengths)), np.int64), np.zeros((len(rows), max(lengths)), bool)
         for row, i in enumerate(rows):
             tokens_RT[row, : lengths[row]], mask_RT[row, : lengths[row]] = wholes[i]
-        given = [torch.from_numpy(each).to(device) for each in (tokens_RT, np.array(lengths), np.array([rollouts[i].temperature for i in rows], np.float32), mask_RT)]
+        given = [
+            torch.from_numpy(each).to(device)
+            for each in (
+                tokens_RT,
+                np.array(lengths),
+                np.array([rollouts[i].temperature for i in rows], np.float32),
+                mask_RT,
+            )
+        ]
         kept = kept_tokens([rollouts[i].sampling_mask for i in rows], max(lengths), device)
         with torch.no_grad():
             logprobs_RT = token_logprobs(model, *given, kept=kept)[0].cpu().numpy()
@@ -54,7 +62,7 @@ def trace(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> list[np.n
     return [found[i] for i in range(len(rollouts))]
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-judge-read
-TEMPLATE = ("A task, and somebody's response to it.\n\nTask:\n{prompt}\n\nResponse:\n{response}\n\nHow good is the response, from 0 (wrong or useless) to 1 (right and clear)? Reply with one number.")
+TEMPLATE = "A task, and somebody's response to it.\n\nTask:\n{prompt}\n\nResponse:\n{response}\n\nHow good is the response, from 0 (wrong or useless) to 1 (right and clear)? Reply with one number."
 PLACES = ("prompt", "response", "answer")
 _NUMBER = re.compile(r"(?<![\w.])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s*/\s*(\d+(?:\.\d+)?))?")
 
@@ -67,10 +75,14 @@ def read_number(reply: str) -> float:
     "The first number in the last line of a judge's reply that has one, from 0 to 1; 7/10 counts as 0.7. ValueError if there is none."
     lines = [match for line in reply.splitlines() if (match := _NUMBER.search(line))]
     if not lines:
-        raise ValueError(f"it named no number: {reply.strip()[:80]!r}; have the template ask for one number from 0 to 1")
+        raise ValueError(
+            f"it named no number: {reply.strip()[:80]!r}; have the template ask for one number from 0 to 1"
+        )
     top, bottom = float(lines[-1][1]), float(lines[-1][2] or 1)
     if not bottom or not 0 <= top / bottom <= 1:
-        raise ValueError(f"it said {lines[-1][0]}, which is not from 0 to 1; have the template ask for one number from 0 to 1")
+        raise ValueError(
+            f"it said {lines[-1][0]}, which is not from 0 to 1; have the template ask for one number from 0 to 1"
+        )
     return top / bottom
 
 
@@ -96,9 +108,13 @@ def check_endpoint(url: str, template: str = TEMPLATE, key: str = "") -> None:
         if not url[1:].isidentifier():
             raise ValueError(f"judge.url: {url!r} names no environment variable; write $NAME")
     elif urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ValueError(f"judge.url: {url!r} is no address; write http://HOST:PORT/v1, or $NAME for one in the environment")
+        raise ValueError(
+            f"judge.url: {url!r} is no address; write http://HOST:PORT/v1, or $NAME for one in the environment"
+        )
     if key and not (key.startswith("$") and key[1:].isidentifier()):
-        raise ValueError("judge.key: a key does not belong into a configuration; export it under a name and write $NAME")
+        raise ValueError(
+            "judge.key: a key does not belong into a configuration; export it under a name and write $NAME"
+        )
     if "{response}" not in template:
         raise ValueError("judge.template: it does not show the response; write {response} where it is to stand")
 
@@ -107,14 +123,19 @@ def reach(url: str, seconds: float = 5.0) -> None:
     "ValueError if nobody listens at an address."
     parts = urlsplit(url)
     try:
-        socket.create_connection((parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]), seconds).close()
+        socket.create_connection(
+            (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]), seconds
+        ).close()
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"judge.url: nobody answers at {parts.hostname}:{parts.port or parts.scheme} ({error}); start the server first, or correct the address") from None
+        raise ValueError(
+            f"judge.url: nobody answers at {parts.hostname}:{parts.port or parts.scheme} ({error}); start the server first, or correct the address"
+        ) from None
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-ask
 @dataclass(frozen=True)
 class Judge(Endpoint):
     "A judge at an address, asked once for each rollout. `at_once`: requests under way at the same time."
+
     template: str = TEMPLATE
     at_once: int = 16
     max_tokens: int = 16
@@ -131,12 +152,15 @@ class Judge(Endpoint):
     def scores(self, rollouts: Sequence[Rollout]) -> "list[float | JudgeFailed]":
         "The numbers of several rollouts, asked for at the same time; in place of one that failed its error."
         with ThreadPoolExecutor(max(1, min(self.at_once, len(rollouts)))) as pool:
-            return [each.exception() or each.result() for each in [pool.submit(self.score, rollout) for rollout in rollouts]]
+            return [
+                each.exception() or each.result() for each in [pool.submit(self.score, rollout) for rollout in rollouts]
+            ]
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-answer
 @dataclass(frozen=True, eq=False)
 class AskRequest:
     "Please look at this rollout; `traces`: log-probabilities are wanted, too."
+
     rollout: Rollout
     traces: bool = True
 
@@ -144,6 +168,7 @@ class AskRequest:
 @dataclass(frozen=True, eq=False)
 class AskAnswer:
     "What the models said of a rollout; `key` is (rollout id, attempt). `message` is why there is nothing, else empty; `seconds`: its share of the time that was spent."
+
     key: tuple[int, int]
     scores: tuple[tuple[str, float], ...] = ()
     traces: tuple[tuple[str, np.ndarray], ...] = ()
@@ -151,7 +176,9 @@ class AskAnswer:
     seconds: float = 0.0
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-each
-def each_of(name: str, function: Callable[[list[Rollout]], Sequence], rollouts: list[Rollout], alone: bool = False) -> list:
+def each_of(
+    name: str, function: Callable[[list[Rollout]], Sequence], rollouts: list[Rollout], alone: bool = False
+) -> list:
     "A model's value for each rollout, or the text that says why there is none. `alone`: each is looked at by itself."
     if alone and len(rollouts) > 1:
         return [value for rollout in rollouts for value in each_of(name, function, [rollout])]
@@ -177,6 +204,7 @@ def _checked(name: str, value):
 @dataclass(frozen=True, eq=False)
 class Models:
     "Whom the scorer asks: functions by name, each from rollouts to one value for each; `remote` ones compute elsewhere. `refresh(file)` puts other weights into the reference and returns their version."
+
     traces: Mapping[str, Callable[[list[Rollout]], Sequence[np.ndarray]]]
     scores: Mapping[str, Callable[[list[Rollout]], Sequence[float]]]
     remote: Mapping[str, Callable[[list[Rollout]], Sequence[float]]] = field(default_factory=dict)
@@ -224,13 +252,24 @@ def answers(models: Models, requests: Sequence[AskRequest], alone: bool = False)
     with ThreadPoolExecutor(max(1, len(models.remote))) as pool:
         under_way = {name: pool.submit(each_of, name, function, rollouts) for name, function in models.remote.items()}
         scores = {name: each_of(name, function, rollouts, alone) for name, function in models.scores.items()}
-        traces = {name: dict(zip([r.id for r in traced], each_of(name, function, traced, alone))) for name, function in models.traces.items() if traced}
+        traces = {
+            name: dict(zip([r.id for r in traced], each_of(name, function, traced, alone)))
+            for name, function in models.traces.items()
+            if traced
+        }
         scores |= {name: future.result() for name, future in under_way.items()}
     share, found = (time.perf_counter() - began) / len(requests), []
     for i, rollout in enumerate(rollouts):
-        said, drawn = [(name, values[i]) for name, values in scores.items()], [(name, values[rollout.id]) for name, values in traces.items() if rollout.id in values]
+        said, drawn = (
+            [(name, values[i]) for name, values in scores.items()],
+            [(name, values[rollout.id]) for name, values in traces.items() if rollout.id in values],
+        )
         failed, key = [value for _, value in (*said, *drawn) if isinstance(value, str)], (rollout.id, rollout.attempt)
-        found.append(AskAnswer(key, message="; ".join(failed), seconds=share) if failed else AskAnswer(key, tuple(said), tuple(drawn), seconds=share))
+        found.append(
+            AskAnswer(key, message="; ".join(failed), seconds=share)
+            if failed
+            else AskAnswer(key, tuple(said), tuple(drawn), seconds=share)
+        )
     return found
 
 # %% ../../nbs/training/07_scoring_models.ipynb #scorer-reference
@@ -243,7 +282,9 @@ def write_reference(file: str | Path, version: int, named: Mapping) -> None:
 
     file = Path(file)
     aside = file.with_suffix(".making")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, aside, {"version": str(version)})
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, aside, {"version": str(version)}
+    )
     os.replace(aside, file)
 
 
@@ -257,7 +298,9 @@ def read_reference(file: str | Path, model) -> int:
     mine = weights(model)
     with safe_open(file, "pt") as stored, torch.no_grad():
         if set(stored.keys()) != set(mine):
-            raise ValueError(f"reference: {Path(file).name} holds another model than the run's `model`; remove it and start the run anew")
+            raise ValueError(
+                f"reference: {Path(file).name} holds another model than the run's `model`; remove it and start the run anew"
+            )
         for name, tensor in mine.items():
             tensor.copy_(stored.get_tensor(name))
         return int(stored.metadata()["version"])
@@ -273,8 +316,10 @@ def check_vocabulary(field: str, name: str, mine: Mapping[str, int], theirs: Map
     "ValueError unless two vocabularies (token -> id) are the same."
     if mine != theirs:
         strange = next(iter(sorted({*mine.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))))
-        raise ValueError(f"{field}: {name!r} has another vocabulary than the policy ({len(theirs)} tokens and {len(mine)}; they differ at {strange[0]!r}); "
-                         "it would speak of other tokens, so take a model with the policy's tokenizer")
+        raise ValueError(
+            f"{field}: {name!r} has another vocabulary than the policy ({len(theirs)} tokens and {len(mine)}; they differ at {strange[0]!r}); "
+            "it would speak of other tokens, so take a model with the policy's tokenizer"
+        )
 
 
 def check_place(field: str, name: str) -> None:
@@ -300,11 +345,17 @@ _SCORE_TURN = -2  # a stream of its own: the generator uses turns from 0, the sc
 
 def scripted_models(seed: int, traces: Sequence[str], scores: Sequence[str]) -> Models:
     "Models of these names that need no model."
+
     def echo(rollouts: list[Rollout]) -> list[np.ndarray]:
-        return [np.concatenate([s.logprobs if s.kind == "response" else np.zeros(len(s), np.float32) for s in r.segments]) for r in rollouts]
+        return [
+            np.concatenate([s.logprobs if s.kind == "response" else np.zeros(len(s), np.float32) for s in r.segments])
+            for r in rollouts
+        ]
 
     def drawn(name: str, rollouts: list[Rollout]) -> list[float]:
         keys = np.array([stream_key(seed, r.task.id + name, r.id, _SCORE_TURN) for r in rollouts], np.uint64)
         return uniforms(keys, np.zeros(len(rollouts), np.int64)).tolist()
 
-    return Models(dict.fromkeys(traces, echo), {name: lambda rollouts, name=name: drawn(name, rollouts) for name in scores})
+    return Models(
+        dict.fromkeys(traces, echo), {name: lambda rollouts, name=name: drawn(name, rollouts) for name in scores}
+    )

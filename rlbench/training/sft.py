@@ -30,6 +30,7 @@ from ..records import Task
 @dataclass(frozen=True)
 class Demonstration:
     "A prompt and a response worth imitating. `task`: id of the task, `source`: where the response comes from."
+
     prompt: str
     response: str
     task: str = ""
@@ -44,14 +45,18 @@ def json_lines(path: str | Path, what: str) -> Iterator[tuple[str, dict]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise ValueError(
+            f"{what}: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object a line") from None
+                raise ValueError(
+                    f"{where}: not JSON ({error.msg} at column {error.colno}); one object a line"
+                ) from None
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: a {type(row).__name__}, not an object; write {{...}} on each line")
             found = True
@@ -66,7 +71,11 @@ def text_field(where: str, row: Mapping, field: str, needed: bool = True) -> str
     if value is None and not needed:
         return ""
     if not isinstance(value, str) or needed and not value:
-        said = f"has no field {field!r} (it has {', '.join(map(repr, list(row)[:6])) or 'none'})" if field not in row else f"{field} is {value!r}, not a text with something in it"
+        said = (
+            f"has no field {field!r} (it has {', '.join(map(repr, list(row)[:6])) or 'none'})"
+            if field not in row
+            else f"{field} is {value!r}, not a text with something in it"
+        )
         raise ValueError(f"{where}: {said}; give a text")
     return value
 
@@ -85,7 +94,9 @@ def _demonstration(where: str, row: Mapping) -> Demonstration:
         prompt, response = (text_field(f"{where}, messages[{i}]", m, "content") for i, m in enumerate(talk))
     else:
         prompt, response = text_field(where, row, "prompt"), text_field(where, row, "response")
-    return Demonstration(prompt, response, text_field(where, row, "task", needed=False), text_field(where, row, "source", needed=False))
+    return Demonstration(
+        prompt, response, text_field(where, row, "task", needed=False), text_field(where, row, "source", needed=False)
+    )
 
 
 def write_lines(path: str | Path, rows: Sequence) -> Path:
@@ -96,7 +107,10 @@ def write_lines(path: str | Path, rows: Sequence) -> Path:
     with aside.open("w", encoding="utf-8") as file:
         for row in rows:
             told = {f.name: getattr(row, f.name) for f in fields(row)}
-            file.write(json.dumps({f.name: told[f.name] for f in fields(row) if told[f.name] != f.default}, ensure_ascii=False) + "\n")
+            file.write(
+                json.dumps({f.name: told[f.name] for f in fields(row) if told[f.name] != f.default}, ensure_ascii=False)
+                + "\n"
+            )
     aside.replace(path)
     return path
 
@@ -127,14 +141,20 @@ def running_count(prompt: str) -> str:
     return "".join(f"{c}{word[:i].count(letter)}" for i, c in enumerate(word, 1))
 
 
-WORKINGS: dict[str, Callable[[str], str]] = {"addition": column_addition, "sums": running_total, "counting": running_count}
+WORKINGS: dict[str, Callable[[str], str]] = {
+    "addition": column_addition,
+    "sums": running_total,
+    "counting": running_count,
+}
 
 # %% ../../nbs/training/08_sft.ipynb #supervised-tasks
 def working_of(task: Task) -> str:
     "The working of a built-in task. ValueError for a task of another kind."
     kind = task.id.partition("/")[0]
     if kind not in WORKINGS:
-        raise ValueError(f"tasks: {task.id!r} has no working that is known; demonstrations are made for {', '.join(WORKINGS)} and their mix, arithmetic")
+        raise ValueError(
+            f"tasks: {task.id!r} has no working that is known; demonstrations are made for {', '.join(WORKINGS)} and their mix, arithmetic"
+        )
     return WORKINGS[kind](task.prompt)
 
 
@@ -156,13 +176,18 @@ def demonstrate(tasks: Sequence[Task], written: float = 1.0, slips: float = 0.0,
     for task in tasks:
         working, shown, wrong = working_of(task), draw.random() < written, draw.random() < slips
         answer = task.answer if shown or not wrong else slip(draw, task.answer)
-        made.append(Demonstration(task.prompt, f"{working if shown else ''}:{answer}", task.id, "written out" if shown else "at once"))
+        made.append(
+            Demonstration(
+                task.prompt, f"{working if shown else ''}:{answer}", task.id, "written out" if shown else "at once"
+            )
+        )
     return made
 
 # %% ../../nbs/training/08_sft.ipynb #supervised-rejection
 @dataclass(frozen=True)
 class Judged:
     "A response with the verifier's verdict. `stopped`: it ended by itself; `length` in tokens; `rollout` its id; `level` the task's difficulty."
+
     prompt: str
     response: str
     correct: bool
@@ -188,18 +213,27 @@ def rejection(judged: Sequence[Judged], per_task: int = 4, pick: str = "all") ->
         if j.correct and j.stopped and j.response:
             by_prompt.setdefault(j.prompt, {}).setdefault(j.response, j)
     if not by_prompt:
-        raise ValueError(f"rejection: none of the {len(judged)} responses is right and complete; take a run that solves some of its tasks")
+        raise ValueError(
+            f"rejection: none of the {len(judged)} responses is right and complete; take a run that solves some of its tasks"
+        )
     kept = [j for found in by_prompt.values() for j in sorted(found.values(), key=PICKS[pick])[:per_task]]
-    return [Demonstration(j.prompt, j.response, j.task, f"rollout {j.rollout}" if j.rollout >= 0 else "rejection") for j in kept]
+    return [
+        Demonstration(j.prompt, j.response, j.task, f"rollout {j.rollout}" if j.rollout >= 0 else "rejection")
+        for j in kept
+    ]
 
 # %% ../../nbs/training/08_sft.ipynb #supervised-split
 def split_by_prompt(items: Sequence, share: float = 0.1) -> tuple[list, list]:
     "(train, held out) of things with a `prompt`: near `share` of the different prompts are held out, at least one unless the share is 0. ValueError for too few prompts or a share outside 0 to 0.9."
     if not 0 <= share <= 0.9:
         raise ValueError(f"held_out: {share!r} is no share from 0 to 0.9")
-    prompts = sorted({item.prompt for item in items}, key=lambda prompt: blake2b(prompt.encode(), digest_size=8).digest())
+    prompts = sorted(
+        {item.prompt for item in items}, key=lambda prompt: blake2b(prompt.encode(), digest_size=8).digest()
+    )
     if share and len(prompts) < 2:
-        raise ValueError(f"held_out: {len(prompts)} different prompt{'s' * (len(prompts) != 1)} cannot be split; give more, or hold nothing out (0)")
+        raise ValueError(
+            f"held_out: {len(prompts)} different prompt{'s' * (len(prompts) != 1)} cannot be split; give more, or hold nothing out (0)"
+        )
     aside = set(prompts[: max(1, round(share * len(prompts)))] if share else [])
     return [item for item in items if item.prompt not in aside], [item for item in items if item.prompt in aside]
 
@@ -207,6 +241,7 @@ def split_by_prompt(items: Sequence, share: float = 0.1) -> tuple[list, list]:
 @dataclass(frozen=True, eq=False)
 class Example:
     "Tokens int32 [T] of prompt and response; those from `start` on are learned."
+
     tokens_T: np.ndarray
     start: int
 
@@ -215,11 +250,15 @@ def encode_example(policy: Policy, prompt: str, response: str, stopped: bool = T
     "Tokens of a demonstration. ValueError for text that the tokenizer cannot express, or more tokens than the model reads."
     head, tail = encode_prompt(policy, prompt), encode_response(policy, response, stopped)
     if len(head) + len(tail) > policy.context:
-        raise ValueError(f"the response to {prompt[:40]!r}: {len(head) + len(tail)} tokens with its prompt, and {policy.name!r} reads {policy.context}; shorten it, or leave it out")
+        raise ValueError(
+            f"the response to {prompt[:40]!r}: {len(head) + len(tail)} tokens with its prompt, and {policy.name!r} reads {policy.context}; shorten it, or leave it out"
+        )
     return Example(np.concatenate([head, tail]), len(head))
 
 
-def encode_all(policy: Policy, demonstrations: Sequence[Demonstration], unusable: str = "refuse") -> tuple[list[Example], int]:
+def encode_all(
+    policy: Policy, demonstrations: Sequence[Demonstration], unusable: str = "refuse"
+) -> tuple[list[Example], int]:
     "(examples, how many were left out). ValueError for the first that cannot be encoded, unless `unusable` is skip; and if none is left."
     examples, left_out = [], 0
     for number, d in enumerate(demonstrations, 1):
@@ -227,10 +266,14 @@ def encode_all(policy: Policy, demonstrations: Sequence[Demonstration], unusable
             examples.append(encode_example(policy, d.prompt, d.response))
         except ValueError as error:
             if unusable != "skip":
-                raise ValueError(f"demonstration {number}: {error}; or leave such ones out with unusable = 'skip'") from None
+                raise ValueError(
+                    f"demonstration {number}: {error}; or leave such ones out with unusable = 'skip'"
+                ) from None
             left_out += 1
     if demonstrations and not examples:
-        raise ValueError(f"demonstrations: none of {len(demonstrations)} can be encoded for {policy.name!r}; take another model")
+        raise ValueError(
+            f"demonstrations: none of {len(demonstrations)} can be encoded for {policy.name!r}; take another model"
+        )
     return examples, left_out
 
 # %% ../../nbs/training/08_sft.ipynb #supervised-loss
@@ -250,7 +293,9 @@ def held_out_loss(policy: Policy, examples: Sequence[Example], micro_tokens: int
     "Mean negative log-likelihood per response token, in nats; NaN without examples."
     if not examples:
         return math.nan
-    found = [response_loss(policy, part) for part in pieces(examples, [len(e.tokens_T) for e in examples], micro_tokens)]
+    found = [
+        response_loss(policy, part) for part in pieces(examples, [len(e.tokens_T) for e in examples], micro_tokens)
+    ]
     return float(sum(loss for loss, _ in found)) / sum(count for _, count in found)
 
 
@@ -262,6 +307,7 @@ def pieces(items: Sequence, lengths: Sequence[int], micro_tokens: int) -> list[l
 @dataclass(frozen=True)
 class FitSettings:
     "Settings of a supervised fit. ValueError names a field out of range."
+
     learning_rate: float = 5e-4  # of a model below a million weights; 1e-5 suits one of a billion
     epochs: int = 3
     batch: int = 16  # examples (or pairs) of an optimizer step
@@ -273,16 +319,27 @@ class FitSettings:
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in (("learning_rate", 0, 1), ("epochs", 1, 10_000), ("batch", 1, 1_000_000), ("warmup", 0, 1), ("weight_decay", 0, 10), ("held_out", 0, 0.9), ("micro_tokens", 1, 10**9)):
+        for name, low, high in (
+            ("learning_rate", 0, 1),
+            ("epochs", 1, 10_000),
+            ("batch", 1, 1_000_000),
+            ("warmup", 0, 1),
+            ("weight_decay", 0, 10),
+            ("held_out", 0, 0.9),
+            ("micro_tokens", 1, 10**9),
+        ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not from {low} to {high}")
         if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm: {self.max_grad_norm!r} would stop all learning; give a positive number, inf for no clipping")
+            raise ValueError(
+                f"max_grad_norm: {self.max_grad_norm!r} would stop all learning; give a positive number, inf for no clipping"
+            )
 
 
 @dataclass(frozen=True)
 class FitResult:
     "What a fit did: loss of each optimizer step; held-out loss before the first and after each epoch (NaN without any); the epoch whose weights were kept; how many examples were trained on, held out, left out; tokens; seconds."
+
     losses: tuple[float, ...]
     held_out: tuple[float, ...]
     kept: int
@@ -296,14 +353,27 @@ class FitResult:
 Loss = Callable[[Sequence], tuple[torch.Tensor, int]]  # items -> (summed loss, what to divide by)
 
 
-def fit(model: torch.nn.Module, items: Sequence, lengths: Sequence[int], loss: Loss, examine: Callable[[], float], settings: FitSettings,
-        say: Callable[[str], None] = lambda line: None) -> tuple[list[float], list[float], int]:
+def fit(
+    model: torch.nn.Module,
+    items: Sequence,
+    lengths: Sequence[int],
+    loss: Loss,
+    examine: Callable[[], float],
+    settings: FitSettings,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[float], list[float], int]:
     "Train in place; returns (loss of each step, examined loss before and after each epoch, epoch kept). ValueError if nothing is there to train on, or the loss is no number."
     if not items:
         raise ValueError("nothing is left to train on; hold less out, or give more")
     size, draw = dict(zip(map(id, items), lengths)), random.Random(settings.seed)
-    decayed, rest = ([p for p in model.parameters() if p.requires_grad and (p.dim() > 1) == matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}], lr=settings.learning_rate, betas=(0.9, 0.95))
+    decayed, rest = (
+        [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) == matrix] for matrix in (True, False)
+    )
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+    )
     per_epoch, losses, examined = math.ceil(len(items) / settings.batch), [], [examine()]
     best, kept, steps = None, 0, per_epoch * settings.epochs
     for epoch in range(1, settings.epochs + 1):
@@ -311,16 +381,25 @@ def fit(model: torch.nn.Module, items: Sequence, lengths: Sequence[int], loss: L
         for batch in (order[i : i + settings.batch] for i in range(0, len(order), settings.batch)):
             for group in optimizer.param_groups:
                 group["lr"] = rate(len(losses), steps, settings)
-            losses.append(_step(model, optimizer, pieces(batch, [size[id(e)] for e in batch], settings.micro_tokens), loss, settings))
+            losses.append(
+                _step(
+                    model, optimizer, pieces(batch, [size[id(e)] for e in batch], settings.micro_tokens), loss, settings
+                )
+            )
         examined.append(examine())
-        say(f"epoch {epoch} of {settings.epochs}: loss {sum(losses[-per_epoch:]) / per_epoch:.4f}, held out {examined[-1]:.4f}")
+        say(
+            f"epoch {epoch} of {settings.epochs}: loss {sum(losses[-per_epoch:]) / per_epoch:.4f}, held out {examined[-1]:.4f}"
+        )
         if math.isnan(examined[-1]) or examined[-1] <= min(examined[1:]):
-            best, kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}, epoch
+            best, kept = (
+                {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()},
+                epoch,
+            )
     if kept != settings.epochs:
         model.load_state_dict(best)
     return losses, examined, kept
 
-
+# %% ../../nbs/training/08_sft.ipynb #supervised-fit-part-2
 def rate(step: int, steps: int, settings: FitSettings) -> float:
     "Learning rate of a step: a linear rise over the warm-up, then a linear fall that ends at 0 after the last step."
     rise = math.ceil(settings.warmup * steps)
@@ -345,18 +424,45 @@ def _step(model, optimizer, parts: Sequence[Sequence], loss: Loss, settings: Fit
     return total / count
 
 # %% ../../nbs/training/08_sft.ipynb #supervised-tune
-def tune(policy: Policy, demonstrations: Sequence[Demonstration], settings: FitSettings = FitSettings(), unusable: str = "refuse", say: Callable[[str], None] = lambda line: None) -> FitResult:
+def tune(
+    policy: Policy,
+    demonstrations: Sequence[Demonstration],
+    settings: FitSettings = FitSettings(),
+    unusable: str = "refuse",
+    say: Callable[[str], None] = lambda line: None,
+) -> FitResult:
     "Fine-tune the policy in place on demonstrations. ValueError for demonstrations that cannot be used (left out if `unusable` is skip), or too few."
     began = time.perf_counter()
     sides = [encode_all(policy, side, unusable) for side in split_by_prompt(demonstrations, settings.held_out)]
     (train, lost), (rest, more) = sides
-    losses, examined, kept = fit(policy.model, train, [len(e.tokens_T) for e in train], lambda part: response_loss(policy, part), lambda: held_out_loss(policy, rest, settings.micro_tokens), settings, say)
+    losses, examined, kept = fit(
+        policy.model,
+        train,
+        [len(e.tokens_T) for e in train],
+        lambda part: response_loss(policy, part),
+        lambda: held_out_loss(policy, rest, settings.micro_tokens),
+        settings,
+        say,
+    )
     learned = sum(len(e.tokens_T) - e.start for e in train) * settings.epochs
-    return FitResult(tuple(losses), tuple(examined), kept, len(train), len(rest), lost + more, learned, time.perf_counter() - began)
+    return FitResult(
+        tuple(losses), tuple(examined), kept, len(train), len(rest), lost + more, learned, time.perf_counter() - began
+    )
 
 
 def write_figures(folder: Path, name: str, result, **more) -> None:
     "Write a result as JSON beside the weights in `folder`; numbers that are none become null."
     told = {**more, **asdict(result)}
-    clean = lambda v: None if isinstance(v, float) and not math.isfinite(v) else [clean(x) for x in v] if isinstance(v, (list, tuple)) else {k: clean(x) for k, x in v.items()} if isinstance(v, dict) else v  # noqa: E731
+
+    def clean(v):
+        return (
+            None
+            if isinstance(v, float) and not math.isfinite(v)
+            else [clean(x) for x in v]
+            if isinstance(v, (list, tuple))
+            else {k: clean(x) for k, x in v.items()}
+            if isinstance(v, dict)
+            else v
+        )  # noqa: E731
+
     (Path(folder) / name).write_text(json.dumps(clean(told), indent=1) + "\n", encoding="utf-8")

@@ -20,14 +20,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .batch import Arrays, Context, Demonstrations, alphas, prepare
-from ..objective.correction import chi_square, ess, kl_k3
-from .logprobs import check_packing, compute_again, packed_logprobs, shareable, shared_logprobs
 from ..knobs import supply
-from ..objective.loss import Totals
 from ..models.model import KeptTokens, kept_tokens, token_logprobs
+from ..objective.correction import chi_square, ess, kl_k3
+from ..objective.loss import Totals
 from ..objective.objective import Objective, Tokens, Weights, corrected, evaluate
 from ..records import Group, Rollout, TrainMetrics, stream_key, uniforms
+from .batch import Arrays, Context, Demonstrations, alphas, prepare
+from .logprobs import check_packing, compute_again, packed_logprobs, shareable, shared_logprobs
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-config
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class TrainerConfig:
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a number of at least {low}")
         if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm: {self.max_grad_norm!r} would stop all learning; give a positive number, inf for no clipping")
+            raise ValueError(
+                f"max_grad_norm: {self.max_grad_norm!r} would stop all learning; give a positive number, inf for no clipping"
+            )
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"betas: {self.betas!r} are not two numbers in [0, 1)")
         for name, known in (("precision", ("fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
@@ -79,14 +81,24 @@ def parts(groups_R: np.ndarray, optimizer_steps: int) -> list[np.ndarray]:
     return [np.isin(groups_R, np.concatenate(pair)).nonzero()[0] for pair in chunks]
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-split
-def split(widths_R: np.ndarray, micro_tokens: int, most_padding: float = 0.15, lengths_R: np.ndarray | None = None, packed: bool = False) -> list[np.ndarray]:
+def split(
+    widths_R: np.ndarray,
+    micro_tokens: int,
+    most_padding: float = 0.15,
+    lengths_R: np.ndarray | None = None,
+    packed: bool = False,
+) -> list[np.ndarray]:
     "Cut rows into micro-batches of like width; returns row indices of each. Every row is in exactly one. `lengths_R`: with what is shared, which takes memory too. `packed`: end to end, so widths need not be alike."
     lengths_R = widths_R if lengths_R is None else lengths_R
     micros, rows, held, width, longest = [], [], 0, 0, 0
     for row in np.argsort(-np.asarray(widths_R), kind="stable"):
         length, longest = int(widths_R[row]), max(longest, int(lengths_R[row]))
         area = width * (len(rows) + 1)
-        full = held + length > micro_tokens if packed else longest * (len(rows) + 1) > micro_tokens or held + length < (1 - most_padding) * area
+        full = (
+            held + length > micro_tokens
+            if packed
+            else longest * (len(rows) + 1) > micro_tokens or held + length < (1 - most_padding) * area
+        )
         if rows and full:
             micros.append(np.array(rows))
             rows, held, longest = [], 0, int(lengths_R[row])
@@ -106,6 +118,7 @@ def padding(lengths_R: np.ndarray, micros: Sequence[np.ndarray]) -> float:
 @dataclass(frozen=True, eq=False)
 class Micro:
     "Rows of a batch as tensors on the device, trimmed to the longest of them."
+
     tokens_RT: torch.Tensor
     mask_RT: torch.Tensor
     partial_RT: torch.Tensor
@@ -128,10 +141,32 @@ def cut(arrays: Arrays, rows: np.ndarray, device: torch.device, old: str = "reco
     "The rows as tensors; the shortest row if there are none. `old`: whose log-probs the ratio is to be taken to."
     rows = rows if len(rows) else np.zeros(1, np.int64)
     width = int(arrays.lengths_R[rows].max())
-    to = lambda array: None if array is None else torch.as_tensor(array[rows] if array.ndim == 1 else array[rows, :width], device=device)  # noqa: E731
-    named = ("tokens_RT", "mask_RT", "partial_RT", "sampler_RT", "advantages_RT", "temperatures_R", "lengths_R", "prefix_R", "replayed_R", "shown_R", "reference_RT")
-    return Micro(*(to(getattr(arrays, name)) for name in named), to(alphas(arrays)) if old == "log_linear" else None,
-                 None if arrays.masks_R is None else kept_tokens(arrays.masks_R[rows], width, device))
+
+    def to(array):
+        return (
+            None
+            if array is None
+            else torch.as_tensor(array[rows] if array.ndim == 1 else array[rows, :width], device=device)
+        )  # noqa: E731
+
+    named = (
+        "tokens_RT",
+        "mask_RT",
+        "partial_RT",
+        "sampler_RT",
+        "advantages_RT",
+        "temperatures_R",
+        "lengths_R",
+        "prefix_R",
+        "replayed_R",
+        "shown_R",
+        "reference_RT",
+    )
+    return Micro(
+        *(to(getattr(arrays, name)) for name in named),
+        to(alphas(arrays)) if old == "log_linear" else None,
+        None if arrays.masks_R is None else kept_tokens(arrays.masks_R[rows], width, device),
+    )
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-team
 class Alone:
@@ -192,7 +227,15 @@ def shares(widths_R: np.ndarray, rows: np.ndarray, size: int) -> list[np.ndarray
 
 def plan(arrays: Arrays, shared: Sequence[np.ndarray], config: TrainerConfig) -> list[list[np.ndarray]]:
     "Micro-batches (row indices) of every process: as many for each, empty ones at the end."
-    cuts = [[rows[m] for m in split(arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows], packed=config.packing)] for rows in shared]
+    cuts = [
+        [
+            rows[m]
+            for m in split(
+                arrays.widths_R[rows], config.micro_tokens, lengths_R=arrays.lengths_R[rows], packed=config.packing
+            )
+        ]
+        for rows in shared
+    ]
     most = max(map(len, cuts))
     return [micros + [EMPTY] * (most - len(micros)) for micros in cuts]
 
@@ -200,6 +243,7 @@ def plan(arrays: Arrays, shared: Sequence[np.ndarray], config: TrainerConfig) ->
 @dataclass(frozen=True, eq=False)
 class Seen:
     "What one micro-batch showed: its share of the loss and of the demonstrations' loss, flat tensors [N] over its tokens that carry weight, and which rows these are."
+
     loss: torch.Tensor
     shown: torch.Tensor
     old_N: torch.Tensor  # at the batch's start
@@ -215,7 +259,13 @@ class Seen:
 
 
 @torch.no_grad()
-def start_logprobs(forward: Forward, arrays: Arrays, micro_tokens: int, device: torch.device, micros: Sequence[np.ndarray] | None = None) -> torch.Tensor:
+def start_logprobs(
+    forward: Forward,
+    arrays: Arrays,
+    micro_tokens: int,
+    device: torch.device,
+    micros: Sequence[np.ndarray] | None = None,
+) -> torch.Tensor:
     "Log-probs [R, T] of the whole batch, or of the rows in `micros`, under the present weights; 0 on padding."
     old_RT = torch.zeros(arrays.tokens_RT.shape, device=device)
     for rows in split(arrays.widths_R, micro_tokens, lengths_R=arrays.lengths_R) if micros is None else micros:
@@ -228,41 +278,88 @@ def start_logprobs(forward: Forward, arrays: Arrays, micro_tokens: int, device: 
 @dataclass(frozen=True)
 class Counted:
     "What one optimizer step holds: the policy's own rollouts, and the tokens of demonstrations with their weight."
+
     own: Totals
     shown: int = 0
     shown_weight: float = 0.0
 
 
-def tokens_in(micro: Micro, logprobs_RT: torch.Tensor, entropy_RT: torch.Tensor, start_RT: torch.Tensor, correction_RT: torch.Tensor | None) -> Tokens:
+def tokens_in(
+    micro: Micro,
+    logprobs_RT: torch.Tensor,
+    entropy_RT: torch.Tensor,
+    start_RT: torch.Tensor,
+    correction_RT: torch.Tensor | None,
+) -> Tokens:
     "A micro-batch as the objective sees it; demonstrations carry no weight there."
     own_RT, replayed_RT = micro.mask_RT & ~micro.shown_R[:, None], micro.replayed_R[:, None].expand(micro.mask_RT.shape)
-    return Tokens(logprobs_RT, start_RT, micro.sampler_RT, micro.advantages_RT, own_RT, micro.partial_RT, replayed_RT, entropy_RT, micro.reference_RT, micro.alpha_RT, correction_RT)
+    return Tokens(
+        logprobs_RT,
+        start_RT,
+        micro.sampler_RT,
+        micro.advantages_RT,
+        own_RT,
+        micro.partial_RT,
+        replayed_RT,
+        entropy_RT,
+        micro.reference_RT,
+        micro.alpha_RT,
+        correction_RT,
+    )
 
 
-def judge(objective: Objective, micro: Micro, t: Tokens, counted: Counted, weights: Weights, rows: np.ndarray) -> tuple[Seen, torch.Tensor, torch.Tensor]:
+def judge(
+    objective: Objective, micro: Micro, t: Tokens, counted: Counted, weights: Weights, rows: np.ndarray
+) -> tuple[Seen, torch.Tensor, torch.Tensor]:
     "What a micro-batch showed, and the slopes of its loss along log-probs and entropies [R, T]. The tensors of `t` come without gradient."
     leaf_RT, entropy_RT = t.logprobs_RT.clone().requires_grad_(), t.entropy_RT.clone().requires_grad_()
     value = evaluate(objective, replace(t, logprobs_RT=leaf_RT, entropy_RT=entropy_RT), counted.own, weights)
     shown = (-leaf_RT * (micro.mask_RT & micro.shown_R[:, None])).sum() / max(1, counted.shown)
     (value.loss + counted.shown_weight * shown).backward()
     reference_RT = torch.zeros_like(t.sampler_RT) if t.reference_RT is None else t.reference_RT
-    per_token = (t.start_RT, t.logprobs_RT, t.sampler_RT, t.entropy_RT, value.clipped_low_RT, value.clipped_high_RT, value.correction_RT.expand(t.mask_RT.shape), reference_RT)
-    seen = Seen(value.loss.detach(), shown.detach(), *(x[t.mask_RT] for x in per_token), torch.as_tensor(rows), t.mask_RT.sum(1))
+    per_token = (
+        t.start_RT,
+        t.logprobs_RT,
+        t.sampler_RT,
+        t.entropy_RT,
+        value.clipped_low_RT,
+        value.clipped_high_RT,
+        value.correction_RT.expand(t.mask_RT.shape),
+        reference_RT,
+    )
+    seen = Seen(
+        value.loss.detach(), shown.detach(), *(x[t.mask_RT] for x in per_token), torch.as_tensor(rows), t.mask_RT.sum(1)
+    )
     return seen, leaf_RT.grad, torch.zeros_like(entropy_RT) if entropy_RT.grad is None else entropy_RT.grad
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-accumulate
 def counted_in(arrays: Arrays, rows: np.ndarray, shown_weight: float) -> Counted:
     "What an optimizer step holds."
     own, shown = rows[~arrays.shown_R[rows]], rows[arrays.shown_R[rows]]
-    return Counted(Totals(tokens=int(arrays.mask_RT[own].sum()), sequences=len(own)), int(arrays.mask_RT[shown].sum()), shown_weight)
+    return Counted(
+        Totals(tokens=int(arrays.mask_RT[own].sum()), sequences=len(own)),
+        int(arrays.mask_RT[shown].sum()),
+        shown_weight,
+    )
 
 
 def accumulate(
-    forward: Forward, objective: Objective, arrays: Arrays, micros: Sequence[np.ndarray], old_RT: torch.Tensor | None, device: torch.device,
-    rows: np.ndarray | None = None, team: Alone = ALONE, shown_weight: float = 0.0, correction_RT: torch.Tensor | None = None,
+    forward: Forward,
+    objective: Objective,
+    arrays: Arrays,
+    micros: Sequence[np.ndarray],
+    old_RT: torch.Tensor | None,
+    device: torch.device,
+    rows: np.ndarray | None = None,
+    team: Alone = ALONE,
+    shown_weight: float = 0.0,
+    correction_RT: torch.Tensor | None = None,
 ) -> list[Seen]:
     "Add up the gradients of one optimizer step's micro-batches. `old_RT` None: the present weights stand for those of the batch's start. `rows`: of all processes, if there are several. `correction_RT`: made beforehand."
-    counted, weights = counted_in(arrays, np.concatenate(micros) if rows is None else rows, shown_weight), Weights(arrays.kl_weight, arrays.entropy_weight)
+    counted, weights = (
+        counted_in(arrays, np.concatenate(micros) if rows is None else rows, shown_weight),
+        Weights(arrays.kl_weight, arrays.entropy_weight),
+    )
     seen, failed = [], None
     for mine in micros:
         micro = cut(arrays, mine, device, objective.old)
@@ -270,24 +367,34 @@ def accumulate(
         now_RT, slope_RT, turn_RT = logprobs_RT.detach(), torch.zeros_like(logprobs_RT), torch.zeros_like(entropy_RT)
         if len(mine) and not failed:
             try:
-                part = [None if whole_RT is None else whole_RT[mine, : now_RT.shape[1]] for whole_RT in (old_RT, correction_RT)]
+                part = [
+                    None if whole_RT is None else whole_RT[mine, : now_RT.shape[1]]
+                    for whole_RT in (old_RT, correction_RT)
+                ]
                 t = tokens_in(micro, now_RT, entropy_RT.detach(), now_RT if part[0] is None else part[0], part[1])
                 shown, slope_RT, turn_RT = judge(objective, micro, t, counted, weights, mine)
                 seen.append(shown)
             except Exception as error:
                 failed = team.hold(error)
-        through = [(logprobs_RT, slope_RT * team.size)] + ([(entropy_RT, turn_RT * team.size)] if arrays.entropy_weight else [])
-        torch.autograd.backward(*map(list, zip(*through)))  # shards take the mean of the processes' gradients; theirs is the sum
+        through = [(logprobs_RT, slope_RT * team.size)] + (
+            [(entropy_RT, turn_RT * team.size)] if arrays.entropy_weight else []
+        )
+        torch.autograd.backward(
+            *map(list, zip(*through))
+        )  # shards take the mean of the processes' gradients; theirs is the sum
     team.agree(failed)
     return seen
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-whole
 class NothingLeft(ValueError):
     "No token of a batch keeps any weight."
+
     field = "correction"
 
 
-def correction_before(objective: Objective, arrays: Arrays, rows: np.ndarray, start_RT: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def correction_before(
+    objective: Objective, arrays: Arrays, rows: np.ndarray, start_RT: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
     "Weights [R, T] of a correction that looks at all rows of an optimizer step at once; None for any other."
     if not objective.before_cut:
         return None
@@ -303,12 +410,18 @@ def check_left(seen: Sequence[Seen], advantages_RT: np.ndarray) -> None:
     "NothingLeft if the correction took away all tokens of an optimizer step."
     if seen and not any(bool(s.weight_N.any()) for s in seen) and sum(len(s.weight_N) for s in seen):
         n = sum(len(s.weight_N) for s in seen)
-        raise NothingLeft(f"correction: leaves none of the {n} tokens of this step any weight, so there is nothing to learn; widen its bounds, lower staleness, or take another one")
+        raise NothingLeft(
+            f"correction: leaves none of the {n} tokens of this step any weight, so there is nothing to learn; widen its bounds, lower staleness, or take another one"
+        )
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-step
 def learning_rate(config: TrainerConfig, steps: int) -> float:
     "The learning rate of the optimizer step that follows `steps` finished ones: linear warm-up, then constant."
-    return config.learning_rate * min(1.0, (steps + 1) / config.warmup_steps) if config.warmup_steps else config.learning_rate
+    return (
+        config.learning_rate * min(1.0, (steps + 1) / config.warmup_steps)
+        if config.warmup_steps
+        else config.learning_rate
+    )
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -325,7 +438,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, step
             f"trainer: the gradient norm is {norm} at optimizer step {steps + 1}; the step was not taken. Lower the learning rate or look at the loss's knobs"
         )
     for group in optimizer.param_groups:
-        group.update(lr=learning_rate(config, steps), betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        group.update(
+            lr=learning_rate(config, steps), betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -334,6 +449,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, step
 @dataclass(frozen=True, eq=False)
 class Told:
     "What became of a rollout's tokens in training; float32 [T] over all its tokens up to the last that carries weight, NaN where one does not. `step_T` and `advantages_T` are None where they say nothing new, `reference_T` without one."
+
     start_T: np.ndarray
     step_T: np.ndarray | None
     advantages_T: np.ndarray | None
@@ -343,6 +459,7 @@ class Told:
 @dataclass(frozen=True, eq=False)
 class TrainResult:
     "What one finished batch gives: metrics, the advantage of each trained rollout by id (mean over its tokens), and the seconds it took; `compute` of them in forward, backward and optimizer. `told`: by rollout."
+
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]
@@ -351,7 +468,9 @@ class TrainResult:
     told: dict[int, Told]
 
 
-def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float, arrays: Arrays) -> TrainMetrics:
+def measure(
+    seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: float, padded: float, arrays: Arrays
+) -> TrainMetrics:
     "Metrics of a batch from its micro-batches, its gradient norms and how far the weights moved."
     names = ("old_N", "now_N", "sampler_N", "entropy_N", "low_N", "high_N", "weight_N", "reference_N")
     flat = {name: torch.cat([getattr(s, name) for s in seen]).float() for name in names}
@@ -364,14 +483,24 @@ def measure(seen: Sequence[Seen], norms: Sequence[float], moved: float, rate: fl
         clip_low=float(flat["low_N"].mean()),
         clip_high=float(flat["high_N"].mean()),
         kl_sampler=kl_k3(flat["old_N"], flat["sampler_N"], everywhere_N),
-        logprob_diff_mean=float(distance_N.mean()), logprob_diff_max=float(distance_N.max()),
-        ess=ess(ratio_N, everywhere_N), chi_square=chi_square(flat["old_N"], flat["sampler_N"], everywhere_N),
+        logprob_diff_mean=float(distance_N.mean()),
+        logprob_diff_max=float(distance_N.max()),
+        ess=ess(ratio_N, everywhere_N),
+        chi_square=chi_square(flat["old_N"], flat["sampler_N"], everywhere_N),
         masked_tokens=float((flat["weight_N"] == 0).float().mean()),
-        kl_reference=kl_k3(flat["reference_N"], flat["now_N"], everywhere_N) if arrays.reference_RT is not None else None,
-        kl_weight=arrays.kl_weight, entropy_weight=arrays.entropy_weight,
-        supervised_loss=float(torch.stack([s.shown for s in seen]).sum()) / len(norms) if arrays.shown_R.any() else None,
+        kl_reference=kl_k3(flat["reference_N"], flat["now_N"], everywhere_N)
+        if arrays.reference_RT is not None
+        else None,
+        kl_weight=arrays.kl_weight,
+        entropy_weight=arrays.entropy_weight,
+        supervised_loss=float(torch.stack([s.shown for s in seen]).sum()) / len(norms)
+        if arrays.shown_R.any()
+        else None,
         replayed_rollouts=int(arrays.replayed_R.sum()),
-        learning_rate=rate, update_norm=moved, optimizer_steps=len(norms), padding=padded,
+        learning_rate=rate,
+        update_norm=moved,
+        optimizer_steps=len(norms),
+        padding=padded,
     )
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-told
@@ -379,20 +508,35 @@ def told_of(seen: Sequence[Seen], arrays: Arrays, steps: int) -> dict[int, Told]
     "What became of the tokens of every rollout that was trained, demonstrations and replayed ones left out."
     start_RT, step_RT = (np.full(arrays.mask_RT.shape, np.nan, np.float32) for _ in range(2))
     for s in seen:
-        at = np.repeat(s.rows_R.numpy(), s.counts_R.cpu().numpy()), np.concatenate([arrays.mask_RT[row].nonzero()[0][: int(n)] for row, n in zip(s.rows_R.tolist(), s.counts_R.tolist())])
+        at = (
+            np.repeat(s.rows_R.numpy(), s.counts_R.cpu().numpy()),
+            np.concatenate(
+                [arrays.mask_RT[row].nonzero()[0][: int(n)] for row, n in zip(s.rows_R.tolist(), s.counts_R.tolist())]
+            ),
+        )
         start_RT[at], step_RT[at] = s.old_N.float().cpu().numpy(), s.now_N.float().cpu().numpy()
     found = {}
     for row in (~(arrays.shown_R | arrays.replayed_R)).nonzero()[0]:
         end, mask_T = arrays.lengths_R[row], arrays.mask_RT[row]
         each_T = arrays.advantages_RT[row][mask_T]
         found[int(arrays.rollouts_R[row])] = Told(
-            start_RT[row, :end], step_RT[row, :end] if steps > 1 else None, arrays.advantages_RT[row, :end] if np.ptp(each_T) else None,
-            None if arrays.reference_RT is None else arrays.reference_RT[row, :end])
+            start_RT[row, :end],
+            step_RT[row, :end] if steps > 1 else None,
+            arrays.advantages_RT[row, :end] if np.ptp(each_T) else None,
+            None if arrays.reference_RT is None else arrays.reference_RT[row, :end],
+        )
     return found
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-batch
 def train_arrays(
-    forward: Forward, optimizer: torch.optim.Optimizer, objective: Objective, config: TrainerConfig, arrays: Arrays, steps: int, device: torch.device, team: Alone = ALONE
+    forward: Forward,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    config: TrainerConfig,
+    arrays: Arrays,
+    steps: int,
+    device: torch.device,
+    team: Alone = ALONE,
 ) -> tuple[TrainMetrics, dict[int, Told], float]:
     "All optimizer steps of one batch, after `steps` earlier ones, what became of its tokens, and the seconds in forward, backward and optimizer; moves the optimizer's weights in place. Zero steps for an empty batch."
     pieces = parts(arrays.groups_R, config.optimizer_steps)
@@ -409,7 +553,20 @@ def train_arrays(
         for done, rows in enumerate(pieces):
             micros = plan(arrays, shared[done], config)
             before_RT = correction_before(objective, arrays, rows, old_RT, device)
-            seen += (found := accumulate(forward, objective, arrays, micros[team.rank], old_RT, device, rows, team, config.supervised_weight, before_RT))
+            seen += (
+                found := accumulate(
+                    forward,
+                    objective,
+                    arrays,
+                    micros[team.rank],
+                    old_RT,
+                    device,
+                    rows,
+                    team,
+                    config.supervised_weight,
+                    before_RT,
+                )
+            )
             check_left(found, arrays.advantages_RT) if team.size == 1 else None
             norms.append(optimizer_step(optimizer, config, steps + done, team))
             cuts += [micro for each in micros for micro in each if len(micro)]
@@ -421,7 +578,11 @@ def train_arrays(
     moved = team.norm([p.detach() - b for p, b in zip(weights_of(optimizer), before)])
     padded = 0.0 if config.packing else padding(arrays.widths_R, cuts)
     seen = team.merge(seen)
-    return measure(seen, norms, moved, learning_rate(config, steps + len(norms) - 1), padded, arrays), told_of(seen, arrays, len(norms)), compute
+    return (
+        measure(seen, norms, moved, learning_rate(config, steps + len(norms) - 1), padded, arrays),
+        told_of(seen, arrays, len(norms)),
+        compute,
+    )
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-undo
 @torch.no_grad()
@@ -432,7 +593,9 @@ def undo(optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> No
         parameter.copy_(old)
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-forward
-def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.device, team: Alone = ALONE) -> tuple[Callable, bool]:
+def forward_pass(
+    model: torch.nn.Module, config: TrainerConfig, device: torch.device, team: Alone = ALONE
+) -> tuple[Callable, bool]:
     "How a model's log-probabilities are computed, (model, tokens, lengths, temperatures, prefixes, sampling masks) -> [R, T] twice, and whether prefixes are shared. ValueError for what the model cannot do."
     if config.packing:
         check_packing(model)
@@ -442,7 +605,9 @@ def forward_pass(model: torch.nn.Module, config: TrainerConfig, device: torch.de
         return packed_logprobs, False
     if device.type == "cpu" and team.size == 1 and shareable(model):  # on a GPU the mask would cost the fast kernels
         return partial(shared_logprobs, again=config.gradient_checkpointing), True
-    return lambda model, tokens_RT, lengths_R, temperatures_R, prefix_R, kept: token_logprobs(model, tokens_RT, lengths_R, temperatures_R, kept=kept), False
+    return lambda model, tokens_RT, lengths_R, temperatures_R, prefix_R, kept: token_logprobs(
+        model, tokens_RT, lengths_R, temperatures_R, kept=kept
+    ), False
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-beside
 class Critic(Protocol):
@@ -464,6 +629,7 @@ class Critic(Protocol):
 @dataclass
 class Replay:
     "Groups that were trained on: the newest `size` are kept, and `share` of a batch's groups are drawn from those of earlier batches and come on top of it."
+
     size: int = 0
     share: float = 0.0
     groups: list[Group] = field(default_factory=list)
@@ -471,17 +637,23 @@ class Replay:
     def pick(self, count: int, version: int) -> list[Group]:
         "Groups to go with a batch of `count`; which ones depends on the version alone."
         wanted = min(round(self.share * count), len(self.groups))
-        order = np.argsort(uniforms(np.full(len(self.groups), stream_key(version, "replay", 0), np.uint64), np.arange(len(self.groups))), kind="stable")
+        order = np.argsort(
+            uniforms(
+                np.full(len(self.groups), stream_key(version, "replay", 0), np.uint64), np.arange(len(self.groups))
+            ),
+            kind="stable",
+        )
         return [self.groups[i] for i in sorted(order[:wanted])]
 
     def keep(self, groups: Sequence[Group]) -> None:
         "Remember what was trained."
-        self.groups = (self.groups + list(groups))[-self.size:] if self.size else []
+        self.groups = (self.groups + list(groups))[-self.size :] if self.size else []
 
 
 @dataclass
 class Beside:
     "What stands beside model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout -> rewards at its tokens; `shown`: what is imitated."
+
     critic: Critic | None = None
     replay: Replay = field(default_factory=Replay)
     shown: Demonstrations = field(default_factory=Demonstrations)
@@ -491,23 +663,56 @@ class Beside:
 # %% ../../nbs/training/03_trainer.ipynb #trainer-schedule
 def scheduled(objective: Objective, version: int, memory: Mapping[str, float]) -> Weights:
     "The weights of KL and entropy for the batch that makes `version`."
-    def weight(name: str, base: float, schedule: Callable) -> float:
-        return float(supply(schedule, base, version, last=memory.get(f"{name}_weight", base), measured=memory.get(name), rollouts=memory.get("rollouts"))) if base else 0.0
 
-    return Weights(weight("kl", objective.kl_weight if objective.kl else 0.0, objective.kl_schedule), weight("entropy", objective.entropy_weight, objective.entropy_schedule))
+    def weight(name: str, base: float, schedule: Callable) -> float:
+        return (
+            float(
+                supply(
+                    schedule,
+                    base,
+                    version,
+                    last=memory.get(f"{name}_weight", base),
+                    measured=memory.get(name),
+                    rollouts=memory.get("rollouts"),
+                )
+            )
+            if base
+            else 0.0
+        )
+
+    return Weights(
+        weight("kl", objective.kl_weight if objective.kl else 0.0, objective.kl_schedule),
+        weight("entropy", objective.entropy_weight, objective.entropy_schedule),
+    )
 
 
 def remembered(memory: Mapping[str, float], arrays: Arrays, metrics: TrainMetrics) -> dict[str, float]:
     "The memory after a batch."
     kl = {} if metrics.kl_reference is None else {"kl": metrics.kl_reference}
-    return {**memory, **kl, "entropy": metrics.entropy, "kl_weight": arrays.kl_weight, "entropy_weight": arrays.entropy_weight, "rollouts": float(len(arrays))}
+    return {
+        **memory,
+        **kl,
+        "entropy": metrics.entropy,
+        "kl_weight": arrays.kl_weight,
+        "entropy_weight": arrays.entropy_weight,
+        "rollouts": float(len(arrays)),
+    }
 
 # %% ../../nbs/training/03_trainer.ipynb #trainer-with
 def with_beside(trainer: "Trainer", groups: Sequence[Group], version: int) -> tuple[Arrays, dict[str, float]]:
     "A batch laid out to make `version`, with what comes beside it; and the memory as its advantages left it."
     b, memory = trainer.beside, dict(trainer.beside.memory)
     weights, again = scheduled(trainer.objective, version, memory), b.replay.pick(len(groups), version)
-    context = Context(version - 1, b.critic and b.critic.values, b.steps, memory, weights.kl, weights.entropy, frozenset(g.id for g in again), b.shown(version))
+    context = Context(
+        version - 1,
+        b.critic and b.critic.values,
+        b.steps,
+        memory,
+        weights.kl,
+        weights.entropy,
+        frozenset(g.id for g in again),
+        b.shown(version),
+    )
     return prepare([*groups, *again], trainer.objective, trainer.pad_id, trainer.shares, context), memory
 
 
@@ -521,13 +726,21 @@ def mean_advantages(arrays: Arrays) -> dict[int, float]:
 def whole_moments(trainer: "Trainer") -> dict:
     "The optimizer's state, with the parts of all processes."
     told = trainer.optimizer.state_dict()
-    return {**told, "state": {i: {name: trainer.team.whole(value) for name, value in each.items()} for i, each in told["state"].items()}}
+    return {
+        **told,
+        "state": {
+            i: {name: trainer.team.whole(value) for name, value in each.items()} for i, each in told["state"].items()
+        },
+    }
 
 
 def take_moments(trainer: "Trainer", told: dict) -> None:
     "Put such a state into the optimizer, this process's part of it."
     trained = weights_of(trainer.optimizer)
-    parts = {i: {name: trainer.team.part(value, trained[i]) for name, value in each.items()} for i, each in told["state"].items()}
+    parts = {
+        i: {name: trainer.team.part(value, trained[i]) for name, value in each.items()}
+        for i, each in told["state"].items()
+    }
     trainer.optimizer.load_state_dict({**told, "state": parts})
 
 
@@ -543,15 +756,28 @@ def accelerator_of(config: TrainerConfig):
 # %% ../../nbs/training/03_trainer.ipynb #trainer-trainer
 FIXED = {"precision", "device", "gradient_checkpointing", "packing"}
 
-
+# %% ../../nbs/training/03_trainer.ipynb #trainer-trainer-part-2
 class Trainer:
     "Owns a causal language model and its optimizer. `team`: the processes it consists of. Raises ValueError for settings that cannot work."
 
     def __init__(
-        self, model: torch.nn.Module, config: TrainerConfig = TrainerConfig(), objective: Objective = Objective(), pad_id: int = 0, team: Alone = ALONE, beside: Beside | None = None
+        self,
+        model: torch.nn.Module,
+        config: TrainerConfig = TrainerConfig(),
+        objective: Objective = Objective(),
+        pad_id: int = 0,
+        team: Alone = ALONE,
+        beside: Beside | None = None,
     ):
         self._accelerator = accelerator_of(config)
-        self.config, self.objective, self.pad_id, self.steps, self.team, self.beside = config, objective, pad_id, 0, team, beside or Beside()
+        self.config, self.objective, self.pad_id, self.steps, self.team, self.beside = (
+            config,
+            objective,
+            pad_id,
+            0,
+            team,
+            beside or Beside(),
+        )
         self.model = model.to(torch.float32).eval()
         compute, self.shares = forward_pass(self.model, config, self._accelerator.device, team)
         self._compute, self.device = team.shard(self.model, compute, self._accelerator.device)
@@ -567,14 +793,22 @@ class Trainer:
         self.beside.memory = remembered(memory, arrays, metrics)
         self.beside.replay.keep(groups)
         seconds = time.perf_counter() - began
-        return TrainResult(version, metrics, mean_advantages(arrays), seconds, compute if arrays.returns_RT is None else seconds, told)
+        return TrainResult(
+            version, metrics, mean_advantages(arrays), seconds, compute if arrays.returns_RT is None else seconds, told
+        )
 
     def train_prepared(self, arrays: Arrays) -> tuple[TrainMetrics, dict[int, Told], float]:
         "Train on a batch that is laid out, this process's share of it; metrics of the whole, what became of its tokens, and seconds of compute."
         critic = self.beside.critic if arrays.returns_RT is not None else None
-        config = replace(self.config, learning_rate=0.0, weight_decay=0.0) if critic and critic.batches < self.config.critic_warmup else self.config
+        config = (
+            replace(self.config, learning_rate=0.0, weight_decay=0.0)
+            if critic and critic.batches < self.config.critic_warmup
+            else self.config
+        )
         learned = critic.train(arrays) if critic else {}  # first: should it fail, the policy is as it was
-        metrics, told, compute = train_arrays(self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team)
+        metrics, told, compute = train_arrays(
+            self._forward, self.optimizer, self.objective, config, arrays, self.steps, self.device, self.team
+        )
         self.steps += metrics.optimizer_steps
         return replace(metrics, **learned), told, compute
 
@@ -599,4 +833,6 @@ class Trainer:
 
     def _forward(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor]:
         with self._accelerator.autocast():
-            return self._compute(self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R, micro.kept)
+            return self._compute(
+                self.model, micro.tokens_RT, micro.lengths_R, micro.temperatures_R, micro.prefix_R, micro.kept
+            )

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..models.lora import adapters, merged, scale_of
-from ..models.hardware import gpus_here
 from ..generator import Generator
+from ..models.hardware import gpus_here
+from ..models.lora import adapters, merged, scale_of
 from ..models.model import base_weights
 
 # %% ../../nbs/training/04_weight_transport.ipynb #publish-weights
@@ -37,6 +37,7 @@ def served(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[st
 # %% ../../nbs/training/04_weight_transport.ipynb #publish-hash
 def hash_weights(named: Mapping[str, torch.Tensor]) -> str:
     "One hash of tensors by name, of their types, shapes and bytes. They are hashed one by one, as many at once as PyTorch has threads here."
+
     def line(name: str) -> str:
         tensor = named[name].detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -68,7 +69,10 @@ def layout(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int, int]
 
 def _views(raw: torch.Tensor, offsets: Mapping[str, int], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     "The tensors of a buffer, uint8 [bytes]: windows into it, not copies."
-    return {name: raw[at : at + t.numel() * t.element_size()].view(t.dtype).view(t.shape) for (name, t), at in zip(named.items(), offsets.values())}
+    return {
+        name: raw[at : at + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+        for (name, t), at in zip(named.items(), offsets.values())
+    }
 
 # %% ../../nbs/training/04_weight_transport.ipynb #publish-gpu
 def share_gpu(buffers: list[torch.Tensor], gpus: Sequence[str]) -> bytes:
@@ -82,7 +86,9 @@ def open_gpu(told: bytes, gpus: Sequence[str]) -> list[torch.Tensor]:
     "The buffers that `share_gpu` told of, with the number that their GPU has here. ValueError if it is not to be seen."
     owner, handles = pickle.loads(told)
     if owner not in (gpus or ("0",)):
-        raise ValueError(f"weights: they lie on GPU {owner}, and this process sees {', '.join(gpus)}; let every worker see all GPUs")
+        raise ValueError(
+            f"weights: they lie on GPU {owner}, and this process sees {', '.join(gpus)}; let every worker see all GPUs"
+        )
     place = list(gpus or ("0",)).index(owner)
     return [rebuild(*arguments[:6], place, *arguments[7:]) for rebuild, arguments in handles]
 
@@ -92,15 +98,23 @@ class SharedWeights:
 
     def __init__(self, path: str | Path, named: Mapping[str, torch.Tensor], create: bool = False, device: str = "cpu"):
         offsets, size, told = layout(named)
-        raw = [torch.empty(size, dtype=torch.uint8, device=device) for _ in (0, 1)] if create and device == "cuda" else []
+        raw = (
+            [torch.empty(size, dtype=torch.uint8, device=device) for _ in (0, 1)] if create and device == "cuda" else []
+        )
         if create:
             _allocate(Path(path), HEADER + 2 * size * (not raw), told, share_gpu(raw, gpus_here()) if raw else b"")
         memory = np.memmap(path, np.uint8, "r+")
         self._head, self._gpu = memory[:HEADER].view(np.int64), bool(memory[:HEADER].view(np.int64)[ON_GPU])
         if self._head[0] != told or not self._gpu and len(memory) != HEADER + 2 * size:
-            raise ValueError(f"weights: {path} holds another model than this process; trainer and generators of a run must load the same `model`, with the same `lora`")
+            raise ValueError(
+                f"weights: {path} holds another model than this process; trainer and generators of a run must load the same `model`, with the same `lora`"
+            )
         if not raw:
-            raw = open_gpu(memory[HEADER:].tobytes(), gpus_here()) if self._gpu else [torch.from_numpy(memory[HEADER + i * size : HEADER + (i + 1) * size]) for i in (0, 1)]
+            raw = (
+                open_gpu(memory[HEADER:].tobytes(), gpus_here())
+                if self._gpu
+                else [torch.from_numpy(memory[HEADER + i * size : HEADER + (i + 1) * size]) for i in (0, 1)]
+            )
         self._buffers = [_views(each, offsets, named) for each in raw]
 
     @property
@@ -131,7 +145,12 @@ class SharedWeights:
         "Wait until a GPU has done what it was told."
         torch.cuda.synchronize() if self._gpu else None
 
-    def load(self, generator: Generator, cache: str = "keep", serve: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict) -> int:
+    def load(
+        self,
+        generator: Generator,
+        cache: str = "keep",
+        serve: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict,
+    ) -> int:
         "Give a generator the newest version, made by `serve` into what it loads; returns which, -1 if there is none yet."
         return self.take(lambda version, named: generator.load(version, serve(named), cache))
 
@@ -148,7 +167,10 @@ def _allocate(path: Path, size: int, told: int, handles: bytes = b"") -> None:
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{error.strerror}: publishing needs {size / 1e6:.0f} MB for two versions of the weights in the run's folder; make room there, or set placement = \"colocated\"") from None
+        raise OSError(
+            error.errno,
+            f'{error.strerror}: publishing needs {size / 1e6:.0f} MB for two versions of the weights in the run\'s folder; make room there, or set placement = "colocated"',
+        ) from None
 
 # %% ../../nbs/training/04_weight_transport.ipynb #publish-rescue
 def fill(model: torch.nn.Module, path: str | Path) -> int:

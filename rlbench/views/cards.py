@@ -25,15 +25,63 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..runtime.drop_bias import in_words
 from rlbench.base.charts import (
-    ACTORS, GRID, GROUND, INK, PARTS, SOFT, STYLE, Band, Bars, Chart, DASHES, Line, Mark, Reference, Stack, actor_time, actors_of, colour, column, command_marks, discards, drop_bias, health, items, memory, labels, lengths, number,
-    held_by, queue_depth, reward, sandbox_ends, sandbox_failures, sandbox_pool, sandbox_slowest, sandbox_starts, sandbox_trips, spoken, staleness, staleness_levels, text_width, to_svg, thin, tokens_by_fate, trained_line, truncated_share, turns_and_tools, version_ribbons, who_pays, zero_signal,
+    ACTORS,
+    DASHES,
+    GRID,
+    GROUND,
+    INK,
+    PARTS,
+    SOFT,
+    STYLE,
+    Band,
+    Bars,
+    Chart,
+    Line,
+    Mark,
+    Reference,
+    Stack,
+    actor_time,
+    actors_of,
+    colour,
+    column,
+    command_marks,
+    discards,
+    drop_bias,
+    health,
+    held_by,
+    items,
+    labels,
+    lengths,
+    memory,
+    number,
+    queue_depth,
+    reward,
+    sandbox_ends,
+    sandbox_failures,
+    sandbox_pool,
+    sandbox_slowest,
+    sandbox_starts,
+    sandbox_trips,
+    spoken,
+    staleness,
+    staleness_levels,
+    text_width,
+    thin,
+    to_svg,
+    tokens_by_fate,
+    trained_line,
+    truncated_share,
+    turns_and_tools,
+    version_ribbons,
+    who_pays,
+    zero_signal,
 )
-from ..loop.balance import percent
-from ..runtime.diagnosis import NOT_LEARNING, course_of, diagnose
 from ..base.ledger import ENDED, read_table
+from ..loop.balance import percent
 from ..loop.loop import VERBS
+from ..runtime.diagnosis import NOT_LEARNING, course_of, diagnose
+from ..runtime.drop_bias import in_words
 from ..runtime.run_reader import Snapshot, corners_of, read_last_batch, value
 
 if TYPE_CHECKING:
@@ -47,6 +95,7 @@ CALM = (*VERBS, "alert")  # commands that turn no knob
 @dataclass(frozen=True)
 class Facts:
     "Means over the window. Shares of the actors' time; the queue and its room in groups."
+
     steps: int
     colocated: bool
     generator_works: float
@@ -74,7 +123,9 @@ def window(s: Snapshot) -> np.ndarray:
     done = [(knob, when, since or 0) for knob, status, when, since in rows if status == "applied"]
     held = [when for knob, when, _ in done if knob in VERBS] + list(s.eval_times)
     changed = max((since for knob, _, since in done if knob not in CALM), default=0)
-    plain = (version > 1) & ~np.array([any(a - d < t <= a for t in held) for a, d in zip(at, seconds, strict=True)], bool)
+    plain = (version > 1) & ~np.array(
+        [any(a - d < t <= a for t in held) for a, d in zip(at, seconds, strict=True)], bool
+    )
     for chosen in (plain & (version > changed), plain, version > 1):
         if chosen.sum() >= LEAST:
             return np.flatnonzero(chosen)[-WINDOW:]
@@ -108,17 +159,46 @@ def facts(s: Snapshot) -> Facts | None:
         return None
     mean = {name: float(np.nan_to_num(values[rows]).mean()) for name, values in s.recent.items()}
     total = mean["seconds"] or 1.0
-    works = lambda actor: sum(mean[f"{actor}_{part}"] for part in ("compute", "publish", "overhead")) / total
-    ended = s.groups.filter(s.groups["at"] > s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]]) if len(s.groups) else s.groups
-    share = lambda fate: float(np.nan_to_num((ended["size"] * (ended["fate"] == fate)).sum() / max(1, ended["size"].sum()))) if len(ended) else 0.0
+
+    def works(actor):
+        return sum(mean[f"{actor}_{part}"] for part in ("compute", "publish", "overhead")) / total
+
+    ended = (
+        s.groups.filter(s.groups["at"] > s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]])
+        if len(s.groups)
+        else s.groups
+    )
+
+    def share(fate):
+        return (
+            float(np.nan_to_num((ended["size"] * (ended["fate"] == fate)).sum() / max(1, ended["size"].sum())))
+            if len(ended)
+            else 0.0
+        )
+
     most = room(s)
     batch = value(s, "batch") / value(s, "group")
     behind = most - batch  # of them, while new weights are on their way
     return Facts(
-        steps=len(rows), colocated=value(s, "placement") == "colocated", generator_works=works("generator"), generator_waits=mean["generator_wait"] / total,
-        trainer_works=works("trainer"), trainer_waits=mean["trainer_wait"] / total, scoring=mean["environment_compute"] / total, serving=mean["scorer_compute"] / total, queue=mean["queue_depth"], room=most, batch=batch,
-        held=mean["live_groups"] >= 0.85 * behind, unusable=share("filtered"), solved=mean["all_pass"], stale=share("stale"),
-        publishing=mean["generator_publish"] / total, cache=mean["kv_used"], judging=full_pool(s, s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]], s.recent["at"][rows[-1]]))
+        steps=len(rows),
+        colocated=value(s, "placement") == "colocated",
+        generator_works=works("generator"),
+        generator_waits=mean["generator_wait"] / total,
+        trainer_works=works("trainer"),
+        trainer_waits=mean["trainer_wait"] / total,
+        scoring=mean["environment_compute"] / total,
+        serving=mean["scorer_compute"] / total,
+        queue=mean["queue_depth"],
+        room=most,
+        batch=batch,
+        held=mean["live_groups"] >= 0.85 * behind,
+        unusable=share("filtered"),
+        solved=mean["all_pass"],
+        stale=share("stale"),
+        publishing=mean["generator_publish"] / total,
+        cache=mean["kv_used"],
+        judging=full_pool(s, s.recent["at"][rows[0]] - s.recent["seconds"][rows[0]], s.recent["at"][rows[-1]]),
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-rule
 WAITS, FULL, STALE, IDLE, SHARE, LEARNED = 0.15, 0.9, 0.02, 0.25, 0.6, 0.75
@@ -147,22 +227,41 @@ def limit(word: str, f: Facts) -> str:
         return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
     if word == "trainer-bound":
         return "drops" if f.stale > STALE else "trainer"
-    causes = {"environment": f.scoring > 0.75, "sandboxes": sandboxed(f), "scorer": f.serving > 0.75, "cache": f.cache > 0.9, "publishing": f.publishing > WAITS, "bound": f.generator_waits > IDLE, "filter": f.unusable > 0.4}
+    causes = {
+        "environment": f.scoring > 0.75,
+        "sandboxes": sandboxed(f),
+        "scorer": f.serving > 0.75,
+        "cache": f.cache > 0.9,
+        "publishing": f.publishing > WAITS,
+        "bound": f.generator_waits > IDLE,
+        "filter": f.unusable > 0.4,
+    }
     return next((name for name, holds in causes.items() if holds), "generator")
 
 
 def why(word: str, f: Facts) -> str:
     "The reason, in words with figures."
     if f.colocated:
-        return f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
+        return (
+            f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
+        )
     queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
-        cause = {"environment": f"scoring busy {percent(f.scoring)}", "sandboxes": f"no place free for programs {percent(f.judging)} of the time", "scorer": f"scorer busy {percent(f.serving)}", "cache": f"KV budget {percent(f.cache)} used", "publishing": f"publishing {percent(f.publishing)}",
-                 "bound": f"generator waits {percent(f.generator_waits)}: they take turns", "filter": f"{percent(f.unusable)} of groups filtered"}
+        cause = {
+            "environment": f"scoring busy {percent(f.scoring)}",
+            "sandboxes": f"no place free for programs {percent(f.judging)} of the time",
+            "scorer": f"scorer busy {percent(f.serving)}",
+            "cache": f"KV budget {percent(f.cache)} used",
+            "publishing": f"publishing {percent(f.publishing)}",
+            "bound": f"generator waits {percent(f.generator_waits)}: they take turns",
+            "filter": f"{percent(f.unusable)} of groups filtered",
+        }
         return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
     if word == "trainer-bound":
         dropped = f", {percent(f.stale)} of rollouts dropped as stale" if limit(word, f) == "drops" else ""
-        return f"generator waits {percent(f.generator_waits)}, {queue}, trainer busy {percent(f.trainer_works)}{dropped}"
+        return (
+            f"generator waits {percent(f.generator_waits)}, {queue}, trainer busy {percent(f.trainer_works)}{dropped}"
+        )
     return f"trainer busy {percent(f.trainer_works)}, generator busy {percent(f.generator_works)}, {queue}"
 
 # %% ../../nbs/views/03_cards.ipynb #cards-turn
@@ -205,7 +304,11 @@ def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
             return (("lower", "oversample"), ("raise", "staleness"))
         if f.stale > STALE:
             return (("lower", "concurrency"), ("raise", "staleness"))
-        return (("raise", "micro_tokens"), ("lower", "optimizer_steps")) if value(s, "optimizer_steps") > 1 else (("raise", "micro_tokens"),)
+        return (
+            (("raise", "micro_tokens"), ("lower", "optimizer_steps"))
+            if value(s, "optimizer_steps") > 1
+            else (("raise", "micro_tokens"),)
+        )
     return ()
 
 
@@ -232,14 +335,27 @@ def helps(word: str, f: Facts, s: Snapshot) -> str:
     turns = [turn_text(direction, knob, value(s, knob)) for direction, knob in found]
     same = [i > 0 and direction == found[i - 1][0] for i, (direction, _) in enumerate(found)]
     parts = [turn.partition(" ")[2] if known else turn for turn, known in zip(turns, same, strict=True)]
-    extra = "; only another run with placement = split lets them work at the same time" if f.colocated and word != "balanced" else ""
+    extra = (
+        "; only another run with placement = split lets them work at the same time"
+        if f.colocated and word != "balanced"
+        else ""
+    )
     return ", or ".join(parts) + extra if parts else "nothing to turn: both work" if word == "balanced" else ""
 
 # %% ../../nbs/views/03_cards.ipynb #cards-light
 SHAPES = {
-    "generation-bound": ("▲", "vermilion"), "balanced": ("●", "green"), "trainer-bound": ("■", "purple"), "starting": ("○", "grey"), "paused": ("‖", "amber"),
-    "stopped": ("□", "grey"), "finished": ("✓", "blue"), "failed": ("✕", "vermilion"), "stale": ("?", "amber"),
-    "collapsing": ("▼", "vermilion"), "stalled": ("◇", "amber"), "saturated": ("◆", "blue"),
+    "generation-bound": ("▲", "vermilion"),
+    "balanced": ("●", "green"),
+    "trainer-bound": ("■", "purple"),
+    "starting": ("○", "grey"),
+    "paused": ("‖", "amber"),
+    "stopped": ("□", "grey"),
+    "finished": ("✓", "blue"),
+    "failed": ("✕", "vermilion"),
+    "stale": ("?", "amber"),
+    "collapsing": ("▼", "vermilion"),
+    "stalled": ("◇", "amber"),
+    "saturated": ("◆", "blue"),
 }  # word -> shape and colour role
 JUDGED = ("generation-bound", "balanced", "trainer-bound")
 FIRST = NOT_LEARNING
@@ -248,6 +364,7 @@ FIRST = NOT_LEARNING
 @dataclass(frozen=True)
 class Light:
     "What is said of a run. `knobs` are the fields named in `helps`; `leaning` is the word that comes next if it holds, seen since version `since`; reason and help are of the word until then."
+
     word: str
     reason: str = ""
     helps: str = ""
@@ -296,15 +413,25 @@ def _told(s: Snapshot) -> Light | None:
     if s.state in ENDED:
         if s.state == "failed" and (learning := diagnose(course_of(s))).verdict in FIRST:
             return Light(s.state, f"{learning.verdict}: {learning.reason}", learning.remedy, learning.knobs)
-        return Light(s.state, reason or f"after {s.version} versions", "run.log tells more" if s.state == "failed" else "")
+        return Light(
+            s.state, reason or f"after {s.version} versions", "run.log tells more" if s.state == "failed" else ""
+        )
     if s.state == "dead":
-        return Light("stale", "its process is gone", f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books")
+        return Light(
+            "stale",
+            "its process is gone",
+            f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books",
+        )
     usual = float(np.nan_to_num(np.median(s.recent["seconds"][-WINDOW:]))) if len(s.recent["seconds"]) else 0.0
     patience = STARTING if not len(s.recent["seconds"]) else max(QUIET, 10 * usual)
     if s.state != "paused" and s.age > patience:
         return Light("stale", f"no sign of life for {seconds(s.age)}", "look at run.log")
     if s.state == "paused":
-        held = [(a, r) for k, a, r, t in zip(*(items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True) if k in ("pause", "step") and t == "applied"]
+        held = [
+            (a, r)
+            for k, a, r, t in zip(*(items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True)
+            if k in ("pause", "step") and t == "applied"
+        ]
         by = f", held by {held[-1][0]}{': ' + held[-1][1] if held[-1][1] else ''}" if held else ""
         return Light("paused", f"at version {s.version}{by}", "go releases it, step makes one version")
     return Light("starting", starting_phase(s)) if s.state == "starting" else None
@@ -330,7 +457,6 @@ def starting_phase(s: Snapshot) -> str:
         return f"2 of 4: its workers ({', '.join(workers)}) load the model"
     return "1 of 4: its process starts"
 
-
 # %% ../../nbs/views/03_cards.ipynb #cards-marks
 MANY = 40  # marks
 
@@ -340,8 +466,14 @@ def one_a_place(marks: Sequence[Mark], width: float = 0.0) -> list[Mark]:
     places: dict[float, list[Mark]] = {}
     for m in marks:
         places.setdefault(m.x // width if width else m.x, []).append(m)
-    chief = lambda found: next((m for m in reversed(found) if m.label.split(" ")[0] not in CALM), found[-1])
-    return [Mark(chief(found).x, chief(found).label + (f" +{len(found) - 1}" if len(found) > 1 else "")) for found in places.values()]
+
+    def chief(found):
+        return next((m for m in reversed(found) if m.label.split(" ")[0] not in CALM), found[-1])
+
+    return [
+        Mark(chief(found).x, chief(found).label + (f" +{len(found) - 1}" if len(found) > 1 else ""))
+        for found in places.values()
+    ]
 
 
 def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
@@ -373,7 +505,10 @@ def over_versions(s: Snapshot, knob: str, name: str, role: str, dash: str) -> tu
 def clipped(x: np.ndarray, y: np.ndarray, lo: float, hi: float) -> tuple[np.ndarray, np.ndarray]:
     "The corners of a polyline between `lo` and `hi`; the last value holds to the end."
     inside = (x > lo) & (x < hi)
-    at = lambda v: y[-1] if v >= x[-1] else float(np.interp(v, x, y))
+
+    def at(v):
+        return y[-1] if v >= x[-1] else float(np.interp(v, x, y))
+
     return np.concatenate([[lo], x[inside], [hi]]), np.concatenate([[at(lo)], y[inside], [at(hi)]])
 
 # %% ../../nbs/views/03_cards.ipynb #cards-solve
@@ -405,9 +540,22 @@ def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, len(x) <= 40),) if len(x) else ()
     series = (*band, *held, *(served if len(s.steps["version"]) else ()), *trained_line(s.steps, "trained_solve_rate"))
     low, high = (f"{v:g}" for v in value(s, "band"))
-    said = f"held-out with its 95 % interval; served by difficulty; of the batches trained; shaded: target {low} to {high}"
-    return (Chart("Solve rate", series, said, y_label="share correct", y_range=(0, 1), marks=marks, empty="no batch trained and no evaluation made", **VERSIONS),
-            replace(zero_signal(s.steps, marks), title="Groups without signal"))
+    said = (
+        f"held-out with its 95 % interval; served by difficulty; of the batches trained; shaded: target {low} to {high}"
+    )
+    return (
+        Chart(
+            "Solve rate",
+            series,
+            said,
+            y_label="share correct",
+            y_range=(0, 1),
+            marks=marks,
+            empty="no batch trained and no evaluation made",
+            **VERSIONS,
+        ),
+        replace(zero_signal(s.steps, marks), title="Groups without signal"),
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-length
 def length_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -418,7 +566,9 @@ def length_charts(s: Snapshot) -> tuple[Chart, ...]:
     named = [replace(line, name=line.name.replace("–p", "–")) for line in base.series]
     turns = s.recent["turns"][-1:]
     note = f"in {number(float(turns[0]), 2)} turns" if len(turns) and turns[0] > 1 else ""
-    return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle=note), truncated_share(s.steps, marks)
+    return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle=note), truncated_share(
+        s.steps, marks
+    )
 
 
 def foretold(s: Snapshot, figure: float) -> tuple[Line, ...]:
@@ -428,9 +578,17 @@ def foretold(s: Snapshot, figure: float) -> tuple[Line, ...]:
         return ()
     asked = ", ".join(f"{knob} {shown(value)}" for knob, value in s.prediction.knobs.items())
     begin = max(float(at[0]), float(s.prediction.version))
-    return (Line(f"predicted{f' ({asked})' if asked else ''}", [begin, max(float(at[-1]), begin + 1)], [figure, figure], "purple", "8 3 2 3"),)
+    return (
+        Line(
+            f"predicted{f' ({asked})' if asked else ''}",
+            [begin, max(float(at[-1]), begin + 1)],
+            [figure, figure],
+            "purple",
+            "8 3 2 3",
+        ),
+    )
 
-
+# %% ../../nbs/views/03_cards.ipynb #cards-length-part-2
 def time_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Where the time of each actor goes; beside its name the shares of the newest batches."
     colocated = value(s, "placement") == "colocated"
@@ -440,36 +598,77 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
         chart = actor_time(s.steps, actor, marks_of(s), colocated=colocated)
         parts = {part: float(np.nan_to_num(s.recent[f"{actor}_{part}"][rows]).sum()) for part in PARTS}
         shares = {part: 100 * spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
-        said = f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other {shares['publish'] + shares['overhead']:.0f} %" if len(rows) else ""
-        aria = f"Time of the {actor}, newest {len(rows)} batches: " + ", ".join(f"{part} {share:.0f} %" for part, share in shares.items()) if len(rows) else chart.aria
+        said = (
+            f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other {shares['publish'] + shares['overhead']:.0f} %"
+            if len(rows)
+            else ""
+        )
+        aria = (
+            f"Time of the {actor}, newest {len(rows)} batches: "
+            + ", ".join(f"{part} {share:.0f} %" for part, share in shares.items())
+            if len(rows)
+            else chart.aria
+        )
         above = (shares["publish"] + shares["overhead"]) / 100  # what is drawn above the wait
-        line = foretold(s, max(0.0, 1 - above - s.prediction.simulated.wait)) if actor == "trainer" and s.prediction and chart.series else ()
+        line = (
+            foretold(s, max(0.0, 1 - above - s.prediction.simulated.wait))
+            if actor == "trainer" and s.prediction and chart.series
+            else ()
+        )
         found.append(replace(chart, series=(*chart.series, *line), title=actor.capitalize(), subtitle=said, aria=aria))
     return tuple(found)
 
-
+# %% ../../nbs/views/03_cards.ipynb #cards-length-part-3
 def queue_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Depth of the queue with its room; staleness in its two parts with the bound."
     marks, most = marks_of(s), room(s)
     depth, lag = queue_depth(s.steps, marks), staleness(s.steps, None, marks)
     bound = over_versions(s, "staleness", "bound", "vermilion", "6 3")
-    return (replace(depth, references=(Reference(most, f"full: {most:g} groups", False),)),
-            replace(lag, series=(*lag.series, *bound, *(foretold(s, s.prediction.simulated.staleness) if s.prediction else ())) if lag.series else (), title="Staleness of batches"))
+    return (
+        replace(depth, references=(Reference(most, f"full: {most:g} groups", False),)),
+        replace(
+            lag,
+            series=(*lag.series, *bound, *(foretold(s, s.prediction.simulated.staleness) if s.prediction else ()))
+            if lag.series
+            else (),
+            title="Staleness of batches",
+        ),
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-batch
 def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Tokens of the newest batch by staleness, with the bound, and the three levels of staleness over the batches."
     bound = value(s, "staleness")
     counts = np.append(s.lags, np.zeros(max(0, bound + 2 - len(s.lags)), int)) if len(s.lags) else s.lags
-    bars = Bars(tuple(map(str, range(len(counts)))), tuple(map(float, counts)), tuple("vermilion" if lag > bound else "blue" for lag in range(len(counts))), horizontal=False)
-    late = int(counts[bound + 1:].sum()) if len(counts) else 0
+    bars = Bars(
+        tuple(map(str, range(len(counts)))),
+        tuple(map(float, counts)),
+        tuple("vermilion" if lag > bound else "blue" for lag in range(len(counts))),
+        horizontal=False,
+    )
+    late = int(counts[bound + 1 :].sum()) if len(counts) else 0
     note = f"of v{s.batch}; {late:,} tokens past bound" if len(counts) else ""
     said = ", ".join(f"{int(n):,} tokens {lag} versions old" for lag, n in enumerate(counts) if n)
     edge = Line("", [bound + 0.5] * 2, [0.0, float(max(counts, default=0))], "vermilion", "6 3")
-    levels, limit = staleness_levels(s.steps, None, marks_of(s)), over_versions(s, "staleness", "bound", "vermilion", "6 3")
+    levels, limit = (
+        staleness_levels(s.steps, None, marks_of(s)),
+        over_versions(s, "staleness", "bound", "vermilion", "6 3"),
+    )
     levels = replace(levels, series=(*levels.series, *limit) if levels.series else ())
-    return (Chart("Staleness of the last batch", (bars, edge) if len(counts) else (), note, x_label="versions old", y_label="tokens", y_range=(0, None), empty="no batch trained yet",
-                  marks=(Mark(bound + 0.5, f"bound {bound}"),), aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else ""), levels)
+    return (
+        Chart(
+            "Staleness of the last batch",
+            (bars, edge) if len(counts) else (),
+            note,
+            x_label="versions old",
+            y_label="tokens",
+            y_range=(0, None),
+            empty="no batch trained yet",
+            marks=(Mark(bound + 0.5, f"bound {bound}"),),
+            aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else "",
+        ),
+        levels,
+    )
 
 
 def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -479,7 +678,14 @@ def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
     chart = version_ribbons(names, [r.versions for r in s.ribbons], [r.turns for r in s.ribbons])
     cut = "; a line where a turn begins" if any(len(r.turns) for r in s.ribbons) else ""
     said = f"Who wrote the newest responses: {len(s.ribbons)} of the batch that made version {s.batch}, {mixed} of them by more than one policy version"
-    return (replace(chart, title="Version ribbons", aria=said if s.ribbons else "", subtitle=f"of v{s.batch}{cut}" if s.ribbons else ""),)
+    return (
+        replace(
+            chart,
+            title="Version ribbons",
+            aria=said if s.ribbons else "",
+            subtitle=f"of v{s.batch}{cut}" if s.ribbons else "",
+        ),
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-discard
 def discard_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -496,9 +702,25 @@ def drops_said(s: Snapshot) -> str:
 def health_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures if there is one; shaded from the smallest to the largest of each bin."
     charts = health(s.steps, marks_of(s, 120))
-    of = {"Entropy": ("entropy",), "Gradient norm": ("grad_norm",), "Clipped tokens": ("clip_low", "clip_high"), "KL, sampler to trainer": ("kl_sampler",),
-          "Effective sample size": ("ess",), "Loss": ("loss",), "Value loss": ("value_loss",), "Explained variance": ("value_explained",)}
-    return tuple(replace(c, series=tuple(replace(line, lo=s.low[n], hi=s.high[n]) for line, n in zip(c.series, of[c.title], strict=True))) for c in charts)
+    of = {
+        "Entropy": ("entropy",),
+        "Gradient norm": ("grad_norm",),
+        "Clipped tokens": ("clip_low", "clip_high"),
+        "KL, sampler to trainer": ("kl_sampler",),
+        "Effective sample size": ("ess",),
+        "Loss": ("loss",),
+        "Value loss": ("value_loss",),
+        "Explained variance": ("value_explained",),
+    }
+    return tuple(
+        replace(
+            c,
+            series=tuple(
+                replace(line, lo=s.low[n], hi=s.high[n]) for line, n in zip(c.series, of[c.title], strict=True)
+            ),
+        )
+        for c in charts
+    )
 
 
 def memory_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -515,14 +737,21 @@ def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Starts by phase, the slowest of them, what the pool does, how programs ended, what the machine failed, and tripwires."
     v = {} if s.verdicts is None else s.verdicts
     failed = sandbox_failures(s.steps, marks_of(s), warn=value(s, "infra_warn"), stop=value(s, "infra_stop"))
-    return sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), failed, sandbox_trips(v, marks_of(s))
+    return (
+        sandbox_starts(v),
+        sandbox_slowest(v),
+        sandbox_pool(v),
+        sandbox_ends(v),
+        failed,
+        sandbox_trips(v, marks_of(s)),
+    )
 
 
 def turns_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Turns and tools, of a run that has them."
     return turns_and_tools(s.steps, marks_of(s, 120))
 
-
+# %% ../../nbs/views/03_cards.ipynb #cards-health-part-2
 def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     "Mean of each part of the reward over the versions of the newest rollouts."
     import polars as pl
@@ -530,10 +759,17 @@ def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     rows = s.rollouts.select("version", "part_names", "part_values").explode("part_names", "part_values").drop_nulls()
     names = rows["part_names"].unique(maintain_order=True).to_list()[:lines]
     width = max(1, -(-int(rows["version"].max() - rows["version"].min() + 1) // bins)) if len(rows) else 1
-    means = rows.group_by(pl.col("version") // width * width, "part_names").agg(pl.col("part_values").mean()).sort("version")
+    means = (
+        rows.group_by(pl.col("version") // width * width, "part_names")
+        .agg(pl.col("part_values").mean())
+        .sort("version")
+    )
     roles = ("blue", "amber", "green", "purple")
     mine = [means.filter(pl.col("part_names") == name) for name in names]
-    return [Line(name, m["version"].to_numpy(), m["part_values"].to_numpy(), role, dash) for name, m, role, dash in zip(names, mine, roles, DASHES, strict=False)]
+    return [
+        Line(name, m["version"].to_numpy(), m["part_values"].to_numpy(), role, dash)
+        for name, m, role, dash in zip(names, mine, roles, DASHES, strict=False)
+    ]
 
 
 def reward_charts(s: Snapshot) -> tuple[Chart, ...]:
@@ -545,15 +781,40 @@ def reward_charts(s: Snapshot) -> tuple[Chart, ...]:
         counts, edges = np.histogram(newest, 10)
         labels = [number(float(a + b) / 2, 2) for a, b in zip(edges, edges[1:], strict=False)]
     bars = Bars(tuple(labels), tuple(map(float, counts)), ("blue",) * len(labels), horizontal=False)
-    charts = (reward(s.steps, marks), Chart("Distribution of reward", (bars,) if len(newest) else (), f"of the newest {len(newest):,} rollouts", x_label="reward", y_label="rollouts",
-                                            y_range=(0, None), empty="no reward yet"))
+    charts = (
+        reward(s.steps, marks),
+        Chart(
+            "Distribution of reward",
+            (bars,) if len(newest) else (),
+            f"of the newest {len(newest):,} rollouts",
+            x_label="reward",
+            y_label="rollouts",
+            y_range=(0, None),
+            empty="no reward yet",
+        ),
+    )
     parts = parts_lines(s)
-    return (*charts, Chart("Parts of the reward", tuple(parts), "mean of the newest rollouts", y_label="reward", marks=marks, **VERSIONS)) if parts else charts
+    return (
+        (
+            *charts,
+            Chart(
+                "Parts of the reward",
+                tuple(parts),
+                "mean of the newest rollouts",
+                y_label="reward",
+                marks=marks,
+                **VERSIONS,
+            ),
+        )
+        if parts
+        else charts
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-fit
 @dataclass(frozen=True, eq=False)
 class Fit:
     "A curve through points: what it is, and its y at given x."
+
     said: str
     x: np.ndarray
     y: np.ndarray
@@ -570,8 +831,16 @@ def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
     best = (float(np.sum((slope * x + start - y) ** 2)), f"line: {slope:+.2f} a factor of ten", slope * at + start)
     if len(x) >= 5:
         for top in np.linspace(max(float(y.max()), 0.05) * 1.005, 1.0, 40):
-            k, m = np.polyfit(x, np.log(np.clip(y, 1e-3, None) / np.clip(top - y, 1e-3, None)), 1, w=np.sqrt(np.clip(y * (top - y), 1e-4, None)))
-            sigmoid = lambda v: top / (1 + np.exp(-(k * v + m)))
+            k, m = np.polyfit(
+                x,
+                np.log(np.clip(y, 1e-3, None) / np.clip(top - y, 1e-3, None)),
+                1,
+                w=np.sqrt(np.clip(y * (top - y), 1e-4, None)),
+            )
+
+            def sigmoid(v):
+                return top / (1 + np.exp(-(k * v + m)))
+
             error = float(np.sum((sigmoid(x) - y) ** 2))
             if error < best[0]:
                 best = (error, f"sigmoid to {top:.2f}", sigmoid(at))
@@ -586,31 +855,74 @@ def spent(s: Snapshot) -> str:
     each = f", {price * hours / trained * 1e6:.2f} $ per million trained tokens" if trained else ""
     return f"{price * hours:.2f} $ at {price:g} $ an hour{each}" if price else ""
 
-
+# %% ../../nbs/views/03_cards.ipynb #cards-throughput-part-2
 def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
     "Tokens a second, tokens by fate, and what tokens bought."
-    rate = lambda name: s.steps[name] / np.where(s.steps["seconds"] > 0, s.steps["seconds"], math.nan)
-    lines = (Line("generated", s.steps["version"], rate("generated_tokens"), "blue"), Line("trained", s.steps["version"], rate("trained_tokens"), "green", "6 3"))
+
+    def rate(name):
+        return s.steps[name] / np.where(s.steps["seconds"] > 0, s.steps["seconds"], math.nan)
+
+    lines = (
+        Line("generated", s.steps["version"], rate("generated_tokens"), "blue"),
+        Line("trained", s.steps["version"], rate("trained_tokens"), "green", "6 3"),
+    )
     if s.prediction and len(window(s)):
-        lines = (*lines, *foretold(s, s.prediction.simulated.rate / 60 * float(np.nanmean(s.recent["trained_tokens"][window(s)])) / value(s, "batch")))
-    speed = Chart("Tokens a second", lines if len(s.steps["version"]) else (), "", y_label="tokens/s", y_range=(0, None), marks=marks_of(s), empty="no batch trained yet", **VERSIONS)
+        lines = (
+            *lines,
+            *foretold(
+                s,
+                s.prediction.simulated.rate
+                / 60
+                * float(np.nanmean(s.recent["trained_tokens"][window(s)]))
+                / value(s, "batch"),
+            ),
+        )
+    speed = Chart(
+        "Tokens a second",
+        lines if len(s.steps["version"]) else (),
+        "",
+        y_label="tokens/s",
+        y_range=(0, None),
+        marks=marks_of(s),
+        empty="no batch trained yet",
+        **VERSIONS,
+    )
     fates = tokens_by_fate(s.status.books if s.status else {})
-    tokens = lambda version: np.log10(np.maximum(1, np.interp(version, s.steps["version"], s.steps["tokens_so_far"]))) if len(s.steps["version"]) else np.zeros(len(version))
+
+    def tokens(version):
+        return (
+            np.log10(np.maximum(1, np.interp(version, s.steps["version"], s.steps["tokens_so_far"])))
+            if len(s.steps["version"])
+            else np.zeros(len(version))
+        )
+
     kept = column(s.evals, "version") >= (s.steps["version"][0] if len(s.steps["version"]) else math.inf)
-    x, avg, lo, hi = tokens(column(s.evals, "version")[kept]), *(column(s.evals, name)[kept] for name in ("avg", "avg_low", "avg_high"))
+    x, avg, lo, hi = (
+        tokens(column(s.evals, "version")[kept]),
+        *(column(s.evals, name)[kept] for name in ("avg", "avg_low", "avg_high")),
+    )
     curve = fit(x, avg)
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, True),) if len(x) else ()
     more = (Line("fit", curve.x, curve.y, "vermilion", "6 3"),) if curve else ()
     marks = tuple(Mark(float(tokens(np.array([m.x]))[0]), m.label) for m in marks_of(s))
-    bought = Chart("Held-out by tokens", (*held, *more), curve.said if curve else "too few evaluations for a fit", x_label="log10 of tokens generated", y_label="share correct", marks=marks,
-                   empty="no evaluation since the first batch")
+    bought = Chart(
+        "Held-out by tokens",
+        (*held, *more),
+        curve.said if curve else "too few evaluations for a fit",
+        x_label="log10 of tokens generated",
+        y_label="share correct",
+        marks=marks,
+        empty="no evaluation since the first batch",
+    )
     return speed, fates, bought
 
 # %% ../../nbs/views/03_cards.ipynb #cards-frames
 def steps_frame(*columns: str) -> "Callable[[str | Path], pl.DataFrame]":
     "A reader of columns of the step table."
+
     def frame(folder: str | Path) -> "pl.DataFrame":
         return read_table(folder, "steps", ["version", "at", *columns])
+
     return frame
 
 
@@ -618,8 +930,14 @@ def solve_frame(folder: str | Path) -> "pl.DataFrame":
     "Served solve rates by version, and the held-out ones beside them where there are some."
     import polars as pl
 
-    steps = read_table(folder, "steps", ["version", "at", "solve_rate", "trained_solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"])
-    evals = read_table(folder, "evals", ["eval", "version", "avg", "avg_low", "avg_high"]).filter(pl.col("eval") != "preflight")
+    steps = read_table(
+        folder,
+        "steps",
+        ["version", "at", "solve_rate", "trained_solve_rate", "solve_levels", "solve_rates", "all_pass", "all_fail"],
+    )
+    evals = read_table(folder, "evals", ["eval", "version", "avg", "avg_low", "avg_high"]).filter(
+        pl.col("eval") != "preflight"
+    )
     return steps.join(evals, on="version", how="full", coalesce=True).sort("version")
 
 
@@ -629,7 +947,9 @@ def token_frame(folder: str | Path) -> "pl.DataFrame":
 
     batch, tokens = read_last_batch(folder)
     rows = batch.join(tokens, on=["rollout", "try"]).explode("versions", "mask").filter(pl.col("mask") > 0)
-    counts = rows.group_by("rollout", "level", "correct", "trained_at", "versions", maintain_order=True).agg(pl.len().alias("tokens"))
+    counts = rows.group_by("rollout", "level", "correct", "trained_at", "versions", maintain_order=True).agg(
+        pl.len().alias("tokens")
+    )
     return counts.with_columns((pl.col("trained_at") - 1 - pl.col("versions")).alias("lag"))
 
 
@@ -643,12 +963,15 @@ def reward_frame(folder: str | Path) -> "pl.DataFrame":
     import polars as pl
 
     names = ["rollout", "at", "level", "newest", "trained_at", "fate", "correct", "reward", "part_names", "part_values"]
-    return read_table(folder, "rollouts", names).filter((pl.col("fate") != "evaluated") & pl.col("reward").is_not_null())
+    return read_table(folder, "rollouts", names).filter(
+        (pl.col("fate") != "evaluated") & pl.col("reward").is_not_null()
+    )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-spec
 @dataclass(frozen=True)
 class CardSpec:
     "A card: title, whether it is shown at first, its charts, its data, the height of each chart in pixels, how many stand beside each other (three take the width of the panel), the tables it needs, a note."
+
     title: str
     default: bool
     charts: Callable[[Snapshot], tuple[Chart, ...]]
@@ -660,22 +983,125 @@ class CardSpec:
 
 
 BATCH = ("rollouts", "tokens", "commands")
+
+# %% ../../nbs/views/03_cards.ipynb #cards-spec-part-2
 CARDS: dict[str, CardSpec] = {
     "solve": CardSpec("Solve rate", True, solve_charts, solve_frame, (116, 80), needs=("steps", "evals", "commands")),
-    "length": CardSpec("Response length", True, length_charts, steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated", "trained_length"), (116, 80)),
-    "time": CardSpec("Where time goes", True, time_charts, steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)), (52, 44, 44, 74)),
-    "queue": CardSpec("Queue depth", True, queue_charts, steps_frame("queue_depth", "backlog_change", "live_groups", "lag_in_flight", "lag_in_queue", "lag_max", "lag_trajectory", "lag_token", "lag_state", "lag_span", "mixed_share"), (94, 102)),
-    "staleness": CardSpec("Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)),
+    "length": CardSpec(
+        "Response length",
+        True,
+        length_charts,
+        steps_frame(*(f"length_p{p}" for p in (10, 25, 50, 75, 90)), "length_max", "truncated", "trained_length"),
+        (116, 80),
+    ),
+    "time": CardSpec(
+        "Where time goes",
+        True,
+        time_charts,
+        steps_frame("seconds", *(f"{a}_{p}" for a in ACTORS for p in PARTS)),
+        (52, 44, 44, 74),
+    ),
+    "queue": CardSpec(
+        "Queue depth",
+        True,
+        queue_charts,
+        steps_frame(
+            "queue_depth",
+            "backlog_change",
+            "live_groups",
+            "lag_in_flight",
+            "lag_in_queue",
+            "lag_max",
+            "lag_trajectory",
+            "lag_token",
+            "lag_state",
+            "lag_span",
+            "mixed_share",
+        ),
+        (94, 102),
+    ),
+    "staleness": CardSpec(
+        "Staleness of the last batch", True, staleness_charts, token_frame, (100, 90), needs=("steps", *BATCH)
+    ),
     "ribbons": CardSpec("Version ribbons", True, ribbon_charts, token_frame, (216,), needs=BATCH),
-    "discard": CardSpec("What was discarded and who pays", False, discard_charts, steps_frame("discard_count", "discard_tokens", "unfinished_at_fill", "drop_bias", "bias_length", "bias_level", "bias_turns"),
-                        (80, 88, 74), needs=("steps", "commands", "rollouts"), note=drops_said),
-    "health": CardSpec("Training health", False, health_charts, steps_frame("entropy", "grad_norm", "clip_low", "clip_high", "kl_sampler", "ess", "loss", "value_loss", "value_explained"), (74, 74, 74, 74, 88, 88, 88, 88), 2),
-    "throughput": CardSpec("Throughput and money", False, throughput_charts, steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"), (88, 96, 96),
-                           needs=("steps", "evals", "commands", "rollouts"), note=spent),
+    "discard": CardSpec(
+        "What was discarded and who pays",
+        False,
+        discard_charts,
+        steps_frame(
+            "discard_count",
+            "discard_tokens",
+            "unfinished_at_fill",
+            "drop_bias",
+            "bias_length",
+            "bias_level",
+            "bias_turns",
+        ),
+        (80, 88, 74),
+        needs=("steps", "commands", "rollouts"),
+        note=drops_said,
+    ),
+    "health": CardSpec(
+        "Training health",
+        False,
+        health_charts,
+        steps_frame(
+            "entropy",
+            "grad_norm",
+            "clip_low",
+            "clip_high",
+            "kl_sampler",
+            "ess",
+            "loss",
+            "value_loss",
+            "value_explained",
+        ),
+        (74, 74, 74, 74, 88, 88, 88, 88),
+        2,
+    ),
+    "throughput": CardSpec(
+        "Throughput and money",
+        False,
+        throughput_charts,
+        steps_frame("seconds", "generated_tokens", "trained_tokens", "decode_tokens", "prefill_tokens"),
+        (88, 96, 96),
+        needs=("steps", "evals", "commands", "rollouts"),
+        note=spent,
+    ),
     "memory": CardSpec("Memory by phase", False, memory_charts, steps_frame("memory_generate", "memory_train"), (110,)),
-    "sandbox": CardSpec("Sandboxes", False, sandbox_charts, verdict_frame, (170, 200, 170, 110, 110, 110), 3, needs=("steps", "verdicts", "commands"), note=locked_in_by),
-    "turns": CardSpec("Turns and tools", False, turns_charts, steps_frame("turns", "length_first", "length_last", "tool_calls", "tool_seconds", "tool_kv", "stalled", "efficiency", "prefill_tokens", "decode_tokens", "prefix_hits"), (74,) * 4 + (88,) * 2, 2),
-    "reward": CardSpec("Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")),
+    "sandbox": CardSpec(
+        "Sandboxes",
+        False,
+        sandbox_charts,
+        verdict_frame,
+        (170, 200, 170, 110, 110, 110),
+        3,
+        needs=("steps", "verdicts", "commands"),
+        note=locked_in_by,
+    ),
+    "turns": CardSpec(
+        "Turns and tools",
+        False,
+        turns_charts,
+        steps_frame(
+            "turns",
+            "length_first",
+            "length_last",
+            "tool_calls",
+            "tool_seconds",
+            "tool_kv",
+            "stalled",
+            "efficiency",
+            "prefill_tokens",
+            "decode_tokens",
+            "prefix_hits",
+        ),
+        (74,) * 4 + (88,) * 2,
+        2,
+    ),
+    "reward": CardSpec(
+        "Reward", False, reward_charts, reward_frame, (96, 90, 90), needs=("steps", "commands", "rollouts")
+    ),
 }
 
 # %% ../../nbs/views/03_cards.ipynb #cards-style
@@ -727,7 +1153,11 @@ def numbers_html(s: Snapshot) -> str:
     live = s.state not in (*ENDED, "dead")
     facts += [("last heard", f"{seconds(s.age)} ago")] if live and s.alive_at else []
     late = "<span class='rl-late'>STALE<br>no new picture</span>" if live else ""
-    return "<div class='rl-numbers' aria-hidden='true'>" + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts) + f"{late}</div>"
+    return (
+        "<div class='rl-numbers' aria-hidden='true'>"
+        + "".join(f"<span>{name}<b>{n}</b></span>" for name, n in facts)
+        + f"{late}</div>"
+    )
 
 
 def clock(seconds: float) -> str:
@@ -749,9 +1179,14 @@ def legend_html(chart: Chart) -> str:
     found = []
     for item in labels(chart):
         dash = f" stroke-dasharray='{item.dash}'" if item.dash else ""
-        shape = (f"<rect y='1' width='12' height='8' fill='{colour(item.role)}' fill-opacity='{min(1.0, 1.6 * item.opacity):.2g}'/>" if item.fill
-                 else f"<path d='M0 5h16' stroke='{colour(item.role)}' stroke-width='2' stroke-opacity='{item.opacity:g}'{dash}/>")
-        found.append(f"<i><svg class='k' width='{12 if item.fill else 16}' height='10' aria-hidden='true'>{shape}</svg>{escape(item.text)}</i>")
+        shape = (
+            f"<rect y='1' width='12' height='8' fill='{colour(item.role)}' fill-opacity='{min(1.0, 1.6 * item.opacity):.2g}'/>"
+            if item.fill
+            else f"<path d='M0 5h16' stroke='{colour(item.role)}' stroke-width='2' stroke-opacity='{item.opacity:g}'{dash}/>"
+        )
+        found.append(
+            f"<i><svg class='k' width='{12 if item.fill else 16}' height='10' aria-hidden='true'>{shape}</svg>{escape(item.text)}</i>"
+        )
     return "".join(dict.fromkeys(found))
 
 
@@ -762,15 +1197,34 @@ def plain(chart: Chart, marked: bool, ticked: bool, last: bool) -> Chart:
     "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free; `last`: its axis is named."
     bare = tuple(lean(part) for s in chart.series for part in (areas(s) if isinstance(s, Stack) else [s]))
     timed = chart.x_unit == "versions"
-    marks = (*chart.marks, Mark(math.nan, " ")) if marked and timed else chart.marks if not timed else tuple(Mark(m.x) for m in chart.marks)
-    return replace(chart, title="", subtitle="", y_label="", y_unit="", x_label=chart.x_label if last else "", series=bare, marks=marks, aria=spoken(chart), x_ticks=ticked)
+    marks = (
+        (*chart.marks, Mark(math.nan, " "))
+        if marked and timed
+        else chart.marks
+        if not timed
+        else tuple(Mark(m.x) for m in chart.marks)
+    )
+    return replace(
+        chart,
+        title="",
+        subtitle="",
+        y_label="",
+        y_unit="",
+        x_label=chart.x_label if last else "",
+        series=bare,
+        marks=marks,
+        aria=spoken(chart),
+        x_ticks=ticked,
+    )
 
 
 def lean(s):
     "A line or band without its name and with the points that a card has room for."
     if not isinstance(s, (Line, Band)):
         return s
-    edges = {name: thin(s.x, getattr(s, name), DRAWN) for name in ("y", "lo", "hi") if getattr(s, name, None) is not None}
+    edges = {
+        name: thin(s.x, getattr(s, name), DRAWN) for name in ("y", "lo", "hi") if getattr(s, name, None) is not None
+    }
     return replace(s, name="", x=next(iter(edges.values())).x, **{name: t.y for name, t in edges.items()})
 
 
@@ -786,7 +1240,16 @@ def areas(stack: Stack) -> list[Band]:
     return found
 
 # %% ../../nbs/views/03_cards.ipynb #cards-figure
-NOTED = ("time", "length", "staleness", "ribbons", "throughput", "discard", "sandbox", "turns")  # cards whose charts say more than their names
+NOTED = (
+    "time",
+    "length",
+    "staleness",
+    "ribbons",
+    "throughput",
+    "discard",
+    "sandbox",
+    "turns",
+)  # cards whose charts say more than their names
 
 
 def figure_html(chart: Chart, card: str, width: float, height: float, marked: bool, ticked: bool, last: bool) -> str:
@@ -803,11 +1266,20 @@ def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
     whole = spec.across > 2
     wide = (width or WIDTH) if whole else (width or WIDTH) / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
-    heights = (*spec.heights[:last], spec.heights[-1]) if key == "time" else spec.heights  # the last one carries the axis
-    drawn = [figure_html(chart, key, wide, high, i == 0, i == last or key != "time", whole or i > last - spec.across) for i, (chart, high) in enumerate(zip(charts, heights, strict=False))]
+    heights = (
+        (*spec.heights[:last], spec.heights[-1]) if key == "time" else spec.heights
+    )  # the last one carries the axis
+    drawn = [
+        figure_html(chart, key, wide, high, i == 0, i == last or key != "time", whole or i > last - spec.across)
+        for i, (chart, high) in enumerate(zip(charts, heights, strict=False))
+    ]
     legend = legend_html(charts[0]) if key == "time" else ""
     note = spec.note(snapshot)
-    header = f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>" if charts[0].title != spec.title else ""
+    header = (
+        f"<header><b>{escape(spec.title)}</b><span>{escape(note)}</span>{legend}</header>"
+        if charts[0].title != spec.title
+        else ""
+    )
     return f"<div class='rl-face{' rl-whole' if whole else ' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
 
 
@@ -824,6 +1296,7 @@ def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
 
 def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
     "Keys of the cards that a run begins with: the usual ones, that of the sandboxes where programs are judged, and that of turns and tools where there are episodes."
+
     def named(field: str) -> object:
         return table.get("name") if isinstance(table := config.get(field), Mapping) else table
 
@@ -833,5 +1306,7 @@ def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
 
 def still_html(snapshot: Snapshot, light: Light) -> str:
     "Strip and default cards as one block that needs no widget."
-    cards = "".join(f"<div class='rl-card rl-card-{key}'>{card_html(key, snapshot)}</div>" for key in shown_first(snapshot.config))
+    cards = "".join(
+        f"<div class='rl-card rl-card-{key}'>{card_html(key, snapshot)}</div>" for key in shown_first(snapshot.config)
+    )
     return f"<div class='rl-panel'>{style_html()}{strip_html(snapshot, light)}<div class='rl-cards' style='margin-top:8px'>{cards}</div></div>"

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.charts import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour, column, number, to_svg
+from ..base.ledger import ENDED, state_of
+from ..base.runs_folder import find_run_folder
+from ..knobs import unknown
 from ..loop.config import set_dotted
 from ..loop.digest import compare_traces, read_trace
-from ..base.charts import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour, column, number, to_svg
-from ..knobs import unknown
-from ..base.ledger import ENDED, state_of
-from ..runtime.lineage import parent_folder, read_family
 from ..loop.loop import ramped_value
-from ..base.runs_folder import find_run_folder
+from ..runtime.lineage import parent_folder, read_family
 from .report import DECIDE, RunData, RunSummary, duration, flat, read_run, summarize, table, text
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def folder_of(run, runs: str | Path | None = None) -> Path:
 @dataclass(frozen=True, eq=False)
 class Compared:
     "One run of a comparison."
+
     name: str
     folder: Path
     data: RunData
@@ -62,7 +63,18 @@ def read_compared(folders: Sequence[Path]) -> tuple[Compared, ...]:
     found = []
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
         data = read_run(folder)
-        found.append(Compared(name, folder, data, summarize(data), state_of(data.status), roles[i % len(roles)], DASHES[i % len(DASHES)], *with_history(folder, data)))
+        found.append(
+            Compared(
+                name,
+                folder,
+                data,
+                summarize(data),
+                state_of(data.status),
+                roles[i % len(roles)],
+                DASHES[i % len(DASHES)],
+                *with_history(folder, data),
+            )
+        )
     return tuple(found)
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-history
@@ -85,7 +97,11 @@ AXES = {"version": ("version", "versions"), "tokens": ("generated", "tokens"), "
 def spent(data: RunData, versions: np.ndarray) -> np.ndarray:
     "Tokens generated up to each of some versions."
     known, tokens = column(data.steps, "version"), np.nancumsum(column(data.steps, "generated_tokens"))
-    return np.interp(versions, np.append(0, known), np.append(0, tokens)) if len(known) else np.where(versions > 0, math.nan, 0.0)
+    return (
+        np.interp(versions, np.append(0, known), np.append(0, tokens))
+        if len(known)
+        else np.where(versions > 0, math.nan, 0.0)
+    )
 
 
 def place(data: RunData, rows, x: str) -> np.ndarray:
@@ -100,7 +116,11 @@ def held_out_rows(data: RunData) -> "pl.DataFrame":
     "The evaluations of the held-out set, one a version."
     import polars as pl
 
-    return data.evals.filter(pl.col("eval") == data.eval_name, pl.col("avg").is_not_null()).unique("version", keep="last", maintain_order=True).sort("version")
+    return (
+        data.evals.filter(pl.col("eval") == data.eval_name, pl.col("avg").is_not_null())
+        .unique("version", keep="last", maintain_order=True)
+        .sort("version")
+    )
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-charts
 LEARNING = (
@@ -113,19 +133,61 @@ LEARNING = (
 def charts(compared: Sequence[Compared], x: str = "version") -> tuple[Chart, ...]:
     "Held-out solve rate with its interval, response length, staleness, tokens per second, reward, entropy and KL of several runs over one axis."
     label, unit = AXES[x]
-    common = {"x_label": label, "x_unit": unit, "marks": tuple(Mark(parting(c, x), f"{c.name} forked") for c in compared if c.since)}
-    solve = tuple(line for c in compared if len(rows := held_out_rows(c.whole))
-                  for line in drawn(compared, c, rows, x, column(rows, "avg"), column(rows, "avg_low"), column(rows, "avg_high")))
-    lag = lambda steps: column(steps, "lag_in_flight") + column(steps, "lag_in_queue")
+    common = {
+        "x_label": label,
+        "x_unit": unit,
+        "marks": tuple(Mark(parting(c, x), f"{c.name} forked") for c in compared if c.since),
+    }
+    solve = tuple(
+        line
+        for c in compared
+        if len(rows := held_out_rows(c.whole))
+        for line in drawn(compared, c, rows, x, column(rows, "avg"), column(rows, "avg_low"), column(rows, "avg_high"))
+    )
+
+    def lag(steps):
+        return column(steps, "lag_in_flight") + column(steps, "lag_in_queue")
+
     return (
-        Chart("Held-out solve rate", solve, "with its 95 % interval", y_label="share correct", y_range=(0, 1), empty="no evaluation yet", **common),
-        Chart("Response length", _lines(compared, x, lambda s: column(s, "length_mean")), "mean of the tasks served", y_label="tokens", y_range=(0, None), empty="no batch trained yet", **common),
-        Chart("Staleness", _lines(compared, x, lag), "mean over each batch", y_label="versions", y_range=(0, None), empty="no batch trained yet", **common),
-        Chart("Tokens per second", _lines(compared, x, rate), "generated, mean of 5 versions", y_range=(0, None), empty="no batch trained yet", **common),
+        Chart(
+            "Held-out solve rate",
+            solve,
+            "with its 95 % interval",
+            y_label="share correct",
+            y_range=(0, 1),
+            empty="no evaluation yet",
+            **common,
+        ),
+        Chart(
+            "Response length",
+            _lines(compared, x, lambda s: column(s, "length_mean")),
+            "mean of the tasks served",
+            y_label="tokens",
+            y_range=(0, None),
+            empty="no batch trained yet",
+            **common,
+        ),
+        Chart(
+            "Staleness",
+            _lines(compared, x, lag),
+            "mean over each batch",
+            y_label="versions",
+            y_range=(0, None),
+            empty="no batch trained yet",
+            **common,
+        ),
+        Chart(
+            "Tokens per second",
+            _lines(compared, x, rate),
+            "generated, mean of 5 versions",
+            y_range=(0, None),
+            empty="no batch trained yet",
+            **common,
+        ),
         *(_step_chart(compared, x, each, common) for each in LEARNING),
     )
 
-
+# %% ../../nbs/views/09_comparison.ipynb #compare-charts-part-2
 def _step_chart(compared: Sequence[Compared], x: str, shown: tuple[str, str, str, str], common: Mapping) -> Chart:
     name, title, subtitle, unit = shown
     lines = _lines(compared, x, lambda steps: column(steps, name))
@@ -133,16 +195,30 @@ def _step_chart(compared: Sequence[Compared], x: str, shown: tuple[str, str, str
 
 
 def _lines(compared: Sequence[Compared], x: str, of: Callable) -> tuple[Line, ...]:
-    return tuple(line for c in compared if len(c.whole.steps) for line in drawn(compared, c, c.whole.steps, x, of(c.whole.steps)))
+    return tuple(
+        line for c in compared if len(c.whole.steps) for line in drawn(compared, c, c.whole.steps, x, of(c.whole.steps))
+    )
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-drawn
 def parting(c: Compared, x: str) -> float:
     "Where on an axis a fork left its parent."
     steps = c.whole.steps
-    return float(c.since if x == "version" or not len(steps) else np.interp(c.since, column(steps, "version"), place(c.whole, steps, x)))
+    return float(
+        c.since
+        if x == "version" or not len(steps)
+        else np.interp(c.since, column(steps, "version"), place(c.whole, steps, x))
+    )
 
 
-def drawn(compared: Sequence[Compared], c: Compared, rows, x: str, y: np.ndarray, lo: np.ndarray | None = None, hi: np.ndarray | None = None) -> list[Line]:
+def drawn(
+    compared: Sequence[Compared],
+    c: Compared,
+    rows,
+    x: str,
+    y: np.ndarray,
+    lo: np.ndarray | None = None,
+    hi: np.ndarray | None = None,
+) -> list[Line]:
     "The line of a run from its parent's last point on, and, if the parent is not drawn, faintly what was before."
     versions, at = column(rows, "version"), place(c.whole, rows, x)
     first = max(0, int(np.searchsorted(versions, c.since, "right")) - 1) if c.since else 0
@@ -150,7 +226,9 @@ def drawn(compared: Sequence[Compared], c: Compared, rows, x: str, y: np.ndarray
     cut = [None if each is None else each[own] for each in (lo, hi)]
     lines = [Line(c.name, at[own], y[own], c.role, c.dash, *cut, dots=lo is not None and len(rows) <= 40)]
     alone = c.since and not any(other.folder.resolve() == c.parent.resolve() for other in compared)
-    return lines + [Line(f"{c.name} before", at[: first + 1], y[: first + 1], c.role, "2 4", opacity=0.45)] * bool(alone and first)
+    return lines + [Line(f"{c.name} before", at[: first + 1], y[: first + 1], c.role, "2 4", opacity=0.45)] * bool(
+        alone and first
+    )
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-rate-window
 def rate(steps, window: int = 5) -> np.ndarray:
@@ -163,6 +241,7 @@ def rate(steps, window: int = 5) -> np.ndarray:
 @dataclass(frozen=True)
 class Ending:
     "End figures of a run, or those up to now. Rates are shares with standard errors, `difference` is to the first run; `fates` are shares of the tokens; `digest` says which parts differ from the first run's."
+
     run: str
     state: str
     versions: int
@@ -193,7 +272,7 @@ def digest_words(first: Path, folder: Path) -> str:
         return ""
     return "equal" if len(equal) == len(checks) else f"{' and '.join(equal)} equal"
 
-
+# %% ../../nbs/views/09_comparison.ipynb #compare-end-part-2
 def endings(compared: Sequence[Compared]) -> tuple[Ending, ...]:
     "The end figures of each run. No difference is given where the exams differ."
     same, first = len({exam for c in compared if (exam := exam_of(c.data))}) < 2, compared[0].summary
@@ -203,24 +282,47 @@ def endings(compared: Sequence[Compared]) -> tuple[Ending, ...]:
         rates = (first.solve_rate_end, s.solve_rate_end)
         known = i > 0 and same and None not in rates
         seconds, tokens = np.nansum(column(steps, "seconds")), np.nansum(column(steps, "trained_tokens"))
-        lag = np.nansum((column(steps, "lag_in_flight") + column(steps, "lag_in_queue")) * column(steps, "trained_tokens"))
+        lag = np.nansum(
+            (column(steps, "lag_in_flight") + column(steps, "lag_in_queue")) * column(steps, "trained_tokens")
+        )
         books = sorted(c.data.status.books.items(), key=lambda kv: -kv[1]["tokens"]) if c.data.status else []
         booked = sum(entry["tokens"] for _, entry in books)
-        found.append(Ending(
-            c.name, c.state, s.versions, s.solve_rate_start, s.solve_rate_start_se, s.solve_rate_end, s.solve_rate_end_se,
-            rates[1] - rates[0] if known else None, math.hypot(first.solve_rate_end_se, s.solve_rate_end_se) if known else None,
-            s.length_end, float(lag / tokens) if tokens else None, s.tokens, float(np.nansum(column(steps, "generated_tokens")) / seconds) if seconds else None,
-            s.wall_s, s.trained_share, tuple((fate, entry["tokens"] / booked) for fate, entry in books if entry["tokens"]),
-            digest_words(compared[0].folder, c.folder) if i else "",
-        ))
+        found.append(
+            Ending(
+                c.name,
+                c.state,
+                s.versions,
+                s.solve_rate_start,
+                s.solve_rate_start_se,
+                s.solve_rate_end,
+                s.solve_rate_end_se,
+                rates[1] - rates[0] if known else None,
+                math.hypot(first.solve_rate_end_se, s.solve_rate_end_se) if known else None,
+                s.length_end,
+                float(lag / tokens) if tokens else None,
+                s.tokens,
+                float(np.nansum(column(steps, "generated_tokens")) / seconds) if seconds else None,
+                s.wall_s,
+                s.trained_share,
+                tuple((fate, entry["tokens"] / booked) for fate, entry in books if entry["tokens"]),
+                digest_words(compared[0].folder, c.folder) if i else "",
+            )
+        )
     return tuple(found)
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-end-rows
 def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
     "The end figures as rows of text, a cell per run; rows that no run has anything for are left out."
-    pm = lambda value, error, sign="": "–" if value is None else f"{value:{sign}.3f} ± {error:.3f}".replace("-", "\N{MINUS SIGN}")
-    share = lambda value: "–" if value is None else f"{100 * value:.1f} %"
-    say = lambda value: "–" if value is None else number(value)
+
+    def pm(value, error, sign=""):
+        return "–" if value is None else f"{value:{sign}.3f} ± {error:.3f}".replace("-", "\N{MINUS SIGN}")
+
+    def share(value):
+        return "–" if value is None else f"{100 * value:.1f} %"
+
+    def say(value):
+        return "–" if value is None else number(value)
+
     rows = [
         ("state", [f"{e.state}, version {e.versions}" for e in ends]),
         ("held-out, start", [pm(e.solve_rate_start, e.solve_rate_start_se) for e in ends]),
@@ -234,13 +336,17 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
         (f"digest beside {ends[0].run}", [e.digest or "–" for e in ends]),
     ]
     fates = list(dict.fromkeys(fate for e in ends for fate, _ in e.fates))
-    rows += [(f"tokens {fate.replace('_', ' ')}", [share(dict(e.fates).get(fate, 0.0)) if e.fates else "–" for e in ends]) for fate in fates]
+    rows += [
+        (f"tokens {fate.replace('_', ' ')}", [share(dict(e.fates).get(fate, 0.0)) if e.fates else "–" for e in ends])
+        for fate in fates
+    ]
     return [row for row in rows if any(value != "–" for value in row[1])]
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-differ
 @dataclass(frozen=True)
 class Difference:
     "A setting in which runs differ; a value per run, as text."
+
     field: str
     values: tuple[str, ...]
 
@@ -248,7 +354,11 @@ class Difference:
 def differences(compared: Sequence[Compared]) -> tuple[Difference, ...]:
     "Settings, makings and commands in which the runs differ."
     tables = [dict(flat(c.data.config)) | _making(c.data.provenance) for c in compared]
-    fields = [field for field in dict.fromkeys(f for t in tables for f in t) if field != "name" and len({t.get(field) for t in tables}) > 1]
+    fields = [
+        field
+        for field in dict.fromkeys(f for t in tables for f in t)
+        if field != "name" and len({t.get(field) for t in tables}) > 1
+    ]
     found = [Difference(field, tuple(t.get(field, "–") for t in tables)) for field in fields]
     steered = tuple("; ".join(commands_in_words(c.data)) or "–" for c in compared)
     families = tuple(str(read_family(c.folder) or "–") for c in compared)
@@ -259,7 +369,9 @@ def differences(compared: Sequence[Compared]) -> tuple[Difference, ...]:
 def _making(provenance: Mapping) -> dict[str, str]:
     packages = provenance.get("packages", {})
     told = {"commit": str(provenance.get("commit", ""))[:12], "processor": str(provenance.get("processor", ""))}
-    return {name: value for name, value in told.items() if value} | {name: str(packages[name]) for name in DECIDE if name in packages}
+    return {name: value for name, value in told.items() if value} | {
+        name: str(packages[name]) for name in DECIDE if name in packages
+    }
 
 
 def commands_in_words(data: RunData, most: int = 8) -> list[str]:
@@ -268,7 +380,11 @@ def commands_in_words(data: RunData, most: int = 8) -> list[str]:
     told = []
     for row in rows[:most]:
         value = "" if row["value"] in (None, "null") else f" {row['value']}"
-        told.append(f"v{row['version']} {row['knob']}{value}" + (f" over {row['over']}" if row["over"] else "") + (f" ({row['author']})" if row["author"] else ""))
+        told.append(
+            f"v{row['version']} {row['knob']}{value}"
+            + (f" over {row['over']}" if row["over"] else "")
+            + (f" ({row['author']})" if row["author"] else "")
+        )
     return told + ([f"{len(rows) - most} more"] if len(rows) > most else [])
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-exams
@@ -279,6 +395,7 @@ EXAM_FIELDS = ("tasks", "max_tokens", "verifier", "environment", "max_turns", "o
 class Exam:
     """What a held-out solve rate was measured on, and how responses were written and judged. `tasks`, `verifier` and
     `environment` are tables as JSON; `max_turns` and `observation_tokens` are 0 where a response is all there is."""
+
     tasks: str
     count: int
     k: int
@@ -306,15 +423,22 @@ def table_in_words(table: str) -> str:
 
 def exam_in(config: Mapping, asked: Mapping) -> Exam:
     "The exam that a configuration sets; `asked`: its table under [[eval]]."
+
     def table(value: object) -> str:
         return json.dumps({"name": value} if isinstance(value, str) else value or {}, sort_keys=True)
 
     turns = table(config.get("environment") or "single") != table("single")
     tasks = asked.get("tasks") or config.get("tasks")
     return Exam(
-        table(tasks), asked.get("count", 0), asked.get("k", 1), asked.get("temperature", 1.0), config.get("max_tokens", 0),
-        table(config.get("verifier")), table(config.get("environment") or "single"),
-        config.get("max_turns", 0) if turns else 0, config.get("observation_tokens", 0) if turns else 0,
+        table(tasks),
+        asked.get("count", 0),
+        asked.get("k", 1),
+        asked.get("temperature", 1.0),
+        config.get("max_tokens", 0),
+        table(config.get("verifier")),
+        table(config.get("environment") or "single"),
+        config.get("max_turns", 0) if turns else 0,
+        config.get("observation_tokens", 0) if turns else 0,
     )
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-exam-of
@@ -324,7 +448,7 @@ def config_at(data: RunData, version: int) -> dict:
     applied = data.commands.filter((data.commands["status"] == "applied") & (data.commands["version"] <= version))
     rows = [row for row in applied.iter_rows(named=True) if row["knob"].partition(".")[0] in EXAM_FIELDS]
     for place, row in enumerate(rows):
-        until = min([version, *(later["version"] for later in rows[place + 1:] if later["knob"] == row["knob"])])
+        until = min([version, *(later["version"] for later in rows[place + 1 :] if later["knob"] == row["knob"])])
         with suppress(TypeError, ValueError):  # a value that is not JSON changes no exam
             value = json.loads(row["value"])
             if row["over"]:
@@ -354,7 +478,11 @@ def exam_of(data: RunData, first: bool = False) -> Exam | None:
 
 def exam_differences(exam: Exam, other: Exam) -> str:
     "In what an exam differs from another one, in words; empty if in nothing."
-    told = [(name.replace("_", " "), value, vars(other)[name]) for name, value in vars(exam).items() if value != vars(other)[name]]
+    told = [
+        (name.replace("_", " "), value, vars(other)[name])
+        for name, value in vars(exam).items()
+        if value != vars(other)[name]
+    ]
     words = [(name, *(table_in_words(v) if isinstance(v, str) else f"{v:g}" for v in values)) for name, *values in told]
     return ", ".join(f"{name} {one} (not {two})" for name, one, two in words)
 
@@ -367,11 +495,15 @@ def cautions(compared: Sequence[Compared]) -> list[str]:
     kinds = dict.fromkeys(exam for exam in exams.values() if exam)
     seeds = {c.data.config.get("seed") for c in compared if exams[c.name]}
     if len(kinds) > 1:
-        listed = "; ".join(f"{', '.join(name for name, exam in exams.items() if exam == kind)}: {kind}" for kind in kinds)
+        listed = "; ".join(
+            f"{', '.join(name for name, exam in exams.items() if exam == kind)}: {kind}" for kind in kinds
+        )
         told.append(f"The exams differ, so solve rates are not comparable and no difference is given. {listed}.")
     for c in compared:
         if exams[c.name] and (changed := exam_differences(exams[c.name], exam_of(c.data, first=True))):
-            told.append(f"The exam of {c.name} changed while it ran: {changed}. Its first rates and its last are not comparable.")
+            told.append(
+                f"The exam of {c.name} changed while it ran: {changed}. Its first rates and its last are not comparable."
+            )
     if len(kinds) == 1 and len(seeds) > 1:
         told.append("The held-out tasks were drawn with different seeds: the same kind of tasks, not the same tasks.")
     return told
@@ -380,6 +512,7 @@ def cautions(compared: Sequence[Compared]) -> list[str]:
 @dataclass(frozen=True, eq=False)
 class Comparison:
     "Runs beside each other as they were when they were read; it shows itself in a notebook."
+
     compared: tuple[Compared, ...]
     x: str = "version"
 
@@ -408,7 +541,15 @@ class Comparison:
         return comparison_frame(self.compared)
 
     def __repr__(self) -> str:
-        return "\n".join([*self.cautions, *(f"{label:<26}" + "".join(f"{cell:>24}" for cell in cells) for label, cells in [("", [c.name for c in self.compared]), *end_rows(self.endings)])])
+        return "\n".join(
+            [
+                *self.cautions,
+                *(
+                    f"{label:<26}" + "".join(f"{cell:>24}" for cell in cells)
+                    for label, cells in [("", [c.name for c in self.compared]), *end_rows(self.endings)]
+                ),
+            ]
+        )
 
     def _repr_html_(self) -> str:
         return comparison_html(self)
@@ -422,11 +563,44 @@ def comparison_frame(compared: Sequence[Compared]) -> "pl.DataFrame":
     for c in compared:
         steps, rows = c.data.steps, held_out_rows(c.data)
         lag = column(steps, "lag_in_flight") + column(steps, "lag_in_queue")
-        trained = pl.DataFrame({"version": steps["version"], "minutes": steps["at"] / 60, "served": steps["solve_rate"], "length": steps["length_mean"], "lag": lag, "tokens_per_s": rate(steps, 1)})
-        exam = rows.select("version", (pl.col("at") / 60).alias("exam_minutes"), pl.col("avg").alias("held_out"), pl.col("avg_low").alias("held_out_low"), pl.col("avg_high").alias("held_out_high"))
+        trained = pl.DataFrame(
+            {
+                "version": steps["version"],
+                "minutes": steps["at"] / 60,
+                "served": steps["solve_rate"],
+                "length": steps["length_mean"],
+                "lag": lag,
+                "tokens_per_s": rate(steps, 1),
+            }
+        )
+        exam = rows.select(
+            "version",
+            (pl.col("at") / 60).alias("exam_minutes"),
+            pl.col("avg").alias("held_out"),
+            pl.col("avg_low").alias("held_out_low"),
+            pl.col("avg_high").alias("held_out_high"),
+        )
         both = trained.join(exam, on="version", how="full", coalesce=True).sort("version")
-        both = both.with_columns(pl.coalesce("minutes", "exam_minutes").alias("minutes"), pl.Series("tokens", spent(c.whole, column(both, "version"))), pl.lit(c.name).alias("run"))
-        frames.append(both.select("run", "version", "tokens", "minutes", "held_out", "held_out_low", "held_out_high", "served", "length", "lag", "tokens_per_s"))
+        both = both.with_columns(
+            pl.coalesce("minutes", "exam_minutes").alias("minutes"),
+            pl.Series("tokens", spent(c.whole, column(both, "version"))),
+            pl.lit(c.name).alias("run"),
+        )
+        frames.append(
+            both.select(
+                "run",
+                "version",
+                "tokens",
+                "minutes",
+                "held_out",
+                "held_out_low",
+                "held_out_high",
+                "served",
+                "length",
+                "lag",
+                "tokens_per_s",
+            )
+        )
     return pl.concat(frames)
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-html
@@ -436,7 +610,9 @@ STYLE = (
     "@container (min-width:1400px){.rl-compare .charts{grid-template-columns:repeat(4,minmax(0,460px))}}@container (max-width:520px){.rl-compare .charts{grid-template-columns:1fr}}"
     ".rl-compare .scroll{overflow-x:auto;margin:0 0 12px}.rl-compare table{border-collapse:collapse;margin:0;width:auto;max-width:100%;font-size:13px;table-layout:auto}"
     f".rl-compare .scroll th,.rl-compare .scroll td{{padding:3px 18px 3px 0;border:0;border-bottom:1px solid {GRID};text-align:right;vertical-align:top;background:none;color:{INK};white-space:normal;overflow-wrap:anywhere;max-width:46em;font-weight:400}}"
-    ".rl-compare .scroll th{font-weight:600}.rl-compare .scroll td:first-child{text-align:left;color:" + SOFT + ";white-space:nowrap;overflow-wrap:normal}.rl-compare h4{font-size:13px;font-weight:600;margin:10px 0 4px}"
+    ".rl-compare .scroll th{font-weight:600}.rl-compare .scroll td:first-child{text-align:left;color:"
+    + SOFT
+    + ";white-space:nowrap;overflow-wrap:normal}.rl-compare h4{font-size:13px;font-weight:600;margin:10px 0 4px}"
     ".rl-compare ul{margin:0 0 8px;padding:6px 10px 6px 26px;border-left:3px solid #d55e00}.rl-compare .key{display:inline-block;vertical-align:3px;margin-right:6px}"
 )
 
@@ -448,14 +624,24 @@ def comparison_html(c: Comparison) -> str:
     names = ["", *(f"{_key(each)}{text(each.name)}" for each in c.compared)]
     every = range(len(names))
     ends = table(names, [[text(label), *map(text, cells)] for label, cells in end_rows(c.endings)], every)
-    differ = table(names, [[text(d.field), *map(text, d.values)] for d in c.differences], every) if c.differences else "<p>Nothing: the same settings, no command.</p>"
-    return (f'<div class="rl-compare"><style>{STYLE}[data-jp-theme-light="false"] .rl-compare{{--rl-blue:#56B4E9}}</style>{f"<ul>{cautions}</ul>" if cautions else ""}<div class="charts">{drawn}</div>'
-            f"<h4>End figures</h4>{ends}<h4>What was different</h4>{differ}</div>")
+    differ = (
+        table(names, [[text(d.field), *map(text, d.values)] for d in c.differences], every)
+        if c.differences
+        else "<p>Nothing: the same settings, no command.</p>"
+    )
+    return (
+        f'<div class="rl-compare"><style>{STYLE}[data-jp-theme-light="false"] .rl-compare{{--rl-blue:#56B4E9}}</style>{f"<ul>{cautions}</ul>" if cautions else ""}<div class="charts">{drawn}</div>'
+        f"<h4>End figures</h4>{ends}<h4>What was different</h4>{differ}</div>"
+    )
 
 
 def _key(each: Compared) -> str:
     "The line by which a run is known in the charts."
-    return (f'<svg class="key" width="22" height="4" aria-hidden="true"><path d="M0 2h22" stroke="{colour(each.role)}" stroke-width="2.5"' + (f' stroke-dasharray="{each.dash}"' if each.dash else "") + "/></svg>")
+    return (
+        f'<svg class="key" width="22" height="4" aria-hidden="true"><path d="M0 2h22" stroke="{colour(each.role)}" stroke-width="2.5"'
+        + (f' stroke-dasharray="{each.dash}"' if each.dash else "")
+        + "/></svg>"
+    )
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-compare
 def compare(*which, x: str = "version", runs: str | Path | None = None) -> Comparison:

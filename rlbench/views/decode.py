@@ -40,7 +40,9 @@ def load_decoder(folder: str | Path) -> Decoder | None:
             return partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
         from rlbench.models.model import load_tokenizer, locate
 
-        return partial(load_tokenizer(model, locate(model)).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return partial(
+            load_tokenizer(model, locate(model)).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
     except Exception:  # whatever a folder, a configuration or a library has against it: the ids are shown
         return None
 

@@ -22,21 +22,39 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .decode import Decoder, load_decoder, pieces
 from ..base.charts import GRID, GROUND, INK, SOFT, number
-from ..knobs import unknown
 from ..base.ledger import count_rows, read_rows, read_table
+from ..knobs import unknown
+from ..records import ROLLOUTS, TOKENS, VERDICTS, Fate
+from ..sandbox.explain import Reading, answer_in_words, code_task_of, reading
+from .decode import Decoder, load_decoder, pieces
 from .loss_card import loss_card
 from .loss_card_html import LossView
-from ..records import ROLLOUTS, TOKENS, VERDICTS, Fate
 from .report import tests_html, text
-from ..sandbox.explain import Reading, answer_in_words, code_task_of, reading
 
 if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-range
-NARROW = ("seq", "rollout", "try", "group", "k", "task", "set", "level", "fate", "reason", "correct", "reward", "length", "turns", "oldest", "newest", "trained_at")
+NARROW = (
+    "seq",
+    "rollout",
+    "try",
+    "group",
+    "k",
+    "task",
+    "set",
+    "level",
+    "fate",
+    "reason",
+    "correct",
+    "reward",
+    "length",
+    "turns",
+    "oldest",
+    "newest",
+    "trained_at",
+)
 TEXTS = ("prompt", "text", "answer")
 
 
@@ -62,8 +80,18 @@ def _fates(fate: str | Iterable[str]) -> list[str]:
     return asked
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-matching
-def matching(folder: str | Path, *, fate: str | Iterable[str] = "", level: int | Iterable[int] | None = None, reward=None, lag=None, version=None,
-             text: str = "", task: str = "", last: int | None = 10_000) -> "pl.DataFrame":
+def matching(
+    folder: str | Path,
+    *,
+    fate: str | Iterable[str] = "",
+    level: int | Iterable[int] | None = None,
+    reward=None,
+    lag=None,
+    version=None,
+    text: str = "",
+    task: str = "",
+    last: int | None = 10_000,
+) -> "pl.DataFrame":
     "What `find_rollouts` finds, newest first, without the texts."
     import polars as pl
 
@@ -73,7 +101,9 @@ def matching(folder: str | Path, *, fate: str | Iterable[str] = "", level: int |
     rows = rows.with_columns(pl.when(trained).then(pl.col("trained_at") - 1 - pl.col("oldest")).alias("lag"))
     first, latest = version if isinstance(version, Sequence) else (version, version)
     written = [pl.col("oldest") >= 0] if version is not None else []
-    written += _within("newest", None if first is None else (first, None), "versions") + _within("oldest", None if latest is None else (None, latest), "versions")
+    written += _within("newest", None if first is None else (first, None), "versions") + _within(
+        "oldest", None if latest is None else (None, latest), "versions"
+    )
     conditions = [*_within("reward", reward, ""), *_within("lag", lag, "versions"), *written]
     if fate:
         conditions.append(pl.col("fate").is_in(_fates(fate)))
@@ -95,24 +125,40 @@ def _saying(folder: str | Path, rows: "pl.DataFrame", wanted: str) -> "pl.DataFr
     return rows.join(texts.filter(pl.any_horizontal(said)).select("seq"), on="seq", how="semi")
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-find
-def find_rollouts(folder: str | Path, *, fate: str | Iterable[str] = "", level: int | Iterable[int] | None = None, reward=None, lag=None, version=None,
-                  text: str = "", task: str = "", last: int | None = 10_000, limit: int | None = None) -> "pl.DataFrame":
+def find_rollouts(
+    folder: str | Path,
+    *,
+    fate: str | Iterable[str] = "",
+    level: int | Iterable[int] | None = None,
+    reward=None,
+    lag=None,
+    version=None,
+    text: str = "",
+    task: str = "",
+    last: int | None = 10_000,
+    limit: int | None = None,
+) -> "pl.DataFrame":
     """The rollouts that fit, newest first, with their texts and their `lag` in versions.
 
     `fate`: one or several; `level`: one or several; `reward`, `lag`, `version`: a number, or (lowest, highest) with None for an open end; `text`: literally, in prompt, response or any turn of an episode, whatever the case;
     `task`: its id; `last`: how many of the newest to look at, None for all; `limit`: how many to hand back. Raises ValueError for an unknown fate or an empty range."""
-    found = matching(folder, fate=fate, level=level, reward=reward, lag=lag, version=version, text=text, task=task, last=last)
+    found = matching(
+        folder, fate=fate, level=level, reward=reward, lag=lag, version=version, text=text, task=task, last=last
+    )
     return with_texts(folder, found if limit is None else found.head(limit))
 
 
 def with_texts(folder: str | Path, rows: "pl.DataFrame") -> "pl.DataFrame":
     "Rows of the rollout table with prompt, response and answer, in the same order."
-    return rows.join(read_rows(folder, "rollouts", rows["seq"], ("seq", *TEXTS)), on="seq", how="left", maintain_order="left")
+    return rows.join(
+        read_rows(folder, "rollouts", rows["seq"], ("seq", *TEXTS)), on="seq", how="left", maintain_order="left"
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-attempt
 @dataclass(frozen=True)
 class Earlier:
     "An attempt at the same rollout that ended before: its fate, and what it had that the next one did not take over. `first` counts turns from 0."
+
     attempt: int
     fate: str
     first: int
@@ -123,6 +169,7 @@ class Earlier:
 @dataclass(frozen=True, eq=False)
 class RolloutRow:
     "The columns of a rollout that say which it is and what became of it."
+
     folder: Path
     rollout: int
     attempt: int
@@ -148,20 +195,29 @@ class RolloutRow:
 @dataclass(frozen=True, eq=False)
 class StoredRollout(RolloutRow):
     "A rollout as the ledger keeps it; it shows itself in a notebook. Token arrays are of one length T, empty if no tokens are stored."
+
     seconds: float = 0.0
     message: str = ""
     prompt: str = ""
     text: str = ""
     answer: str = ""
-    prompt_tokens: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [P]: what the model read first
+    prompt_tokens: np.ndarray = field(
+        default_factory=partial(np.zeros, 0, np.int64)
+    )  # int64 [P]: what the model read first
     tokens: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]
     logprobs: np.ndarray = field(default_factory=partial(np.zeros, 0))  # float64 [T], nats
     versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]
     mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))  # bool [T]: carries weight in the loss
     advantage: float | None = None
-    turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [T]: turn of each token; empty if there is one turn
-    observed: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: tokens of the observations
-    observed_turn: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int64))  # int64 [O]: the turn that each token of an observation opens
+    turn: np.ndarray = field(
+        default_factory=partial(np.zeros, 0, np.int64)
+    )  # int64 [T]: turn of each token; empty if there is one turn
+    observed: np.ndarray = field(
+        default_factory=partial(np.zeros, 0, np.int64)
+    )  # int64 [O]: tokens of the observations
+    observed_turn: np.ndarray = field(
+        default_factory=partial(np.zeros, 0, np.int64)
+    )  # int64 [O]: the turn that each token of an observation opens
     said: tuple[str, ...] = ()  # of an episode of several turns: response, observation, response, ...
     states: tuple[str, ...] = ()  # per turn: id of the environment's state in which it began
     writers: tuple[int, ...] = ()  # per turn: version that issued the newest writes in that state, -1 if none
@@ -209,15 +265,25 @@ def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -
     row, tokens = (_row(folder, table, rollout, attempt) for table in ("rollouts", "tokens"))
     if row is None:
         told = f" in attempt {attempt}" if attempt is not None else ""
-        raise ValueError(f"rollout: {rollout}{told} is not in {Path(folder).name!r}; find_rollouts lists those that have ended")
+        raise ValueError(
+            f"rollout: {rollout}{told} is not in {Path(folder).name!r}; find_rollouts lists those that have ended"
+        )
     names = [n for n in StoredRollout.__dataclass_fields__ if n in row and row[n] is not None]
     parts = tuple(zip(row["part_names"] or (), row["part_values"] or (), strict=True))
     known = {name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names}
-    known |= {"folder": Path(folder), "attempt": row["try"], "parts": parts, "earlier": _earlier(folder, row) if row["try"] else ()}
+    known |= {
+        "folder": Path(folder),
+        "attempt": row["try"],
+        "parts": parts,
+        "earlier": _earlier(folder, row) if row["try"] else (),
+    }
     known["tests"] = tests_of(folder, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
     if tokens is None or tokens["try"] != row["try"]:
         return StoredRollout(**known)
-    arrays = {name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64)) for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn")}
+    arrays = {
+        name: np.asarray(tokens[name] or (), {"logprobs": float, "mask": bool}.get(name, np.int64))
+        for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn")
+    }
     return StoredRollout(**known, **arrays, advantage=tokens["advantage"])
 
 
@@ -226,10 +292,20 @@ def _earlier(folder: str | Path, row: Mapping[str, object]) -> tuple[Earlier, ..
     import polars as pl
 
     mine = (pl.col("rollout") == row["rollout"]) & (pl.col("try") < row["try"])
-    rows = read_table(folder, "rollouts", ("rollout", "try", "fate", "turns", "length")).filter(mine).unique("try", keep="last").sort("try")
-    kept = read_rows(folder, "tokens", read_table(folder, "tokens", ("seq", "rollout", "try")).filter(mine)["seq"], ("try", "turn"))
+    rows = (
+        read_table(folder, "rollouts", ("rollout", "try", "fate", "turns", "length"))
+        .filter(mine)
+        .unique("try", keep="last")
+        .sort("try")
+    )
+    kept = read_rows(
+        folder, "tokens", read_table(folder, "tokens", ("seq", "rollout", "try")).filter(mine)["seq"], ("try", "turn")
+    )
     first = {attempt: turn[0] for attempt, turn in kept.iter_rows() if turn}
-    return tuple(Earlier(r["try"], r["fate"] or "", first.get(r["try"], 0), r["turns"] or 0, r["length"] or 0) for r in rows.iter_rows(named=True))
+    return tuple(
+        Earlier(r["try"], r["fate"] or "", first.get(r["try"], 0), r["turns"] or 0, r["length"] or 0)
+        for r in rows.iter_rows(named=True)
+    )
 
 
 def _row(folder: str | Path, table: str, rollout: int, attempt: int | None) -> dict | None:
@@ -240,7 +316,11 @@ def _row(folder: str | Path, table: str, rollout: int, attempt: int | None) -> d
     keys = keys if attempt is None else keys.filter(pl.col("try") == attempt)
     if keys.is_empty():
         return None
-    columns = [column.name for column in {"rollouts": ROLLOUTS, "tokens": TOKENS, "verdicts": VERDICTS}[table] if column.name != "attempt"]
+    columns = [
+        column.name
+        for column in {"rollouts": ROLLOUTS, "tokens": TOKENS, "verdicts": VERDICTS}[table]
+        if column.name != "attempt"
+    ]
     return read_rows(folder, table, keys["seq"].tail(1), columns).row(0, named=True)
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-tests
@@ -263,11 +343,20 @@ def heat(logprobs: np.ndarray) -> np.ndarray:
 def legend() -> str:
     "What the tints and marks mean."
     edges = [*STEPS, 0.0]
-    names = [f"≥ {STEPS[0]:g}", *(f"{high:g} – {low:g}" for high, low in zip(STEPS, edges[1:-1])), f"&lt; {STEPS[-1]:g}"]
+    names = [
+        f"≥ {STEPS[0]:g}",
+        *(f"{high:g} – {low:g}" for high, low in zip(STEPS, edges[1:-1])),
+        f"&lt; {STEPS[-1]:g}",
+    ]
     nats = [f"to {_signed(math.log(STEPS[0]), 2)}", *(f"to {_signed(math.log(p), 1)}" for p in STEPS[1:]), "below"]
-    steps = "".join(f'<span><span class="t h{i} sw">&nbsp;&nbsp;</span> {name} <small>{nat}</small></span>' for i, (name, nat) in enumerate(zip(names, nats, strict=True)))
-    return (f'<p class="rl-legend"><span>probability when sampled <small>log-prob</small></span>{steps}'
-            '<span><span class="t m sw">&nbsp;&nbsp;</span> no weight in the loss</span><span><b class="v">v7</b> version that writes from here on</span></p>')
+    steps = "".join(
+        f'<span><span class="t h{i} sw">&nbsp;&nbsp;</span> {name} <small>{nat}</small></span>'
+        for i, (name, nat) in enumerate(zip(names, nats, strict=True))
+    )
+    return (
+        f'<p class="rl-legend"><span>probability when sampled <small>log-prob</small></span>{steps}'
+        '<span><span class="t m sw">&nbsp;&nbsp;</span> no weight in the loss</span><span><b class="v">v7</b> version that writes from here on</span></p>'
+    )
 
 
 def _signed(value: float, places: int) -> str:
@@ -307,15 +396,23 @@ def heat_in_words(r: StoredRollout, shown: Sequence[str]) -> str:
     if not len(r.tokens):
         return "no tokens are stored"
     least = int(np.nanargmin(r.logprobs)) if np.isfinite(r.logprobs).any() else 0
-    writers = f"v{r.versions.min()}" if r.versions.min() == r.versions.max() else f"v{r.versions.min()} to v{r.versions.max()}"
+    writers = (
+        f"v{r.versions.min()}"
+        if r.versions.min() == r.versions.max()
+        else f"v{r.versions.min()} to v{r.versions.max()}"
+    )
     masked = int((~r.mask).sum())
-    return (f"{len(r.tokens)} tokens written by {writers}, mean log-prob {_signed(float(np.nanmean(r.logprobs)), 3)}; least likely: {shown[least].strip() or 'a blank'!s} "
-            f"with {math.exp(min(0.0, r.logprobs[least])):.2g}, token {least + 1}" + (f"; {masked} carry no weight" if masked else ""))
+    return (
+        f"{len(r.tokens)} tokens written by {writers}, mean log-prob {_signed(float(np.nanmean(r.logprobs)), 3)}; least likely: {shown[least].strip() or 'a blank'!s} "
+        f"with {math.exp(min(0.0, r.logprobs[least])):.2g}, token {least + 1}"
+        + (f"; {masked} carry no weight" if masked else "")
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-turn
 @dataclass(frozen=True)
 class Turn:
     "One turn of an episode; `number` counts from 0. Its tokens are those from `start` to before `stop`."
+
     number: int
     start: int
     stop: int
@@ -334,7 +431,18 @@ def turns_of(r: StoredRollout) -> tuple[Turn, ...]:
     for i, (state, writer) in enumerate(zip(r.states, r.writers, strict=True)):
         start, stop = np.searchsorted(r.turn, [first + i, first + i + 1]).tolist()
         read = int((r.observed_turn == first + i).sum())
-        found.append(Turn(first + i, start, stop, read, state, writer, words[i] if i < len(words) else "", answers[i] if i < len(answers) else None))
+        found.append(
+            Turn(
+                first + i,
+                start,
+                stop,
+                read,
+                state,
+                writer,
+                words[i] if i < len(words) else "",
+                answers[i] if i < len(answers) else None,
+            )
+        )
     return tuple(found)
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-turn-words
@@ -344,7 +452,12 @@ def turn_in_words(r: StoredRollout, turn: Turn, before: Turn | None) -> str:
     told = [f"{count:,} token{'s' * (count != 1)}" if count else "nothing was written"]
     if count:
         told.append(f"by v{versions.min()}" + (f" to v{versions.max()}" if versions.max() > versions.min() else ""))
-    if count and before is not None and before.stop > before.start and (slept := int(versions[0] - r.versions[before.stop - 1])):
+    if (
+        count
+        and before is not None
+        and before.stop > before.start
+        and (slept := int(versions[0] - r.versions[before.stop - 1]))
+    ):
         told.append(f"taken up {slept} version{'s' * (slept != 1)} after turn {before.number + 1}")
     return " · ".join([*told, *state_in_words(r, turn)])
 
@@ -354,7 +467,11 @@ def state_in_words(r: StoredRollout, turn: Turn) -> list[str]:
     if not any(r.states):
         return []
     if turn.writer < 0:
-        return ["began in the task's own state" if turn.number == 0 or not turn.state else f"began in state {turn.state[:8]}, in which nobody wrote"]
+        return [
+            "began in the task's own state"
+            if turn.number == 0 or not turn.state
+            else f"began in state {turn.state[:8]}, in which nobody wrote"
+        ]
     written = f"began in state {turn.state[:8]}, written by v{turn.writer}"
     age = int(r.versions[turn.start]) - turn.writer if turn.stop > turn.start else 0
     return [written + (f", {age} version{'s' * (age != 1)} old" if age else "")]
@@ -364,7 +481,11 @@ def undone_in_words(each: Earlier) -> str:
     "What an earlier attempt lost at this point."
     last = each.first + each.turns
     which = f"turn {last}" if each.turns == 1 else f"turns {each.first + 1} to {last}"
-    how = "was put back to before" if each.fate == "rewound" else f"ended ({each.fate.replace('_', ' ')}) and was begun again at"
+    how = (
+        "was put back to before"
+        if each.fate == "rewound"
+        else f"ended ({each.fate.replace('_', ' ')}) and was begun again at"
+    )
     return f"attempt {each.attempt} {how} turn {each.first + 1}: its {which}, {each.tokens:,} tokens, {'was' if each.turns == 1 else 'were'} undone"
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-turns-html
@@ -376,17 +497,41 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
     turns, out = turns_of(r), []
     share = None if most is None else max(20, most // max(1, len(turns)))
     if turns and (kept := turns[0].number):
-        out.append(f'<p><small>The {"turn" if kept == 1 else f"{kept} turns"} before {"is" if kept == 1 else "are"} the next attempt\'s.</small></p>')
+        out.append(
+            f"<p><small>The {'turn' if kept == 1 else f'{kept} turns'} before {'is' if kept == 1 else 'are'} the next attempt's.</small></p>"
+        )
     for before, turn in zip((None, *turns), turns):
-        out += [f'<p class="back">↶ {text(undone_in_words(each))}</p>' for each in r.earlier if each.fate in AGAIN and each.first == turn.number]
-        out.append(f'<h5 title="{text(turn.state)}"><b>Turn {turn.number + 1}</b> {text(turn_in_words(r, turn, before))}</h5>')
+        out += [
+            f'<p class="back">↶ {text(undone_in_words(each))}</p>'
+            for each in r.earlier
+            if each.fate in AGAIN and each.first == turn.number
+        ]
+        out.append(
+            f'<h5 title="{text(turn.state)}"><b>Turn {turn.number + 1}</b> {text(turn_in_words(r, turn, before))}</h5>'
+        )
         if turn.stop > turn.start:
             mine = slice(turn.start, turn.stop)
-            out.append(strip_html(replace(r, tokens=r.tokens[mine], logprobs=r.logprobs[mine], versions=r.versions[mine], mask=r.mask[mine]), decode, share))
+            out.append(
+                strip_html(
+                    replace(
+                        r,
+                        tokens=r.tokens[mine],
+                        logprobs=r.logprobs[mine],
+                        versions=r.versions[mine],
+                        mask=r.mask[mine],
+                    ),
+                    decode,
+                    share,
+                )
+            )
         elif turn.text:
             out.append(f"<pre>{text(turn.text)}</pre>")
         if turn.answer is not None:
-            read = r.observed[r.observed_turn == turn.number + 1] if len(r.observed) == len(r.observed_turn) else r.observed[:0]
+            read = (
+                r.observed[r.observed_turn == turn.number + 1]
+                if len(r.observed) == len(r.observed_turn)
+                else r.observed[:0]
+            )
             after = int((r.observed_turn == turn.number + 1).sum())
             words = decode(read.tolist()) if decode is not None and len(read) else turn.answer
             who = f"environment{f', {after:,} tokens' if after else ''}"
@@ -399,14 +544,19 @@ PALETTE = (
     '[data-jp-theme-light="false"] .rl-look{--rl-yes:#3fc79a;--rl-no:#ff8a3d;--rl-heat:#b25400;--rl-bar:#ffb070}'
 )
 LOOK_STYLE = PALETTE + (
-    ".rl-look *{box-sizing:border-box}.rl-look p{margin:0 0 6px}.rl-look small,.rl-look .soft{color:" + SOFT + "}.rl-look small{font-size:11px}"
+    ".rl-look *{box-sizing:border-box}.rl-look p{margin:0 0 6px}.rl-look small,.rl-look .soft{color:"
+    + SOFT
+    + "}.rl-look small{font-size:11px}"
     f".rl-rollout{{border:1px solid {GRID};border-radius:6px;padding:12px 14px;background:{GROUND};min-width:0}}"
     ".rl-rollout .head{display:flex;flex-wrap:wrap;gap:2px 16px;align-items:baseline;font-size:14px}.rl-rollout .yes{color:var(--rl-yes)}.rl-rollout .no{color:var(--rl-no)}"
     ".rl-rollout h4{font-size:12px;font-weight:600;margin:12px 0 3px;color:" + SOFT + "}"
     f".rl-look .rl-rollout pre,.rl-look .rl-heat{{font:13px/1.5 var(--jp-code-font-family,ui-monospace,monospace);color:{INK};background:none;white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:0;max-height:24em;overflow:auto}}"
     ".rl-look .rl-rollout .rl-heat{line-height:2.05;max-height:34em}.rl-look .t{padding:1px 0 3px;margin-right:1px;border-radius:2px;unicode-bidi:isolate;box-decoration-break:clone}"
-    + "".join(f".rl-look .h{i}{{background:color-mix(in srgb,var(--rl-heat) {share}%,transparent);box-shadow:inset 0 -{i * 0.8:.1f}px var(--rl-bar)}}"
-              for i, share in enumerate((0, 18, 38, 60, 80, 100)) if i)
+    + "".join(
+        f".rl-look .h{i}{{background:color-mix(in srgb,var(--rl-heat) {share}%,transparent);box-shadow:inset 0 -{i * 0.8:.1f}px var(--rl-bar)}}"
+        for i, share in enumerate((0, 18, 38, 60, 80, 100))
+        if i
+    )
     + ".rl-look .m{background:repeating-linear-gradient(135deg,transparent 0 3px,color-mix(in srgb,currentColor 28%,transparent) 3px 4px);box-shadow:none}"
     f".rl-look .v{{display:inline-block;white-space:nowrap;font:600 10px/1 var(--jp-ui-font-family,system-ui,sans-serif);color:{GROUND};background:{SOFT};border-radius:3px;padding:2px 4px;margin:0 3px 0 1px;vertical-align:1px}}"
     f".rl-look .sw{{outline:1px solid {GRID};margin-right:2px}}"
@@ -437,8 +587,10 @@ def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None 
     head = "".join(f"<span>{part}</span>" for part in told if part)
     failed = f'<p class="no">{text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
     wanted = f"<h4>{'Tests' if code_task_of(r.answer) else 'Right answer'}</h4><pre>{text(answer_in_words(r.answer, 6))}</pre>"
-    return (f'<article class="rl-rollout" aria-label="rollout {r.rollout}, {verdict(r)}"><p class="head">{head}</p>{failed}'
-            f"{prompt_html(r, decode)}{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>")
+    return (
+        f'<article class="rl-rollout" aria-label="rollout {r.rollout}, {verdict(r)}"><p class="head">{head}</p>{failed}'
+        f"{prompt_html(r, decode)}{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>"
+    )
 
 
 def prompt_html(r: StoredRollout, decode: Decoder | None) -> str:
@@ -456,13 +608,21 @@ def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: b
     told = _said(r)
     if not len(r.tokens):
         return f"<h4>Response</h4>{told}<p><small>No tokens are stored for it.</small></p>"
-    note = "" if decode is not None else "<p><small>The tokenizer of the run cannot be loaded here, so token ids are shown.</small></p>"
-    strips = f"<h4>Episode, turn by turn</h4>{turns_html(r, decode, most)}" if r.states else f"<h4>Response, token by token</h4>{strip_html(r, decode, most)}"
+    note = (
+        ""
+        if decode is not None
+        else "<p><small>The tokenizer of the run cannot be loaded here, so token ids are shown.</small></p>"
+    )
+    strips = (
+        f"<h4>Episode, turn by turn</h4>{turns_html(r, decode, most)}"
+        if r.states
+        else f"<h4>Response, token by token</h4>{strip_html(r, decode, most)}"
+    )
     ends = f"<h4>What was judged</h4><pre>{text(r.text)}</pre>" if r.states and r.correct is not None else ""
     plain = f"<details{'' if decode is not None else ' open'}><summary>as plain text</summary>{told}</details>"
     return f"{strips}{note}{legend() if key else ''}{plain}{ends}"
 
-
+# %% ../../nbs/views/08_inspector.ipynb #inspector-card-part-2
 def _said(r: StoredRollout) -> str:
     "The response as text; of an episode everything that was said, with who said it."
     if len(r.said) < 2:
@@ -477,10 +637,30 @@ def _facts(r: StoredRollout) -> str:
     mean = f"{_signed(float(np.nanmean(r.logprobs)), 3)}" if len(r.logprobs) else ""
     cut = {"length": ", cut at the limit of tokens", "turns": ", cut at the limit of turns"}.get(r.reason, "")
     before = ", ".join(f"{each.attempt} {each.fate.replace('_', ' ')}" for each in r.earlier)
-    facts = {"reward parts": rewards, "advantage": "" if r.advantage is None else number(r.advantage), "tokens": f"{r.length:,}{cut}", "turns": f"{r.turns}" if r.turns > 1 else "",
-             "mean log-prob": mean, "temperature": f"{r.temperature:g}", "level": str(r.level), "task": r.task, "set": r.set, "group": str(r.group) if r.group >= 0 else "",
-             "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""), "earlier attempts": before, "generated in": "" if not r.seconds else f"{number(r.seconds)} s" if r.seconds >= 1 else f"{1000 * r.seconds:.3g} ms"}
-    return '<p class="facts">' + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value) + "</p>"
+    facts = {
+        "reward parts": rewards,
+        "advantage": "" if r.advantage is None else number(r.advantage),
+        "tokens": f"{r.length:,}{cut}",
+        "turns": f"{r.turns}" if r.turns > 1 else "",
+        "mean log-prob": mean,
+        "temperature": f"{r.temperature:g}",
+        "level": str(r.level),
+        "task": r.task,
+        "set": r.set,
+        "group": str(r.group) if r.group >= 0 else "",
+        "rollout": f"{r.rollout}" + (f", attempt {r.attempt}" if r.attempt else ""),
+        "earlier attempts": before,
+        "generated in": ""
+        if not r.seconds
+        else f"{number(r.seconds)} s"
+        if r.seconds >= 1
+        else f"{1000 * r.seconds:.3g} ms",
+    }
+    return (
+        '<p class="facts">'
+        + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value)
+        + "</p>"
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-html
 def rollout_html(folder: str | Path, rollout: int, attempt: int | None = None, most: int | None = 2000) -> str:
@@ -504,7 +684,14 @@ def pairs_of_task(folder: str | Path, task: str, set: str = "") -> "pl.DataFrame
     sides = []
     for name, version in (("early", rows["oldest"].min()), ("late", rows["oldest"].max())):
         mine = rows.filter(pl.col("oldest") == version)
-        sides.append(mine.select(pl.col("rollout").alias(name), pl.col("try").alias(f"{name}_try"), pl.col("oldest").alias(f"{name}_version"), pl.col("reward").alias(f"{name}_reward")))
+        sides.append(
+            mine.select(
+                pl.col("rollout").alias(name),
+                pl.col("try").alias(f"{name}_try"),
+                pl.col("oldest").alias(f"{name}_version"),
+                pl.col("reward").alias(f"{name}_reward"),
+            )
+        )
     count = min(map(len, sides)) if rows["oldest"].n_unique() > 1 else 0
     return pl.concat([side.head(count) for side in sides], how="horizontal")
 
@@ -526,20 +713,38 @@ def other_version(folder: str | Path, r: StoredRollout) -> StoredRollout | None:
 def other_try(folder: str | Path, r: StoredRollout) -> StoredRollout | None:
     "A rollout of the same group with another reward, else another text; None if there is none."
     rows = with_texts(folder, matching(folder, task=r.task, last=None))
-    mine = [row for row in rows.iter_rows(named=True) if row["group"] == r.group and r.group >= 0 and row["rollout"] != r.rollout and row["text"] != r.text and row["text"] is not None]
+    mine = [
+        row
+        for row in rows.iter_rows(named=True)
+        if row["group"] == r.group
+        and r.group >= 0
+        and row["rollout"] != r.rollout
+        and row["text"] != r.text
+        and row["text"] is not None
+    ]
     best = min(mine, key=lambda row: row["reward"] == r.reward, default=None)
     return None if best is None else read_rollout(folder, best["rollout"], best["try"])
 
 
-def side_by_side(left: StoredRollout, right: StoredRollout, decode: Decoder | None = None, names: tuple[str, str] = ("", ""), most: int | None = 2000) -> str:
+def side_by_side(
+    left: StoredRollout,
+    right: StoredRollout,
+    decode: Decoder | None = None,
+    names: tuple[str, str] = ("", ""),
+    most: int | None = 2000,
+) -> str:
     "Two rollouts beside each other, below each other where it is narrow; without the styles."
-    sides = (f'<section><p class="when">{text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>' for r, name in zip((left, right), names, strict=True))
+    sides = (
+        f'<section><p class="when">{text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>'
+        for r, name in zip((left, right), names, strict=True)
+    )
     return f'<div class="rl-two">{"".join(sides)}</div>{legend()}'
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-bounds
 @dataclass(frozen=True)
 class Bounds:
     "What the rollouts of a run range over; the sliders' ends."
+
     count: int = 0
     fates: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()
@@ -556,7 +761,14 @@ def bounds_of(folder: str | Path) -> Bounds:
     least, most = rows["reward"].min(), rows["reward"].max()
     reward = (0.0, 1.0) if least is None else (float(least), float(most) if most > least else float(least) + 1)
     fates, levels = rows["fate"].unique().to_list(), rows["level"].drop_nulls().unique().sort().to_list()
-    return Bounds(len(rows), tuple(f.value for f in Fate if f.value in fates), tuple(levels), reward, max(1, rows["lag"].max() or 0), max(1, rows["newest"].max() or 0))
+    return Bounds(
+        len(rows),
+        tuple(f.value for f in Fate if f.value in fates),
+        tuple(levels),
+        reward,
+        max(1, rows["lag"].max() or 0),
+        max(1, rows["newest"].max() or 0),
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-line
 PAGE = 50  # rollouts in the list at once
@@ -574,7 +786,9 @@ def line(row: Mapping[str, object], width: int = 110) -> str:
     said = turns + " ".join(f"{row['prompt'] or ''} {row['text'] or ''}".split())
     said = "".join(c if c.isprintable() else "·" for c in said[:width])
     by = f"v{row['oldest']}" if row["oldest"] is not None and row["oldest"] >= 0 else "–"
-    return f"{sign} {row['rollout']:>7} {by:>5} {(row['fate'] or '').replace('_', ' ')[:9]:<9} {row['level'] if row['level'] is not None else '–':>5} {reward:>6} {row['length'] or 0:>6}  {said}".replace(" ", "\N{NO-BREAK SPACE}")
+    return f"{sign} {row['rollout']:>7} {by:>5} {(row['fate'] or '').replace('_', ' ')[:9]:<9} {row['level'] if row['level'] is not None else '–':>5} {reward:>6} {row['length'] or 0:>6}  {said}".replace(
+        " ", "\N{NO-BREAK SPACE}"
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-widgets
 def widgets():
@@ -589,6 +803,7 @@ def widgets():
 @dataclass(frozen=True, eq=False)
 class Parts:
     "The browser's widgets."
+
     fate: object
     level: object
     reward: object
@@ -616,21 +831,65 @@ def make_parts(b: Bounds) -> Parts:
     step = (b.reward[1] - b.reward[0]) / 100
     return Parts(
         fate=w.Dropdown(options=_fate_options(b), value="", description="Fate", tooltip="fate: how the rollout ended"),
-        level=w.Dropdown(options=_level_options(b), value="", description="Difficulty", tooltip="difficulty level of the task"),
-        reward=w.FloatRangeSlider(min=b.reward[0], max=b.reward[1], value=b.reward, step=step, readout_format=".2f", description="Reward", tooltip="lowest and highest reward", **span),
-        lag=w.IntRangeSlider(min=0, max=b.lag, value=(0, b.lag), description="Staleness", tooltip="lowest and highest staleness when trained, in versions", **span),
-        version=w.IntRangeSlider(min=0, max=b.version, value=(0, b.version), description="Version", tooltip="lowest and highest policy version that wrote the rollout", **span),
-        text=w.Text(description="Text", placeholder="in prompt or response", continuous_update=False, tooltip="exact text to search for"),
-        last=w.Dropdown(options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)], value=10_000, description="Search in", tooltip="how many of the newest rollouts to search"),
+        level=w.Dropdown(
+            options=_level_options(b), value="", description="Difficulty", tooltip="difficulty level of the task"
+        ),
+        reward=w.FloatRangeSlider(
+            min=b.reward[0],
+            max=b.reward[1],
+            value=b.reward,
+            step=step,
+            readout_format=".2f",
+            description="Reward",
+            tooltip="lowest and highest reward",
+            **span,
+        ),
+        lag=w.IntRangeSlider(
+            min=0,
+            max=b.lag,
+            value=(0, b.lag),
+            description="Staleness",
+            tooltip="lowest and highest staleness when trained, in versions",
+            **span,
+        ),
+        version=w.IntRangeSlider(
+            min=0,
+            max=b.version,
+            value=(0, b.version),
+            description="Version",
+            tooltip="lowest and highest policy version that wrote the rollout",
+            **span,
+        ),
+        text=w.Text(
+            description="Text",
+            placeholder="in prompt or response",
+            continuous_update=False,
+            tooltip="exact text to search for",
+        ),
+        last=w.Dropdown(
+            options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)],
+            value=10_000,
+            description="Search in",
+            tooltip="how many of the newest rollouts to search",
+        ),
         again=w.Button(description="Refresh", tooltip="read what the run has written since the last search"),
-        beside=w.Dropdown(options=[ALONE, OTHER_VERSION, OTHER_TRY], description="Compare", tooltip="rollout to show beside the selected one"),
-        up=w.Button(description="▲ up", tooltip="select the rollout above"), down=w.Button(description="▼ down", tooltip="select the rollout below"),
-        before=w.Button(description="‹ newer", tooltip="show the page of newer rollouts"), after=w.Button(description="older ›", tooltip="show the page of older rollouts"),
-        place=w.HTML(), found=w.Select(options=[], rows=14, description="Rollouts", tooltip="rollouts that match the filters"), view=w.HTML(),
-        loss=w.Accordion(children=[w.Box([])], titles=("Loss, token by token",), selected_index=None), note=w.HTML(),
+        beside=w.Dropdown(
+            options=[ALONE, OTHER_VERSION, OTHER_TRY],
+            description="Compare",
+            tooltip="rollout to show beside the selected one",
+        ),
+        up=w.Button(description="▲ up", tooltip="select the rollout above"),
+        down=w.Button(description="▼ down", tooltip="select the rollout below"),
+        before=w.Button(description="‹ newer", tooltip="show the page of newer rollouts"),
+        after=w.Button(description="older ›", tooltip="show the page of older rollouts"),
+        place=w.HTML(),
+        found=w.Select(options=[], rows=14, description="Rollouts", tooltip="rollouts that match the filters"),
+        view=w.HTML(),
+        loss=w.Accordion(children=[w.Box([])], titles=("Loss, token by token",), selected_index=None),
+        note=w.HTML(),
     )
 
-
+# %% ../../nbs/views/08_inspector.ipynb #inspector-parts-part-2
 def _fate_options(b: Bounds) -> list[tuple[str, str]]:
     return [("any", ""), *((fate.replace("_", " "), fate) for fate in b.fates)]
 
@@ -641,8 +900,18 @@ def _level_options(b: Bounds) -> list[tuple[str, int | str]]:
 # %% ../../nbs/views/08_inspector.ipynb #inspector-asked
 def asked(p: Parts) -> dict[str, object]:
     "The filters that the widgets stand for, as `find_rollouts` takes them; a slider at both its ends is no filter."
-    ranges = {name: slider.value for name, slider in (("reward", p.reward), ("lag", p.lag), ("version", p.version)) if slider.value != (slider.min, slider.max)}
-    return {"fate": p.fate.value, "level": None if p.level.value == "" else p.level.value, "text": p.text.value, "last": p.last.value, **ranges}
+    ranges = {
+        name: slider.value
+        for name, slider in (("reward", p.reward), ("lag", p.lag), ("version", p.version))
+        if slider.value != (slider.min, slider.max)
+    }
+    return {
+        "fate": p.fate.value,
+        "level": None if p.level.value == "" else p.level.value,
+        "text": p.text.value,
+        "last": p.last.value,
+        **ranges,
+    }
 
 
 def preset(p: Parts, filters: Mapping[str, object]) -> None:
@@ -653,9 +922,14 @@ def preset(p: Parts, filters: Mapping[str, object]) -> None:
         widget = getattr(p, name)
         if name in ("reward", "lag", "version"):
             low, high = value if isinstance(value, Sequence) else (value, value)
-            value = (widget.min if low is None else max(widget.min, low), widget.max if high is None else min(widget.max, high))
+            value = (
+                widget.min if low is None else max(widget.min, low),
+                widget.max if high is None else min(widget.max, high),
+            )
         elif name != "text" and value not in (known := [v for _, v in widget.options]):
-            raise ValueError(f"{name}: no rollout has {value!r}; there are {', '.join(map(str, known[1:])) or 'none yet'}")
+            raise ValueError(
+                f"{name}: no rollout has {value!r}; there are {', '.join(map(str, known[1:])) or 'none yet'}"
+            )
         widget.value = value
 
 
@@ -688,11 +962,21 @@ def boxed(p: Parts):
     "The widgets, arranged. The style is a widget of its own, so a changing view need not carry it."
     w = widgets()
     for name in Parts.__dataclass_fields__:
-        kind = {"found": "rl-found", "view": "rl-view"}.get(name, f"rl-filter-{name}" if name in ("fate", "level", "reward", "lag", "version", "text", "last") else f"rl-browse-{name}")
+        kind = {"found": "rl-found", "view": "rl-view"}.get(
+            name,
+            f"rl-filter-{name}"
+            if name in ("fate", "level", "reward", "lag", "version", "text", "last")
+            else f"rl-browse-{name}",
+        )
         getattr(p, name).add_class(kind)
     filters = _box(w, "rl-filters", p.fate, p.level, p.reward, p.lag, p.version, p.text, p.last, p.again)
     pages = _box(w, "rl-pages", p.up, p.down, p.before, p.after, p.place)
-    body = _box(w, "rl-body", _box(w, "rl-list", w.HTML(f'<pre class="soft">{HEADING}</pre>').add_class("rl-heading"), p.found, pages), _box(w, "rl-detail", p.beside, p.view, p.loss))
+    body = _box(
+        w,
+        "rl-body",
+        _box(w, "rl-list", w.HTML(f'<pre class="soft">{HEADING}</pre>').add_class("rl-heading"), p.found, pages),
+        _box(w, "rl-detail", p.beside, p.view, p.loss),
+    )
     return _box(w, "rl-browser", w.HTML(f"<style>{BROWSER_STYLE}{LOOK_STYLE}</style>"), filters, p.note, body)
 
 
@@ -709,7 +993,13 @@ class Browser:
             raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
         self.parts, self.page, self.rows = make_parts(bounds_of(self.folder)), 0, None
         preset(self.parts, filters)
-        self.box, self._lock, self._decode, self._busy, self.loss = boxed(self.parts), threading.RLock(), None, False, None
+        self.box, self._lock, self._decode, self._busy, self.loss = (
+            boxed(self.parts),
+            threading.RLock(),
+            None,
+            False,
+            None,
+        )
         self.search()
         p = self.parts
         for widget in (p.fate, p.level, p.reward, p.lag, p.version, p.text, p.last):
@@ -750,7 +1040,9 @@ class Browser:
                 self.parts.note.value = ""
                 work()
             except Exception as error:  # a handler has nobody to raise to
-                self.parts.note.value = f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                self.parts.note.value = (
+                    f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                )
             finally:
                 self._busy = busy
 
@@ -774,7 +1066,11 @@ def _turn(b: Browser, page: int) -> None:
     p.found.index = 0 if len(here) else None
     p.before.disabled, p.after.disabled = b.page == 0, (b.page + 1) * PAGE >= total
     first = b.page * PAGE
-    p.place.value = f'<span class="soft">{first + 1:,} – {first + len(here):,} of {total:,} found</span>' if total else '<span class="soft">nothing found; widen a filter</span>'
+    p.place.value = (
+        f'<span class="soft">{first + 1:,} – {first + len(here):,} of {total:,} found</span>'
+        if total
+        else '<span class="soft">nothing found; widen a filter</span>'
+    )
     _show(b)
 
 
@@ -786,7 +1082,7 @@ def _step(b: Browser, rollouts: int) -> None:
         b.parts.found.index = at % PAGE
         _show(b)
 
-
+# %% ../../nbs/views/08_inspector.ipynb #inspector-browser-work-part-2
 def _show(b: Browser) -> None:
     "Show the selected rollout, with another beside it if one is asked for."
     p = b.parts
@@ -797,10 +1093,18 @@ def _show(b: Browser) -> None:
     r = read_rollout(b.folder, *p.found.value)
     other = {ALONE: lambda *_: None, OTHER_VERSION: other_version, OTHER_TRY: other_try}[p.beside.value](b.folder, r)
     if other is None:
-        none = {ALONE: "", OTHER_VERSION: "No other version was asked this task.", OTHER_TRY: "It has no group mate that says something else."}[p.beside.value]
+        none = {
+            ALONE: "",
+            OTHER_VERSION: "No other version was asked this task.",
+            OTHER_TRY: "It has no group mate that says something else.",
+        }[p.beside.value]
         body = (f'<p class="soft">{none}</p>' if none else "") + card_html(r, b._decode)
     else:
-        left, right = sorted((other, r), key=lambda each: (each.oldest, each.rollout)) if p.beside.value == OTHER_VERSION else (r, other)
+        left, right = (
+            sorted((other, r), key=lambda each: (each.oldest, each.rollout))
+            if p.beside.value == OTHER_VERSION
+            else (r, other)
+        )
         names = tuple(f"{'selected, ' * (each is r)}rollout {each.rollout} by v{each.oldest}" for each in (left, right))
         body = side_by_side(left, right, b._decode, names)
     p.view.value = f'<div class="rl-look">{body}</div>'
@@ -816,7 +1120,7 @@ def _show_loss(b: Browser) -> None:
         b.parts.loss.children = [b.loss.box]
     b.loss.offer(*b.parts.found.value)
 
-
+# %% ../../nbs/views/08_inspector.ipynb #inspector-browser-work-part-3
 def browse(folder: str | Path, **filters) -> Browser:
     "The rollout browser of a run folder, live or ended. `filters`: fate, level, reward, lag, version, text, last, as in `find_rollouts`."
     return Browser(folder, **filters)

@@ -22,36 +22,58 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..training.batch import Arrays, Context, alphas, of_batch, prepare
-from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest
-from ..loop.config import RunConfig, captured_functions, check_has_policy, functions_of_files, load_config, named_by_file, read_config
-from ..objective.correction import tis
-from .decode import Decoder, load_decoder, pieces
-from ..runtime.driver import Kept
+from ..base.charts import GRID, GROUND, INK, SOFT, Bars, Chart, Line, Reference
+from ..base.ledger import read_rows, read_table
 from ..environments.environment import function_name
 from ..environments.rollout_turns import segments_of
-from ..base.charts import GRID, GROUND, INK, SOFT, Bars, Chart, Line, Reference
 from ..knobs import bind, ingredients_of, key_of, resolve, unknown
-from ..base.ledger import read_rows, read_table
+from rlbench.loop.config import (
+    RunConfig,
+    captured_functions,
+    check_has_policy,
+    functions_of_files,
+    load_config,
+    named_by_file,
+    read_config,
+)
+from ..objective.correction import tis
 from ..objective.loss import Totals
-from ..objective.objective import OLD, PARTS, Objective, Tokens, Weights, corrected, evaluate, one_of, weighed_twice
+from rlbench.objective.objective import (
+    OLD,
+    PARTS,
+    Objective,
+    Tokens,
+    Weights,
+    corrected,
+    evaluate,
+    one_of,
+    weighed_twice,
+)
 from ..records import Group, Rollout, StopReason, Task
-from .report import text
+from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest
+from ..runtime.driver import Kept
 from ..runtime.steer import in_force
 from ..runtime.worker import Functions, objective_of, sound, torch_policy
+from ..training.batch import Arrays, Context, alphas, of_batch, prepare
+from .decode import Decoder, load_decoder, pieces
+from .report import text
 
 if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-profile
-def profile(loss: str | Mapping | Callable, advantage: float = 1.0, ratios: Sequence[float] = tuple(np.linspace(0.4, 2.0, 161))) -> tuple[np.ndarray, np.ndarray]:
+def profile(
+    loss: str | Mapping | Callable, advantage: float = 1.0, ratios: Sequence[float] = tuple(np.linspace(0.4, 2.0, 161))
+) -> tuple[np.ndarray, np.ndarray]:
     "What a loss makes of single tokens with these ratios: its value, and its slope along the token's log-probability; float64 [N] each."
     import torch
 
     old_R1 = torch.full((len(ratios), 1), math.log(0.5), dtype=torch.float64)
     logprobs_R1 = (old_R1 + torch.as_tensor(np.log(ratios))[:, None]).requires_grad_()
     objective = Objective(loss=chosen("loss", loss))
-    t = Tokens(logprobs_R1, old_R1, old_R1, torch.full_like(old_R1, advantage), torch.ones_like(old_R1, dtype=torch.bool))
+    t = Tokens(
+        logprobs_R1, old_R1, old_R1, torch.full_like(old_R1, advantage), torch.ones_like(old_R1, dtype=torch.bool)
+    )
     value = evaluate(objective, t, Totals(1, 1))
     value.loss.backward()
     return value.loss_RT.detach().numpy()[:, 0], logprobs_R1.grad.numpy()[:, 0]
@@ -60,8 +82,18 @@ def profile(loss: str | Mapping | Callable, advantage: float = 1.0, ratios: Sequ
 def profile_chart(losses: Sequence[str | Mapping | Callable] = ("ppo", "cispo"), advantage: float = 1.0) -> Chart:
     "How hard each loss pushes a token up (above 0) or down, over its ratio."
     ratios, roles = np.linspace(0.4, 2.0, 161), ("blue", "vermilion", "green", "purple", "amber", "sky")
-    lines = tuple(Line(label_of(loss, short=True), ratios, -profile(loss, advantage, ratios)[1], roles[i % len(roles)]) for i, loss in enumerate(losses))
-    return Chart("Push on one token", lines, f"advantage {advantage:g}: minus the loss's gradient along the log-probability", x_label="ratio to the old policy", y_label="push", references=(Reference(0.0),))
+    lines = tuple(
+        Line(label_of(loss, short=True), ratios, -profile(loss, advantage, ratios)[1], roles[i % len(roles)])
+        for i, loss in enumerate(losses)
+    )
+    return Chart(
+        "Push on one token",
+        lines,
+        f"advantage {advantage:g}: minus the loss's gradient along the log-probability",
+        x_label="ratio to the old policy",
+        y_label="push",
+        references=(Reference(0.0),),
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-chosen
 def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Callable] | None = None) -> Callable | None:
@@ -70,7 +102,11 @@ def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Calla
         return sound("loss", value) if part == "loss" else value
     if part == "kl" and (value if isinstance(value, str) else value.get("name")) == "none":
         return None
-    functions = {**PARTS[part], **(known or {}), **(functions_of_files({part: value})[part] if named_by_file(value) else {})}
+    functions = {
+        **PARTS[part],
+        **(known or {}),
+        **(functions_of_files({part: value})[part] if named_by_file(value) else {}),
+    }
     function = bind(functions, resolve(part, functions, value))
     return sound("loss", function) if part == "loss" else function
 
@@ -80,7 +116,11 @@ def label_of(value: str | Mapping | Callable, short: bool = False) -> str:
     if callable(value):
         return function_name(value)
     table = {"name": value} if isinstance(value, str) else dict(value)
-    knobs = ", ".join(f"{k} {v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else f"{k} {v}" for k, v in table.items() if k not in ("name", "source"))
+    knobs = ", ".join(
+        f"{k} {v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else f"{k} {v}"
+        for k, v in table.items()
+        if k not in ("name", "source")
+    )
     return table["name"] + (f" ({knobs})" if knobs and not short else "")
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-member
@@ -91,6 +131,7 @@ NOTHING = np.zeros(0)
 @dataclass(frozen=True, eq=False)
 class Member:
     "A rollout of a batch; arrays [N] over its response tokens, empty where nothing is stored, NaN where a token carries no weight."
+
     rollout: Rollout
     fate: str = ""
     start_N: np.ndarray = field(default_factory=NOTHING.copy)  # the trainer's log-probs at the batch's start
@@ -101,6 +142,7 @@ class Member:
 @dataclass(frozen=True)
 class Logged:
     "What the step table says of a batch; None where it says nothing."
+
     loss: float | None = None
     learning_rate: float | None = None
     kl_weight: float | None = None
@@ -111,6 +153,7 @@ class Logged:
 @dataclass(frozen=True, eq=False)
 class StoredBatch:
     "Rollouts that were trained together, or would be; `version` is the one they made, -1 if none. `policy`: whose log-probabilities were computed anew, empty if nobody's."
+
     folder: Path
     place: str
     version: int
@@ -139,7 +182,22 @@ def settings_at(folder: Path, version: int) -> RunConfig:
     return load_config(config, turned, captured_functions(folder)) if turned else config
 
 
-_STEERED = ("shaping", "advantage", "loss", "correction", "aggregation", "old", "kl", "kl_in", "kl_weight", "kl_schedule", "entropy_weight", "entropy_schedule", "replay_correction", "optimizer_steps")
+_STEERED = (
+    "shaping",
+    "advantage",
+    "loss",
+    "correction",
+    "aggregation",
+    "old",
+    "kl",
+    "kl_in",
+    "kl_weight",
+    "kl_schedule",
+    "entropy_weight",
+    "entropy_schedule",
+    "replay_correction",
+    "optimizer_steps",
+)
 
 
 def _value(config: RunConfig, knob: str):
@@ -148,10 +206,49 @@ def _value(config: RunConfig, knob: str):
     return value.get(rest) if rest and isinstance(value, Mapping) else value
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-read
-_ROLLOUT = ("seq", "rollout", "try", "group", "k", "task", "set", "level", "fate", "reason", "correct", "reward", "part_names", "part_values", "temperature", "prompt", "text", "answer")
-_TOKENS = ("rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "advantage", "advantages", "start_logprobs", "step_logprobs", "reference", "kept_counts", "kept_ids")
+_ROLLOUT = (
+    "seq",
+    "rollout",
+    "try",
+    "group",
+    "k",
+    "task",
+    "set",
+    "level",
+    "fate",
+    "reason",
+    "correct",
+    "reward",
+    "part_names",
+    "part_values",
+    "temperature",
+    "prompt",
+    "text",
+    "answer",
+)
 
 
+_TOKENS = (
+    "rollout",
+    "try",
+    "prompt_tokens",
+    "tokens",
+    "logprobs",
+    "versions",
+    "mask",
+    "turn",
+    "observed",
+    "observed_turn",
+    "advantage",
+    "advantages",
+    "start_logprobs",
+    "step_logprobs",
+    "reference",
+    "kept_counts",
+    "kept_ids",
+)
+
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-read-part-2
 def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> StoredBatch:
     "The batch in which a rollout was trained, its group if it was not, or what waits in the newest checkpoint. ValueError if it is not stored, or belongs to an evaluation."
     import polars as pl
@@ -165,7 +262,9 @@ def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> 
     if group < 0:
         trained = rows.filter(pl.col("trained_at") > 0)["rollout"]
         remedy = f"such as {trained[0]}" if len(trained) else "when there is one"
-        raise ValueError(f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and so no advantage; take one that was trained on, {remedy}")
+        raise ValueError(
+            f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and so no advantage; take one that was trained on, {remedy}"
+        )
     if version > 0:
         groups = rows.filter(pl.col("trained_at") == version)["group"].unique()
         rows = rows.filter(pl.col("group").is_in(groups.implode()) & pl.col("fate").is_in(["trained", "masked"]))
@@ -175,36 +274,88 @@ def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> 
     if all(m.rollout.id != rollout for m in members):
         raise ValueError(f"rollout: {rollout} ended as {fate!r} without a token; there is nothing to put a loss on")
     config = settings_at(folder, version) if version > 0 else in_force(folder)
-    return StoredBatch(folder, "trained" if version > 0 else "ended", version, members, config, _logged(folder, version))
+    return StoredBatch(
+        folder, "trained" if version > 0 else "ended", version, members, config, _logged(folder, version)
+    )
 
 
 def _logged(folder: Path, version: int) -> Logged:
     import polars as pl
 
-    row = read_table(folder, "steps", [f.name for f in fields(Logged)] + ["version"]).filter(pl.col("version") == version).tail(1)
+    row = (
+        read_table(folder, "steps", [f.name for f in fields(Logged)] + ["version"])
+        .filter(pl.col("version") == version)
+        .tail(1)
+    )
     return Logged(**row.drop("version").row(0, named=True)) if len(row) else Logged()
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-read-members
 def _members(folder: Path, rows: "pl.DataFrame") -> tuple[Member, ...]:
     "The rollouts of these rows that have tokens."
     told = read_rows(folder, "rollouts", rows["seq"], _ROLLOUT)
-    keys = read_table(folder, "tokens", ("seq", "rollout", "try")).join(rows.select("rollout", "try"), on=("rollout", "try"), how="semi")
-    tokens = {(row["rollout"], row["try"]): row for row in read_rows(folder, "tokens", keys["seq"], _TOKENS).iter_rows(named=True)}
-    return tuple(_member(row, tokens[key]) for row in told.iter_rows(named=True) if (key := (row["rollout"], row["try"])) in tokens)
+    keys = read_table(folder, "tokens", ("seq", "rollout", "try")).join(
+        rows.select("rollout", "try"), on=("rollout", "try"), how="semi"
+    )
+    tokens = {
+        (row["rollout"], row["try"]): row
+        for row in read_rows(folder, "tokens", keys["seq"], _TOKENS).iter_rows(named=True)
+    }
+    return tuple(
+        _member(row, tokens[key])
+        for row in told.iter_rows(named=True)
+        if (key := (row["rollout"], row["try"])) in tokens
+    )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-read-members-part-2
 def _member(row: Mapping, t: Mapping) -> Member:
-    segments = segments_of(*(t[name] for name in ("prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids")))
+    segments = segments_of(
+        *(
+            t[name]
+            for name in (
+                "prompt_tokens",
+                "tokens",
+                "logprobs",
+                "versions",
+                "mask",
+                "turn",
+                "observed",
+                "observed_turn",
+                "kept_counts",
+                "kept_ids",
+            )
+        )
+    )
     reference = {} if not t["reference"] else {"reference": _spread(segments, _floats(t["reference"]))}
     rollout = Rollout(
-        row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"] or "", row["answer"] or "", row["level"] or 0, row["set"] or ""), segments, row["text"] or "",
-        StopReason(row["reason"]) if row["reason"] else StopReason.STOP, correct=row["correct"], reward=row["reward"], parts=tuple(zip(row["part_names"] or (), row["part_values"] or ())),
-        temperature=row["temperature"] or 1.0, traces=tuple(reference.items()))
+        row["rollout"],
+        row["try"],
+        row["group"],
+        row["k"],
+        Task(row["task"], row["prompt"] or "", row["answer"] or "", row["level"] or 0, row["set"] or ""),
+        segments,
+        row["text"] or "",
+        StopReason(row["reason"]) if row["reason"] else StopReason.STOP,
+        correct=row["correct"],
+        reward=row["reward"],
+        parts=tuple(zip(row["part_names"] or (), row["part_values"] or ())),
+        temperature=row["temperature"] or 1.0,
+        traces=tuple(reference.items()),
+    )
     start_N = _floats(t["start_logprobs"])
-    advantages_N = _floats(t["advantages"]) if t["advantages"] else np.full(len(t["tokens"]), np.nan if t["advantage"] is None else t["advantage"])
-    return Member(rollout, row["fate"] or "", start_N, _floats(t["step_logprobs"]) if t["step_logprobs"] else start_N, advantages_N if len(start_N) else NOTHING)
+    advantages_N = (
+        _floats(t["advantages"])
+        if t["advantages"]
+        else np.full(len(t["tokens"]), np.nan if t["advantage"] is None else t["advantage"])
+    )
+    return Member(
+        rollout,
+        row["fate"] or "",
+        start_N,
+        _floats(t["step_logprobs"]) if t["step_logprobs"] else start_N,
+        advantages_N if len(start_N) else NOTHING,
+    )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-read-members-part-3
 def _floats(values) -> np.ndarray:
     return np.array([] if values is None else [math.nan if v is None else v for v in values], float)
 
@@ -227,7 +378,11 @@ def waiting(folder: str | Path) -> tuple[Member, ...]:
         kept = load_newest(folder).remembered(Kept)
     except (ValueError, FileNotFoundError):
         return ()
-    held = [r for r in kept.memory.rollouts.values() if r.reward is not None and r.length and not kept.eval_groups.get(r.group)]
+    held = [
+        r
+        for r in kept.memory.rollouts.values()
+        if r.reward is not None and r.length and not kept.eval_groups.get(r.group)
+    ]
     ended = set(read_table(Path(folder), "rollouts", ("rollout", "try")).iter_rows())
     return tuple(Member(r, "queue") for r in sorted(held, key=lambda r: r.id) if (r.id, r.attempt) not in ended)
 
@@ -245,7 +400,9 @@ def queued_batch(folder: Path, rollout: int) -> StoredBatch:
     for batch in queued_batches(folder):
         if any(m.rollout.id == rollout for m in batch.members):
             return batch
-    raise ValueError(f"rollout: {rollout} has not ended, and the newest checkpoint of {folder.name!r} does not hold it judged and waiting; run.checkpoint() saves what waits now")
+    raise ValueError(
+        f"rollout: {rollout} has not ended, and the newest checkpoint of {folder.name!r} does not hold it judged and waiting; run.checkpoint() saves what waits now"
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-policy
 def with_policy(batch: StoredBatch) -> StoredBatch:
@@ -261,7 +418,9 @@ def with_policy(batch: StoredBatch) -> StoredBatch:
         tokens_1T = torch.as_tensor(np.concatenate([s.tokens for s in m.rollout.segments]), dtype=torch.long)[None]
         kept = kept_tokens([m.rollout.sampling_mask], tokens_1T.shape[1])
         with torch.no_grad():
-            logprobs_1T, _ = token_logprobs(model, tokens_1T, torch.tensor([tokens_1T.shape[1]]), m.rollout.temperature, kept=kept)
+            logprobs_1T, _ = token_logprobs(
+                model, tokens_1T, torch.tensor([tokens_1T.shape[1]]), m.rollout.temperature, kept=kept
+            )
         now_N = logprobs_1T[0].numpy()[places_of(m.rollout.segments)].astype(float)
         members.append(replace(m, start_N=now_N, step_N=now_N))
     return replace(batch, members=tuple(members), policy=which)
@@ -272,11 +431,15 @@ def _saved_policy(folder: Path, config: RunConfig):
     from rlbench.runtime.checkpoint import read_manifest, read_weights
 
     if (folder / "policy" / "config.json").is_file():
-        return torch_policy(config.model_copy(update={"model": str(folder / "policy"), "lora": type(config.lora)()}), "cpu").model, "the saved policy"
+        return torch_policy(
+            config.model_copy(update={"model": str(folder / "policy"), "lora": type(config.lora)()}), "cpu"
+        ).model, "the saved policy"
     try:
         found = find_checkpoint(folder)
     except (ValueError, FileNotFoundError):
-        raise ValueError(f"policy: {folder.name!r} has no saved policy and no checkpoint; run.checkpoint() saves one") from None
+        raise ValueError(
+            f"policy: {folder.name!r} has no saved policy and no checkpoint; run.checkpoint() saves one"
+        ) from None
     model = torch_policy(config, "cpu").model
     read_weights(found / TRAINER, model)
     return model, f"the policy of version {read_manifest(found).version}"
@@ -284,19 +447,39 @@ def _saved_policy(folder: Path, config: RunConfig):
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-lacks
 def lacks_nothing(part: str, value: str | Mapping | Callable) -> None:
     "ValueError for an advantage that asks for what no run folder keeps."
-    function = value if callable(value) else PARTS[part].get(value if isinstance(value, str) else key_of(value) if "name" in value else "")
+    function = (
+        value
+        if callable(value)
+        else PARTS[part].get(value if isinstance(value, str) else key_of(value) if "name" in value else "")
+    )
     asked = ingredients_of(function, 1) if part == "advantage" and function is not None else {}
-    for name, (whose, remedy) in {"values_RT": ("the values of a critic", "critic = true"), "teacher_RT": ("a teacher's log-probabilities", "a teacher")}.items():
+    for name, (whose, remedy) in {
+        "values_RT": ("the values of a critic", "critic = true"),
+        "teacher_RT": ("a teacher's log-probabilities", "a teacher"),
+    }.items():
         if asked.get(name):
-            raise ValueError(f"advantage: {label_of(value, short=True)!r} needs {whose}, which are not stored, so a card cannot swap it in; train a run with {remedy} and this advantage, and its card shows what it gave")
+            raise ValueError(
+                f"advantage: {label_of(value, short=True)!r} needs {whose}, which are not stored, so a card cannot swap it in; train a run with {remedy} and this advantage, and its card shows what it gave"
+            )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-recipe
-SWAPPED = ("loss", "correction", "advantage", "aggregation", "old", "kl", "kl_weight", "kl_in", "shaping")  # parts that a card can swap
+SWAPPED = (
+    "loss",
+    "correction",
+    "advantage",
+    "aggregation",
+    "old",
+    "kl",
+    "kl_weight",
+    "kl_in",
+    "shaping",
+)  # parts that a card can swap
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
     "An objective, what its parts are called, the weight of its KL term, whether the advantages that are stored are its own, and whether anything was swapped."
+
     objective: Objective
     labels: tuple[tuple[str, str], ...]
     kl_weight: float
@@ -317,10 +500,13 @@ def recipe_of(batch: StoredBatch) -> Recipe:
     c = batch.config
     objective = objective_of(c, Functions(batch.folder))
     weight = objective.kl_weight if batch.logged.kl_weight is None else batch.logged.kl_weight
-    labels = tuple((part, label_of(getattr(c, part))) for part in ("loss", "correction", "advantage", "aggregation", "kl", "shaping"))
+    labels = tuple(
+        (part, label_of(getattr(c, part)))
+        for part in ("loss", "correction", "advantage", "aggregation", "kl", "shaping")
+    )
     return Recipe(objective, labels, weight if objective.kl else 0.0, batch.place == "trained")
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-recipe-part-2
 def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
     "The recipe with other parts, each a name, a table {name, knobs} or a function. ValueError names a part, a name or a value that is not known."
     known, objective, labels = captured_functions(batch.folder)["loss"], recipe.objective, dict(recipe.labels)
@@ -329,16 +515,32 @@ def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
             raise unknown("swap", part, SWAPPED)
         if part in PARTS:
             lacks_nothing(part, value)
-            labels[part] = label_of(value if callable(value) or isinstance(value, Mapping) and len(value) > 1 else _filled(part, value, known))
+            labels[part] = label_of(
+                value
+                if callable(value) or isinstance(value, Mapping) and len(value) > 1
+                else _filled(part, value, known)
+            )
             value = chosen(part, value, known)
         elif part in ("old", "kl_in"):
             value = one_of(part, value, OLD if part == "old" else ("loss", "reward"))
         objective = replace(objective, **{part: value})
         if part == "correction":
             objective = replace(objective, partials=tis if labels[part] == "none" else value)
-    asked = changes.get("kl_weight", objective.kl_weight if "kl" in changes and not recipe.objective.kl else recipe.kl_weight)
-    fresh = {"advantage", "shaping", "kl_in"} & changes.keys() or objective.kl_in == "reward" and {"kl", "kl_weight"} & changes.keys()
-    return Recipe(objective, tuple(labels.items()), float(asked) if objective.kl else 0.0, recipe.own and not fresh, recipe.swapped or bool(changes))
+    asked = changes.get(
+        "kl_weight", objective.kl_weight if "kl" in changes and not recipe.objective.kl else recipe.kl_weight
+    )
+    fresh = (
+        {"advantage", "shaping", "kl_in"} & changes.keys()
+        or objective.kl_in == "reward"
+        and {"kl", "kl_weight"} & changes.keys()
+    )
+    return Recipe(
+        objective,
+        tuple(labels.items()),
+        float(asked) if objective.kl else 0.0,
+        recipe.own and not fresh,
+        recipe.swapped or bool(changes),
+    )
 
 
 def _filled(part: str, value, known: Mapping[str, Callable]) -> Mapping:
@@ -351,6 +553,7 @@ def _filled(part: str, value, known: Mapping[str, Callable]) -> Mapping:
 @dataclass(frozen=True, eq=False)
 class Sheet:
     "Every term of one optimizer step, float [R, T] unless said otherwise; `gradient_RT` is that of `loss` along the log-probabilities, `loss` the sum of `term_RT` and `kl_term_RT`."
+
     arrays: Arrays
     totals: Totals
     loss: float
@@ -380,9 +583,18 @@ def laid_out(batch: StoredBatch, recipe: Recipe) -> Arrays:
         groups.setdefault(m.rollout.group, []).append(m)
     context = Context(version=max(0, batch.version - 1), kl_weight=recipe.kl_weight)
     if not recipe.own:
-        return prepare([Group(g, ms[0].rollout.task, tuple(m.rollout for m in ms)) for g, ms in groups.items()], recipe.objective, context=context)
-    plain = replace(recipe.objective, advantage=lambda rewards_R: rewards_R * 0.0, shaping=lambda rewards_R: rewards_R, kl=None)
-    known = [Group(g, ms[0].rollout.task, tuple(replace(m.rollout, reward=0.0 if len(m.start_N) else None) for m in ms)) for g, ms in groups.items()]
+        return prepare(
+            [Group(g, ms[0].rollout.task, tuple(m.rollout for m in ms)) for g, ms in groups.items()],
+            recipe.objective,
+            context=context,
+        )
+    plain = replace(
+        recipe.objective, advantage=lambda rewards_R: rewards_R * 0.0, shaping=lambda rewards_R: rewards_R, kl=None
+    )
+    known = [
+        Group(g, ms[0].rollout.task, tuple(replace(m.rollout, reward=0.0 if len(m.start_N) else None) for m in ms))
+        for g, ms in groups.items()
+    ]
     arrays = prepare(known, plain, context=context)
     advantages_RT = _over(batch, arrays, "advantages_N", np.zeros(arrays.mask_RT.shape, np.float32))
     return replace(arrays, advantages_RT=advantages_RT * arrays.mask_RT)
@@ -407,20 +619,36 @@ def sheets(batch: StoredBatch, recipe: Recipe, rollout: int | None = None) -> li
     if not len(arrays):
         return []
     cuts = parts(arrays.groups_R, batch.config.optimizer_steps if batch.place == "trained" else 1)
-    return [_sheet(batch, recipe, _rows(arrays, rows)) for rows in cuts if rollout is None or rollout in arrays.rollouts_R[rows]]
+    return [
+        _sheet(batch, recipe, _rows(arrays, rows))
+        for rows in cuts
+        if rollout is None or rollout in arrays.rollouts_R[rows]
+    ]
 
 
 def _rows(arrays: Arrays, rows: np.ndarray) -> Arrays:
-    return replace(arrays, **{f.name: value[rows] for f in fields(Arrays) if isinstance(value := getattr(arrays, f.name), np.ndarray)})
+    return replace(
+        arrays,
+        **{f.name: value[rows] for f in fields(Arrays) if isinstance(value := getattr(arrays, f.name), np.ndarray)},
+    )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-evaluate-part-2
 def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> Sheet:
     import torch
 
     objective, start_RT = recipe.objective, _over(batch, arrays, "start_N", arrays.sampler_RT)
     now_RT = _over(batch, arrays, "step_N", start_RT)
     to = lambda array: None if array is None else torch.as_tensor(array)  # noqa: E731
-    t = Tokens(to(now_RT).requires_grad_(), to(start_RT), to(arrays.sampler_RT), to(arrays.advantages_RT), to(arrays.mask_RT), to(arrays.partial_RT), reference_RT=to(arrays.reference_RT), alpha_RT=to(alphas(arrays)) if objective.old == "log_linear" else None)
+    t = Tokens(
+        to(now_RT).requires_grad_(),
+        to(start_RT),
+        to(arrays.sampler_RT),
+        to(arrays.advantages_RT),
+        to(arrays.mask_RT),
+        to(arrays.partial_RT),
+        reference_RT=to(arrays.reference_RT),
+        alpha_RT=to(alphas(arrays)) if objective.old == "log_linear" else None,
+    )
     if objective.before_cut:  # made on what the batch began with
         t = replace(t, correction_RT=corrected(objective, replace(t, logprobs_RT=t.start_RT), t.start_RT))
     totals = Totals(int(arrays.mask_RT.sum()), len(arrays))
@@ -429,10 +657,25 @@ def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> Sheet:
     whole = lambda x: np.broadcast_to(x.detach().numpy(), arrays.mask_RT.shape)  # noqa: E731
     share_RT, correction_RT, loss_RT = (whole(x) for x in (value.share_RT, value.correction_RT, value.loss_RT))
     kl_RT = None if value.kl_RT is None else whole(value.kl_RT)
-    return Sheet(arrays, totals, float(value.loss.detach()), start_RT, now_RT, whole(value.old_RT), whole(value.clipped_low_RT), whole(value.clipped_high_RT), correction_RT, share_RT, loss_RT,
-                 loss_RT * share_RT * correction_RT, kl_RT, np.zeros(share_RT.shape) if kl_RT is None else recipe.kl_weight * kl_RT * share_RT, gradient_RT.numpy())
+    return Sheet(
+        arrays,
+        totals,
+        float(value.loss.detach()),
+        start_RT,
+        now_RT,
+        whole(value.old_RT),
+        whole(value.clipped_low_RT),
+        whole(value.clipped_high_RT),
+        correction_RT,
+        share_RT,
+        loss_RT,
+        loss_RT * share_RT * correction_RT,
+        kl_RT,
+        np.zeros(share_RT.shape) if kl_RT is None else recipe.kl_weight * kl_RT * share_RT,
+        gradient_RT.numpy(),
+    )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-evaluate-part-3
 def batch_loss(batch: StoredBatch, recipe: Recipe | None = None) -> float:
     "The loss that the step table gives for a batch: the mean of its optimizer steps' losses. NaN for an empty one."
     found = [s.loss for s in sheets(batch, recipe or recipe_of(batch))]
@@ -442,6 +685,7 @@ def batch_loss(batch: StoredBatch, recipe: Recipe | None = None) -> float:
 @dataclass(frozen=True, eq=False)
 class LossCard:
     "One rollout under one objective, token by token; it shows itself in a notebook. `row` is None if the objective leaves the rollout out."
+
     batch: StoredBatch
     recipe: Recipe
     rollout: int
@@ -508,36 +752,80 @@ def card_of(batch: StoredBatch, rollout: int, recipe: Recipe | None = None, deco
     return LossCard(batch, recipe, rollout, sheet, row, decode)
 
 
-def loss_card(folder: str | Path, rollout: int, attempt: int | None = None, policy: bool = False, **changes) -> LossCard:
+def loss_card(
+    folder: str | Path, rollout: int, attempt: int | None = None, policy: bool = False, **changes
+) -> LossCard:
     """The loss card of a rollout of a run folder, live or ended. `changes`: loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in, shaping, each a name, a table or a function;
     `policy`: with log-probabilities computed now. ValueError if the rollout is not stored or something is not known."""
     batch = read_batch(folder, rollout, attempt)
     batch = with_policy(batch) if policy else batch
     return card_of(batch, rollout, swap(recipe_of(batch), batch, **changes), load_decoder(folder))
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-make-part-2
 def frame_of(card: LossCard) -> "pl.DataFrame":
     "A row per response token; null where a term is not there."
     import polars as pl
 
     m, responses = card.member, card.member.rollout.responses
-    tokens_N, versions_N, mask_N, sampler_N = (np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "versions", "trained", "logprobs"))
-    known = {"sampler": sampler_N.astype(float), **{name: np.full(len(tokens_N), np.nan) for name in ("start", "step", "advantage", "ratio", "correction", "weight", "loss", "term", "kl", "kl_term", "gradient")}}
+    tokens_N, versions_N, mask_N, sampler_N = (
+        np.concatenate([getattr(r, name) for r in responses]) for name in ("tokens", "versions", "trained", "logprobs")
+    )
+    known = {
+        "sampler": sampler_N.astype(float),
+        **{
+            name: np.full(len(tokens_N), np.nan)
+            for name in (
+                "start",
+                "step",
+                "advantage",
+                "ratio",
+                "correction",
+                "weight",
+                "loss",
+                "term",
+                "kl",
+                "kl_term",
+                "gradient",
+            )
+        },
+    }
     clip = [""] * len(tokens_N)
     if card.row is not None:
         s, row, at_N = card.sheet, card.row, places_of(m.rollout.segments)
         inside = mask_N & (at_N < s.arrays.lengths_R[row])
-        terms = {"start": s.start_RT, "step": s.now_RT, "advantage": s.arrays.advantages_RT, "ratio": s.ratio_RT, "correction": s.correction_RT, "weight": s.share_RT, "loss": s.loss_RT, "term": s.term_RT,
-                 "kl": s.kl_RT, "kl_term": None if s.kl_RT is None else s.kl_term_RT, "gradient": s.gradient_RT}
+        terms = {
+            "start": s.start_RT,
+            "step": s.now_RT,
+            "advantage": s.arrays.advantages_RT,
+            "ratio": s.ratio_RT,
+            "correction": s.correction_RT,
+            "weight": s.share_RT,
+            "loss": s.loss_RT,
+            "term": s.term_RT,
+            "kl": s.kl_RT,
+            "kl_term": None if s.kl_RT is None else s.kl_term_RT,
+            "gradient": s.gradient_RT,
+        }
         for name, values_RT in terms.items():
             if values_RT is not None:
                 known[name][inside] = values_RT[row, at_N[inside]]
-        clip = ["low" if low else "high" if high else "" for low, high in zip(_at(s.low_RT[row], at_N), _at(s.high_RT[row], at_N))]
-    head = {"position": np.arange(1, len(tokens_N) + 1), "token": pieces(card.decode, tokens_N.tolist()), "id": tokens_N, "version": versions_N, "mask": mask_N}
+        clip = [
+            "low" if low else "high" if high else ""
+            for low, high in zip(_at(s.low_RT[row], at_N), _at(s.high_RT[row], at_N))
+        ]
+    head = {
+        "position": np.arange(1, len(tokens_N) + 1),
+        "token": pieces(card.decode, tokens_N.tolist()),
+        "id": tokens_N,
+        "version": versions_N,
+        "mask": mask_N,
+    }
     order = ("sampler", "start", "step", "advantage", "ratio")
-    return pl.DataFrame(head | {n: known[n] for n in order} | {"clip": clip} | {n: v for n, v in known.items() if n not in order}).fill_nan(None)
+    return pl.DataFrame(
+        head | {n: known[n] for n in order} | {"clip": clip} | {n: v for n, v in known.items() if n not in order}
+    ).fill_nan(None)
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-make-part-3
 def _at(values_T: np.ndarray, at_N: np.ndarray) -> list:
     return [bool(values_T[i]) if i < len(values_T) else False for i in at_N.tolist()]
 
@@ -545,6 +833,7 @@ def _at(values_T: np.ndarray, at_N: np.ndarray) -> list:
 @dataclass(frozen=True)
 class Counts:
     "Tokens of a rollout by what happens to them. The last four say why some stay: hit a bound, lost their correction's weight, were capped (a bound was hit, the gradient is not 0), or carry no weight at all."
+
     tokens: int
     up: int = 0
     down: int = 0
@@ -567,7 +856,16 @@ def counts_of(card: LossCard) -> Counts:
     f = f.filter(f["gradient"].is_not_null())
     g, clip, correction = f["gradient"].to_numpy(), f["clip"].to_numpy(), f["correction"].to_numpy()
     stopped = (clip != "") & (g == 0) & (correction != 0)
-    return Counts(len(f), int((g < 0).sum()), int((g > 0).sum()), int(stopped.sum()), " and ".join(sorted(set(clip[stopped]), reverse=True)), int((correction == 0).sum()), int(((clip != "") & (g != 0)).sum()), weightless)
+    return Counts(
+        len(f),
+        int((g < 0).sum()),
+        int((g > 0).sum()),
+        int(stopped.sum()),
+        " and ".join(sorted(set(clip[stopped]), reverse=True)),
+        int((correction == 0).sum()),
+        int(((clip != "") & (g != 0)).sum()),
+        weightless,
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-sentence
 def sentence(card: LossCard) -> str:
@@ -579,7 +877,10 @@ def sentence(card: LossCard) -> str:
     told = _advantage_in_words(card, advantages)
     if not c.up + c.down:
         return f"{told}; the gradient is 0 at all {_tokens(c.tokens)}" + _because(c, bool(advantages.any()))
-    way = [f"raises the log-prob of {c.up}" if c.up else "", f"lowers that of {c.down}" if c.up and c.down else f"lowers the log-prob of {c.down}" if c.down else ""]
+    way = [
+        f"raises the log-prob of {c.up}" if c.up else "",
+        f"lowers that of {c.down}" if c.up and c.down else f"lowers the log-prob of {c.down}" if c.down else "",
+    ]
     return f"{told}; the loss {' and '.join(filter(None, way))} of {_tokens(c.tokens)}" + _because(c, True)
 
 
@@ -589,10 +890,22 @@ def _tokens(count: int) -> str:
 
 def _advantage_in_words(card: LossCard, advantages: np.ndarray) -> str:
     if not advantages.any():
-        rewards = [m.rollout.reward for m in card.batch.members if m.rollout.group == card.member.rollout.group and m.rollout.reward is not None]
+        rewards = [
+            m.rollout.reward
+            for m in card.batch.members
+            if m.rollout.group == card.member.rollout.group and m.rollout.reward is not None
+        ]
         equal = len(set(rewards)) == 1 and len(rewards) > 1
-        return "advantage 0: " + (f"the group's {len(rewards)} rewards are all {rewards[0]:g}" if equal else f"its reward is {'none' if card.member.rollout.reward is None else format(card.member.rollout.reward, 'g')}, and the advantage function gives that 0")
-    return f"advantage {advantages[0]:+.3g}" if np.ptp(advantages) < 1e-9 else f"advantages {advantages.min():+.3g} to {advantages.max():+.3g}"
+        return "advantage 0: " + (
+            f"the group's {len(rewards)} rewards are all {rewards[0]:g}"
+            if equal
+            else f"its reward is {'none' if card.member.rollout.reward is None else format(card.member.rollout.reward, 'g')}, and the advantage function gives that 0"
+        )
+    return (
+        f"advantage {advantages[0]:+.3g}"
+        if np.ptp(advantages) < 1e-9
+        else f"advantages {advantages.min():+.3g} to {advantages.max():+.3g}"
+    )
 
 
 def _because(c: Counts, pushed: bool) -> str:
@@ -614,7 +927,9 @@ def left_out(card: LossCard) -> str:
     if not any(s.trained.any() for s in m.rollout.segments):
         return f"none of its {_tokens(m.rollout.length)} carries weight in the loss, so it is left out"
     if m.rollout.reward is None:
-        return f"it has no reward (fate {m.fate.replace('_', ' ') or 'unknown'}), so it has no advantage and is left out"
+        return (
+            f"it has no reward (fate {m.fate.replace('_', ' ') or 'unknown'}), so it has no advantage and is left out"
+        )
     shaping = dict(card.recipe.labels)["shaping"]
     cut = " (it was cut off at the length limit)" if m.rollout.reason is StopReason.LENGTH else ""
     return f"the {'advantage function' if shaping == 'none' else f'shaping {shaping}'} gives it no number{cut}, so it is left out of the batch"
@@ -628,14 +943,22 @@ def why_zero(card: LossCard) -> str:
     here, all_of_it = card.loss, card.sheet.loss
     size = float(np.abs(card.sheet.gradient_RT[card.row]).sum())
     near = 1e-6 * max(1e-30, float(np.abs(card.sheet.term_RT).sum()))
-    told = [f"the rollout's loss is {'0' if abs(here) <= near else format(here, '.4g')} and its gradient is not 0 (sum of sizes {size:.3g})"]
+    told = [
+        f"the rollout's loss is {'0' if abs(here) <= near else format(here, '.4g')} and its gradient is not 0 (sum of sizes {size:.3g})"
+    ]
     on_policy = _on_policy(card)
     if abs(all_of_it) <= near:
         whose = "the batch" if of_batch(card.recipe.objective.advantage) else "a group"
-        why = f"every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of {whose} add up to 0" if on_policy else "the terms of good and bad rollouts cancel"
+        why = (
+            f"every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of {whose} add up to 0"
+            if on_policy
+            else "the terms of good and bad rollouts cancel"
+        )
         told.append(f"the batch's loss is 0 and the gradient is not: {why} under this aggregation")
     elif on_policy:
-        told.append(f"every ratio is exactly 1 ({_one_step(card)}), so the batch's loss, {all_of_it:.4g}, is minus the weighted mean advantage and says nothing about learning")
+        told.append(
+            f"every ratio is exactly 1 ({_one_step(card)}), so the batch's loss, {all_of_it:.4g}, is minus the weighted mean advantage and says nothing about learning"
+        )
     return "\n".join([*told, *reasons])
 
 
@@ -644,13 +967,19 @@ def _on_policy(card: LossCard) -> bool:
 
 
 def _one_step(card: LossCard) -> str:
-    return "one optimizer step per batch" if card.batch.place == "trained" else "the sampler's log-probabilities stand for the trainer's"
+    return (
+        "one optimizer step per batch"
+        if card.batch.place == "trained"
+        else "the sampler's log-probabilities stand for the trainer's"
+    )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-zero-part-2
 def _reasons(card: LossCard) -> list[str]:
     found, logged = [], card.batch.logged
     if logged.learning_rate == 0:
-        found.append(f"the learning rate of version {card.batch.version} was 0: whatever the gradient is, the policy did not move")
+        found.append(
+            f"the learning rate of version {card.batch.version} was 0: whatever the gradient is, the policy did not move"
+        )
     if card.batch.place == "ended":
         found.append(f"it was never trained on: its fate is {card.member.fate.replace('_', ' ')}")
     if card.row is None:
@@ -659,14 +988,23 @@ def _reasons(card: LossCard) -> list[str]:
     advantages, g = s.arrays.advantages_RT[card.row][inside], s.gradient_RT[card.row][inside]
     kl = s.kl_RT is not None
     if not advantages.any():
-        found.append(_advantage_in_words(card, advantages) + ("" if not kl else "; what gradient there is comes from the KL term"))
+        found.append(
+            _advantage_in_words(card, advantages)
+            + ("" if not kl else "; what gradient there is comes from the KL term")
+        )
     if not s.correction_RT[card.row][inside].any():
-        found.append(f"the correction ({dict(card.recipe.labels)['correction']}) gives all {_tokens(len(g))} weight 0: sampler and trainer are too far apart for its bounds")
+        found.append(
+            f"the correction ({dict(card.recipe.labels)['correction']}) gives all {_tokens(len(g))} weight 0: sampler and trainer are too far apart for its bounds"
+        )
     if not s.share_RT[card.row][inside].any():
-        found.append(f"the aggregation ({dict(card.recipe.labels)['aggregation']}) gives all {_tokens(len(g))} weight 0")
+        found.append(
+            f"the aggregation ({dict(card.recipe.labels)['aggregation']}) gives all {_tokens(len(g))} weight 0"
+        )
     c = card.counts
     if advantages.any() and c.clipped == c.tokens:
-        found.append(f"all {_tokens(c.tokens)} clipped {c.sides}: their ratio is past the bound in the direction in which they were to go")
+        found.append(
+            f"all {_tokens(c.tokens)} clipped {c.sides}: their ratio is past the bound in the direction in which they were to go"
+        )
     if kl and not card.recipe.kl_weight:
         found.append(f"the KL term ({dict(card.recipe.labels)['kl']}) has weight 0 in this batch, so it adds nothing")
     return found or ["its gradient is 0 by the loss function itself"] if not g.any() else found
@@ -678,15 +1016,24 @@ def notes(card: LossCard) -> list[str]:
     if b.policy:
         found.append(f"Log-probabilities at start and step are those of {b.policy}, computed now.")
     elif b.place != "trained":
-        found.append("Log-probabilities of the trainer are not there: the sampler's stand in, so every ratio is 1." + ("" if b.folder is None else " policy=True computes them."))
+        found.append(
+            "Log-probabilities of the trainer are not there: the sampler's stand in, so every ratio is 1."
+            + ("" if b.folder is None else " policy=True computes them.")
+        )
     if b.place == "ended":
-        found.append(f"It was not trained on (fate {card.member.fate.replace('_', ' ')}): its group stands for the batch, so its aggregation weight is that of a batch of one group.")
+        found.append(
+            f"It was not trained on (fate {card.member.fate.replace('_', ' ')}): its group stands for the batch, so its aggregation weight is that of a batch of one group."
+        )
     if b.place == "queue":
         found.append("It waits in the queue of the newest checkpoint: its group stands for the batch.")
     if b.logged.replayed_rollouts:
-        found.append(f"The batch also held {b.logged.replayed_rollouts} replayed rollouts, which are not stored with it: the true aggregation weight is smaller.")
+        found.append(
+            f"The batch also held {b.logged.replayed_rollouts} replayed rollouts, which are not stored with it: the true aggregation weight is smaller."
+        )
     if b.logged.entropy_weight:
-        found.append(f"The entropy bonus (weight {b.logged.entropy_weight:g}) is not on the card: entropies are not stored by token.")
+        found.append(
+            f"The entropy bonus (weight {b.logged.entropy_weight:g}) is not on the card: entropies are not stored by token."
+        )
     if b.place == "trained" and not card.recipe.own:
         found.append("Advantages were computed again from the rewards of the batch.")
     called = {part: label.partition(" (")[0] for part, label in card.recipe.labels}
@@ -701,17 +1048,29 @@ DRAWN = 120  # tokens in a chart with bars
 def push_chart(card: LossCard, other: LossCard | None = None) -> Chart:
     "Minus the gradient of each token, in thousandths; of two cards as lines."
     mine = _push(card)
-    title, note = f"Push on the tokens of rollout {card.rollout}", f"1000 x minus the gradient along the log-probability; {label_of(dict(card.recipe.labels)['loss'])}"
-    about = dict(x_label="token", y_label="push", references=(Reference(0.0),), empty="the rollout is left out of the batch")
+    title, note = (
+        f"Push on the tokens of rollout {card.rollout}",
+        f"1000 x minus the gradient along the log-probability; {label_of(dict(card.recipe.labels)['loss'])}",
+    )
+    about = dict(
+        x_label="token", y_label="push", references=(Reference(0.0),), empty="the rollout is left out of the batch"
+    )
     if not np.isfinite(mine).any():
         return Chart(title, (), note, **about)
     x = np.arange(1, len(mine) + 1)
     if other is not None:
         names = _names(card, other)
-        return Chart(title, (Line(names[0], x, mine, "blue", dots=True), Line(names[1], x, _push(other), "vermilion", dots=True)), "1000 x minus the gradient along the log-probability", **about)
+        return Chart(
+            title,
+            (Line(names[0], x, mine, "blue", dots=True), Line(names[1], x, _push(other), "vermilion", dots=True)),
+            "1000 x minus the gradient along the log-probability",
+            **about,
+        )
     shown = np.nan_to_num(mine[:DRAWN])
     labels = tuple(_visible(t) if len(shown) <= 40 else "" for t in card.frame["token"][:DRAWN])
-    bars = Bars(labels, tuple(shown.tolist()), tuple("blue" if v >= 0 else "vermilion" for v in shown), horizontal=False)
+    bars = Bars(
+        labels, tuple(shown.tolist()), tuple("blue" if v >= 0 else "vermilion" for v in shown), horizontal=False
+    )
     return Chart(title, (bars,), note + (f"; the first {DRAWN} of {len(mine)}" if len(mine) > DRAWN else ""), **about)
 
 
@@ -721,7 +1080,10 @@ def _push(card: LossCard) -> np.ndarray:
 
 def _names(card: LossCard, other: LossCard) -> tuple[str, str]:
     "What tells two cards apart."
-    mine, theirs = dict(card.recipe.labels) | {"old": card.recipe.objective.old}, dict(other.recipe.labels) | {"old": other.recipe.objective.old}
+    mine, theirs = (
+        dict(card.recipe.labels) | {"old": card.recipe.objective.old},
+        dict(other.recipe.labels) | {"old": other.recipe.objective.old},
+    )
     parts = [p for p in mine if mine[p] != theirs[p]] or ["loss"]
     short = [tuple(each[p].partition(" (")[0] for p in parts) for each in (mine, theirs)]
     whole = [tuple(each[p] for p in parts) for each in (mine, theirs)]
@@ -739,7 +1101,11 @@ CARD_STYLE = (
     f".rl-lc *{{box-sizing:border-box}}.rl-lc p{{margin:0 0 6px}}.rl-lc .card{{border:1px solid {GRID};border-radius:6px;padding:12px 14px;background:{GROUND}}}.rl-lc .card+.card{{margin-top:8px}}.rl-lc .lead{{font-size:14px;font-weight:600}}"
     f".rl-lc small,.rl-lc .soft{{color:{SOFT};font-size:11.5px}}.rl-lc .lc-strip{{font:13px/2.1 var(--jp-code-font-family,ui-monospace,monospace);white-space:pre-wrap;overflow-wrap:anywhere;max-height:24em;overflow:auto;padding:2px 0}}"
     ".rl-lc .t{padding:2px 1px 3px;margin-right:1px;border-radius:2px;unicode-bidi:isolate;box-decoration-break:clone}"
-    + "".join(f".rl-lc .{way}{i}{{background:color-mix(in srgb,var(--rl-{name}) {share}%,transparent)}}" for way, name in (("u", "up"), ("d", "down")) for i, share in enumerate((12, 24, 36, 50, 66), 1))
+    + "".join(
+        f".rl-lc .{way}{i}{{background:color-mix(in srgb,var(--rl-{name}) {share}%,transparent)}}"
+        for way, name in (("u", "up"), ("d", "down"))
+        for i, share in enumerate((12, 24, 36, 50, 66), 1)
+    )
     + f".rl-lc .k{{box-shadow:inset 0 -3px {INK}}}.rl-lc .x{{text-decoration:line-through;text-decoration-thickness:1.5px}}.rl-lc .n{{outline:1.5px dashed {INK};outline-offset:-1px}}"
     ".rl-lc .m{background:repeating-linear-gradient(135deg,transparent 0 3px,color-mix(in srgb,currentColor 28%,transparent) 3px 4px)}"
     f".rl-lc .key{{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:11.5px;margin:6px 0 8px;color:{SOFT}}}.rl-lc .key .t{{color:{INK};margin-right:3px;padding:1px 5px}}"
@@ -756,8 +1122,35 @@ def framed(body: str) -> str:
     return f'<div class="rl-lc"><style>{CARD_STYLE}</style>{body}</div>'
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-strip
-TERMS = ("position", "token", "version", "sampler", "start", "step", "advantage", "ratio", "clip", "correction", "weight", "loss", "term", "kl", "kl_term", "gradient")
-HEADS = {"position": "#", "version": "v", "sampler": "log-prob sampled", "start": "at start", "step": "at step", "kl_term": "KL term", "kl": "KL"}
+TERMS = (
+    "position",
+    "token",
+    "version",
+    "sampler",
+    "start",
+    "step",
+    "advantage",
+    "ratio",
+    "clip",
+    "correction",
+    "weight",
+    "loss",
+    "term",
+    "kl",
+    "kl_term",
+    "gradient",
+)
+
+
+HEADS = {
+    "position": "#",
+    "version": "v",
+    "sampler": "log-prob sampled",
+    "start": "at start",
+    "step": "at step",
+    "kl_term": "KL term",
+    "kl": "KL",
+}
 
 
 def steepest(card: LossCard) -> float:
@@ -772,12 +1165,28 @@ def strip_html(card: LossCard, changed: Sequence[bool] | None = None, top: float
     rest = card.frame.height - len(rows)
     return f'<div class="lc-strip" role="group" aria-label="{text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-strip-part-2
 def _token_html(r: Mapping, top: float, changed: bool) -> str:
     g = r["gradient"]
     level = 0 if not g else max(1, int(np.digitize(abs(g) / top, LEVELS)))
-    kinds = ["t", "m" if g is None else f"{'u' if g < 0 else 'd'}{level}" if level else "", "k" if r["clip"] else "", "x" if r["correction"] == 0 else "", "n" if changed else ""]
-    told = ["no weight in the loss"] if g is None else [f"gradient {short(g)}", f"advantage {short(r['advantage'])}", f"ratio {short(r['ratio'])}" + (f", clipped {r['clip']}" if r["clip"] else ""), f"correction {short(r['correction'])}", f"weight {short(r['weight'])}"]
+    kinds = [
+        "t",
+        "m" if g is None else f"{'u' if g < 0 else 'd'}{level}" if level else "",
+        "k" if r["clip"] else "",
+        "x" if r["correction"] == 0 else "",
+        "n" if changed else "",
+    ]
+    told = (
+        ["no weight in the loss"]
+        if g is None
+        else [
+            f"gradient {short(g)}",
+            f"advantage {short(r['advantage'])}",
+            f"ratio {short(r['ratio'])}" + (f", clipped {r['clip']}" if r["clip"] else ""),
+            f"correction {short(r['correction'])}",
+            f"weight {short(r['weight'])}",
+        ]
+    )
     title = " · ".join([f"token {r['position']}, id {r['id']}, v{r['version']}", *told])
     said = text(r["token"]).replace("\n", "↵\n") if r["token"] else "·"
     return f'<span class="{" ".join(filter(None, kinds))}" title="{text(title)}">{said}</span>'
@@ -795,8 +1204,18 @@ def short(value: float | None, width: int = 9) -> str:
 
 def key_html(card: LossCard, changed: bool = False) -> str:
     "What the tints mean."
-    items = [("u4", "raised"), ("d4", "lowered"), ("k", "hit a bound"), ("x", "masked by the correction"), ("m", "no weight in the loss")] + ([("n", "changes")] if changed else [])
-    return '<p class="key">' + "".join(f'<span><span class="t {kind}">a</span>{name}</span>' for kind, name in items) + "<span>the stronger the tint, the larger the gradient</span></p>"
+    items = [
+        ("u4", "raised"),
+        ("d4", "lowered"),
+        ("k", "hit a bound"),
+        ("x", "masked by the correction"),
+        ("m", "no weight in the loss"),
+    ] + ([("n", "changes")] if changed else [])
+    return (
+        '<p class="key">'
+        + "".join(f'<span><span class="t {kind}">a</span>{name}</span>' for kind, name in items)
+        + "<span>the stronger the tint, the larger the gradient</span></p>"
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-html
 def table_html(card: LossCard, most: int = 400) -> str:
@@ -804,7 +1223,10 @@ def table_html(card: LossCard, most: int = 400) -> str:
     f = card.frame
     columns = [c for c in TERMS if c not in ("kl", "kl_term") or f["kl"].null_count() < f.height]
     head = "".join(f'<th class="{"tok" if c == "token" else ""}">{HEADS.get(c, c)}</th>' for c in columns)
-    body = "".join(f'<tr class="{"off" if r["gradient"] is None else ""}">{"".join(_cell(c, r[c]) for c in columns)}</tr>' for r in f.head(most).iter_rows(named=True))
+    body = "".join(
+        f'<tr class="{"off" if r["gradient"] is None else ""}">{"".join(_cell(c, r[c]) for c in columns)}</tr>'
+        for r in f.head(most).iter_rows(named=True)
+    )
     more = f'<p class="soft">{f.height - most:,} more in the frame</p>' if f.height > most else ""
     return f'<div class="lc-rows" tabindex="0" role="region" aria-label="terms of every token"><table class="lc"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
 
@@ -817,19 +1239,34 @@ def _cell(column: str, value) -> str:
 
 def card_html(card: LossCard, open: bool = False) -> str:
     "One card, without the styles; `open` unfolds the terms."
-    why = "" if card.row is not None and card.sheet.gradient_RT[card.row].any() and abs(card.sheet.loss) > 1e-7 else why_html(card)
-    told = "" if card.row is None else (f'<p class="soft">part of the step\'s loss {short(card.loss)} of {short(card.sheet.loss)}, which has {card.sheet.totals.sequences:,} rollouts and {card.sheet.totals.tokens:,} tokens'
-                                        + _logged_in_words(card) + "</p>")
+    why = (
+        ""
+        if card.row is not None and card.sheet.gradient_RT[card.row].any() and abs(card.sheet.loss) > 1e-7
+        else why_html(card)
+    )
+    told = (
+        ""
+        if card.row is None
+        else (
+            f'<p class="soft">part of the step\'s loss {short(card.loss)} of {short(card.sheet.loss)}, which has {card.sheet.totals.sequences:,} rollouts and {card.sheet.totals.tokens:,} tokens'
+            + _logged_in_words(card)
+            + "</p>"
+        )
+    )
     listed = "".join(f"<li>{text(note)}</li>" for note in notes(card))
-    return (f'<article class="card" aria-label="loss card of rollout {card.rollout}"><p class="lead">{text(sentence(card)[:1].upper() + sentence(card)[1:])}</p><p class="soft">Rollout {card.rollout}: {text(card.recipe.words)}</p>{why}'
-            f'{strip_html(card)}{key_html(card)}{told}<details{" open" if open else ""}><summary>every term of every token</summary>{table_html(card)}</details>{f"<ul>{listed}</ul>" if listed else ""}</article>')
+    return (
+        f'<article class="card" aria-label="loss card of rollout {card.rollout}"><p class="lead">{text(sentence(card)[:1].upper() + sentence(card)[1:])}</p><p class="soft">Rollout {card.rollout}: {text(card.recipe.words)}</p>{why}'
+        f"{strip_html(card)}{key_html(card)}{told}<details{' open' if open else ''}><summary>every term of every token</summary>{table_html(card)}</details>{f'<ul>{listed}</ul>' if listed else ''}</article>"
+    )
 
 
 def _logged_in_words(card: LossCard) -> str:
     if card.batch.logged.loss is None or card.recipe.swapped or card.batch.policy:
         return ""
     several = card.batch.config.optimizer_steps > 1
-    return f"; the step table has {short(card.batch.logged.loss)}" + (", the mean of the batch's optimizer steps" if several else "")
+    return f"; the step table has {short(card.batch.logged.loss)}" + (
+        ", the mean of the batch's optimizer steps" if several else ""
+    )
 
 
 def why_html(card: LossCard) -> str:
@@ -840,6 +1277,7 @@ def why_html(card: LossCard) -> str:
 @dataclass(frozen=True, eq=False)
 class Comparison:
     "Two cards of one rollout; it shows itself in a notebook."
+
     one: LossCard
     other: LossCard
 
@@ -851,8 +1289,14 @@ class Comparison:
         a, b = self.one.frame, self.other.frame
         g, h = (f["gradient"].fill_null(0.0).to_numpy() for f in (a, b))
         least = 1e-6 * max(np.abs(g).max(initial=0), np.abs(h).max(initial=0), 1e-30)
-        beside = {f"{name}_{which}": f[name] for name in ("advantage", "ratio", "clip", "correction", "weight", "term", "gradient") for which, f in (("one", a), ("other", b))}
-        return a.select("position", "token", "id", "version", "mask").with_columns(**beside, changed=pl.Series(np.abs(g - h) > least) | (a["clip"] != b["clip"]))
+        beside = {
+            f"{name}_{which}": f[name]
+            for name in ("advantage", "ratio", "clip", "correction", "weight", "term", "gradient")
+            for which, f in (("one", a), ("other", b))
+        }
+        return a.select("position", "token", "id", "version", "mask").with_columns(
+            **beside, changed=pl.Series(np.abs(g - h) > least) | (a["clip"] != b["clip"])
+        )
 
     @property
     def changed(self) -> "pl.DataFrame":
@@ -880,31 +1324,58 @@ def change_in_words(c: Comparison) -> str:
     f, names = c.frame, _names(c.one, c.other)
     n, changed, sides = f["mask"].sum(), int(f["changed"].sum()), f"{names[0]} against {names[1]}"
     if not changed:
-        return f"{sides}: no token changes" + (f"; every ratio is 1 ({_one_step(c.one)}), where bounds do not act" if _on_policy(c.one) and dict(c.one.recipe.labels)["loss"] != dict(c.other.recipe.labels)["loss"] else "")
+        return f"{sides}: no token changes" + (
+            f"; every ratio is 1 ({_one_step(c.one)}), where bounds do not act"
+            if _on_policy(c.one) and dict(c.one.recipe.labels)["loss"] != dict(c.other.recipe.labels)["loss"]
+            else ""
+        )
     g, h = (f.filter("changed")[f"gradient_{which}"].fill_null(0.0).to_numpy() for which in ("one", "other"))
     factor = h / np.where(g == 0, np.nan, g)
     if changed == n and np.isfinite(factor).all() and np.ptp(factor) < 1e-4 * abs(factor[0]):
         return f"{sides}: every gradient times {factor[0]:.4g}, so the tokens keep their proportions"
-    kinds = {"gain a gradient": int(((g == 0) & (h != 0)).sum()), "lose theirs": int(((g != 0) & (h == 0)).sum()), "turn round": int((g * h < 0).sum())}
+    kinds = {
+        "gain a gradient": int(((g == 0) & (h != 0)).sum()),
+        "lose theirs": int(((g != 0) & (h == 0)).sum()),
+        "turn round": int((g * h < 0).sum()),
+    }
     kinds["keep their direction at another size"] = int(((g * h > 0) & (g != h)).sum())
-    return f"{sides}: {changed} of {_tokens(n)} change" + "".join(f"; {count} {what}" for what, count in kinds.items() if count)
+    return f"{sides}: {changed} of {_tokens(n)} change" + "".join(
+        f"; {count} {what}" for what, count in kinds.items() if count
+    )
 
 
 def comparison_html(c: Comparison) -> str:
     "Both strips, and the tokens that change; without the styles."
     names, changed, top = _names(c.one, c.other), c.frame["changed"].to_list(), max(steepest(c.one), steepest(c.other))
-    sides = "".join(f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>' for name, each in zip(names, (c.one, c.other)))
+    sides = "".join(
+        f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>'
+        for name, each in zip(names, (c.one, c.other))
+    )
     columns = [(f"{k}_one", k) for k in ("ratio", "clip", "correction", "weight", "term", "gradient")]
-    columns = [pair for one, k in columns for pair in ([(one, k)] if c.changed[one].equals(c.changed[f"{k}_other"]) else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")])]
+    columns = [
+        pair
+        for one, k in columns
+        for pair in (
+            [(one, k)]
+            if c.changed[one].equals(c.changed[f"{k}_other"])
+            else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")]
+        )
+    ]
     head = "".join(f"<th>{text(name)}</th>" for _, name in columns)
-    rows = "".join(f'<tr><td>{r["position"]}</td>{_cell("token", r["token"])}{"".join(_cell(k, r[k]) for k, _ in columns)}</tr>' for r in c.changed.head(400).iter_rows(named=True))
-    return (f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; the other: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
-            f'<details><summary>the tokens that change</summary><div class="lc-rows" tabindex="0" role="region" aria-label="tokens that change"><table class="lc"><thead><tr><th>#</th><th class="tok">token</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details></article>')
+    rows = "".join(
+        f"<tr><td>{r['position']}</td>{_cell('token', r['token'])}{''.join(_cell(k, r[k]) for k, _ in columns)}</tr>"
+        for r in c.changed.head(400).iter_rows(named=True)
+    )
+    return (
+        f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; the other: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
+        f'<details><summary>the tokens that change</summary><div class="lc-rows" tabindex="0" role="region" aria-label="tokens that change"><table class="lc"><thead><tr><th>#</th><th class="tok">token</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details></article>'
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-cards
 @dataclass(frozen=True, eq=False)
 class Cards:
     "Cards of several rollouts under several losses; `names` are what the losses are called, in order within a rollout."
+
     cards: tuple[LossCard, ...]
     names: tuple[str, ...]
 
@@ -913,7 +1384,10 @@ class Cards:
         "All tokens of all cards, with `rollout` and `objective` in front."
         import polars as pl
 
-        marked = [c.frame.select(pl.lit(c.rollout).alias("rollout"), pl.lit(name).alias("objective"), pl.all()) for c, name in self._pairs()]
+        marked = [
+            c.frame.select(pl.lit(c.rollout).alias("rollout"), pl.lit(name).alias("objective"), pl.all())
+            for c, name in self._pairs()
+        ]
         return pl.concat(marked) if marked else pl.DataFrame()
 
     @property
@@ -924,8 +1398,22 @@ class Cards:
         rows = []
         for c, name in self._pairs():
             n, g = c.counts, c.frame["gradient"].fill_null(0.0)
-            rows.append({"rollout": c.rollout, "objective": name, "advantage": c.frame["advantage"].mean(), "loss": None if c.row is None else c.loss, "gradient": float(g.abs().sum()), "tokens": n.tokens, "raised": n.up, "lowered": n.down,
-                         "clipped": n.clipped, "capped": n.capped, "dropped": n.dropped, "words": sentence(c)})
+            rows.append(
+                {
+                    "rollout": c.rollout,
+                    "objective": name,
+                    "advantage": c.frame["advantage"].mean(),
+                    "loss": None if c.row is None else c.loss,
+                    "gradient": float(g.abs().sum()),
+                    "tokens": n.tokens,
+                    "raised": n.up,
+                    "lowered": n.down,
+                    "clipped": n.clipped,
+                    "capped": n.capped,
+                    "dropped": n.dropped,
+                    "words": sentence(c),
+                }
+            )
         return pl.DataFrame(rows)
 
     def _pairs(self):
@@ -943,22 +1431,41 @@ class Cards:
         names = [c for c in self.summary.columns if c != "words"] + ["words"]
         kinds = {"objective": "tok", "words": "said"}
         head = "".join(f'<th class="{"tok" if n in kinds else ""}">{n}</th>' for n in names)
-        rows = "".join("<tr>" + "".join(f'<td class="{kinds[n]}">{text(r[n])}</td>' if n in kinds else _cell(n, r[n]) for n in names) + "</tr>" for r in self.summary.iter_rows(named=True))
-        return framed(f'<div class="lc-rows"><table class="lc"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>')
+        rows = "".join(
+            "<tr>"
+            + "".join(f'<td class="{kinds[n]}">{text(r[n])}</td>' if n in kinds else _cell(n, r[n]) for n in names)
+            + "</tr>"
+            for r in self.summary.iter_rows(named=True)
+        )
+        return framed(
+            f'<div class="lc-rows"><table class="lc"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        )
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-cards-part-2
 def _summary_line(r: Mapping) -> str:
-    return (f"{r['rollout']:>8} {r['objective'][:24]:<24} {short(r['advantage']):>9} {short(r['loss']):>9} {short(r['gradient']):>9} {r['raised']:>6} {r['lowered']:>7} {r['clipped']:>7} {r['dropped']:>7}")
+    return f"{r['rollout']:>8} {r['objective'][:24]:<24} {short(r['advantage']):>9} {short(r['loss']):>9} {short(r['gradient']):>9} {r['raised']:>6} {r['lowered']:>7} {r['clipped']:>7} {r['dropped']:>7}"
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-cards-of
-def loss_cards(folder: str | Path, rollouts: Iterable[int] | str, loss: Sequence | str | Mapping | Callable | None = None, policy: bool = False, **changes) -> Cards:
-    "Cards of rollouts (ids, a frame with a column `rollout`, or \"queue\": what waits in the newest checkpoint) under each of `loss`. ValueError as `loss_card`."
+def loss_cards(
+    folder: str | Path,
+    rollouts: Iterable[int] | str,
+    loss: Sequence | str | Mapping | Callable | None = None,
+    policy: bool = False,
+    **changes,
+) -> Cards:
+    'Cards of rollouts (ids, a frame with a column `rollout`, or "queue": what waits in the newest checkpoint) under each of `loss`. ValueError as `loss_card`.'
     queue = isinstance(rollouts, str)
     if queue and rollouts != "queue":
         raise ValueError(f"rollouts: {rollouts!r} names none; give ids, a frame with a column 'rollout', or 'queue'")
     read = with_policy if policy else lambda batch: batch
     batches = [read(batch) for batch in queued_batches(folder)] if queue else []
-    ids = [m.rollout.id for batch in batches for m in batch.members] if queue else rollouts["rollout"].to_list() if hasattr(rollouts, "columns") else list(rollouts)
+    ids = (
+        [m.rollout.id for batch in batches for m in batch.members]
+        if queue
+        else rollouts["rollout"].to_list()
+        if hasattr(rollouts, "columns")
+        else list(rollouts)
+    )
     losses = [None] if loss is None else list(loss) if isinstance(loss, (list, tuple)) else [loss]
     decode, cards, names = load_decoder(folder), [], ()
     for id in ids:
@@ -966,8 +1473,18 @@ def loss_cards(folder: str | Path, rollouts: Iterable[int] | str, loss: Sequence
         if batch is None:
             batches.append(batch := read(read_batch(folder, id)))
         own = recipe_of(batch)
-        cards += [card_of(batch, id, swap(own, batch, **changes, **({} if each is None else {"loss": each})), decode) for each in losses]
-        names = tuple("as trained" if each is None and not changes else label_of(each or "ppo", short=True) if each is not None else "swapped" for each in losses)
+        cards += [
+            card_of(batch, id, swap(own, batch, **changes, **({} if each is None else {"loss": each})), decode)
+            for each in losses
+        ]
+        names = tuple(
+            "as trained"
+            if each is None and not changes
+            else label_of(each or "ppo", short=True)
+            if each is not None
+            else "swapped"
+            for each in losses
+        )
     return Cards(tuple(cards), names)
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-text
@@ -985,16 +1502,35 @@ def card_text(card: LossCard, width: int = 100, most: int | None = None) -> str:
         lines += [line for reason in why_zero(card).splitlines() for line in _wrapped("why: " + reason, width, "  ")]
     f = card.frame
     kl = f["kl"].null_count() < f.height
-    spec = [("position", "#", 4), ("token", "token", 6 if kl else 8), ("version", "v", 4), ("sampler", "sampled", 7), ("start", "start", 7), ("step", "step", 7), ("advantage", "adv", 6), ("ratio", "ratio", 6), ("clip", "clip", 4),
-            ("correction", "corr", 5), ("weight", "weight", 8), ("loss", "loss", 7), *([("kl_term", "KL", 7)] if kl else []), ("gradient", "gradient", 9)]
+    spec = [
+        ("position", "#", 4),
+        ("token", "token", 6 if kl else 8),
+        ("version", "v", 4),
+        ("sampler", "sampled", 7),
+        ("start", "start", 7),
+        ("step", "step", 7),
+        ("advantage", "adv", 6),
+        ("ratio", "ratio", 6),
+        ("clip", "clip", 4),
+        ("correction", "corr", 5),
+        ("weight", "weight", 8),
+        ("loss", "loss", 7),
+        *([("kl_term", "KL", 7)] if kl else []),
+        ("gradient", "gradient", 9),
+    ]
     lines.append(" ".join(f"{head:<{w}}" if name == "token" else f"{head:>{w}}" for name, head, w in spec))
-    lines += [" ".join(_field(name, row[name], w) for name, _, w in spec).rstrip() for row in f.head(most or f.height).iter_rows(named=True)]
+    lines += [
+        " ".join(_field(name, row[name], w) for name, _, w in spec).rstrip()
+        for row in f.head(most or f.height).iter_rows(named=True)
+    ]
     lines += [f"... {f.height - most} more"] if most and f.height > most else []
     if card.row is not None:
-        lines.append(f"sum of the rollout's terms {short(card.loss)}, of the step's {short(card.sheet.loss)} ({card.sheet.totals.sequences} rollouts, {card.sheet.totals.tokens} tokens)")
+        lines.append(
+            f"sum of the rollout's terms {short(card.loss)}, of the step's {short(card.sheet.loss)} ({card.sheet.totals.sequences} rollouts, {card.sheet.totals.tokens} tokens)"
+        )
     return "\n".join([*lines, *(line for note in notes(card) for line in _wrapped(note, width))])
 
-
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-text-part-2
 def _field(name: str, value, width: int) -> str:
     if name == "token":
         return f"{_visible(value)[:width]:<{width}}"
@@ -1004,10 +1540,36 @@ def _field(name: str, value, width: int) -> str:
 def comparison_text(c: Comparison, width: int = 100, most: int | None = None) -> str:
     "The tokens that change, for a terminal."
     names, f = _names(c.one, c.other), c.changed
-    lines = [*_wrapped(f"rollout {c.one.rollout}: {change_in_words(c)}", width), *_wrapped(f"the other: {c.other.recipe.words}", width, "  ")]
-    spec = [("position", 4), ("token", 8), *((f"{name}_{which}", w) for name, w in (("ratio", 7), ("clip", 5), ("correction", 6), ("term", 9), ("gradient", 10)) for which in ("one", "other"))]
-    heads = ["#", "token", *(head for name in ("ratio", "clip", "corr", "term", "gradient") for head in (name, "other"))]
+    lines = [
+        *_wrapped(f"rollout {c.one.rollout}: {change_in_words(c)}", width),
+        *_wrapped(f"the other: {c.other.recipe.words}", width, "  "),
+    ]
+    spec = [
+        ("position", 4),
+        ("token", 8),
+        *(
+            (f"{name}_{which}", w)
+            for name, w in (("ratio", 7), ("clip", 5), ("correction", 6), ("term", 9), ("gradient", 10))
+            for which in ("one", "other")
+        ),
+    ]
+    heads = [
+        "#",
+        "token",
+        *(head for name in ("ratio", "clip", "corr", "term", "gradient") for head in (name, "other")),
+    ]
     if f.height:
-        lines.append(" ".join(f"{head:<{w}}" if name == "token" else f"{head:>{w}}" for head, (name, w) in zip(heads, spec)))
-    lines += [" ".join(_field(name, row[name], w) for name, w in spec).rstrip() for row in f.head(most or f.height).iter_rows(named=True)]
-    return "\n".join([*lines, *([f"... {f.height - most} more"] if most and f.height > most else []), f"one: {names[0]}; the other: {names[1]}"])
+        lines.append(
+            " ".join(f"{head:<{w}}" if name == "token" else f"{head:>{w}}" for head, (name, w) in zip(heads, spec))
+        )
+    lines += [
+        " ".join(_field(name, row[name], w) for name, w in spec).rstrip()
+        for row in f.head(most or f.height).iter_rows(named=True)
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *([f"... {f.height - most} more"] if most and f.height > most else []),
+            f"one: {names[0]}; the other: {names[1]}",
+        ]
+    )

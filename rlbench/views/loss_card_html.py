@@ -9,12 +9,21 @@ __all__ = ['LIVE', 'LIVE_STYLE', 'widgets', 'slider_of', 'LossView']
 from collections.abc import Callable
 from pathlib import Path
 
-from ..loop.config import captured_functions
-from .decode import load_decoder
 from ..base.charts import INK
 from ..knobs import key_of, knobs_of
-from .loss_card import CARD_STYLE, Comparison, card_html, card_of, comparison_html, read_batch, recipe_of, with_policy
+from ..loop.config import captured_functions
 from ..objective.objective import OLD, PARTS
+from .decode import load_decoder
+from rlbench.views.loss_card import (
+    CARD_STYLE,
+    Comparison,
+    card_html,
+    card_of,
+    comparison_html,
+    read_batch,
+    recipe_of,
+    with_policy,
+)
 from .report import text
 
 # %% ../../nbs/views/06_loss_card_html.ipynb #lossview-widgets
@@ -40,25 +49,48 @@ def slider_of(name: str, knob, value):
     w = widgets()
     about = dict(description=name, tooltip=knob.help, style={"description_width": "116px"})
     if knob.choices or isinstance(value, (bool, str)):
-        return w.Dropdown(options=list(knob.choices) or [value], value=value, **about) if not isinstance(value, bool) else w.Checkbox(value=value, indent=False, **about)
+        return (
+            w.Dropdown(options=list(knob.choices) or [value], value=value, **about)
+            if not isinstance(value, bool)
+            else w.Checkbox(value=value, indent=False, **about)
+        )
     low, high = (value if bound is None else bound for bound in (knob.low, knob.high))
     high = min(high, max(10 * abs(value), 2 * low) or 1e-3) if high > 20 * abs(value) else high
     kind, step = (w.IntSlider, 1) if isinstance(value, int) else (w.FloatSlider, float(f"{(high - low) / 200:.1g}"))
-    return kind(value=value, min=low, max=max(high, value), step=step, continuous_update=True, **about, **({} if kind is w.IntSlider else {"readout_format": ".3f" if abs(value) >= 0.01 else ".1e"}))
+    return kind(
+        value=value,
+        min=low,
+        max=max(high, value),
+        step=step,
+        continuous_update=True,
+        **about,
+        **({} if kind is w.IntSlider else {"readout_format": ".3f" if abs(value) >= 0.01 else ".1e"}),
+    )
 
 # %% ../../nbs/views/06_loss_card_html.ipynb #lossview-class
 class LossView:
     "A live loss card: menus, sliders, the card, and what differs from the run's own objective. Show another rollout with `take`. Raises what `read_batch` raises."
 
-    def __init__(self, folder: str | Path, rollout: int | None = None, attempt: int | None = None, policy: bool = False):
+    def __init__(
+        self, folder: str | Path, rollout: int | None = None, attempt: int | None = None, policy: bool = False
+    ):
         w = widgets()
-        self.folder, self.policy, self.decode, self.known = Path(folder), policy, load_decoder(folder), captured_functions(Path(folder))["loss"]
+        self.folder, self.policy, self.decode, self.known = (
+            Path(folder),
+            policy,
+            load_decoder(folder),
+            captured_functions(Path(folder))["loss"],
+        )
         self.batch = self.recipe = self.own = self.card = self.rollout = None
-        self.menus = {part: w.Dropdown(description=part, options=[""], style={"description_width": "84px"}) for part in LIVE}
+        self.menus = {
+            part: w.Dropdown(description=part, options=[""], style={"description_width": "84px"}) for part in LIVE
+        }
         self.knobs, self.knob_box, self.view, self.note = {}, w.Box([]).add_class("lc-knobs"), w.HTML(), w.HTML()
         self.beside = w.Checkbox(value=True, description="compare with the run's own", indent=False)
         menus = w.Box([*self.menus.values(), self.beside]).add_class("lc-menus")
-        self.box = w.Box([w.HTML(f"<style>{CARD_STYLE}{LIVE_STYLE}</style>"), menus, self.knob_box, self.note, self.view]).add_class("rl-lc-live")
+        self.box = w.Box(
+            [w.HTML(f"<style>{CARD_STYLE}{LIVE_STYLE}</style>"), menus, self.knob_box, self.note, self.view]
+        ).add_class("rl-lc-live")
         self._busy = False
         for part, menu in self.menus.items():
             menu.observe(lambda change, part=part: self._busy or self._do(lambda: _new_part(self, part)), "value")
@@ -150,7 +182,11 @@ def _changes(view: LossView) -> dict[str, object]:
         if part == "old":
             found |= {} if menu.value == own else {"old": menu.value}
             continue
-        knobs = {name: _unmoved(slider, own.get(name) if key_of(own) == menu.value else None) for (owner, name), slider in view.knobs.items() if owner == part}
+        knobs = {
+            name: _unmoved(slider, own.get(name) if key_of(own) == menu.value else None)
+            for (owner, name), slider in view.knobs.items()
+            if owner == part
+        }
         if menu.value != key_of(own):
             found[part] = {"name": menu.value, **knobs}
         elif any(knobs[name] != own.get(name, knobs[name]) for name in knobs):

@@ -9,16 +9,30 @@ __all__ = ['READ', 'SOURCES', 'judged_of', 'right_answers', 'ranked_pairs', 'col
 from collections.abc import Callable
 from pathlib import Path
 
-from ..environments.chat_endpoint import Endpoint
-from ..training.pairwise_judge import QUESTION, JudgeFigures, candidates, judge_pairs
 from ..base.ledger import count_rows, read_table
-from ..training.reward_model import Preference, read_pairs, verifier_pairs
-from .ranking import read_preferences
+from ..environments.chat_endpoint import Endpoint
 from ..records import StopReason
+from ..training.pairwise_judge import QUESTION, JudgeFigures, candidates, judge_pairs
+from ..training.reward_model import Preference, read_pairs, verifier_pairs
 from ..training.sft import Demonstration, Judged, rejection
+from .ranking import read_preferences
 
 # %% ../../nbs/views/12_pairs.ipynb #pairs-judged
-READ = ["rollout", "group", "task", "level", "reason", "correct", "reward", "length", "turns", "oldest", "dispatched", "prompt", "text"]
+READ = [
+    "rollout",
+    "group",
+    "task",
+    "level",
+    "reason",
+    "correct",
+    "reward",
+    "length",
+    "turns",
+    "oldest",
+    "dispatched",
+    "prompt",
+    "text",
+]
 
 
 def judged_of(folder: str | Path, last: int | None = None, until: int | None = None) -> list[Judged]:
@@ -28,15 +42,38 @@ def judged_of(folder: str | Path, last: int | None = None, until: int | None = N
     folder = Path(folder)
     since = max(-1, count_rows(folder, "rollouts") - last - 1) if last else -1
     rows = read_table(folder, "rollouts", READ, since)
-    kept = (pl.col("group") >= 0) & pl.col("correct").is_not_null() & pl.col("text").is_not_null() & (pl.col("turns").fill_null(1) <= 1) & (pl.col("reason") != StopReason.ABORTED)
+    kept = (
+        (pl.col("group") >= 0)
+        & pl.col("correct").is_not_null()
+        & pl.col("text").is_not_null()
+        & (pl.col("turns").fill_null(1) <= 1)
+        & (pl.col("reason") != StopReason.ABORTED)
+    )
     rows = rows.filter(kept if until is None else kept & (pl.col("dispatched") < until))
     if not len(rows):
         of = "" if until is None else f" begun before version {until}"
-        raise ValueError(f"run: {folder.name!r} has no judged response of one turn in its training groups{of}; let it run for a version or more")
-    return [Judged(r["prompt"], r["text"], r["correct"], r["reward"] or 0.0, r["task"], r["level"] or 0, r["length"] or 0, r["reason"] == StopReason.STOP, r["rollout"]) for r in rows.iter_rows(named=True)]
+        raise ValueError(
+            f"run: {folder.name!r} has no judged response of one turn in its training groups{of}; let it run for a version or more"
+        )
+    return [
+        Judged(
+            r["prompt"],
+            r["text"],
+            r["correct"],
+            r["reward"] or 0.0,
+            r["task"],
+            r["level"] or 0,
+            r["length"] or 0,
+            r["reason"] == StopReason.STOP,
+            r["rollout"],
+        )
+        for r in rows.iter_rows(named=True)
+    ]
 
 # %% ../../nbs/views/12_pairs.ipynb #pairs-rejection
-def right_answers(folder: str | Path, per_task: int = 4, pick: str = "all", last: int | None = None, until: int | None = None) -> list[Demonstration]:
+def right_answers(
+    folder: str | Path, per_task: int = 4, pick: str = "all", last: int | None = None, until: int | None = None
+) -> list[Demonstration]:
     "The right answers of a run as demonstrations: rejection sampling. ValueError as `judged_of` and `rejection`."
     return rejection(judged_of(folder, last, until), per_task, pick)
 
@@ -45,18 +82,44 @@ def ranked_pairs(folder: str | Path) -> list[Preference]:
     "The choices that stand in the ranking view of a run. ValueError if there is none."
     folder, rows = Path(folder), read_preferences(folder)
     if not len(rows):
-        raise ValueError(f"run: nobody has ranked responses of {folder.name!r} yet; rank some: rl.attach({folder.name!r}).rank()")
+        raise ValueError(
+            f"run: nobody has ranked responses of {folder.name!r} yet; rank some: rl.attach({folder.name!r}).rank()"
+        )
     table = read_table(folder, "rollouts", ["rollout", "try", "reason"])
-    cut = {(rollout, attempt) for rollout, attempt, reason in table.select("rollout", "try", "reason").iter_rows() if reason == StopReason.LENGTH}
-    return [Preference(r["prompt"], r["chosen"], r["rejected"], f"ranking {r['author']}", r["task"], (r["chosen_rollout"], r["chosen_try"]) not in cut, (r["rejected_rollout"], r["rejected_try"]) not in cut)
-            for r in rows.iter_rows(named=True) if r["chosen"] != r["rejected"]]
+    cut = {
+        (rollout, attempt)
+        for rollout, attempt, reason in table.select("rollout", "try", "reason").iter_rows()
+        if reason == StopReason.LENGTH
+    }
+    return [
+        Preference(
+            r["prompt"],
+            r["chosen"],
+            r["rejected"],
+            f"ranking {r['author']}",
+            r["task"],
+            (r["chosen_rollout"], r["chosen_try"]) not in cut,
+            (r["rejected_rollout"], r["rejected_try"]) not in cut,
+        )
+        for r in rows.iter_rows(named=True)
+        if r["chosen"] != r["rejected"]
+    ]
 
 # %% ../../nbs/views/12_pairs.ipynb #pairs-sources
 SOURCES = ("verifier", "ranking", "judge")
 
 
-def collect(source: str, folder: str | Path | None = None, per_task: int = 4, seed: int = 0, last: int | None = None, until: int | None = None, judge: Endpoint | None = None, question: str = QUESTION,
-            say: Callable[[str], None] = lambda line: None) -> tuple[list[Preference], JudgeFigures | None]:
+def collect(
+    source: str,
+    folder: str | Path | None = None,
+    per_task: int = 4,
+    seed: int = 0,
+    last: int | None = None,
+    until: int | None = None,
+    judge: Endpoint | None = None,
+    question: str = QUESTION,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[list[Preference], JudgeFigures | None]:
     "Pairs of one source, and how the judge did if it was asked. ValueError for a source that lacks its ingredient, FileNotFoundError for a file that is not there."
     if source not in SOURCES:
         if not Path(source).is_file():
@@ -70,5 +133,7 @@ def collect(source: str, folder: str | Path | None = None, per_task: int = 4, se
     if source == "verifier":
         return verifier_pairs(judged, per_task, seed), None
     if judge is None:
-        raise ValueError("from: judge needs an endpoint; give its address (--judge-url http://HOST:PORT/v1) and the model's name (--judge-model)")
+        raise ValueError(
+            "from: judge needs an endpoint; give its address (--judge-url http://HOST:PORT/v1) and the model's name (--judge-model)"
+        )
     return judge_pairs(judge, candidates(judged, per_task, seed), question=question, say=say)

@@ -25,18 +25,28 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cards import CARDS, card_html, light, moved, numbers_html, shown_first, state_html, still_html, style_html
-from ..runtime.checkpoint import find_best
-from ..loop.config import LiveKnob, captured_functions, live_knobs
-from ..runtime.diagnosis import course_of, diagnose
 from ..base.charts import to_plotly, to_svg
-from ..knobs import unknown
-from ..runtime.knobsets import apply_knobs, knob_presets, save_knobs
 from ..base.labels import Labels, checked_labels, read_labels, write_labels
 from ..base.ledger import ENDED
 from ..base.neighbours import Neighbours, neighbours_in_short, neighbours_in_words
-from ..runtime.steer import ask, ask_guard, drop_guard, in_force, me, undo_change
+from ..knobs import unknown
+from ..loop.config import LiveKnob, captured_functions, live_knobs
+from ..runtime.checkpoint import find_best
+from ..runtime.diagnosis import course_of, diagnose
+from ..runtime.knobsets import apply_knobs, knob_presets, save_knobs
 from ..runtime.run_reader import View, read_toml
+from ..runtime.steer import ask, ask_guard, drop_guard, in_force, me, undo_change
+from rlbench.views.cards import (
+    CARDS,
+    card_html,
+    light,
+    moved,
+    numbers_html,
+    shown_first,
+    state_html,
+    still_html,
+    style_html,
+)
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -81,21 +91,44 @@ def control_of(k: LiveKnob) -> "tuple[ipywidgets.Widget, ipywidgets.Widget | Non
         return w.Checkbox(value=k.value, indent=False, tooltip=label), None
     if k.knob.choices:
         name = k.value["name"] if isinstance(k.value, Mapping) else k.value
-        return w.Dropdown(options=[(str(c), k.value if c == name else c) for c in k.knob.choices], value=k.value, tooltip=label), None
+        return w.Dropdown(
+            options=[(str(c), k.value if c == name else c) for c in k.knob.choices], value=k.value, tooltip=label
+        ), None
     if isinstance(k.value, (tuple, list)):
-        return w.FloatRangeSlider(value=k.value, min=k.knob.low or 0, max=k.knob.high or 1, step=0.01, readout_format=".2f", continuous_update=False, tooltip=label), None
+        return w.FloatRangeSlider(
+            value=k.value,
+            min=k.knob.low or 0,
+            max=k.knob.high or 1,
+            step=0.01,
+            readout_format=".2f",
+            continuous_update=False,
+            tooltip=label,
+        ), None
     if not isinstance(k.value, (int, float)):
         return w.Text(value=str(k.value), continuous_update=False, tooltip=label), None
     whole, (kind, low, high) = isinstance(k.value, int), window(k, k.value)
     ends = {"min": k.knob.low if k.knob.low is not None else 0, "max": k.knob.high if k.knob.high is not None else 1e12}
-    typed = (w.BoundedIntText if whole else w.BoundedFloatText)(value=k.value, continuous_update=False, tooltip=label, **ends)
+    typed = (w.BoundedIntText if whole else w.BoundedFloatText)(
+        value=k.value, continuous_update=False, tooltip=label, **ends
+    )
     if kind == "typed":
         return typed, None
     if kind == "log":
-        slider = w.FloatLogSlider(value=k.value, base=10, min=math.log10(low), max=math.log10(high), step=0.05, readout=False, continuous_update=False, tooltip=label)
+        slider = w.FloatLogSlider(
+            value=k.value,
+            base=10,
+            min=math.log10(low),
+            max=math.log10(high),
+            step=0.05,
+            readout=False,
+            continuous_update=False,
+            tooltip=label,
+        )
     else:
         step = 1 if whole else 10 ** math.floor(math.log10((high - low) / 50))
-        slider = (w.IntSlider if whole else w.FloatSlider)(value=k.value, min=low, max=high, step=step, readout=False, continuous_update=False, tooltip=label)
+        slider = (w.IntSlider if whole else w.FloatSlider)(
+            value=k.value, min=low, max=high, step=step, readout=False, continuous_update=False, tooltip=label
+        )
     return slider, typed
 
 # %% ../../nbs/views/07_panel.ipynb #panel-row
@@ -169,7 +202,13 @@ def fit(control, k: LiveKnob, value) -> None:
             name = value["name"] if isinstance(value, Mapping) else value
             control.options = [*((label, option) for label, option in control.options if label != name), (name, value)]
     elif hasattr(control, "readout") and isinstance(value, (int, float)) and not isinstance(value, bool):
-        at = math.log10(value) if hasattr(control, "base") and value > 0 else control.min if hasattr(control, "base") else value
+        at = (
+            math.log10(value)
+            if hasattr(control, "base") and value > 0
+            else control.min
+            if hasattr(control, "base")
+            else value
+        )
         if not control.min <= at <= control.max:
             _, low, high = window(k, value)
             log = hasattr(control, "base")
@@ -196,23 +235,36 @@ def setting(value) -> str:
         return str(value.get("name", json.dumps(value)))
     if isinstance(value, (tuple, list)):
         return " to ".join(setting(v) for v in value)
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 def said(row: KnobRow, since: int | None, ramp: list | None, asked) -> str:
     "What is asked, what is in force and since when, and why something was refused."
     unit = f" {row.k.knob.unit}" if row.k.knob.unit and not isinstance(row.k.value, (tuple, list)) else ""
-    parts = [f"in force <b>{escape(setting(row.k.value))}</b>{escape(unit)}" + (f" since v{since}" if since is not None else "")]
+    parts = [
+        f"in force <b>{escape(setting(row.k.value))}</b>{escape(unit)}"
+        + (f" since v{since}" if since is not None else "")
+    ]
     if ramp:
         parts.append(f"→ <b>{escape(setting(ramp[0]))}</b> by v{ramp[1]}")
     elif row.waiting or asked is not None:
-        parts.append(f"asked <b>{escape(setting(row.shown if row.waiting else asked))}</b>, waits {WAITS[row.k.knob.apply]}")
+        parts.append(
+            f"asked <b>{escape(setting(row.shown if row.waiting else asked))}</b>, waits {WAITS[row.k.knob.apply]}"
+        )
     if row.error:
         parts.append(f'<span class="rl-refused">✗ {escape(row.error)}</span>')
     return f'<div class="rl-said">{" · ".join(parts)}<br><span class="rl-help">{escape(told_range(row.k))}</span></div>'
 
 
-def show(row: KnobRow, value, since: int | None, ramp: list | None, asked, outcomes: Mapping[str, tuple[str, str]]) -> None:
+def show(
+    row: KnobRow, value, since: int | None, ramp: list | None, asked, outcomes: Mapping[str, tuple[str, str]]
+) -> None:
     "Bring a row up to date. `outcomes`: what became of commands, id -> (status, reason)."
     if row.waiting in outcomes:
         status, reason = outcomes[row.waiting]
@@ -225,9 +277,18 @@ def show(row: KnobRow, value, since: int | None, ramp: list | None, asked, outco
 
 # %% ../../nbs/views/07_panel.ipynb #panel-knobs
 FIRST = ("staleness", "band", "concurrency", "temperature", "learning_rate")
-GROUPS = {"generator": "Generator", "data": "Data", "queue": "Queue", "environment": "Environment", "trainer": "Trainer", "budget": "Budget"}
 
 
+GROUPS = {
+    "generator": "Generator",
+    "data": "Data",
+    "queue": "Queue",
+    "environment": "Environment",
+    "trainer": "Trainer",
+    "budget": "Budget",
+}
+
+# %% ../../nbs/views/07_panel.ipynb #panel-knobs-part-2
 class Knobs:
     "The rows of all live knobs, and where they stand."
 
@@ -238,23 +299,40 @@ class Knobs:
         self.first = w.Box().add_class("rl-knobs").add_class("rl-main-knobs")
         self.boxes = {group: w.Box().add_class("rl-knobs") for group in GROUPS}
         self.pages = {"Guards": Watch(folder, author), "Kept": Kept(folder, author)}
-        self.groups = w.Tab(children=[*self.boxes.values(), *(page.widget for page in self.pages.values())], titles=[*GROUPS.values(), *self.pages])
+        self.groups = w.Tab(
+            children=[*self.boxes.values(), *(page.widget for page in self.pages.values())],
+            titles=[*GROUPS.values(), *self.pages],
+        )
         self.groups.layout.display = "none"
-        self.more = w.ToggleButton(description="All knobs", icon="sliders", tooltip="Show every knob that can change while the run is live").add_class("rl-more-knobs")
-        self.more.observe(lambda change: setattr(self.groups.layout, "display", "" if change["new"] else "none"), "value")
+        self.more = w.ToggleButton(
+            description="All knobs", icon="sliders", tooltip="Show every knob that can change while the run is live"
+        ).add_class("rl-more-knobs")
+        self.more.observe(
+            lambda change: setattr(self.groups.layout, "display", "" if change["new"] else "none"), "value"
+        )
 
     def update(self, knobs: list[LiveKnob], status, outcomes: Mapping) -> None:
         "Bring every row up to date; make rows for knobs that are new, drop those of functions no longer in use."
         if self.more.value:
             self.pages["Guards"].update(status)
             self.pages["Kept"].update()
-        known = {k.field: k for k in knobs if k.field in FIRST or self.more.value or k.field in self.rows}  # a page with all of them opens in twice the time
-        if {field: type(row.k.value) for field, row in self.rows.items()} != {field: type(k.value) for field, k in known.items()}:
-            kept = {field: row for field, row in self.rows.items() if field in known and type(row.k.value) is type(known[field].value)}
+        known = {
+            k.field: k for k in knobs if k.field in FIRST or self.more.value or k.field in self.rows
+        }  # a page with all of them opens in twice the time
+        if {field: type(row.k.value) for field, row in self.rows.items()} != {
+            field: type(k.value) for field, k in known.items()
+        }:
+            kept = {
+                field: row
+                for field, row in self.rows.items()
+                if field in known and type(row.k.value) is type(known[field].value)
+            }
             self.rows = {field: kept.get(field) or KnobRow(k, self.send) for field, k in known.items()}
             self.first.children = [self.rows[field].widget for field in FIRST]
             for group, box in self.boxes.items():
-                box.children = [self.rows[k.field].widget for k in known.values() if k.group == group and k.field not in FIRST]
+                box.children = [
+                    self.rows[k.field].widget for k in known.values() if k.group == group and k.field not in FIRST
+                ]
         self.each(known, status, outcomes)
 
     def point(self, fields: tuple[str, ...]) -> None:
@@ -277,14 +355,39 @@ class Watch:
         import ipywidgets as w
 
         self.folder, self.author = folder, author
-        self.when = w.Text(placeholder="entropy < 0.1 for 3", continuous_update=False, tooltip="Condition: a step column or an evaluation, a comparison and a number; add 'for N' for N rows in a row")
-        self.do = w.Combobox(value="pause", options=["pause", "stop", "alert"], tooltip="Action: pause, stop, alert, or a knob such as temperature = 0.8")
+        self.when = w.Text(
+            placeholder="entropy < 0.1 for 3",
+            continuous_update=False,
+            tooltip="Condition: a step column or an evaluation, a comparison and a number; add 'for N' for N rows in a row",
+        )
+        self.do = w.Combobox(
+            value="pause",
+            options=["pause", "stop", "alert"],
+            tooltip="Action: pause, stop, alert, or a knob such as temperature = 0.8",
+        )
         self.add, self.drop = w.Button(description="Watch", icon="eye"), w.Button(description="Remove", icon="times")
         self.known, self.listed, self.said = w.Dropdown(tooltip="Guards of this run"), w.HTML(), w.HTML()
-        self.add.on_click(lambda _: self.attempt(lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author), f"asked to watch {self.when.value!r}"))
-        self.drop.on_click(lambda _: self.attempt(lambda: drop_guard(self.folder, self.known.value, self.author), f"asked to take {self.known.value!r} away"))
-        rows = [w.HBox([w.HTML("when"), self.when, w.HTML("do"), self.do, self.add]), w.HBox([self.known, self.drop]), self.said, self.listed]
-        self.widget = w.VBox([row.add_class("rl-row") if isinstance(row, w.HBox) else row for row in rows]).add_class("rl-guards")
+        self.add.on_click(
+            lambda _: self.attempt(
+                lambda: ask_guard(self.folder, self.when.value, self.do.value, self.author),
+                f"asked to watch {self.when.value!r}",
+            )
+        )
+        self.drop.on_click(
+            lambda _: self.attempt(
+                lambda: drop_guard(self.folder, self.known.value, self.author),
+                f"asked to take {self.known.value!r} away",
+            )
+        )
+        rows = [
+            w.HBox([w.HTML("when"), self.when, w.HTML("do"), self.do, self.add]),
+            w.HBox([self.known, self.drop]),
+            self.said,
+            self.listed,
+        ]
+        self.widget = w.VBox([row.add_class("rl-row") if isinstance(row, w.HBox) else row for row in rows]).add_class(
+            "rl-guards"
+        )
 
     def attempt(self, act: Callable, done: str) -> None:
         "Ask, and say what came of it."
@@ -296,7 +399,10 @@ class Watch:
         names = list(dict.fromkeys(g["when"] for g in guards))
         if list(self.known.options) != names:
             self.known.options = names
-        rows = [f"<tr><td>{escape(g['when'])}</td><td>{escape(g['do'])}</td><td>{'fired at v' + str(g['fired']) if g['fired'] >= 0 else 'watching'}</td></tr>" for g in guards]
+        rows = [
+            f"<tr><td>{escape(g['when'])}</td><td>{escape(g['do'])}</td><td>{'fired at v' + str(g['fired']) if g['fired'] >= 0 else 'watching'}</td></tr>"
+            for g in guards
+        ]
         tell(self.listed, f'<table class="rl-log-table" aria-label="guards"><tbody>{"".join(rows)}</tbody></table>')
 
 
@@ -316,12 +422,32 @@ class Kept:
         import ipywidgets as w
 
         self.folder = folder
-        self.name = w.Text(placeholder="careful", continuous_update=False, tooltip="Name under which to save the current settings")
-        self.save, self.apply = w.Button(description="Save current settings", icon="save"), w.Button(description="Apply", icon="check")
+        self.name = w.Text(
+            placeholder="careful", continuous_update=False, tooltip="Name under which to save the current settings"
+        )
+        self.save, self.apply = (
+            w.Button(description="Save current settings", icon="save"),
+            w.Button(description="Apply", icon="check"),
+        )
         self.known, self.said = w.Dropdown(tooltip="Saved settings in this runs folder"), w.HTML()
-        self.save.on_click(lambda _: (tell(self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")), self.update()))
-        self.apply.on_click(lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), "")))
-        self.widget = w.VBox([w.HBox([self.name, self.save]).add_class("rl-row"), w.HBox([self.known, self.apply]).add_class("rl-row"), self.said]).add_class("rl-kept")
+        self.save.on_click(
+            lambda _: (
+                tell(
+                    self.said, attempted(lambda: save_knobs(folder, self.name.value), f"saved as {self.name.value!r}")
+                ),
+                self.update(),
+            )
+        )
+        self.apply.on_click(
+            lambda _: tell(self.said, attempted(lambda: apply_knobs(folder, self.known.value or "", author), ""))
+        )
+        self.widget = w.VBox(
+            [
+                w.HBox([self.name, self.save]).add_class("rl-row"),
+                w.HBox([self.known, self.apply]).add_class("rl-row"),
+                self.said,
+            ]
+        ).add_class("rl-kept")
         self.update()
 
     def update(self) -> None:
@@ -417,10 +543,17 @@ class LabelLine:
 # %% ../../nbs/views/07_panel.ipynb #panel-buttons
 STOP_SECONDS = 3.0
 BUTTONS = {
-    "pause": ("Pause", "pause", "Pause training and new rollouts; rollouts in progress finish"), "go": ("Go", "play", "Continue a paused run"), "step": ("Step", "step-forward", "Train one more version, then pause"),
+    "pause": ("Pause", "pause", "Pause training and new rollouts; rollouts in progress finish"),
+    "go": ("Go", "play", "Continue a paused run"),
+    "step": ("Step", "step-forward", "Train one more version, then pause"),
     "undo": ("Undo", "undo", "Undo the last change of a setting; click again to undo the change before it"),
-    "publish": ("Publish", "upload", "Publish the newest weights to the generators"), "eval": ("Evaluate", "check", "Evaluate the policy now"),
-    "checkpoint": ("Checkpoint", "save", "Save the whole run when no batch is in training; you can resume or fork it from there"),
+    "publish": ("Publish", "upload", "Publish the newest weights to the generators"),
+    "eval": ("Evaluate", "check", "Evaluate the policy now"),
+    "checkpoint": (
+        "Checkpoint",
+        "save",
+        "Save the whole run when no batch is in training; you can resume or fork it from there",
+    ),
     "stop": ("Stop", "stop", "Finish the batch in training, save the policy and end the run; needs a second click"),
 }
 
@@ -432,7 +565,10 @@ class Buttons:
         import ipywidgets as w
 
         self.send, self.asked_at, self.error = send, -math.inf, ""
-        self.all = {verb: w.Button(description=text, icon=icon, tooltip=help).add_class(f"rl-{verb}") for verb, (text, icon, help) in BUTTONS.items()}
+        self.all = {
+            verb: w.Button(description=text, icon=icon, tooltip=help).add_class(f"rl-{verb}")
+            for verb, (text, icon, help) in BUTTONS.items()
+        }
         for verb, button in self.all.items():
             button.on_click(lambda _, verb=verb: self.click(verb))
         self.widget = w.HBox(list(self.all.values())).add_class("rl-buttons")
@@ -466,12 +602,18 @@ def log_html(commands: list[Mapping], last: int = 6) -> str:
     rows = []
     for c in reversed(commands[-last:]):
         value = json.loads(c["value"] or "null")
-        what = c["knob"] + (f" → {setting(value)}" if value is not None else "") + (f" over {c['over']} versions" if c["over"] else "")
+        what = (
+            c["knob"]
+            + (f" → {setting(value)}" if value is not None else "")
+            + (f" over {c['over']} versions" if c["over"] else "")
+        )
         mark = {"applied": "✓", "refused": "✗"}.get(c["status"], "…")
-        why = f': {c["reason"]}' if c["reason"] else ""
+        why = f": {c['reason']}" if c["reason"] else ""
         kind = " class=rl-refused" if c["status"] == "refused" else ""
-        rows.append(f"<tr{kind}><td>v{c['version']}</td><td>{clock(c['at'])}</td><td>{escape(c['author'] or '')}</td><td>{escape(what)}</td><td>{mark} {escape((c['status'] or '') + why)}</td></tr>")
-    empty = '<tr><td>No command yet. What is asked here or elsewhere is listed with its author, and marked on every time axis.</td></tr>'
+        rows.append(
+            f"<tr{kind}><td>v{c['version']}</td><td>{clock(c['at'])}</td><td>{escape(c['author'] or '')}</td><td>{escape(what)}</td><td>{mark} {escape((c['status'] or '') + why)}</td></tr>"
+        )
+    empty = "<tr><td>No command yet. What is asked here or elsewhere is listed with its author, and marked on every time axis.</td></tr>"
     return f'<table class="rl-log-table" aria-label="commands, newest first"><tbody>{"".join(rows) or empty}</tbody></table>'
 
 
@@ -484,15 +626,34 @@ class Panel:
     "The live panel of a run folder. `period`: seconds between two frames; `readonly`: look, and ask for nothing."
 
     def __init__(
-        self, folder: str | Path, author: str = "", readonly: bool = False, period: float = 0.5, fork: Callable | None = None
+        self,
+        folder: str | Path,
+        author: str = "",
+        readonly: bool = False,
+        period: float = 0.5,
+        fork: Callable | None = None,
     ):
-        self.folder, self.author, self.readonly, self.period = Path(folder), author or f"{me()} (panel)", readonly, period
+        self.folder, self.author, self.readonly, self.period = (
+            Path(folder),
+            author or f"{me()} (panel)",
+            readonly,
+            period,
+        )
         self.fork = None if readonly else fork  # as `Run.fork`: called with `at`
-        self.made, self.view, self.light, self.snapshot, self.drawn, self.turnable = 0, View(self.folder), None, None, None, None
+        self.made, self.view, self.light, self.snapshot, self.drawn, self.turnable = (
+            0,
+            View(self.folder),
+            None,
+            None,
+            None,
+            None,
+        )
         self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
         self.turned, self.trace, self.lock = {}, "", threading.RLock()
         self.collapsed, self.forked = False, ""  # whether it collapsed at the last frame; what is said of the last fork
-        self.knobs, self.buttons = (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(partial(press, self)))
+        self.knobs, self.buttons = (
+            (None, None) if readonly else (Knobs(self.send, self.folder, self.author), Buttons(partial(press, self)))
+        )
         self.labels = LabelLine(self.folder, readonly)
         self.parts = build(self)
         self.widget = self.parts["root"]
@@ -529,7 +690,9 @@ class Panel:
         "Draw frames on a thread of its own until the run has ended or the panel is closed."
         if self.thread is None or not self.thread.is_alive():
             self.stopped.clear()
-            self.thread = threading.Thread(target=keep_drawing, args=(self,), name=f"panel {self.folder.name}", daemon=True)
+            self.thread = threading.Thread(
+                target=keep_drawing, args=(self,), name=f"panel {self.folder.name}", daemon=True
+            )
             self.thread.start()
 
     def close(self) -> None:
@@ -586,7 +749,6 @@ STYLE = """
 .rl-panel .rl-row .widget-button,.rl-panel .rl-row .widget-toggle-button{width:auto}
 """
 
-
 # %% ../../nbs/views/07_panel.ipynb #panel-names
 NAMES_SCRIPT = """<img hidden alt="" src="data:," onerror="
 const panel = this.closest('.rl-panel'), put = (e, name, value) => e.getAttribute(name) === value || e.setAttribute(name, value);
@@ -601,17 +763,20 @@ const tell = () => { for (const row of panel.querySelectorAll('.rl-knob')) {
 if (panel) { tell(); new MutationObserver(tell).observe(panel, {subtree: true, childList: true, attributeFilter: ['aria-valuenow', 'title']}) }
 ">"""
 
-
 # %% ../../nbs/views/07_panel.ipynb #panel-widgets
 def build(panel: Panel) -> dict:
     "The widgets of a panel by name."
     import ipywidgets as w
 
-    parts = {name: w.HTML().add_class(f"rl-{name}") for name in ("style", "state", "numbers", "neighbours", "message", "log")}
+    parts = {
+        name: w.HTML().add_class(f"rl-{name}") for name in ("style", "state", "numbers", "neighbours", "message", "log")
+    }
     parts["style"].value = f"{style_html()}<style>{STYLE}{LABEL_STYLE}</style>{NAMES_SCRIPT}"
     parts |= {key: w.HTML() for key in CARDS} | {"fork": fork_button(panel), "detail": w.Output()}
     parts["opened"] = w.VBox([opened_header(panel), parts["detail"]]).add_class("rl-detail")
-    cards = {key: w.Box([parts[key], opener(panel, key)]).add_class("rl-card").add_class(f"rl-card-{key}") for key in CARDS}
+    cards = {
+        key: w.Box([parts[key], opener(panel, key)]).add_class("rl-card").add_class(f"rl-card-{key}") for key in CARDS
+    }
     first = shown_first(read_toml(panel.folder / "config.toml"))
     toggles = {}
     for key, spec in CARDS.items():
@@ -622,7 +787,9 @@ def build(panel: Panel) -> dict:
             cards[key].layout.display = "" if key in first else "none"
     strip = w.Box([parts["state"], parts["numbers"]]).add_class("rl-strip").add_class("rl-bar")
     quiet = w.Box([panel.labels.line, parts["neighbours"]]).add_class("rl-quiet")
-    head = w.VBox([strip, quiet, panel.labels.fields, *main_controls(panel, parts["fork"]), parts["message"]]).add_class("rl-head")
+    head = w.VBox(
+        [strip, quiet, panel.labels.fields, *main_controls(panel, parts["fork"]), parts["message"]]
+    ).add_class("rl-head")
     grid = w.Box(list(cards.values())).add_class("rl-cards")
     more = w.HBox(list(toggles.values())).add_class("rl-row")
     groups = [panel.knobs.groups] if panel.knobs else []
@@ -654,7 +821,6 @@ def main_controls(panel: Panel, fork) -> list:
     over.add_class("rl-over").observe(lambda change: setattr(panel, "over", change["new"]), "value")
     return [panel.knobs.first, w.HBox([panel.buttons.widget, over, panel.knobs.more, fork]).add_class("rl-row")]
 
-
 # %% ../../nbs/views/07_panel.ipynb #panel-opener
 def opener(panel: Panel, key: str):
     "The small button in a card's corner that opens it as a figure and a table."
@@ -670,10 +836,11 @@ def opened_header(panel: Panel):
     "The line above an opened figure: the button that closes it."
     import ipywidgets as w
 
-    close = w.Button(description="Close", icon="compress", tooltip="Close the figure and show the card again").add_class("rl-close")
+    close = w.Button(
+        description="Close", icon="compress", tooltip="Close the figure and show the card again"
+    ).add_class("rl-close")
     close.on_click(lambda _: open_card(panel, ""))
     return w.HBox([close]).add_class("rl-detail-bar")
-
 
 # %% ../../nbs/views/07_panel.ipynb #panel-fork
 def fork_button(panel: Panel):
@@ -681,7 +848,9 @@ def fork_button(panel: Panel):
     import ipywidgets as w
 
     tooltip = "Fork a new run from the best checkpoint; this run does not change"
-    button = w.Button(description="Fork from best", button_style="warning", icon="code-fork", tooltip=tooltip).add_class("rl-fork")
+    button = w.Button(
+        description="Fork from best", button_style="warning", icon="code-fork", tooltip=tooltip
+    ).add_class("rl-fork")
     button.layout.display = "none"
     button.on_click(lambda _: fork_best(panel))
     return button
@@ -691,7 +860,9 @@ def fork_best(panel: Panel) -> None:
     "Fork the run from its best checkpoint, and say what the fork is called; a refusal is said instead."
     try:
         child = panel.fork(at="best")
-        panel.forked = f'<div class="rl-said">forked as <b>{escape(child.name)}</b>; to see it: rl.attach({child.name!r})</div>'
+        panel.forked = (
+            f'<div class="rl-said">forked as <b>{escape(child.name)}</b>; to see it: rl.attach({child.name!r})</div>'
+        )
     except (ValueError, OSError) as error:
         panel.forked = f'<div class="rl-refused">{escape(str(error))}</div>'
     panel.frame()
@@ -722,7 +893,6 @@ def best_version(folder: Path) -> int | None:
         return find_best(folder).version
     except (ValueError, OSError):  # no checkpoint that was evaluated
         return None
-
 
 # %% ../../nbs/views/07_panel.ipynb #panel-draw
 def draw(panel: Panel) -> None:
@@ -757,7 +927,10 @@ def knobs_now(panel: Panel) -> list[LiveKnob]:
     status = panel.snapshot.status
     turned = status.changed if status else {}
     if panel.turnable is None or turned != panel.turned:
-        panel.turnable, panel.turned = live_knobs(in_force(panel.folder), captured_functions(panel.folder)), dict(turned)
+        panel.turnable, panel.turned = (
+            live_knobs(in_force(panel.folder), captured_functions(panel.folder)),
+            dict(turned),
+        )
     return panel.turnable
 
 # %% ../../nbs/views/07_panel.ipynb #panel-thread

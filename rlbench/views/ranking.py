@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.charts import GRID, GROUND, number
-from .inspector import PALETTE, matching, widgets, with_texts
 from ..records import stream_key
-from .report import text
 from ..runtime.steer import me
+from .inspector import PALETTE, matching, widgets, with_texts
+from .report import text
 
 if TYPE_CHECKING:
     import polars as pl
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Response:
     "One side of a pair. `version` is the policy version that began it."
+
     rollout: int
     attempt: int
     version: int
@@ -44,6 +45,7 @@ class Response:
 @dataclass(frozen=True)
 class Pair:
     "Two responses to one task, as they stand on the screen."
+
     task: str
     prompt: str
     left: Response
@@ -106,6 +108,7 @@ VERDICTS = ("better", "same", "skip", "undo")
 class Choice:
     """One line of the journal. `verdict` better: `chosen` is better than `rejected`; same and skip: `chosen` is what stood left, and no preference; undo: takes back the line named in `undone`.
     `left` tells which stood left; `at` is in seconds since 1970."""
+
     id: str
     verdict: str
     author: str
@@ -132,8 +135,23 @@ class Choice:
 def choice(pair: Pair, verdict: str, author: str, right: bool = False) -> Choice:
     "The line for a verdict on a pair; `right`: the right one is better."
     chosen, rejected = (pair.right, pair.left) if right else (pair.left, pair.right)
-    return Choice(_new_id(), verdict, author, time.time(), pair.task, pair.prompt, chosen.text, rejected.text, chosen.rollout, chosen.attempt, chosen.version,
-                  rejected.rollout, rejected.attempt, rejected.version, "rejected" if right else "chosen")
+    return Choice(
+        _new_id(),
+        verdict,
+        author,
+        time.time(),
+        pair.task,
+        pair.prompt,
+        chosen.text,
+        rejected.text,
+        chosen.rollout,
+        chosen.attempt,
+        chosen.version,
+        rejected.rollout,
+        rejected.attempt,
+        rejected.version,
+        "rejected" if right else "chosen",
+    )
 
 
 def _new_id() -> str:
@@ -191,10 +209,17 @@ def read_preferences(folder: str | Path, every: bool = False) -> "pl.DataFrame":
     import polars as pl
 
     kept = [c for c in standing(read_choices(folder)) if every or c.verdict == "better"]
-    names = ["prompt", "chosen", "rejected", *(f.name for f in fields(Choice) if f.name not in ("prompt", "chosen", "rejected", "undone"))]
+    names = [
+        "prompt",
+        "chosen",
+        "rejected",
+        *(f.name for f in fields(Choice) if f.name not in ("prompt", "chosen", "rejected", "undone")),
+    ]
     kinds = {"str": pl.String, "int": pl.Int64, "float": pl.Float64}
     types = {f.name: kinds[f.type if isinstance(f.type, str) else f.type.__name__] for f in fields(Choice)}
-    return pl.DataFrame({name: [getattr(c, name) for c in kept] for name in names}, schema={name: types[name] for name in names})
+    return pl.DataFrame(
+        {name: [getattr(c, name) for c in kept] for name in names}, schema={name: types[name] for name in names}
+    )
 
 # %% ../../nbs/views/10_ranking.ipynb #ranking-style
 RANK_STYLE = PALETTE + (
@@ -213,7 +238,11 @@ def pair_html(pair: Pair | None, blind: bool = True) -> str:
         return '<div class="rl-look"><p role="status">No pair is left. A run that goes on brings new ones; another seed brings another order, not other pairs.</p></div>'
     sides = []
     for name, r in (("A", pair.left), ("B", pair.right)):
-        known = "" if blind else f' <small>reward {"–" if r.reward is None else text(number(r.reward))} · v{r.version} · rollout {r.rollout}</small>'
+        known = (
+            ""
+            if blind
+            else f" <small>reward {'–' if r.reward is None else text(number(r.reward))} · v{r.version} · rollout {r.rollout}</small>"
+        )
         sides.append(f'<article aria-label="response {name}"><h4>{name}{known}</h4><pre>{text(r.text)}</pre></article>')
     return f'<div class="rl-look"><div class="prompt"><h4>Prompt</h4><pre>{text(pair.prompt)}</pre></div><div class="two">{"".join(sides)}</div></div>'
 
@@ -221,6 +250,7 @@ def pair_html(pair: Pair | None, blind: bool = True) -> str:
 @dataclass(frozen=True, eq=False)
 class RankParts:
     "The widgets of the ranking view."
+
     view: object
     left: object
     right: object
@@ -236,12 +266,32 @@ class RankParts:
 def rank_parts(blind: bool) -> RankParts:
     "The widgets."
     w = widgets()
-    button = lambda says, tip: w.Button(description=says, tooltip=tip)
+
+    def button(says, tip):
+        return w.Button(description=says, tooltip=tip)
+
     return RankParts(
-        view=w.HTML(), left=button("A is better", "response A, on the left, is better (key a or 1)"), right=button("B is better", "response B, on the right, is better (key b or 2)"),
-        same=button("The same", "both are equally good (key s)"), skip=button("Skip", "skip the pair; it is not shown again (key k)"), undo=button("Undo", "undo the last choice (key u)"),
-        keys=w.Text(description="Keys", placeholder="a b s k u", style={"description_width": "40px"}, continuous_update=True, tooltip="type a or 1, b or 2, s for the same, k to skip, u to undo"),
-        blind=w.Checkbox(value=blind, description="hide rewards", indent=False, tooltip="hide reward, version and id of the responses"), told=w.HTML(), note=w.HTML(),
+        view=w.HTML(),
+        left=button("A is better", "response A, on the left, is better (key a or 1)"),
+        right=button("B is better", "response B, on the right, is better (key b or 2)"),
+        same=button("The same", "both are equally good (key s)"),
+        skip=button("Skip", "skip the pair; it is not shown again (key k)"),
+        undo=button("Undo", "undo the last choice (key u)"),
+        keys=w.Text(
+            description="Keys",
+            placeholder="a b s k u",
+            style={"description_width": "40px"},
+            continuous_update=True,
+            tooltip="type a or 1, b or 2, s for the same, k to skip, u to undo",
+        ),
+        blind=w.Checkbox(
+            value=blind,
+            description="hide rewards",
+            indent=False,
+            tooltip="hide reward, version and id of the responses",
+        ),
+        told=w.HTML(),
+        note=w.HTML(),
     )
 
 
@@ -250,7 +300,10 @@ def rank_box(p: RankParts):
     w = widgets()
     for name in RankParts.__dataclass_fields__:
         getattr(p, name).add_class(f"rl-{name}" if name == "keys" else f"rl-rank-{name}")
-    choices, other = w.Box([p.left, p.right]).add_class("rl-choices"), w.Box([p.same, p.skip, p.undo, p.keys, p.blind, p.told]).add_class("rl-other")
+    choices, other = (
+        w.Box([p.left, p.right]).add_class("rl-choices"),
+        w.Box([p.same, p.skip, p.undo, p.keys, p.blind, p.told]).add_class("rl-other"),
+    )
     return w.Box([w.HTML(f"<style>{RANK_STYLE}</style>"), p.note, p.view, choices, other]).add_class("rl-ranking")
 
 # %% ../../nbs/views/10_ranking.ipynb #ranking-class
@@ -260,7 +313,15 @@ KEYS = {"a": "left", "1": "left", "b": "right", "2": "right", "s": "same", "k": 
 class Ranking:
     "The ranking view of a run folder. `author` signs the choices; `least` is the time in seconds a pair must have been shown."
 
-    def __init__(self, folder: str | Path, author: str = "", seed: int = 0, blind: bool = True, last: int | None = 10_000, least: float = 0.2):
+    def __init__(
+        self,
+        folder: str | Path,
+        author: str = "",
+        seed: int = 0,
+        blind: bool = True,
+        last: int | None = 10_000,
+        least: float = 0.2,
+    ):
         self.folder, self.author, self.seed, self.last, self.least = Path(folder), author or me(), seed, last, least
         if not self.folder.is_dir():
             raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
@@ -282,7 +343,9 @@ class Ranking:
                 self.parts.note.value = ""
                 work()
             except Exception as error:  # a handler has nobody to raise to
-                self.parts.note.value = f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                self.parts.note.value = (
+                    f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                )
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -298,7 +361,10 @@ def _mine(r: Ranking) -> list[Choice]:
 def _next(r: Ranking) -> None:
     "Show the next pair that the author has not judged; once all are through, look whether the run has brought new ones."
     judged = {c.key for c in _mine(r)}
-    fresh = lambda: next((pair for pair in r.waiting if pair.key not in judged), None)
+
+    def fresh():
+        return next((pair for pair in r.waiting if pair.key not in judged), None)
+
     r.pair = fresh()
     if r.pair is None:
         r.waiting = pairs(r.folder, r.seed, r.last)

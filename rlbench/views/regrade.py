@@ -20,6 +20,7 @@ from ..sandbox.grading_task import read_code_task
 @dataclass(frozen=True)
 class Again:
     "A verdict and the second one; `change`: in what they differ, `lost`: why there is no second one."
+
     rollout: int
     try_: int
     task: str
@@ -32,6 +33,7 @@ class Again:
 @dataclass(frozen=True)
 class Regraded:
     "What came of judging again: how many verdicts are the same, differ, could not be come to; and those that are not the same."
+
     run: str
     verdicts: int
     same: int
@@ -41,8 +43,16 @@ class Regraded:
     rows: tuple[Again, ...]
 
     def __str__(self) -> str:
-        tiers = "; ".join(f"{then or 'no tier'}, now {now or 'none'}: {count:,}" if then != now else f"{count:,} in {now or 'no tier'}, as before" for then, now, count in self.tiers)
-        lines = [f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, {self.other:,} different, {self.lost:,} that the machine failed this time" + (f" ({tiers})" if tiers else "")]
+        tiers = "; ".join(
+            f"{then or 'no tier'}, now {now or 'none'}: {count:,}"
+            if then != now
+            else f"{count:,} in {now or 'no tier'}, as before"
+            for then, now, count in self.tiers
+        )
+        lines = [
+            f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, {self.other:,} different, {self.lost:,} that the machine failed this time"
+            + (f" ({tiers})" if tiers else "")
+        ]
         lines += [f"  rollout {r.rollout}.{r.try_}, task {r.task}: {r.change or r.lost}" for r in self.rows[:20]]
         return "\n".join([*lines, *[f"  and {len(self.rows) - 20:,} more"] * (len(self.rows) > 20)])
 
@@ -50,9 +60,13 @@ class Regraded:
 def kept_verdicts(folder: Path, last: int = 0) -> list[dict]:
     "Verdicts that claim something, each with the response and the tests it is of; the newest `last` of them, 0 for all."
     verdicts = read_table(folder, "verdicts")
-    verdicts = verdicts.unique(["rollout", "try"], keep="last", maintain_order=True)  # the one in force, where others failed or were taken back
+    verdicts = verdicts.unique(
+        ["rollout", "try"], keep="last", maintain_order=True
+    )  # the one in force, where others failed or were taken back
     verdicts = verdicts.filter(verdicts["score"].is_not_null())
-    rollouts = read_table(folder, "rollouts", ["rollout", "try", "text", "answer"]).unique(["rollout", "try"], keep="last")
+    rollouts = read_table(folder, "rollouts", ["rollout", "try", "text", "answer"]).unique(
+        ["rollout", "try"], keep="last"
+    )
     rows = verdicts.join(rollouts, on=["rollout", "try"], how="inner", maintain_order="left")
     return rows.tail(last).to_dicts() if last else rows.to_dicts()
 
@@ -65,7 +79,13 @@ def judge_again(runner: Runner, row: dict) -> Again:
     return Again(row["rollout"], row["try"], row["task"], first, second, differs(first, second), lost)
 
 
-def regrade(folder: str | Path, runner: Runner, last: int = 0, at_once: int = 16, told: Callable[[int, int], None] = lambda done, all_: None) -> Regraded:
+def regrade(
+    folder: str | Path,
+    runner: Runner,
+    last: int = 0,
+    at_once: int = 16,
+    told: Callable[[int, int], None] = lambda done, all_: None,
+) -> Regraded:
     "Judge a run's programs again, `at_once` at a time. `told(done, all)` hears of the progress. ValueError if the run has no verdicts on code."
     folder = Path(folder)
     rows = kept_verdicts(folder, last)
@@ -80,4 +100,12 @@ def regrade(folder: str | Path, runner: Runner, last: int = 0, at_once: int = 16
     for again in found:
         tiers[again.first.tier, again.second.tier] = tiers.get((again.first.tier, again.second.tier), 0) + 1
     lost, other = sum(bool(a.lost) for a in found), sum(bool(a.change) for a in found)
-    return Regraded(folder.resolve().name, len(found), len(found) - lost - other, other, lost, tuple((*pair, count) for pair, count in tiers.items()), tuple(a for a in found if a.change or a.lost))
+    return Regraded(
+        folder.resolve().name,
+        len(found),
+        len(found) - lost - other,
+        other,
+        lost,
+        tuple((*pair, count) for pair, count in tiers.items()),
+        tuple(a for a in found if a.change or a.lost),
+    )

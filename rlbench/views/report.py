@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..runtime.metrics import ZERO_ADVANTAGE, turns_text
 from rlbench.base.charts import (
-    actors_of,
     Chart,
     Mark,
     actor_time,
+    actors_of,
     column,
     command_marks,
     discards,
@@ -38,14 +37,18 @@ from rlbench.base.charts import (
     extent,
     health,
     held_by,
-    memory,
     items,
     lengths,
+    memory,
     number,
     queue_depth,
     reward,
-    sandbox_ends, sandbox_failures, sandbox_pool,
-    sandbox_slowest, sandbox_starts, sandbox_trips, turns_and_tools,
+    sandbox_ends,
+    sandbox_failures,
+    sandbox_pool,
+    sandbox_slowest,
+    sandbox_starts,
+    sandbox_trips,
     served_by_level,
     solve_rate,
     staleness,
@@ -53,13 +56,15 @@ from rlbench.base.charts import (
     to_svg,
     tokens_by_fate,
     truncated_share,
+    turns_and_tools,
     who_pays,
     zero_signal,
 )
+from ..base.ledger import Status, count_rows, read_json, read_rows, read_status, read_table
 from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
 from ..runtime.drop_bias import KEPT, LEFT_OUT, in_words, lost_by_level
-from ..base.ledger import Status, count_rows, read_json, read_rows, read_status, read_table
 from ..runtime.lineage import Family, read_family
+from ..runtime.metrics import ZERO_ADVANTAGE, turns_text
 from ..sandbox.explain import Reading, answer_in_words, code_task_of, reading
 from ..untrusted import hide_secrets, make_visible
 
@@ -70,6 +75,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class RunData:
     "What the report reads: the parts of a run folder, empty where they are not there."
+
     name: str
     status: Status | None
     config: Mapping
@@ -98,7 +104,17 @@ def read_run(folder: str | Path) -> RunData:
     tables = {table: read_table(folder, table) for table in ("steps", "evals", "commands")}
     found = diagnosis_of(folder)
     diagnosis = found.text if found.verdict in NOT_LEARNING else ""
-    return RunData(folder.resolve().name, read_status(folder), hide_secrets(_toml(folder / "config.toml")), _json(folder / "provenance.json"), **tables, lost=lost_levels(folder), family=read_family(folder), verdicts=read_verdicts(folder), diagnosis=diagnosis)
+    return RunData(
+        folder.resolve().name,
+        read_status(folder),
+        hide_secrets(_toml(folder / "config.toml")),
+        _json(folder / "provenance.json"),
+        **tables,
+        lost=lost_levels(folder),
+        family=read_family(folder),
+        verdicts=read_verdicts(folder),
+        diagnosis=diagnosis,
+    )
 
 
 def read_verdicts(folder: Path, at_most: int = 20_000) -> "pl.DataFrame":
@@ -157,7 +173,9 @@ class RunSummary:
     sandbox: str = ""  # of a run that judges code: what held the programs, and what the machine failed
     diagnosis: str = ""  # of a run that does not learn: why, and what to do
     by_turn: str = ""  # of a run whose episodes have several turns: what its newest evaluation solved within how many
-    evaluated_after_failure: bool = False  # its last held-out solve rate was measured after it had failed, of the policy it saved
+    evaluated_after_failure: bool = (
+        False  # its last held-out solve rate was measured after it had failed, of the policy it saved
+    )
 
 
 def newest_by_turn(data: RunData) -> str:
@@ -190,12 +208,22 @@ def sandbox_in_words(verdicts) -> str:
     "What held the programs of a run, and what the machine failed; empty for a run that judges none."
     scores = items(verdicts, "score") if verdicts is not None else []
     failed = sum(score is None for score in scores) / max(1, len(scores))
-    return f"{held_by(items(verdicts, 'tier')) or 'no program was run'}; the machine failed {100 * failed:.1f} % of the verdicts" if scores else ""
+    return (
+        f"{held_by(items(verdicts, 'tier')) or 'no program was run'}; the machine failed {100 * failed:.1f} % of the verdicts"
+        if scores
+        else ""
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-summarize
 def held_out(data: RunData) -> list[tuple[int, float, float]]:
     "(version, solve rate, standard error) of the held-out evaluations in order; of a version evaluated twice the last."
-    rows = zip(items(data.evals, "eval"), items(data.evals, "version"), items(data.evals, "avg"), items(data.evals, "avg_se"), strict=True)
+    rows = zip(
+        items(data.evals, "eval"),
+        items(data.evals, "version"),
+        items(data.evals, "avg"),
+        items(data.evals, "avg_se"),
+        strict=True,
+    )
     found = {
         version: (version, avg, 0.0 if se is None or not math.isfinite(se) else se)
         for name, version, avg, se in rows
@@ -250,7 +278,9 @@ def missing(data: RunData, s: RunSummary) -> list[str]:
     if data.status is None:
         said.append("There is no status.json: the run has not started yet, or the folder is not a run.")
     elif s.state in ("starting", "running", "paused"):
-        said.append("The run was not over when this was written, or its process was killed; the numbers are those up to then.")
+        said.append(
+            "The run was not over when this was written, or its process was killed; the numbers are those up to then."
+        )
     elif s.state == "failed":
         said.append(f"The run failed after {s.versions} finished batches{why}. See run.log.")
     elif planned and s.versions < planned:
@@ -295,11 +325,17 @@ def cell(value, places: int | None = None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{places}f}" if places is not None else number(value)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,), foot: Sequence[str] = ()) -> str:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,), foot: Sequence[str] = ()
+) -> str:
     "An HTML table of ready cells; columns in `words` are left-aligned, the others are numbers."
 
     def line(cells: Sequence[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}{'' if i in words else ' class=n'}>{c}</{kind}>" for i, c in enumerate(cells)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"<{kind}{'' if i in words else ' class=n'}>{c}</{kind}>" for i, c in enumerate(cells))
+            + "</tr>"
+        )
 
     last = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
     return f"<div class=scroll><table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(r, 'td') for r in rows)}</tbody>{last}</table></div>"
@@ -336,8 +372,16 @@ def head(s: RunSummary, data: RunData) -> str:
     booked = sum(int(e.get("count", 0)) for e in data.status.books.values()) if data.status else 0
     facts = (
         ("Response length", f"× {s.length_growth:.2f}" if s.length_growth else "–", change),
-        ("Wall time", duration(s.wall_s), f"{duration(s.wall_s / s.versions)} a batch" if s.wall_s and s.versions else ""),
-        ("Versions", f"{s.versions:,}", f"of {data.config['steps']:,} planned" if "steps" in data.config else "finished batches"),
+        (
+            "Wall time",
+            duration(s.wall_s),
+            f"{duration(s.wall_s / s.versions)} a batch" if s.wall_s and s.versions else "",
+        ),
+        (
+            "Versions",
+            f"{s.versions:,}",
+            f"of {data.config['steps']:,} planned" if "steps" in data.config else "finished batches",
+        ),
         (
             "Response tokens",
             number(float(s.tokens)),
@@ -396,13 +440,19 @@ def glance(config: Mapping) -> str:
             values = [f"{config['batch'] // config['group']} groups of {config['group']} rollouts"]
         if values:
             rows.append(f"<div><dt>{label}</dt><dd>{text(', '.join(values))}</dd></div>")
-    return f"<dl class=glance>{''.join(rows)}</dl>" if rows else "<p class=note>config.toml is missing or cannot be read.</p>"
+    return (
+        f"<dl class=glance>{''.join(rows)}</dl>"
+        if rows
+        else "<p class=note>config.toml is missing or cannot be read.</p>"
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-figures
 def in_force(data: RunData, knob: str) -> list[tuple[float, object]]:
     "(version, value) of a setting: as configured, then wherever a command changed it. The value is None if it is not known."
     changes: list[tuple[float, object]] = [(0.0, data.config.get(knob))]
-    for name, value, status, version in zip(*(items(data.commands, c) for c in ("knob", "value", "status", "version")), strict=True):
+    for name, value, status, version in zip(
+        *(items(data.commands, c) for c in ("knob", "value", "status", "version")), strict=True
+    ):
         if name == knob and status == "applied":
             try:
                 changes.append((float(version or 0), json.loads(value)))
@@ -419,7 +469,10 @@ def card(chart: Chart, height: float = 210) -> str:
 def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
     "All figures of a run, in three sections."
     steps = data.steps
-    band, bound = tuple(in_force(data, "band")[-1][1] or ()), [change for change in in_force(data, "staleness") if change[1] is not None]
+    band, bound = (
+        tuple(in_force(data, "band")[-1][1] or ()),
+        [change for change in in_force(data, "staleness") if change[1] is not None],
+    )
     band = band if len(band) == 2 else None
     main = solve_rate(steps, data.evals, data.eval_name, band, marks)
     hero = "".join(
@@ -433,8 +486,17 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         lengths(steps, in_force(data, "max_tokens")[-1][1], marks),
         truncated_share(steps, marks),
     )
-    books, together = tokens_by_fate(data.status.books if data.status else {}), in_force(data, "placement")[-1][1] == "colocated"
-    flow = (queue_depth(steps, marks), staleness(steps, bound, marks), staleness_levels(steps, bound, marks), *(actor_time(steps, actor, marks, colocated=together) for actor in actors_of(steps)), memory(steps, marks, colocated=together))
+    books, together = (
+        tokens_by_fate(data.status.books if data.status else {}),
+        in_force(data, "placement")[-1][1] == "colocated",
+    )
+    flow = (
+        queue_depth(steps, marks),
+        staleness(steps, bound, marks),
+        staleness_levels(steps, bound, marks),
+        *(actor_time(steps, actor, marks, colocated=together) for actor in actors_of(steps)),
+        memory(steps, marks, colocated=together),
+    )
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
     return (
         section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)
@@ -451,10 +513,23 @@ def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
     v = data.verdicts
     if v is None or not len(v):
         return ""
-    bounds = {name: float(value) for name, knob in (("warn", "infra_warn"), ("stop", "infra_stop")) if isinstance(value := in_force(data, knob)[-1][1], (int, float))}
+    bounds = {
+        name: float(value)
+        for name, knob in (("warn", "infra_warn"), ("stop", "infra_stop"))
+        if isinstance(value := in_force(data, knob)[-1][1], (int, float))
+    }
     weak = sum(found == "weak" for found in items(v, "integrity"))
-    said = f"Programs were {held_by(items(v, 'tier')) or 'not run'}." + (f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else "")
-    charts = (sandbox_starts(v), sandbox_slowest(v), sandbox_pool(v), sandbox_ends(v), sandbox_failures(data.steps, marks, **bounds), sandbox_trips(v, marks))
+    said = f"Programs were {held_by(items(v, 'tier')) or 'not run'}." + (
+        f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else ""
+    )
+    charts = (
+        sandbox_starts(v),
+        sandbox_slowest(v),
+        sandbox_pool(v),
+        sandbox_ends(v),
+        sandbox_failures(data.steps, marks, **bounds),
+        sandbox_trips(v, marks),
+    )
     return section("Sandboxes", _grid(charts), said)
 
 # %% ../../nbs/views/02_report.ipynb #report-turns
@@ -468,7 +543,9 @@ def _grid(charts: Sequence[Chart], height: float = 210) -> str:
     "The figures that have something to show, and a sentence about those that have not."
     drawn, absent = ([c for c in charts if bool(extent(c)) is there] for there in (True, False))
     cards = f"<div class=grid>{''.join(card(chart, height) for chart in drawn)}</div>" if drawn else ""
-    left_out = "; ".join(dict.fromkeys(f"{f'{c.title}, ' if drawn else ''}{c.empty.removesuffix(' yet')}" for c in absent))
+    left_out = "; ".join(
+        dict.fromkeys(f"{f'{c.title}, ' if drawn else ''}{c.empty.removesuffix(' yet')}" for c in absent)
+    )
     return cards + (f"<p class=note>Nothing to draw: {text(left_out)}.</p>" if absent else "")
 
 # %% ../../nbs/views/02_report.ipynb #report-dropped
@@ -476,9 +553,14 @@ def dropped(data: RunData, marks: tuple[Mark, ...]) -> str:
     "The discard meters, the drop bias and the levels that lose; a sentence if nothing was dropped."
     if not any(share for _, share in data.lost.values()):
         return "<p class=note>Nothing that was generated for training was dropped.</p>"
-    said = [next((x for x in reversed(column(data.steps, name)) if math.isfinite(x)), None) for name in ("bias_length", "bias_level", "bias_turns")]
+    said = [
+        next((x for x in reversed(column(data.steps, name)) if math.isfinite(x)), None)
+        for name in ("bias_length", "bias_level", "bias_turns")
+    ]
     words = in_words(*said)
-    return (f"<p class=note>At the end, {text(words)}.</p>" if words else "") + _grid((discards(data.steps, marks), drop_bias(data.steps, marks), who_pays(data.lost)))
+    return (f"<p class=note>At the end, {text(words)}.</p>" if words else "") + _grid(
+        (discards(data.steps, marks), drop_bias(data.steps, marks), who_pays(data.lost))
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-tables
 def books_table(status: Status | None) -> str:
@@ -487,11 +569,32 @@ def books_table(status: Status | None) -> str:
     if not books:
         return "<p class=note>Nothing was booked.</p>"
     total = {key: sum(entry.get(key, 0) for entry in books.values()) for key in ("count", "tokens", "seconds")}
-    rows = [(text(fate.replace("_", " ")), cell(int(e["count"])), cell(int(e["tokens"])), f"{100 * e['tokens'] / (total['tokens'] or 1):.1f} %", cell(float(e["seconds"]), 1))
-            for fate, e in sorted(books.items(), key=lambda pair: -pair[1]["tokens"])]
-    state = "closed: every dispatched rollout has exactly one fate, and every token is booked. Seconds are generation time." if status.books_closed else "not closed."
-    foot = ("sum", cell(int(total["count"])), cell(int(total["tokens"])), "100.0 %" if total["tokens"] else "–", cell(float(total["seconds"]), 1))
-    return table(("fate", "rollouts", "tokens", "share", "seconds"), rows, foot=foot) + f"<p class=note>{status.dispatched:,} dispatched. The books are {state}</p>"
+    rows = [
+        (
+            text(fate.replace("_", " ")),
+            cell(int(e["count"])),
+            cell(int(e["tokens"])),
+            f"{100 * e['tokens'] / (total['tokens'] or 1):.1f} %",
+            cell(float(e["seconds"]), 1),
+        )
+        for fate, e in sorted(books.items(), key=lambda pair: -pair[1]["tokens"])
+    ]
+    state = (
+        "closed: every dispatched rollout has exactly one fate, and every token is booked. Seconds are generation time."
+        if status.books_closed
+        else "not closed."
+    )
+    foot = (
+        "sum",
+        cell(int(total["count"])),
+        cell(int(total["tokens"])),
+        "100.0 %" if total["tokens"] else "–",
+        cell(float(total["seconds"]), 1),
+    )
+    return (
+        table(("fate", "rollouts", "tokens", "share", "seconds"), rows, foot=foot)
+        + f"<p class=note>{status.dispatched:,} dispatched. The books are {state}</p>"
+    )
 
 
 def command_table(commands, limit: int = 200) -> str:
@@ -500,16 +603,35 @@ def command_table(commands, limit: int = 200) -> str:
     rows = list(zip(*(items(commands, name) for name in names), strict=True))
     if not rows:
         return "<p class=note>Nobody changed anything while it ran.</p>"
-    cells = [(str(n), cell(v), duration(at), text(author or ""), text(knob or ""), text(f"{value or ''}{f' over {over} versions' if over else ''}"), text(status or ""), text(reason or apply or ""))
-             for n, (v, at, author, knob, value, over, status, apply, reason) in enumerate(rows, 1)][-limit:]
-    return table(("no.", "version", "after", "author", "knob", "value", "outcome", "took effect at, or reason"), cells, words=(3, 4, 5, 6, 7))
+    cells = [
+        (
+            str(n),
+            cell(v),
+            duration(at),
+            text(author or ""),
+            text(knob or ""),
+            text(f"{value or ''}{f' over {over} versions' if over else ''}"),
+            text(status or ""),
+            text(reason or apply or ""),
+        )
+        for n, (v, at, author, knob, value, over, status, apply, reason) in enumerate(rows, 1)
+    ][-limit:]
+    return table(
+        ("no.", "version", "after", "author", "knob", "value", "outcome", "took effect at, or reason"),
+        cells,
+        words=(3, 4, 5, 6, 7),
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-preflight
 def preflight_in_words(row: Mapping, band: Sequence[float], group: int) -> str:
     "A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the band, and the share of groups of `group` from which nothing is learned, with its interval."
     by_level = list(zip(row["levels"] or (), row["level_rates"] or (), strict=True))
     inside = sum(band[0] <= rate <= band[1] for _, rate in by_level)
-    levels = f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of {len(by_level)} levels inside the band)" if len(by_level) > 1 else ""
+    levels = (
+        f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of {len(by_level)} levels inside the band)"
+        if len(by_level) > 1
+        else ""
+    )
     low, high = row.get("zero_advantage_low"), row.get("zero_advantage_high")
     between = "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
     share = f"expected zero-advantage share {row['zero_advantage']:.1%}{between} at group {group}"
@@ -523,8 +645,15 @@ NOTHING_SOLVED = "this model solves none of them, so rewards teach it nothing: S
 def preflight_note(data: RunData) -> str:
     "The preflight of a run as a sentence for the page; empty if there was none."
     names = items(data.evals, "eval")
-    columns = {name: items(data.evals, name) or [None] * len(names) for name in ("avg", "tasks", "levels", "level_rates", *ZERO_ADVANTAGE)}
-    rows = [{name: values[n] for name, values in columns.items()} for n, name_of_eval in enumerate(names) if name_of_eval == "preflight"]
+    columns = {
+        name: items(data.evals, name) or [None] * len(names)
+        for name in ("avg", "tasks", "levels", "level_rates", *ZERO_ADVANTAGE)
+    }
+    rows = [
+        {name: values[n] for name, values in columns.items()}
+        for n, name_of_eval in enumerate(names)
+        if name_of_eval == "preflight"
+    ]
     if not rows or rows[0]["avg"] is None:
         return ""
     return f"<p class=note>Preflight: {text(preflight_in_words(rows[0], data.config.get('band', (0.0, 1.0)), data.config.get('group', 0)))}.</p>"
@@ -569,14 +698,30 @@ def eval_table(evals, limit: int = 60) -> str:
         )
         for name, v, n, k, t, avg, se, lo, hi, p, m, length, tokens, after_failure in rows
     ]
-    head = ("set", "version", "tasks × k", "temp.", "solve rate ± s.e.", "95 % interval", "pass@k", "maj@k", "length", "tokens")
+    head = (
+        "set",
+        "version",
+        "tasks × k",
+        "temp.",
+        "solve rate ± s.e.",
+        "95 % interval",
+        "pass@k",
+        "maj@k",
+        "length",
+        "tokens",
+    )
     by_turn = turns_text(evals.row(-1, named=True))
-    return table(head, cells) + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "") + (f"<p>Solved by turn, in the newest: {by_turn}.</p>" if by_turn else "")
+    return (
+        table(head, cells)
+        + (f"<p class=note>{left_out} more after the first are left out.</p>" if left_out else "")
+        + (f"<p>Solved by turn, in the newest: {by_turn}.</p>" if by_turn else "")
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-failures
 @dataclass(frozen=True)
 class Failures:
     "Rollouts whose scoring failed, and the first line of the first message."
+
     count: int = 0
     message: str = ""
 
@@ -584,7 +729,11 @@ class Failures:
 def failures(folder: str | Path) -> Failures:
     "Count the rollouts that have no reward because scoring them failed."
     frame = read_table(folder, "rollouts", columns=["reward", "message"])
-    told = [message for reward, message in zip(items(frame, "reward"), items(frame, "message"), strict=True) if reward is None and message]
+    told = [
+        message
+        for reward, message in zip(items(frame, "reward"), items(frame, "message"), strict=True)
+        if reward is None and message
+    ]
     return Failures(len(told), told[0].partition("\n")[0]) if told else Failures()
 
 
@@ -597,6 +746,7 @@ def failure_note(failed: Failures) -> str:
 @dataclass(frozen=True)
 class Shown:
     "What is shown of a rollout."
+
     rollout: int
     level: int
     prompt: str
@@ -613,22 +763,40 @@ class Shown:
     message: str = ""
     attempt: int = 0
 
-
+# %% ../../nbs/views/02_report.ipynb #report-pairs-part-2
 def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
     "Training rollouts that were judged, or whose judging failed, in the order they ended; thinned while reading if there are more than `at_most`."
-    names = ["rollout", "level", "prompt", "text", "answer", "correct", "reward", "length", "reason", "oldest", "newest", "trained_at", "fate", "message", "try"]
+    names = [
+        "rollout",
+        "level",
+        "prompt",
+        "text",
+        "answer",
+        "correct",
+        "reward",
+        "length",
+        "reason",
+        "oldest",
+        "newest",
+        "trained_at",
+        "fate",
+        "message",
+        "try",
+    ]
     every = max(1, -(-count_rows(folder, "rollouts") // at_most))
     frame = read_table(folder, "rollouts", columns=[*names, "group"], every=every)
     rows = zip(*(items(frame, name) for name in (*names, "group")), strict=True)
     found = [(Shown(*row[:-3], row[-3] or "", row[-2] or 0), row[-1] or 0) for row in rows]
-    ended = [r for r, group in found if group >= 0 and r.fate != "evaluated" and r.text is not None and r.reason != "aborted"]
+    ended = [
+        r for r, group in found if group >= 0 and r.fate != "evaluated" and r.text is not None and r.reason != "aborted"
+    ]
     return [r for r in ended if r.reward is not None or r.message]
 
-
+# %% ../../nbs/views/02_report.ipynb #report-pairs-part-3
 def pairs(rollouts: Sequence[Shown], count: int = 10) -> list[tuple[Shown | None, Shown | None]]:
     "(early, late) pairs of one level where possible, from the first and the last tenth."
     share = max(min(count, len(rollouts) // 2), len(rollouts) // 10)
-    early, late = list(rollouts[:share]), list(rollouts[len(rollouts) - share:]) if share else []
+    early, late = list(rollouts[:share]), list(rollouts[len(rollouts) - share :]) if share else []
     levels = sorted({r.level for r in early} & {r.level for r in late})
     by = {level: tuple([r for r in pool if r.level == level] for pool in (early, late)) for level in levels}
     found: list[tuple[Shown | None, Shown | None]] = []
@@ -649,14 +817,18 @@ def readings(folder: str | Path, rollouts: Sequence[Shown]) -> dict[tuple[int, i
     "(rollout, attempt) -> the verdict on its program, of those that have one."
     answers = {(r.rollout, r.attempt): r.answer for r in rollouts}
     keys = read_table(folder, "verdicts", ["seq", "rollout", "try"])
-    keys = keys.filter(keys["rollout"].is_in([rollout for rollout, _ in answers])).unique(["rollout", "try"], keep="last")
+    keys = keys.filter(keys["rollout"].is_in([rollout for rollout, _ in answers])).unique(
+        ["rollout", "try"], keep="last"
+    )
     rows = read_rows(folder, "verdicts", keys["seq"]).iter_rows(named=True) if len(keys) else ()
     return {key: reading(row, answers[key]) for row in rows if (key := (row["rollout"], row["try"])) in answers}
 
 
 def tests_html(found: Reading, most: int = 4) -> str:
     "The tests that a program failed, as a table, and the facts of its verdict. Everything in it is escaped."
-    rows = "".join(f"<tr><td>{text(t.asked)}</td><td>{text(t.wanted)}</td><td>{text(t.got)}</td></tr>" for t in found.failed[:most])
+    rows = "".join(
+        f"<tr><td>{text(t.asked)}</td><td>{text(t.wanted)}</td><td>{text(t.got)}</td></tr>" for t in found.failed[:most]
+    )
     left = len(found.failed) - most
     more = f"<p class=facts>{left:,} more test{'s' * (left > 1)} failed</p>" if left > 0 else ""
     head = "<thead><tr><th>failed test</th><th>wanted</th><th>got</th></tr></thead>"
@@ -667,13 +839,21 @@ def tests_html(found: Reading, most: int = 4) -> str:
 def rollout_card(r: Shown, when: str, found: Reading | None = None) -> str:
     "One rollout to read: verdict first, then prompt and response as they were; of a program also the verdict on it."
     verdict = "right" if r.correct else "wrong" if r.correct is not None else "not judged"
-    written = "" if r.oldest is None else f"written by v{r.oldest}" if r.oldest == r.newest else f"written by v{r.oldest} to v{r.newest}"
+    written = (
+        ""
+        if r.oldest is None
+        else f"written by v{r.oldest}"
+        if r.oldest == r.newest
+        else f"written by v{r.oldest} to v{r.newest}"
+    )
     fate = f"trained into v{r.trained_at}" if (r.trained_at or -1) >= 0 else (r.fate or "").replace("_", " ")
     cut = "cut at the limit" if r.reason == "length" else ""
     facts = " · ".join(part for part in (f"{r.length} tokens", cut, written, fate, f"#{r.rollout}") if part)
     reward = "no reward" if r.reward is None else f"reward {number(r.reward)}"
     said = text(r.text) if r.text else "<i>(nothing)</i>"
-    failed = f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
+    failed = (
+        f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
+    )
     return (
         f"<article><p class=verdict><b class={'yes' if r.correct else 'no'}>{'✓' if r.correct else '✗'} {verdict}</b><span>{text(reward)}</span><span class=when>{when}</span></p>"
         f"<pre class=prompt>{text(r.prompt)}</pre><pre>{said}</pre>{failed}{tests_html(found) if found else ''}"
@@ -689,7 +869,9 @@ def rollout_section(rollouts: Sequence[Shown], found: Mapping[tuple[int, int], R
     lines = []
     for a, b in rows:
         level = f"level {a.level}" if a.level == b.level else f"level {a.level}, level {b.level}"
-        lines.append(f"<h3>{level}</h3><div class=pair>{''.join(rollout_card(r, when, found.get((r.rollout, r.attempt))) for r, when in ((a, 'early'), (b, 'late')))}</div>")
+        lines.append(
+            f"<h3>{level}</h3><div class=pair>{''.join(rollout_card(r, when, found.get((r.rollout, r.attempt))) for r, when in ((a, 'early'), (b, 'late')))}</div>"
+        )
     return "".join(
         line if i == 0 or line.split("</h3>")[0] != lines[i - 1].split("</h3>")[0] else line.split("</h3>", 1)[1]
         for i, line in enumerate(lines)
@@ -719,7 +901,9 @@ def origin(data: RunData) -> str:
     p = {key: value for key, value in p.items() if value not in ("", None)} | (
         {"seed": data.config["seed"]} if "seed" in data.config else {}
     )
-    p = {"commit": str(p.get("commit", "not a git checkout"))[:18]} | {key: value for key, value in p.items() if key != "commit"}
+    p = {"commit": str(p.get("commit", "not a git checkout"))[:18]} | {
+        key: value for key, value in p.items() if key != "commit"
+    }
     p |= {"host": data.status.host} if data.status and data.status.host else {}
     known = {name: packages[name] for name in DECIDE if name in packages}
     facts = "".join(
@@ -732,8 +916,16 @@ def origin(data: RunData) -> str:
         if listed
         else ""
     )
-    settings = "".join(f"<div><dt>{text(name)}</dt><dd class=code>{text(value)}</dd></div>" for name, value in flat(data.config) if name != "webhook")
-    whole = f"<details open><summary>All settings at the start</summary><dl class=glance>{settings}</dl></details>" if settings else ""
+    settings = "".join(
+        f"<div><dt>{text(name)}</dt><dd class=code>{text(value)}</dd></div>"
+        for name, value in flat(data.config)
+        if name != "webhook"
+    )
+    whole = (
+        f"<details open><summary>All settings at the start</summary><dl class=glance>{settings}</dl></details>"
+        if settings
+        else ""
+    )
     note = "" if data.provenance else "<p class=note>provenance.json is missing or cannot be read.</p>"
     return f"{note}<dl class=glance>{facts}</dl>{rest}{whole}"
 
@@ -796,13 +988,22 @@ table{font-size:9pt;white-space:normal}th,td{padding-right:8px}*{-webkit-print-c
 """
 
 # %% ../../nbs/views/02_report.ipynb #report-write
-def to_html(data: RunData, rollouts: Sequence[Shown] = (), failed: Failures = Failures(), found: Mapping[tuple[int, int], Reading] = MappingProxyType({})) -> str:
+def to_html(
+    data: RunData,
+    rollouts: Sequence[Shown] = (),
+    failed: Failures = Failures(),
+    found: Mapping[tuple[int, int], Reading] = MappingProxyType({}),
+) -> str:
     "The whole page. `found`: what `readings` gave."
     s = summarize(data)
     marks = command_marks(data.commands, numbered=True)
     body = (
         head(s, data)
-        + section("Configuration", glance(data.config), "As it was at the start. Changes made while it ran are in the journal.")
+        + section(
+            "Configuration",
+            glance(data.config),
+            "As it was at the start. Changes made while it ran are in the journal.",
+        )
         + figures(data, marks)
         + section("Books", books_table(data.status) + failure_note(failed))
         + section("Commands", command_table(data.commands))

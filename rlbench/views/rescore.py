@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..loop.config import FUNCTIONS, RunConfig, captured_functions
+from ..base.ledger import count_rows, read_table
 from ..curriculum import Curriculum, draw, observe, solve_rate
 from ..environments.environment import DeadlinePassed, FunctionFailed, guarded, judge, within
 from ..environments.rollout_turns import segments_of
+from ..environments.tasks import make_tasks
 from ..knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
-from ..base.ledger import count_rows, read_table
+from ..loop.config import FUNCTIONS, RunConfig, captured_functions
 from ..objective.loss import totals_of, unsound
 from ..objective.objective import check_ingredients
+from ..objective.shaping import INGREDIENTS, Facts, facts_of, none, reshape
 from ..records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
 from ..reward import correct
-from ..objective.shaping import INGREDIENTS, Facts, facts_of, none, reshape
 from ..runtime.steer import in_force
-from ..environments.tasks import make_tasks
 
 if TYPE_CHECKING:
     import polars as pl
@@ -61,8 +61,30 @@ def unread(length: int, turns: int = 1) -> tuple[Segment, ...]:
     return Segment("prompt", Unread(), mask=Unread()), *(Segment("response", n, n, n, n) for n in nothing)
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-stored-read
-SEEN = ["rollout", "try", "group", "k", "task", "set", "level", "reason", "correct", "reward", "length", "dispatched", "temperature", "seconds", "score_names", "score_values", "prompt", "text", "answer",
-        "turns", "part_names", "part_values"]
+SEEN = [
+    "rollout",
+    "try",
+    "group",
+    "k",
+    "task",
+    "set",
+    "level",
+    "reason",
+    "correct",
+    "reward",
+    "length",
+    "dispatched",
+    "temperature",
+    "seconds",
+    "score_names",
+    "score_values",
+    "prompt",
+    "text",
+    "answer",
+    "turns",
+    "part_names",
+    "part_values",
+]
 
 
 def _since(folder: Path, table: str, last: int) -> int:
@@ -77,18 +99,54 @@ def stored(folder: Path, last: int, tokens: bool = False) -> list[Rollout]:
     rows = [row for row in rows if row["text"] is not None and row["reason"] != "aborted"]
     segments = stored_tokens(folder, {(row["rollout"], row["try"]) for row in rows}, last) if tokens else {}
     return [
-        Rollout(row["rollout"], row["try"], row["group"], row["k"], Task(row["task"], row["prompt"], row["answer"], row["level"], row["set"]),
-                segments.get((row["rollout"], row["try"])) or unread(row["length"], row["turns"] or 1), row["text"], StopReason(row["reason"]), row["dispatched"], row["seconds"],
-                row["correct"], row["reward"], tuple(zip(row["part_names"] or (), row["part_values"] or ())), temperature=row["temperature"], scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())))
+        Rollout(
+            row["rollout"],
+            row["try"],
+            row["group"],
+            row["k"],
+            Task(row["task"], row["prompt"], row["answer"], row["level"], row["set"]),
+            segments.get((row["rollout"], row["try"])) or unread(row["length"], row["turns"] or 1),
+            row["text"],
+            StopReason(row["reason"]),
+            row["dispatched"],
+            row["seconds"],
+            row["correct"],
+            row["reward"],
+            tuple(zip(row["part_names"] or (), row["part_values"] or ())),
+            temperature=row["temperature"],
+            scores=tuple(zip(row["score_names"] or (), row["score_values"] or ())),
+        )
         for row in rows
     ]
 
-
+# %% ../../nbs/views/11_rescore.ipynb #rescore-stored-read-part-2
 def stored_tokens(folder: Path, wanted: set[tuple[int, int]], last: int) -> dict[tuple[int, int], tuple[Segment, ...]]:
     "Prompt, responses and observations of these attempts, from at most `last` rows of the tokens table."
     since = _since(folder, "tokens", last)
-    rows = read_table(folder, "tokens", ["rollout", "try", "prompt_tokens", "tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids"], since)
-    return {(rollout, attempt): segments_of(*columns) for rollout, attempt, *columns in rows.iter_rows() if (rollout, attempt) in wanted}
+    rows = read_table(
+        folder,
+        "tokens",
+        [
+            "rollout",
+            "try",
+            "prompt_tokens",
+            "tokens",
+            "logprobs",
+            "versions",
+            "mask",
+            "turn",
+            "observed",
+            "observed_turn",
+            "kept_counts",
+            "kept_ids",
+        ],
+        since,
+    )
+    return {
+        (rollout, attempt): segments_of(*columns)
+        for rollout, attempt, *columns in rows.iter_rows()
+        if (rollout, attempt) in wanted
+    }
 
 
 def with_rollouts(folder: Path, last: int, use: Callable):
@@ -102,6 +160,7 @@ def with_rollouts(folder: Path, last: int, use: Callable):
 @dataclass(frozen=True)
 class Limits:
     "How long one call may take, and all of them together, in seconds."
+
     call: float = 10.0
     all: float = math.inf
 
@@ -117,9 +176,21 @@ def judged(field: str, function: Callable, rollouts: Sequence[Rollout], limits: 
         given = (lambda text, answer: r.correct, function) if field == "reward" else (function, correct)
         j = judge(r, *given, limits.call)
         old, new = (r.reward, j.reward) if field == "reward" else (_number(r.correct), _number(j.correct))
-        rows.append({"rollout": r.id, "try": r.attempt, "task": r.task.id, "level": r.task.level, "prompt": r.prompt, "text": r.text, "old": old, "new": new,
-                     "difference": _minus(new, old), "parts": [{"part": name, "value": value} for name, value in j.parts],
-                     "message": "" if j.outcome is Outcome.OK else j.message})
+        rows.append(
+            {
+                "rollout": r.id,
+                "try": r.attempt,
+                "task": r.task.id,
+                "level": r.task.level,
+                "prompt": r.prompt,
+                "text": r.text,
+                "old": old,
+                "new": new,
+                "difference": _minus(new, old),
+                "parts": [{"part": name, "value": value} for name, value in j.parts],
+                "message": "" if j.outcome is Outcome.OK else j.message,
+            }
+        )
     return rows
 
 
@@ -131,7 +202,9 @@ def _minus(new: float | None, old: float | None) -> float | None:
     return None if None in (new, old) else new - old
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-groups
-def on_groups(field: str, function: Callable, old: Callable, rollouts: Sequence[Rollout], limits: Limits, shaping: Callable = none) -> list[dict]:
+def on_groups(
+    field: str, function: Callable, old: Callable, rollouts: Sequence[Rollout], limits: Limits, shaping: Callable = none
+) -> list[dict]:
     "A row per group: its rewards, what the old and the new function make of them, and the largest difference. `shaping`: what comes before an advantage."
     groups: dict[int, list[Rollout]] = {}
     for r in rollouts:
@@ -142,18 +215,37 @@ def on_groups(field: str, function: Callable, old: Callable, rollouts: Sequence[
         if time.monotonic() - began > limits.all:
             break
         known = facts_of(members)
-        rewards_R = np.array([r.reward for r in members]) if field == "shaping" else reshape(shaping, [r.reward for r in members], known)
+        rewards_R = (
+            np.array([r.reward for r in members])
+            if field == "shaping"
+            else reshape(shaping, [r.reward for r in members], known)
+        )
         (before, _), (after, message) = (_on_group(field, f, rewards_R, known, limits) for f in (old, function))
         gaps = [abs(b - a) for a, b in zip(before, after) if math.isfinite(a) and math.isfinite(b)]
-        rows.append({"group": id, "task": members[0].task.id, "level": members[0].task.level, "rewards": rewards_R.tolist(), "old": before, "new": after,
-                     "difference": max(gaps, default=None), "message": message})
+        rows.append(
+            {
+                "group": id,
+                "task": members[0].task.id,
+                "level": members[0].task.level,
+                "rewards": rewards_R.tolist(),
+                "old": before,
+                "new": after,
+                "difference": max(gaps, default=None),
+                "message": message,
+            }
+        )
     return rows
 
 
-def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits) -> tuple[list[float], str]:
+def _on_group(
+    field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits
+) -> tuple[list[float], str]:
     "(values, what was wrong)."
     if any(needed and name not in INGREDIENTS for name, needed in ingredients_of(function, 1).items()):
-        return [], ""  # an advantage of whole batches, or of what lies beside a group: stored rewards alone cannot try it
+        return (
+            [],
+            "",
+        )  # an advantage of whole batches, or of what lies beside a group: stored rewards alone cannot try it
     try:
         values = np.asarray(supply(guarded(field, function, limits.call), rewards_R.copy(), **vars(known)), float)
     except FunctionFailed as error:
@@ -161,7 +253,14 @@ def _on_group(field: str, function: Callable, rewards_R: np.ndarray, known: Fact
     except (TypeError, ValueError) as error:
         return [], f"{field}: does not return numbers ({error})"
     wrong = values.shape != rewards_R.shape or np.isinf(values).any()
-    return ([], f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none") if wrong else (values.tolist(), "")
+    return (
+        (
+            [],
+            f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none",
+        )
+        if wrong
+        else (values.tolist(), "")
+    )
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-versions
 def on_versions(field: str, function: Callable, old: Callable, config: RunConfig, limits: Limits) -> list[dict]:
@@ -171,10 +270,21 @@ def on_versions(field: str, function: Callable, old: Callable, config: RunConfig
     for version in range(1, 102, 10):
         try:
             value = supply(guarded(field, function, limits.call), base, version, **there)
-            message = "" if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else f"{field}: returned {value!r} at version {version}; return a number of at least 0"
+            message = (
+                ""
+                if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+                else f"{field}: returned {value!r} at version {version}; return a number of at least 0"
+            )
         except ValueError as error:
             value, message = None, str(error)
-        rows.append({"version": version, "old": float(supply(old, base, version, **there)), "new": None if message else float(value), "message": message})
+        rows.append(
+            {
+                "version": version,
+                "old": float(supply(old, base, version, **there)),
+                "new": None if message else float(value),
+                "message": message,
+            }
+        )
     return rows
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-tokens
@@ -184,6 +294,7 @@ DRIFT = 0.2  # largest difference in nats of a stand-in log-probability
 @dataclass(frozen=True, eq=False)
 class Tokens:
     "A small batch for trying functions on: rollout ids, arrays [R, T] (mask boolean) and advantages [R]."
+
     rollouts: list[int]
     sampler_RT: np.ndarray
     old_RT: np.ndarray
@@ -195,7 +306,9 @@ class Tokens:
 def tokens_of(folder: Path, last: int) -> Tokens:
     "The last trained rollouts; made up ones if nothing was trained yet."
     since = _since(folder, "tokens", last)
-    rows = read_table(folder, "tokens", ["rollout", "logprobs", "mask", "advantage"], since).drop_nulls("advantage").rows()
+    rows = (
+        read_table(folder, "tokens", ["rollout", "logprobs", "mask", "advantage"], since).drop_nulls("advantage").rows()
+    )
     rows = rows or [(i, [-0.5 - 0.1 * t for t in range(3 + i)], [1] * (3 + i), 1.0 - 2 * (i % 2)) for i in range(4)]
     width = max(len(logprobs) for _, logprobs, _, _ in rows)
     sampler_RT, mask_RT = np.zeros((len(rows), width), np.float32), np.zeros((len(rows), width), bool)
@@ -204,28 +317,63 @@ def tokens_of(folder: Path, last: int) -> Tokens:
     keys, place = np.repeat(np.arange(len(rows), dtype=np.uint64), width), np.tile(np.arange(width), len(rows))
     noise = [DRIFT * (2 * uniforms(keys, place + i * width) - 1).reshape(mask_RT.shape) * mask_RT for i in range(2)]
     old_RT = np.minimum(sampler_RT + noise[0], 0).astype(np.float32)
-    return Tokens([r for r, *_ in rows], sampler_RT, old_RT, np.minimum(old_RT + noise[1], 0).astype(np.float32), mask_RT, np.array([a for *_, a in rows], np.float32))
+    return Tokens(
+        [r for r, *_ in rows],
+        sampler_RT,
+        old_RT,
+        np.minimum(old_RT + noise[1], 0).astype(np.float32),
+        mask_RT,
+        np.array([a for *_, a in rows], np.float32),
+    )
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-tokens-rows
 def on_tokens(field: str, function: Callable, old: Callable, t: Tokens, limits: Limits) -> list[dict]:
     "A row per rollout: mean over its tokens of what the old and the new function give, and for a loss of the size of the gradient."
-    (before, before_slope, _), (after, after_slope, message) = (_token_means(field, f, t, limits) for f in (old, function))
-    slopes = [{"old_gradient": a, "new_gradient": b} for a, b in zip(before_slope, after_slope)] if field == "loss" else [{}] * len(t.rollouts)
+    (before, before_slope, _), (after, after_slope, message) = (
+        _token_means(field, f, t, limits) for f in (old, function)
+    )
+    slopes = (
+        [{"old_gradient": a, "new_gradient": b} for a, b in zip(before_slope, after_slope)]
+        if field == "loss"
+        else [{}] * len(t.rollouts)
+    )
     return [
-        {"rollout": id, "tokens": int(count), "advantage": float(a), "old": x, "new": y, "difference": _minus(y, x), **slope, "message": message}
+        {
+            "rollout": id,
+            "tokens": int(count),
+            "advantage": float(a),
+            "old": x,
+            "new": y,
+            "difference": _minus(y, x),
+            **slope,
+            "message": message,
+        }
         for id, count, a, x, y, slope in zip(t.rollouts, t.mask_RT.sum(1), t.advantages_R, before, after, slopes)
     ]
 
-
+# %% ../../nbs/views/11_rescore.ipynb #rescore-tokens-rows-part-2
 def _token_means(field: str, function: Callable, t: Tokens, limits: Limits) -> tuple[list, list, str]:
     "(values, gradients, what was wrong)."
     import torch
 
-    logprobs_RT, old_RT, sampler_RT, mask_RT = (torch.as_tensor(a) for a in (t.logprobs_RT, t.old_RT, t.sampler_RT, t.mask_RT))
+    logprobs_RT, old_RT, sampler_RT, mask_RT = (
+        torch.as_tensor(a) for a in (t.logprobs_RT, t.old_RT, t.sampler_RT, t.mask_RT)
+    )
     logprobs_RT.requires_grad_()
     advantages_R1 = torch.as_tensor(t.advantages_R)[:, None]
-    given = {"loss": (logprobs_RT, old_RT, advantages_R1), "aggregation": (mask_RT, totals_of(mask_RT)), "kl": (logprobs_RT, sampler_RT)}.get(field, (old_RT, sampler_RT))
-    there = dict(mask_RT=mask_RT, whole_RT=mask_RT, sampler_RT=sampler_RT, old_RT=old_RT, start_RT=old_RT, advantages_RT=advantages_R1)
+    given = {
+        "loss": (logprobs_RT, old_RT, advantages_R1),
+        "aggregation": (mask_RT, totals_of(mask_RT)),
+        "kl": (logprobs_RT, sampler_RT),
+    }.get(field, (old_RT, sampler_RT))
+    there = dict(
+        mask_RT=mask_RT,
+        whole_RT=mask_RT,
+        sampler_RT=sampler_RT,
+        old_RT=old_RT,
+        start_RT=old_RT,
+        advantages_RT=advantages_R1,
+    )
     nothing, slopes = [None] * len(t.rollouts), torch.zeros_like(logprobs_RT)
     try:
         values = supply(guarded(field, function, limits.call), *given, **there)
@@ -235,7 +383,10 @@ def _token_means(field: str, function: Callable, t: Tokens, limits: Limits) -> t
             values.clipped_low_RT & values.clipped_high_RT & mask_RT
             values = values.loss_RT
             (slopes,) = torch.autograd.grad((values * mask_RT).sum(), logprobs_RT)
-        means = [[_mean(row, mask) for row, mask in zip(kind.expand(mask_RT.shape), mask_RT)] for kind in (values.detach() + 0.0 * mask_RT, slopes.abs())]
+        means = [
+            [_mean(row, mask) for row, mask in zip(kind.expand(mask_RT.shape), mask_RT)]
+            for kind in (values.detach() + 0.0 * mask_RT, slopes.abs())
+        ]
     except FunctionFailed as error:
         return nothing, nothing, str(error)
     except Exception as error:
@@ -243,7 +394,7 @@ def _token_means(field: str, function: Callable, t: Tokens, limits: Limits) -> t
     broken = any(m is not None and not math.isfinite(m) for kind in means for m in kind)
     return *means, f"{field}: gives values or gradients that are not finite" if broken else ""
 
-
+# %% ../../nbs/views/11_rescore.ipynb #rescore-tokens-rows-part-3
 def _mean(row, mask) -> float | None:
     return float(row[mask].mean()) if bool(mask.any()) else None
 
@@ -261,19 +412,32 @@ def evidence(folder: Path, last: int) -> Curriculum:
     return curriculum
 
 
-def draws(function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int = DRAWS) -> list[dict]:
+def draws(
+    function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int = DRAWS
+) -> list[dict]:
     "A row per level: its tasks, their estimated solve rate, and the shares of draws that old and new sampler give it."
     (before, _), (after, message) = (_shares(f, curriculum, config, limits, count) for f in (old, function))
     rows = []
     for level in sorted(set(curriculum.levels)):
         tasks = [i for i, l in enumerate(curriculum.levels) if l == level]
         x, y = before.get(level, 0.0), None if message else after.get(level, 0.0)
-        rows.append({"level": level, "tasks": len(tasks), "solve_rate": float(np.mean([solve_rate(curriculum, i) for i in tasks])), "old": x, "new": y,
-                     "difference": _minus(y, x), "message": message})
+        rows.append(
+            {
+                "level": level,
+                "tasks": len(tasks),
+                "solve_rate": float(np.mean([solve_rate(curriculum, i) for i in tasks])),
+                "old": x,
+                "new": y,
+                "difference": _minus(y, x),
+                "message": message,
+            }
+        )
     return rows
 
 
-def _shares(function: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int) -> tuple[dict[int, float], str]:
+def _shares(
+    function: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int
+) -> tuple[dict[int, float], str]:
     found, fresh = [], replace(curriculum, draws=0)
     try:
         for number in range(count):
@@ -300,12 +464,29 @@ def task_rows(function: Callable, table: Mapping, old: Sequence[Task], config: R
     for level in sorted({t.level for t in (*old, *new)}):
         before, after = ([t for t in tasks if t.level == level] for tasks in (old, new))
         example = next(iter(after), None)
-        rows.append({"level": level, "old": len(before), "new": len(after), "difference": len(after) - len(before), "longest": max((len(t.prompt) for t in after), default=0),
-                     "prompt": example.prompt if example else None, "answer": example.answer if example else None, "message": message})
+        rows.append(
+            {
+                "level": level,
+                "old": len(before),
+                "new": len(after),
+                "difference": len(after) - len(before),
+                "longest": max((len(t.prompt) for t in after), default=0),
+                "prompt": example.prompt if example else None,
+                "answer": example.answer if example else None,
+                "message": message,
+            }
+        )
     return rows
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-rescore
-def rescore(folder: Path, function: Callable, last: int = 10_000, field: str = "reward", limits: Limits | None = None, **parameters) -> "pl.DataFrame":
+def rescore(
+    folder: Path,
+    function: Callable,
+    last: int = 10_000,
+    field: str = "reward",
+    limits: Limits | None = None,
+    **parameters,
+) -> "pl.DataFrame":
     """Old and new value side by side on what a run has stored last; `message` says what went wrong. A row per rollout (reward, verifier, loss, correction, aggregation), group (shaping, advantage)
     or level (sampler, tasks). `parameters`: values for the function's knobs. Raises ValueError for a function that cannot be captured."""
     import polars as pl
@@ -317,7 +498,9 @@ def rescore(folder: Path, function: Callable, last: int = 10_000, field: str = "
     check_ingredients(field, own.__name__, own)
     own.warm()  # before a clock runs
     rows = list(_rows(folder, field, bind({own.captured.stem: own}, table), table, last, limits))
-    types = {"parts": pl.List(pl.Struct({"part": pl.String, "value": pl.Float64}))} if rows and "parts" in rows[0] else None
+    types = (
+        {"parts": pl.List(pl.Struct({"part": pl.String, "value": pl.Float64}))} if rows and "parts" in rows[0] else None
+    )
     return pl.DataFrame(rows, schema_overrides=types, infer_schema_length=None)
 
 
@@ -328,16 +511,30 @@ def captured(function: Callable) -> FileFunction:
     text = capture(function)
     return FileFunction(text, f"functions/{text.stem}.py")
 
-
-def _rows(folder: Path, field: str, function: Callable, table: Mapping, last: int, limits: Limits | None) -> Iterable[dict]:
+# %% ../../nbs/views/11_rescore.ipynb #rescore-rescore-part-2
+def _rows(
+    folder: Path, field: str, function: Callable, table: Mapping, last: int, limits: Limits | None
+) -> Iterable[dict]:
     config = in_force(folder)
-    limits = limits or Limits(config.score_deadline if field in ("reward", "verifier") else config.deadlines.tasks if field == "tasks" else config.deadlines.function)
+    limits = limits or Limits(
+        config.score_deadline
+        if field in ("reward", "verifier")
+        else config.deadlines.tasks
+        if field == "tasks"
+        else config.deadlines.function
+    )
     old = bind({**FUNCTIONS[field], **captured_functions(folder)[field]}, getattr(config, field))
     if field in ("reward", "verifier"):
-        return with_rollouts(folder, last, lambda rollouts: judged(field, function, rollouts or examples(folder, config), limits))
+        return with_rollouts(
+            folder, last, lambda rollouts: judged(field, function, rollouts or examples(folder, config), limits)
+        )
     if field in ("shaping", "advantage"):
         shaping = bind({**FUNCTIONS["shaping"], **captured_functions(folder)["shaping"]}, config.shaping)
-        return with_rollouts(folder, last, lambda rollouts: on_groups(field, function, old, rollouts or examples(folder, config), limits, shaping))
+        return with_rollouts(
+            folder,
+            last,
+            lambda rollouts: on_groups(field, function, old, rollouts or examples(folder, config), limits, shaping),
+        )
     if field == "sampler":
         return draws(function, old, evidence(folder, last), config, limits)
     if field == "tasks":
@@ -348,16 +545,30 @@ def _rows(folder: Path, field: str, function: Callable, table: Mapping, last: in
 
 
 def _tasks_now(folder: Path, config: RunConfig, count: int | None = None) -> list[Task]:
-    return make_tasks(config.tasks, "train", config.seed, count, {**FUNCTIONS["tasks"], **captured_functions(folder)["tasks"]})
+    return make_tasks(
+        config.tasks, "train", config.seed, count, {**FUNCTIONS["tasks"], **captured_functions(folder)["tasks"]}
+    )
 
-
+# %% ../../nbs/views/11_rescore.ipynb #rescore-rescore-part-3
 def examples(folder: Path, config: RunConfig) -> list[Rollout]:
     "A right and a wrong answer to two of the run's tasks, for as long as nothing is stored."
     made = []
     for i, task in enumerate(_tasks_now(folder, config, 2)):
         for k, text in enumerate((task.answer, "")):
             response = response_segment(range(1, 5), [-0.5] * 4, [0] * 4)
-            made.append(Rollout(2 * i + k, 0, i, k, task, (prompt_segment(range(1, 4)), response), text, correct=not k, reward=float(not k)))
+            made.append(
+                Rollout(
+                    2 * i + k,
+                    0,
+                    i,
+                    k,
+                    task,
+                    (prompt_segment(range(1, 4)), response),
+                    text,
+                    correct=not k,
+                    reward=float(not k),
+                )
+            )
     return made
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-give
@@ -367,11 +578,19 @@ TRIED, TRIED_SECONDS = 256, 5.0  # rows of a table, and seconds for all of them
 def check(folder: Path, field: str, function: Callable) -> None:
     "ValueError with the traceback of a function that raises, is late or returns what it should not on what the run has stored last, or on made-up rollouts if that is nothing."
     config = in_force(folder)
-    call = config.score_deadline if field in ("reward", "verifier") else config.deadlines.tasks if field == "tasks" else config.deadlines.function
+    call = (
+        config.score_deadline
+        if field in ("reward", "verifier")
+        else config.deadlines.tasks
+        if field == "tasks"
+        else config.deadlines.function
+    )
     frame = rescore(folder, function, TRIED, field, Limits(call, TRIED_SECONDS))
     for message in frame["message"] if len(frame) else ():
         if message:
-            raise ValueError(f"{field}: {getattr(function, '__name__', 'the function')!r} is not sent: it fails on what this run has stored\n{message}")
+            raise ValueError(
+                f"{field}: {getattr(function, '__name__', 'the function')!r} is not sent: it fails on what this run has stored\n{message}"
+            )
 
 
 def give(folder: Path, field: str, function: Callable) -> dict[str, object]:
@@ -379,7 +598,9 @@ def give(folder: Path, field: str, function: Callable) -> dict[str, object]:
     if field not in FUNCTIONS:
         raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(FUNCTIONS)}")
     own = captured(function)
-    named = resolve(field, {own.captured.stem: own}, {"name": own.__name__, "source": f"functions/{own.captured.stem}.py"})
+    named = resolve(
+        field, {own.captured.stem: own}, {"name": own.__name__, "source": f"functions/{own.captured.stem}.py"}
+    )
     check(folder, field, own)
     save_function(own.captured, folder / "functions")
     return named.table()

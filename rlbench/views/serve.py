@@ -24,10 +24,21 @@ from ..runtime.steer import me
 def page_notebook(folder: str | Path, write: bool = False) -> dict:
     "The notebook that is served: one cell, with the panel of a run folder."
     how = f"author={f'{me()} (served page)'!r}" if write else "readonly=True"
-    cell = {"cell_type": "code", "id": "serve-panel", "metadata": {}, "execution_count": None, "outputs": [],
-            "source": f"from rlbench.views.panel import Panel\n\nPanel({str(Path(folder).resolve())!r}, {how})"}
+    cell = {
+        "cell_type": "code",
+        "id": "serve-panel",
+        "metadata": {},
+        "execution_count": None,
+        "outputs": [],
+        "source": f"from rlbench.views.panel import Panel\n\nPanel({str(Path(folder).resolve())!r}, {how})",
+    }
     kernel = {"name": "python3", "display_name": "python3", "language": "python"}
-    return {"cells": [cell], "metadata": {"kernelspec": kernel, "title": f"rlbench: {Path(folder).name}"}, "nbformat": 4, "nbformat_minor": 5}
+    return {
+        "cells": [cell],
+        "metadata": {"kernelspec": kernel, "title": f"rlbench: {Path(folder).name}"},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 # %% ../../nbs/views/14_serve.ipynb #serve-settings
 IDLE_SECONDS = 120
@@ -37,9 +48,24 @@ SHORTEST_TOKEN = 12  # characters
 def voila_settings(host: str, port: int, token: str) -> dict:
     "What `voila.json` says."
     headers = {"Referrer-Policy": "no-referrer"}  # the token stands in the address
-    return {"Voila": {"ip": host, "port": port, "port_retries": 0, "token": token, "open_browser": False, "tornado_settings": {"headers": headers}},
-            "VoilaConfiguration": {"template": "lab", "show_tracebacks": True, "file_allowlist": [], "allow_template_override": "NO", "allow_theme_override": "NO"},
-            "MappingKernelManager": {"cull_idle_timeout": IDLE_SECONDS, "cull_interval": IDLE_SECONDS // 4}}
+    return {
+        "Voila": {
+            "ip": host,
+            "port": port,
+            "port_retries": 0,
+            "token": token,
+            "open_browser": False,
+            "tornado_settings": {"headers": headers},
+        },
+        "VoilaConfiguration": {
+            "template": "lab",
+            "show_tracebacks": True,
+            "file_allowlist": [],
+            "allow_template_override": "NO",
+            "allow_theme_override": "NO",
+        },
+        "MappingKernelManager": {"cull_idle_timeout": IDLE_SECONDS, "cull_interval": IDLE_SECONDS // 4},
+    }
 
 # %% ../../nbs/views/14_serve.ipynb #serve-prepare
 def prepare(place: Path, folder: str | Path, write: bool, settings: dict) -> tuple[list[str], dict[str, str]]:
@@ -51,8 +77,16 @@ def prepare(place: Path, folder: str | Path, write: bool, settings: dict) -> tup
     config.write_text(json.dumps(settings), encoding="utf-8")
     page = place / f"{Path(folder).resolve().name}.ipynb"
     page.write_text(json.dumps(page_notebook(folder, write)), encoding="utf-8")
-    kept = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}
-    return [sys.executable, "-m", "voila", str(page)], {**os.environ, **{name: str(place / part) for name, part in kept.items()}}
+    kept = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "IPYTHONDIR": "ipython",
+    }
+    return [sys.executable, "-m", "voila", str(page)], {
+        **os.environ,
+        **{name: str(place / part) for name, part in kept.items()},
+    }
 
 # %% ../../nbs/views/14_serve.ipynb #serve-check
 def check_serve(folder: str | Path, host: str, port: int) -> None:
@@ -68,24 +102,41 @@ def check_serve(folder: str | Path, host: str, port: int) -> None:
         try:
             one.bind((host, port))
         except OSError as error:
-            raise ValueError(f"port: cannot listen at {host}:{port} ({os.strerror(error.errno)}); give another --port or --host") from None
+            raise ValueError(
+                f"port: cannot listen at {host}:{port} ({os.strerror(error.errno)}); give another --port or --host"
+            ) from None
 
 # %% ../../nbs/views/14_serve.ipynb #serve-serve
-def serve(folder: str | Path, port: int = 8866, host: str = "127.0.0.1", token: str = "", write: bool = False, say: Callable[[str], object] = print) -> None:
+def serve(
+    folder: str | Path,
+    port: int = 8866,
+    host: str = "127.0.0.1",
+    token: str = "",
+    write: bool = False,
+    say: Callable[[str], object] = print,
+) -> None:
     "Serve the panel of a run folder until interrupted. Raises ValueError or OSError for what cannot work, RuntimeError if the server fails."
     check_serve(folder, host, port)
     if token and len(token) < SHORTEST_TOKEN:
-        raise ValueError(f"token: {len(token)} characters can be guessed; give {SHORTEST_TOKEN} or more, or none, and one is made")
+        raise ValueError(
+            f"token: {len(token)} characters can be guessed; give {SHORTEST_TOKEN} or more, or none, and one is made"
+        )
     token = token or secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="rlbench-serve-") as place:
         command, environment = prepare(Path(place), folder, write, voila_settings(host, port, token))
         log = Path(place) / "voila.log"
         with open(log, "wb") as out:
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True)
+            server = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
         try:
-            say(f"{Path(folder).name}: {'look and steer' if write else 'look'} at http://{host if ':' not in host else f'[{host}]'}:{port}/?token={token}   (Ctrl-C ends it)")
+            say(
+                f"{Path(folder).name}: {'look and steer' if write else 'look'} at http://{host if ':' not in host else f'[{host}]'}:{port}/?token={token}   (Ctrl-C ends it)"
+            )
             if server.wait():
-                raise RuntimeError(f"serve: the server ended with status {server.returncode}:\n{log.read_text(errors='replace')[-2000:]}")
+                raise RuntimeError(
+                    f"serve: the server ended with status {server.returncode}:\n{log.read_text(errors='replace')[-2000:]}"
+                )
         except KeyboardInterrupt:
             pass
         finally:

@@ -23,8 +23,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..loop.config import check_sinks
 from ..base.ledger import ENDED, Follower, alive, read_status, state_of
+from ..loop.config import check_sinks
 from ..records import TABLES
 from ..untrusted import hide_secrets
 
@@ -33,16 +33,22 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/views/05_sinks.ipynb #sinks-points
 NUMBERS = {
-    table: tuple(c.name for c in TABLES[table] if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "version"))
+    table: tuple(
+        c.name for c in TABLES[table] if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "version")
+    )
     for table in ("steps", "evals")
 }
-COLUMNS = {"steps": ("version", *NUMBERS["steps"]), "evals": ("eval", "version", *NUMBERS["evals"]),
-           "commands": ("version", "at", "knob", "value", "over", "author", "status", "reason")}
+COLUMNS = {
+    "steps": ("version", *NUMBERS["steps"]),
+    "evals": ("eval", "version", *NUMBERS["evals"]),
+    "commands": ("version", "at", "knob", "value", "over", "author", "status", "reason"),
+}
 
 
 @dataclass(frozen=True)
 class Point:
     "What a sink is told at one policy version. `at`: seconds since the run began; `numbers`: name -> value; `note`: a command, or empty."
+
     version: int
     at: float
     numbers: dict[str, float]
@@ -67,7 +73,7 @@ def note_of(row: Mapping[str, object]) -> str:
 
 # %% ../../nbs/views/05_sinks.ipynb #sinks-source
 def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, int | float | bool | str]:
-    "A nested table as one level: `loss = {name = \"ppo\"}` becomes `loss.name`; lists become JSON."
+    'A nested table as one level: `loss = {name = "ppo"}` becomes `loss.name`; lists become JSON.'
     found = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -80,6 +86,7 @@ def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, int | float
 @dataclass(frozen=True)
 class Source:
     "The run that is exported. `born`: when it was configured, in seconds since 1970; `settings`: its configuration, flat."
+
     folder: Path
     id: str
     born: float
@@ -95,12 +102,17 @@ def read_source(folder: str | Path) -> Source:
     "What a sink has to know about a run before its first row. Raises FileNotFoundError if there is no run."
     folder = Path(folder).resolve()
     written, text = (folder / "config.toml").stat().st_mtime_ns, (folder / "config.toml").read_text(encoding="utf-8")
-    settings = {name: value for name, value in flat(hide_secrets(tomllib.loads(text))).items() if name != "webhook"}  # whoever has the address can write there
-    return Source(folder, f"{folder.name}-{sha256(f'{folder.name} {written}'.encode()).hexdigest()[:8]}", written / 1e9, settings)
+    settings = {
+        name: value for name, value in flat(hide_secrets(tomllib.loads(text))).items() if name != "webhook"
+    }  # whoever has the address can write there
+    return Source(
+        folder, f"{folder.name}-{sha256(f'{folder.name} {written}'.encode()).hexdigest()[:8]}", written / 1e9, settings
+    )
 
 # %% ../../nbs/views/05_sinks.ipynb #sinks-protocol
 class Sink(Protocol):
     "An open place for a run's numbers. `look`: the command that shows them."
+
     look: str
 
     def write(self, told: Iterable[Point]) -> None:
@@ -136,7 +148,11 @@ class TensorBoard:
         for p in told:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in p.numbers.items()]
             if p.note:
-                values.append(Summary.Value(tag="commands", metadata=create_summary_metadata(None, None), tensor=make_tensor_proto(p.note)))
+                values.append(
+                    Summary.Value(
+                        tag="commands", metadata=create_summary_metadata(None, None), tensor=make_tensor_proto(p.note)
+                    )
+                )
             self.writer.add_event(Event(wall_time=self.born + p.at, step=p.version, summary=Summary(value=values)))
         self.writer.flush()
 
@@ -161,8 +177,14 @@ class Wandb:
         self.look = f"wandb leet {place / 'wandb'}"
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), mode=os.environ.get("WANDB_MODE", "offline"), dir=str(place),
-            id=source.id, name=source.name, config=source.settings, reinit="create_new", settings=quiet,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            dir=str(place),
+            id=source.id,
+            name=source.name,
+            config=source.settings,
+            reinit="create_new",
+            settings=quiet,
         )
         self.run.define_metric("version", hidden=True)
         self.run.define_metric("*", step_metric="version")
@@ -184,7 +206,9 @@ class Trackio:
         import trackio
 
         if out:
-            raise ValueError("trackio: keeps all runs in one store; leave the folder out, or set TRACKIO_DIR to another store")
+            raise ValueError(
+                "trackio: keeps all runs in one store; leave the folder out, or set TRACKIO_DIR to another store"
+            )
         self.look = f"trackio show --project {PROJECT}"
         with redirect_stdout(StringIO()):
             try:
@@ -194,7 +218,9 @@ class Trackio:
             for run in before:
                 run.delete()
             settings = {**source.settings, "id": source.id}
-            self.run = trackio.init(project=PROJECT, name=source.name, config=settings, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+            self.run = trackio.init(
+                project=PROJECT, name=source.name, config=settings, embed=False, auto_log_gpu=False, auto_log_cpu=False
+            )
 
     def write(self, told: Iterable[Point]) -> None:
         "Add points; the library's thread hands them on within a second."
@@ -221,6 +247,7 @@ SINKS: dict[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "tra
 @dataclass(frozen=True)
 class Exported:
     "What was handed on: how many rows of each table, and the command that shows them."
+
     rows: dict[str, int]
     look: str
 
@@ -232,7 +259,9 @@ def over(folder: str | Path, pid: int = 0) -> bool:
         return True
     status = read_status(folder)
     if pid:
-        return not alive(pid) or (status is not None and pid in (status.pid, status.supervisor) and status.state in ENDED)
+        return not alive(pid) or (
+            status is not None and pid in (status.pid, status.supervisor) and status.state in ENDED
+        )
     return state_of(status) in (*ENDED, "dead")
 
 
@@ -241,7 +270,9 @@ def writes_itself(folder: str | Path, to: str) -> bool:
     return to in json.loads(read_source(folder).settings.get("sinks", "[]")) and not over(folder)
 
 
-def export_run(folder: str | Path, to: str, out: str | Path | None = None, follow: bool = False, pid: int = 0, every: float = 0.5) -> Exported:
+def export_run(
+    folder: str | Path, to: str, out: str | Path | None = None, follow: bool = False, pid: int = 0, every: float = 0.5
+) -> Exported:
     """Hand the rows of a run to a sink. `follow`: until the run has ended, looking every so many seconds.
     Raises ValueError for an unknown sink or a missing library, FileNotFoundError if there is no run."""
     check_sinks([to])
@@ -266,12 +297,18 @@ def start_sinks(folder: str | Path, names: Iterable[str], pid: int = 0) -> list[
     check_sinks(names)
     environment = {**os.environ, "POLARS_MAX_THREADS": "1"}
     with open(folder / "sinks.log", "ab") as log:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child has its parent's mask from its first instruction on
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGINT]
+        )  # a child has its parent's mask from its first instruction on
         try:
             return [
                 subprocess.Popen(
                     [sys.executable, "-m", "rlbench.views.sinks", str(folder), name, str(pid)],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env=environment,
                 )
                 for name in names
             ]

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..loop.config import knobs_in, RunConfig
+from ..loop.config import RunConfig, knobs_in
 from ..planning.fit import Fitted, predict
 from ..runtime.forecasts import Figures, Prediction
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     import ipywidgets
 
 # %% ../../nbs/views/15_what_if.ipynb #what-if-sliders
-SLIDERS, REST = ("concurrency", "staleness", "batch", "group", "publish_every"), 0.4  # seconds without a move after which it is simulated
+SLIDERS, REST = (
+    ("concurrency", "staleness", "batch", "group", "publish_every"),
+    0.4,
+)  # seconds without a move after which it is simulated
 
 
 def slider_of(knob: str, value: int) -> "ipywidgets.IntSlider":
@@ -29,15 +32,50 @@ def slider_of(knob: str, value: int) -> "ipywidgets.IntSlider":
 
     spec = knobs_in(RunConfig)[knob][0]
     step = max(1, value // 8) if knob == "batch" else 1
-    return w.IntSlider(value=value, min=max(int(spec.low), step if knob == "batch" else int(spec.low)), max=min(int(spec.high), max(8, 4 * value)), step=step, description=knob.replace("_", " "), tooltip=spec.help, style={"description_width": "110px"}, layout={"width": "420px"})
+    return w.IntSlider(
+        value=value,
+        min=max(int(spec.low), step if knob == "batch" else int(spec.low)),
+        max=min(int(spec.high), max(8, 4 * value)),
+        step=step,
+        description=knob.replace("_", " "),
+        tooltip=spec.help,
+        style={"description_width": "110px"},
+        layout={"width": "420px"},
+    )
 
 
 def table_html(prediction: Prediction, now: Figures, simulated: bool) -> str:
     "The run as it was, and the prediction by formula and, once it is there, by simulation; prices where one is known."
-    rows = [("measured, as it is", now, ""), ("formula", prediction.formula, ""), *([("simulated", prediction.simulated, span(prediction))] if simulated else [])]
-    heads = ["", "trainer waits", "rollouts a minute", "versions old", *(["a thousand rollouts"] if now.dollars is not None else [])]
-    cells = [[name, f"{f.wait:.0%}", f"{f.rate:,.0f}{range_}", f"{f.staleness:.2f}", *([f"${f.dollars:.3g}"] if f.dollars is not None else [])] for name, f, range_ in rows]
-    line = lambda tag, row: "<tr>" + "".join(f"<{tag} style='text-align:left;padding:2px 24px 2px 0'>{each}</{tag}>" for each in row) + "</tr>"
+    rows = [
+        ("measured, as it is", now, ""),
+        ("formula", prediction.formula, ""),
+        *([("simulated", prediction.simulated, span(prediction))] if simulated else []),
+    ]
+    heads = [
+        "",
+        "trainer waits",
+        "rollouts a minute",
+        "versions old",
+        *(["a thousand rollouts"] if now.dollars is not None else []),
+    ]
+    cells = [
+        [
+            name,
+            f"{f.wait:.0%}",
+            f"{f.rate:,.0f}{range_}",
+            f"{f.staleness:.2f}",
+            *([f"${f.dollars:.3g}"] if f.dollars is not None else []),
+        ]
+        for name, f, range_ in rows
+    ]
+
+    def line(tag, row):
+        return (
+            "<tr>"
+            + "".join(f"<{tag} style='text-align:left;padding:2px 24px 2px 0'>{each}</{tag}>" for each in row)
+            + "</tr>"
+        )
+
     words = "".join(f"<div>{escape(word)}</div>" for word in prediction.words)
     return f"<table><thead>{line('th', heads)}</thead><tbody>{''.join(line('td', row) for row in cells)}</tbody></table>{words}"
 
@@ -63,7 +101,11 @@ class WhatIf:
 
     def knobs(self) -> Mapping[str, int]:
         "What the sliders ask for beside what is in force."
-        return {knob: slider.value for knob, slider in self.sliders.items() if slider.value != getattr(self.fitted.config, knob)}
+        return {
+            knob: slider.value
+            for knob, slider in self.sliders.items()
+            if slider.value != getattr(self.fitted.config, knob)
+        }
 
     def show(self, simulated: bool) -> Prediction | None:
         "Predict and write it down; None if the settings do not go together, which is said."

@@ -15,18 +15,36 @@ from pathlib import Path
 
 import numpy as np
 
-from ..loop.balance import MOVES, percent
-from .cards import FIRST, JUDGED, STALE, WAITS, Facts, Light, facts, helps, judge, light, limit, remedies, shown, turn_text, why as reason_of, window
-from ..runtime.diagnosis import Diagnosis, course_of, diagnose
 from ..base.charts import items, number
 from ..base.ledger import ENDED
 from ..base.neighbours import neighbours_in_words
+from ..loop.balance import MOVES, percent
+from ..runtime.diagnosis import Diagnosis, course_of, diagnose
 from ..runtime.run_reader import Snapshot, View, value
+from rlbench.views.cards import (
+    FIRST,
+    JUDGED,
+    STALE,
+    WAITS,
+    Facts,
+    Light,
+    facts,
+    helps,
+    judge,
+    light,
+    limit,
+    remedies,
+    shown,
+    turn_text,
+    window,
+)
+from .cards import why as reason_of
 
 # %% ../../nbs/views/16_why.ipynb #why-record
 @dataclass(frozen=True)
 class Beside:
     "Something else that costs: a word for it, the sentence, and the knobs named in it."
+
     name: str
     text: str
     knobs: tuple[str, ...] = ()
@@ -35,6 +53,7 @@ class Beside:
 @dataclass(frozen=True)
 class Why:
     "What limits a run. `versions`: the first and the last looked at, none if none were; `knobs`: those of the remedy, the best first."
+
     run: str
     limit: str
     text: str
@@ -54,9 +73,17 @@ class Why:
 
 # %% ../../nbs/views/16_why.ipynb #why-verdict
 VERDICT = {
-    "environment": "The scoring limits this run", "sandboxes": "The sandboxes limit this run: programs wait for a place to be judged in", "scorer": "The scorer limits this run: the models that are asked about rollouts are slower than the policy that writes them", "cache": "The KV budget limits this run", "publishing": "Moving the weights limits this run", "filter": "The filter limits this run: most groups teach nothing",
-    "bound": "The bound on staleness limits this run: no more groups may be alive, so the two sides wait for each other", "generator": "The generator limits this run", "trainer": "The trainer limits this run",
-    "drops": "The trainer limits this run, and what the generator is ahead is thrown away", "nothing": "Nothing limits this run: generator and trainer both work",
+    "environment": "The scoring limits this run",
+    "sandboxes": "The sandboxes limit this run: programs wait for a place to be judged in",
+    "scorer": "The scorer limits this run: the models that are asked about rollouts are slower than the policy that writes them",
+    "cache": "The KV budget limits this run",
+    "publishing": "Moving the weights limits this run",
+    "filter": "The filter limits this run: most groups teach nothing",
+    "bound": "The bound on staleness limits this run: no more groups may be alive, so the two sides wait for each other",
+    "generator": "The generator limits this run",
+    "trainer": "The trainer limits this run",
+    "drops": "The trainer limits this run, and what the generator is ahead is thrown away",
+    "nothing": "Nothing limits this run: generator and trainer both work",
     "synchronous": "This run is synchronous: a wave is written, then trained, and each side waits for the other by design",
 }
 
@@ -71,17 +98,39 @@ def verdict(s: Snapshot, f: Facts) -> str:
 def evidence(s: Snapshot, f: Facts) -> dict[str, float]:
     "The figures behind the verdict: shares of the time, groups, sequences, versions."
     rows = window(s)
-    mean = lambda *names: float(sum(np.nan_to_num(s.recent[name][rows]).mean() for name in names))
-    return {"trainer_waits": f.trainer_waits, "trainer_works": f.trainer_works, "generator_waits": f.generator_waits, "generator_works": f.generator_works, "scoring": f.scoring, "judging": f.judging, "serving": f.serving, "publishing": f.publishing,
-            "queue": f.queue, "room": f.room, "batch": f.batch, "running": mean("running"), "lag": mean("lag_in_flight", "lag_in_queue"), "filtered": f.unusable, "dropped": f.stale,
-            "truncated": mean("truncated"), "length": mean("length_p50"), "seconds": float(s.recent["seconds"][rows].sum())}
+
+    def mean(*names):
+        return float(sum(np.nan_to_num(s.recent[name][rows]).mean() for name in names))
+
+    return {
+        "trainer_waits": f.trainer_waits,
+        "trainer_works": f.trainer_works,
+        "generator_waits": f.generator_waits,
+        "generator_works": f.generator_works,
+        "scoring": f.scoring,
+        "judging": f.judging,
+        "serving": f.serving,
+        "publishing": f.publishing,
+        "queue": f.queue,
+        "room": f.room,
+        "batch": f.batch,
+        "running": mean("running"),
+        "lag": mean("lag_in_flight", "lag_in_queue"),
+        "filtered": f.unusable,
+        "dropped": f.stale,
+        "truncated": mean("truncated"),
+        "length": mean("length_p50"),
+        "seconds": float(s.recent["seconds"][rows].sum()),
+    }
 
 # %% ../../nbs/views/16_why.ipynb #why-remedy
 def remedy(s: Snapshot, f: Facts, found: str) -> str:
     "What helps, as sentences."
     if found == "synchronous":
-        return (f"More sequences at once make a wave shorter (concurrency, now {shown(value(s, 'concurrency'))}). With staleness = 1 they would work at the same time; rollouts are then up to one version old, "
-                "and the run no longer repeats to the bit.")
+        return (
+            f"More sequences at once make a wave shorter (concurrency, now {shown(value(s, 'concurrency'))}). With staleness = 1 they would work at the same time; rollouts are then up to one version old, "
+            "and the run no longer repeats to the bit."
+        )
     told = helps(judge(f), f, s)
     return "" if not told or found == "nothing" else f"What helps: {told}."
 
@@ -91,7 +140,11 @@ def balancing(s: Snapshot, knobs: tuple[str, ...]) -> str:
     table = s.config.get("balance", {})
     mode = value(s, "balance.mode") or (table.get("mode", "off") if isinstance(table, Mapping) else table)
     rows = zip(*(items(s.commands, name) for name in ("author", "status", "reason", "version")), strict=True)
-    said = [(status, reason, version) for author, status, reason, version in rows if author == "balance" and status in ("applied", "advised")]
+    said = [
+        (status, reason, version)
+        for author, status, reason, version in rows
+        if author == "balance" and status in ("applied", "advised")
+    ]
     if said and mode != "off":
         status, reason, version = said[-1]
         return f"Balancing {'last moved' if status == 'applied' else 'advises'}, at version {version}: {reason}."
@@ -102,31 +155,71 @@ def balancing(s: Snapshot, knobs: tuple[str, ...]) -> str:
 # %% ../../nbs/views/16_why.ipynb #why-besides
 MUCH_FILTERED, CUT, BIASED, WEAK, FAILING = 0.4, 0.1, 0.1, 0.3, 0.05
 
-
+# %% ../../nbs/views/16_why.ipynb #why-besides-part-2
 def besides(s: Snapshot, f: Facts, found: str) -> tuple[Beside, ...]:
     "What else costs in a run, the gravest first."
     rows, said = window(s), []
-    mean = lambda name: float(np.nan_to_num(s.recent[name][rows]).mean()) if name in s.recent else 0.0
+
+    def mean(name):
+        return float(np.nan_to_num(s.recent[name][rows]).mean()) if name in s.recent else 0.0
+
     books = s.status.books if s.status else {}
     ended, failed = sum(b["count"] for b in books.values()), books.get("environment_error", {}).get("count", 0)
     if ended and failed / ended > FAILING:
-        said.append(Beside("failing", f"Besides, {percent(failed / ended)} of all scorings failed; run.log and the rollouts' messages say how."))
+        said.append(
+            Beside(
+                "failing",
+                f"Besides, {percent(failed / ended)} of all scorings failed; run.log and the rollouts' messages say how.",
+            )
+        )
     if f.unusable > MUCH_FILTERED:
         side = turn_text("lower" if f.solved > 0.2 else "raise", "band", value(s, "band"))
         advice = "these tasks are learned: harder ones would help" if f.solved > 0.75 else side
         sides = f"all right {percent(mean('all_pass'))}, all wrong {percent(mean('all_fail'))}"
-        said.append(Beside("filtered", f"Of all groups: {sides}." if found == "filter" else f"Besides, {percent(f.unusable)} of the groups gave no signal ({sides}): {advice}.", ("band",)))
+        said.append(
+            Beside(
+                "filtered",
+                f"Of all groups: {sides}."
+                if found == "filter"
+                else f"Besides, {percent(f.unusable)} of the groups gave no signal ({sides}): {advice}.",
+                ("band",),
+            )
+        )
     if f.stale > STALE and found != "drops":
-        said.append(Beside("dropped", f"Besides, {percent(f.stale)} of the rollouts were dropped as stale: {turn_text('raise', 'staleness', value(s, 'staleness'))}, or {turn_text('lower', 'concurrency', value(s, 'concurrency'))}.", ("staleness", "concurrency")))
+        said.append(
+            Beside(
+                "dropped",
+                f"Besides, {percent(f.stale)} of the rollouts were dropped as stale: {turn_text('raise', 'staleness', value(s, 'staleness'))}, or {turn_text('lower', 'concurrency', value(s, 'concurrency'))}.",
+                ("staleness", "concurrency"),
+            )
+        )
     if mean("drop_bias") > BIASED:
-        said.append(Beside("bias", f"What is dropped is not like what is trained: they differ by {percent(mean('drop_bias'))} in length, level or turns. Hold training for the late ones (overdue = \"wait\") or raise staleness ({shown(value(s, 'staleness'))}).", ("overdue", "staleness")))
+        said.append(
+            Beside(
+                "bias",
+                f'What is dropped is not like what is trained: they differ by {percent(mean("drop_bias"))} in length, level or turns. Hold training for the late ones (overdue = "wait") or raise staleness ({shown(value(s, "staleness"))}).',
+                ("overdue", "staleness"),
+            )
+        )
     if mean("truncated") > CUT:
-        said.append(Beside("truncated", f"{percent(mean('truncated'))} of the responses were cut at max_tokens ({shown(value(s, 'max_tokens'))}); they rarely earn a reward, and only a run that is built for longer ones can raise it.", ("max_tokens",)))
+        said.append(
+            Beside(
+                "truncated",
+                f"{percent(mean('truncated'))} of the responses were cut at max_tokens ({shown(value(s, 'max_tokens'))}); they rarely earn a reward, and only a run that is built for longer ones can raise it.",
+                ("max_tokens",),
+            )
+        )
     if 0 < mean("ess") < WEAK:
-        said.append(Beside("off-policy", f"The batches are worth {percent(mean('ess'))} of their size (effective sample size): lower staleness ({shown(value(s, 'staleness'))}), or correct more.", ("staleness", "correction")))
+        said.append(
+            Beside(
+                "off-policy",
+                f"The batches are worth {percent(mean('ess'))} of their size (effective sample size): lower staleness ({shown(value(s, 'staleness'))}), or correct more.",
+                ("staleness", "correction"),
+            )
+        )
     return (*said, *neighbouring(s), *doubt(s, f))
 
-
+# %% ../../nbs/views/16_why.ipynb #why-besides-part-3
 def neighbouring(s: Snapshot) -> tuple[Beside, ...]:
     "What else uses the machine of the run."
     words = neighbours_in_words(s.neighbours)
@@ -141,12 +234,27 @@ def doubt(s: Snapshot, f: Facts) -> tuple[Beside, ...]:
     if len(rows) < 6:
         return (Beside("few", f"This rests on {len(rows)} batches; look again in a while."),)
     if not f.colocated and abs(f.trainer_waits - WAITS) < 2 * error:
-        return (Beside("noise", f"The trainer's wait is {percent(f.trainer_waits)} ± {percent(error)}, and {percent(WAITS)} is where it begins to count: this verdict may change."),)
+        return (
+            Beside(
+                "noise",
+                f"The trainer's wait is {percent(f.trainer_waits)} ± {percent(error)}, and {percent(WAITS)} is where it begins to count: this verdict may change.",
+            ),
+        )
     return ()
 
 # %% ../../nbs/views/16_why.ipynb #why-explain
 TOLD = {"stale": "silent"}  # the light's word for a run that says nothing any more
-BEGIN = {"starting": "is starting", "silent": "has fallen silent", "paused": "is paused", "finished": "has finished", "stopped": "was stopped", "failed": "has failed", "dead": "is dead"}
+
+
+BEGIN = {
+    "starting": "is starting",
+    "silent": "has fallen silent",
+    "paused": "is paused",
+    "finished": "has finished",
+    "stopped": "was stopped",
+    "failed": "has failed",
+    "dead": "is dead",
+}
 
 
 def explain(s: Snapshot) -> Why:
@@ -167,16 +275,30 @@ def explain(s: Snapshot) -> Why:
     over = f"Over {len(rows)} batches (versions {first} to {last}, {figures['seconds']:.0f} s)"
     lag = f"{number(figures['running'], 2)} sequences were written at once, and what was trained was {figures['lag']:.1f} versions old"
     said = "" if learning.verdict == "early" and not learning.cause else learning.text
-    parts = [said, f"{VERDICT[found]}{', which takes turns in one worker' if f.colocated else ''}.", f"{over}: {reason_of(judge(f), f)}; {lag}.", remedy(s, f, found), balancing(s, knobs)]
+    parts = [
+        said,
+        f"{VERDICT[found]}{', which takes turns in one worker' if f.colocated else ''}.",
+        f"{over}: {reason_of(judge(f), f)}; {lag}.",
+        remedy(s, f, found),
+        balancing(s, knobs),
+    ]
     return Why(s.name, found, " ".join(filter(None, parts)), (first, last), figures, knobs, besides(s, f, found))
 
-
+# %% ../../nbs/views/16_why.ipynb #why-explain-part-2
 def not_learning(s: Snapshot, learning: Diagnosis) -> Why:
     "The answer for a run whose policy gets worse, does not move, or has nothing more to learn; its rate is said beside."
     f, versions = facts(s), s.steps["version"]
     rate = (Beside("rate", f"Its rate: {reason_of(judge(f), f)}."),) if f else ()
     span = (int(versions[0]), int(versions[-1]))
-    return Why(s.name, learning.verdict, learning.text, span, evidence(s, f) if f else {}, learning.knobs, (*rate, *neighbouring(s)))
+    return Why(
+        s.name,
+        learning.verdict,
+        learning.text,
+        span,
+        evidence(s, f) if f else {},
+        learning.knobs,
+        (*rate, *neighbouring(s)),
+    )
 
 
 def nothing_left(s: Snapshot) -> Why | None:
@@ -191,9 +313,13 @@ def nothing_left(s: Snapshot) -> Why | None:
     turn = turn_text("lower" if right > 0.5 else "raise", "band", value(s, "band"))
     other = "serve harder tasks" if right > 0.5 else "serve easier tasks, or give a reward for part of the way"
     side = f"all {'right' if right > 0.5 else 'wrong'}: {turn}, or {other}"
-    text = (f"The filter limits this run: since version {s.version} {percent(share)} of {count} groups gave no signal, and {batch:g} with one make a batch. Their mean reward was {right:.2f}, so most of them were {side} "
-            f"(band, now {shown(value(s, 'band'))}; group, now {shown(value(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth of such groups in a row end the run.")
-    return Why(s.name, "filter", text, None, {"filtered": share, "groups": float(count), "reward": right}, ("band", "group"))
+    text = (
+        f"The filter limits this run: since version {s.version} {percent(share)} of {count} groups gave no signal, and {batch:g} with one make a batch. Their mean reward was {right:.2f}, so most of them were {side} "
+        f"(band, now {shown(value(s, 'band'))}; group, now {shown(value(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth of such groups in a row end the run."
+    )
+    return Why(
+        s.name, "filter", text, None, {"filtered": share, "groups": float(count), "reward": right}, ("band", "group")
+    )
 
 
 def why(folder: str | Path) -> Why:

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..views.comparison import exam_differences, exam_in
+from ..base.charts import COLOURS, DASHES, Chart, Intervals, Line, Mark, to_svg
+from ..base.ledger import ENDED, read_json, write_json
+from ..knobs import Knob, bind, resolve, unknown
 from ..loop.config import ConfigError, RunConfig, check_sinks, load_config
 from ..loop.digest import PARTS, differing_parts, known_parts
 from ..runtime.driver import make_pools
-from ..base.charts import COLOURS, DASHES, Chart, Intervals, Line, Mark, to_svg
-from ..knobs import Knob, bind, resolve, unknown
-from ..base.ledger import ENDED, read_json, write_json
-from .replay import WHOLE
+from ..views.comparison import exam_differences, exam_in
 from ..views.report import duration
 from .handle import Run, check_watch, keep_files, start_with_notes, take_functions
+from .replay import WHOLE
 
 if TYPE_CHECKING:
     import polars as pl
@@ -48,6 +48,7 @@ LISTS = ("eval", "guards", "alerts", "sinks")
 class Arm:
     """Label, settings beyond the base's (dotted names allowed), and the hash of the whole configuration without name and
     seed. `exam`: in what its exam differs from the base's, in words."""
+
     label: str
     knobs: Mapping[str, object]
     hash: str = ""
@@ -56,7 +57,9 @@ class Arm:
 
 def is_axis(field: str, value: object) -> bool:
     "Whether a value is a list of values to try."
-    return isinstance(value, list) and (field not in LISTS or bool(value) and all(isinstance(each, (list, tuple)) for each in value))
+    return isinstance(value, list) and (
+        field not in LISTS or bool(value) and all(isinstance(each, (list, tuple)) for each in value)
+    )
 
 
 def said(value: object) -> str:
@@ -66,19 +69,30 @@ def said(value: object) -> str:
     if isinstance(value, Mapping):
         rest = ", ".join(f"{k} {said(v)}" for k, v in value.items() if k not in ("name", "source"))
         return f"{value.get('name', '')}{f' ({rest})' if rest else ''}".strip()
-    return f"{value:g}" if isinstance(value, float) else "–".join(map(said, value)) if isinstance(value, (list, tuple)) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else "–".join(map(said, value))
+        if isinstance(value, (list, tuple))
+        else str(value)
+    )
 
 
 def crossed(named: Mapping[str, Mapping[str, object]], axes: Mapping[str, list]) -> list[Arm]:
     "Every named arm with every combination of the axes. ValueError for an empty axis or a field given twice."
-    for field, values in axes.items():
+    for knob, values in axes.items():
         if not values:
-            raise ValueError(f"{field}: an empty list varies nothing; name the values to try")
-        if any(field in knobs for knobs in named.values()):
-            raise ValueError(f"{field}: is an axis and is set by an arm; give it once")
+            raise ValueError(f"{knob}: an empty list varies nothing; name the values to try")
+        if any(knob in knobs for knobs in named.values()):
+            raise ValueError(f"{knob}: is an axis and is set by an arm; give it once")
     grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    label = lambda name, point: ", ".join(([name] if name else []) + [f"{field} = {said(value)}" for field, value in point.items()])
-    return [Arm(label(name, point), {**knobs, **point}) for name, knobs in (named or {"": {}}).items() for point in grid]
+
+    def label(name, point):
+        return ", ".join(([name] if name else []) + [f"{field} = {said(value)}" for field, value in point.items()])
+
+    return [
+        Arm(label(name, point), {**knobs, **point}) for name, knobs in (named or {"": {}}).items() for point in grid
+    ]
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-check
 UNHASHED = ("name", "seed", "sinks", "webhook")
@@ -117,7 +131,9 @@ def note_exam(arm: Arm, config: RunConfig, base: RunConfig) -> Arm:
     "The arm with what is different about its exams, each compared with the base's of the same name."
     if not (config.eval and base.eval):
         return arm
-    mine, theirs = ({table.name: exam_in(each.model_dump(), table.model_dump()) for table in each.eval} for each in (config, base))
+    mine, theirs = (
+        {table.name: exam_in(each.model_dump(), table.model_dump()) for table in each.eval} for each in (config, base)
+    )
     told = {name: exam_differences(mine[name], theirs[name]) for name in theirs if name in mine}
     told |= {name: "none" for name in theirs if name not in mine}
     told |= {name: "an exam that the base has not" for name in mine if name not in theirs}
@@ -136,7 +152,9 @@ def told_apart(arms: Sequence[Arm]) -> tuple[Arm, ...]:
         if one.hash == two.hash:
             raise ValueError(f"arms: {one.label!r} and {two.label!r} are the same configuration; keep one")
     if same and not others:
-        raise ValueError(f"arms: {same[0].label!r} is what the base does already, so there is nothing to compare; give a value that the base does not have")
+        raise ValueError(
+            f"arms: {same[0].label!r} is what the base does already, so there is nothing to compare; give a value that the base does not have"
+        )
     return (replace(base, label=f"{same[0].label} (base)" if same else base.label), *others)
 
 
@@ -146,12 +164,26 @@ def base_in_words(base: Arm) -> str:
     return "" if own == base.label else f"{own} is what the base does already: it is run once, and stands as the base"
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-trial
-CURVE = ("version", "at", "trained_rollouts", "generated_tokens", "solve_rate", "reward_mean", "length_mean", "entropy", "ess", "kl_sampler", "lag_token", "lag_max")
+CURVE = (
+    "version",
+    "at",
+    "trained_rollouts",
+    "generated_tokens",
+    "solve_rate",
+    "reward_mean",
+    "length_mean",
+    "entropy",
+    "ess",
+    "kl_sampler",
+    "lag_token",
+    "lag_max",
+)
 
 
 @dataclass(frozen=True)
 class Trial:
     "One run of an arm; `again`: of the null arm. Per held-out evaluation: version, solve rate, tokens generated and seconds up to then. `means` are means of step columns, `curve` some of them by version; `parts` are those of the digest."
+
     hash: str
     seed: int
     again: bool
@@ -176,35 +208,65 @@ class Trial:
         "Whether the run came to the end of its budget."
         return self.state == "finished"
 
-
+# %% ../../nbs/workbench/09_ablation.ipynb #ablation-trial-part-2
 def read_trial(ended: Run, hash: str, seed: int, again: bool) -> Trial:
     "The numbers of an ended run."
     import polars as pl
 
     steps, evals, status = ended.steps, ended.evals, ended.status
     name = ended.config.eval[0].name if ended.config.eval else ""
-    rows = evals.filter(pl.col("eval") == name, pl.col("avg").is_not_null()).unique("version", keep="last", maintain_order=True).sort("version")
-    used = np.interp(rows["version"].to_numpy(), [0, *steps["version"]], [0, *np.nancumsum(steps["generated_tokens"].to_numpy())])
+    rows = (
+        evals.filter(pl.col("eval") == name, pl.col("avg").is_not_null())
+        .unique("version", keep="last", maintain_order=True)
+        .sort("version")
+    )
+    used = np.interp(
+        rows["version"].to_numpy(), [0, *steps["version"]], [0, *np.nancumsum(steps["generated_tokens"].to_numpy())]
+    )
     kinds = [column for column, kind in steps.schema.items() if kind.is_numeric() and steps[column].count()]
     place = ended.folder / "provenance.json"
     made = read_json(place) if place.exists() else {}
-    return Trial(hash, seed, again, ended.name, ended.state, status.reason if status else "", status.digest if status else "", tuple(rows["version"]), tuple(rows["avg"]), tuple(used.tolist()),
-                 tuple(rows["at"]), status.tokens if status else 0, status.seconds if status else 0.0, {column: float(steps[column].mean()) for column in kinds},
-                 {column: tuple(steps[column]) for column in CURVE if column in steps.columns}, str(made.get("commit", "")), str(made.get("processor", "")), known_parts(status.digest, status.parts) if status else {})
+    return Trial(
+        hash,
+        seed,
+        again,
+        ended.name,
+        ended.state,
+        status.reason if status else "",
+        status.digest if status else "",
+        tuple(rows["version"]),
+        tuple(rows["avg"]),
+        tuple(used.tolist()),
+        tuple(rows["at"]),
+        status.tokens if status else 0,
+        status.seconds if status else 0.0,
+        {column: float(steps[column].mean()) for column in kinds},
+        {column: tuple(steps[column]) for column in CURVE if column in steps.columns},
+        str(made.get("commit", "")),
+        str(made.get("processor", "")),
+        known_parts(status.digest, status.parts) if status else {},
+    )
 
 
 def trial_of(table: Mapping) -> Trial:
     "A trial from its JSON data."
     curve = {column: tuple(values) for column, values in table["curve"].items()}
-    return Trial(**{field: tuple(value) if isinstance(value, list) else value for field, value in {**table, "curve": curve}.items()})
+    return Trial(
+        **{
+            field: tuple(value) if isinstance(value, list) else value
+            for field, value in {**table, "curve": curve}.items()
+        }
+    )
 
-
+# %% ../../nbs/workbench/09_ablation.ipynb #ablation-trial-part-3
 def load_trial(path: Path) -> Trial:
     "A stored trial. ValueError for a file that is none."
     try:
         return trial_of(read_json(path))
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a stored trial of an ablation ({error}); remove it, and it is run again") from None
+        raise ValueError(
+            f"{path}: not a stored trial of an ablation ({error}); remove it, and it is run again"
+        ) from None
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-measures
 def held_out(trial: Trial) -> float:
@@ -221,7 +283,9 @@ def area(trial: Trial) -> float:
 def _reached(x: Sequence[float], rates: Sequence[float], level: float) -> float:
     for i, rate in enumerate(rates):
         if rate >= level:
-            return float(x[i] if i == 0 else x[i - 1] + (level - rates[i - 1]) / (rate - rates[i - 1]) * (x[i] - x[i - 1]))
+            return float(
+                x[i] if i == 0 else x[i - 1] + (level - rates[i - 1]) / (rate - rates[i - 1]) * (x[i] - x[i - 1])
+            )
     return math.nan
 
 
@@ -245,13 +309,23 @@ def seconds(trial: Trial) -> float:
     return trial.seconds
 
 
-def mean(trial: Trial, *, column: Knob(help="column of the step table to average, such as ess or entropy") = "ess") -> float:
+def mean(
+    trial: Trial, *, column: Knob(help="column of the step table to average, such as ess or entropy") = "ess"
+) -> float:
     "Mean of a column of the step table over the versions of the run."
     return trial.means.get(column, math.nan)
 
 
 TIMED = ("seconds", "seconds_to", "mean")  # a clock may tell these, so they differ between equal runs
-MEASURES = {"held_out": held_out, "area": area, "versions_to": versions_to, "tokens_to": tokens_to, "seconds_to": seconds_to, "seconds": seconds, "mean": mean}
+MEASURES = {
+    "held_out": held_out,
+    "area": area,
+    "versions_to": versions_to,
+    "tokens_to": tokens_to,
+    "seconds_to": seconds_to,
+    "seconds": seconds,
+    "mean": mean,
+}
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-interval
 def t_share(angle: float, freedom: int) -> float:
@@ -319,6 +393,7 @@ class Difference:
     """An arm against another: mean of both, of their paired differences with its interval, the differences by seed, and seeds without a pair.
 
     `p` belongs to the interval; `adjusted` is Holm's p among so many `comparisons`, the same as `p` for one."""
+
     arm: str
     against: str
     value: float
@@ -359,14 +434,28 @@ def paired(arm: str, against: str, mine: Mapping[int, float], other: Mapping[int
     points = [mine[s] - other[s] for s in both]
     missing = tuple(s for s in seeds if s not in both)
     p = p_value(points)
-    return Difference(arm, against, _mean([mine[s] for s in both]), _mean([other[s] for s in both]), _mean(points), *interval(points), tuple(points), missing, p, p)
+    return Difference(
+        arm,
+        against,
+        _mean([mine[s] for s in both]),
+        _mean([other[s] for s in both]),
+        _mean(points),
+        *interval(points),
+        tuple(points),
+        missing,
+        p,
+        p,
+    )
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-difference-adjust
 def adjust_differences(found: Sequence[Difference], nulls: Sequence[str] = ()) -> tuple[Difference, ...]:
     "The differences with Holm's p for all of them together. Arms named in `nulls`, and pairs that are all equal, are no comparisons."
     counted = [d.arm not in nulls and not d.none and not math.isnan(d.p) for d in found]
     adjusted = iter(holm([d.p for d, counts in zip(found, counted) if counts]))
-    return tuple(replace(d, adjusted=next(adjusted), comparisons=sum(counted)) if counts else d for d, counts in zip(found, counted))
+    return tuple(
+        replace(d, adjusted=next(adjusted), comparisons=sum(counted)) if counts else d
+        for d, counts in zip(found, counted)
+    )
 
 
 def comparisons_in_words(found: Sequence[Difference]) -> str:
@@ -386,6 +475,7 @@ def comparisons_in_words(found: Sequence[Difference]) -> str:
 class Null:
     """What the null arm showed. `exact`: digests must be equal, and so must be the measured number, unless a clock may
     tell it (`timed`); `equal` of the `pairs` were; `differing`: parts of the digest that were not."""
+
     exact: bool
     pairs: int
     equal: int
@@ -410,7 +500,11 @@ class Null:
             told = f"digests equal in {self.equal} of {self.pairs} pairs{parts}"
             if self.equal == self.pairs and not self.holds:
                 told += f", and the measured number differs by {number(d.mean, True)}"
-        return f"null arm holds: {told}" if self.holds else f"NULL ARM FAILED: {told}. The base differs from itself, so no difference here can be believed."
+        return (
+            f"null arm holds: {told}"
+            if self.holds
+            else f"NULL ARM FAILED: {told}. The base differs from itself, so no difference here can be believed."
+        )
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-null-number
 def _parts(trial: Trial) -> Mapping[str, str]:
@@ -435,6 +529,7 @@ def repeats(config: RunConfig) -> bool:
 @dataclass(frozen=True, eq=False)
 class Ablation:
     "Arms (the base first) and their trials; it shows itself in a notebook. `exact`: the base repeats to the bit."
+
     arms: tuple[Arm, ...]
     trials: tuple[Trial, ...]
     measure: Mapping[str, object]
@@ -445,7 +540,9 @@ class Ablation:
         found, of = next((a for a in self.arms if a.label == arm), None), measured(measure or self.measure)
         if found is None:
             raise unknown("arm", arm, [a.label for a in self.arms])
-        return {t.seed: of(t) if t.finished else math.nan for t in self.trials if (t.hash, t.again) == (found.hash, again)}
+        return {
+            t.seed: of(t) if t.finished else math.nan for t in self.trials if (t.hash, t.again) == (found.hash, again)
+        }
 
     def difference(self, arm: str, against: str = "", measure=None) -> Difference:
         "An arm less another (the base, if none is named), pair by pair."
@@ -499,7 +596,10 @@ class Ablation:
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-result-null
 def _null(a: Ablation) -> Null:
     base = a.arms[0]
-    ended = {again: {t.seed: t for t in a.trials if t.hash == base.hash and t.again == again and t.finished} for again in (False, True)}
+    ended = {
+        again: {t.seed: t for t in a.trials if t.hash == base.hash and t.again == again and t.finished}
+        for again in (False, True)
+    }
     pairs = [(ended[False][s], ended[True][s]) for s in sorted(ended[False].keys() & ended[True].keys())]
     found = [differing_parts(_parts(one), _parts(two)) for one, two in pairs]
     equal = sum(not parts and one.digest != "" != two.digest for parts, (one, two) in zip(found, pairs))
@@ -521,7 +621,10 @@ def points_of(trial: Trial, column: str) -> dict[int, float]:
 def learning_curves(a: Ablation, column: str) -> Chart:
     "The curves of `column`: held_out or one kept of the step table; if empty, held_out, or solve_rate without an evaluation. ValueError for another."
     column = column or ("held_out" if any(t.rates for t in a.trials) else "solve_rate")
-    kept = ["held_out", *(name for name in CURVE if name not in ("version", "at") and all(name in t.curve for t in a.trials))]
+    kept = [
+        "held_out",
+        *(name for name in CURVE if name not in ("version", "at") and all(name in t.curve for t in a.trials)),
+    ]
     if column not in kept:
         raise unknown("column", column, kept)
     lines = []
@@ -548,7 +651,11 @@ NUMBERS = ("mean", "difference", "low", "high", "p", "p_holm")
 def dark_in_words(found: Sequence[Difference]) -> str:
     "What a dark interval of a chart means."
     several = max((d.comparisons for d in found), default=1)
-    return f"dark: differs from 0 after Holm's adjustment for {several} comparisons" if several > 1 else "dark: it leaves out 0"
+    return (
+        f"dark: differs from 0 after Holm's adjustment for {several} comparisons"
+        if several > 1
+        else "dark: it leaves out 0"
+    )
 
 
 def _compared(a: Ablation) -> list[Difference]:
@@ -556,60 +663,125 @@ def _compared(a: Ablation) -> list[Difference]:
 
 
 def _table_row(d: Difference, p_holm: float | None) -> dict:
-    return {"arm": d.arm, "mean": d.value, "difference": d.mean, "low": d.low, "high": d.high, "p": d.p, "p_holm": p_holm, "pairs": len(d.points)}
+    return {
+        "arm": d.arm,
+        "mean": d.value,
+        "difference": d.mean,
+        "low": d.low,
+        "high": d.high,
+        "p": d.p,
+        "p_holm": p_holm,
+        "pairs": len(d.points),
+    }
 
 
 def _table(a: Ablation) -> "pl.DataFrame":
     import polars as pl
 
     base = list(a.by_seed(a.arms[0].label).values())
-    first = {"arm": a.arms[0].label, "mean": _mean([v for v in base if math.isfinite(v)]), **dict.fromkeys(NUMBERS[1:]), "pairs": sum(map(math.isfinite, base))}
+    first = {
+        "arm": a.arms[0].label,
+        "mean": _mean([v for v in base if math.isfinite(v)]),
+        **dict.fromkeys(NUMBERS[1:]),
+        "pairs": sum(map(math.isfinite, base)),
+    }
     rows = [_table_row(d, d.adjusted) for d in a.differences]
     null = [_table_row(a.null.difference, None)] if a.null else []
-    return pl.DataFrame([first, *null, *rows], schema_overrides={name: pl.Float64 for name in NUMBERS}).with_columns(pl.col(pl.Float64).fill_nan(None))
+    return pl.DataFrame([first, *null, *rows], schema_overrides=dict.fromkeys(NUMBERS, pl.Float64)).with_columns(
+        pl.col(pl.Float64).fill_nan(None)
+    )
 
 
 def _in_words(a: Ablation) -> str:
     import polars as pl
 
-    with pl.Config(fmt_str_lengths=80, tbl_width_chars=200, tbl_rows=100, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True):
+    with pl.Config(
+        fmt_str_lengths=80,
+        tbl_width_chars=200,
+        tbl_rows=100,
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+    ):
         null = [str(a.null)] if a.null and a.null.holds else []
-        return "\n".join([*a.cautions, *null, *filter(None, ["" if a.is_scan else comparisons_in_words(a.differences)]), str(a.table())])
+        return "\n".join(
+            [
+                *a.cautions,
+                *null,
+                *filter(None, ["" if a.is_scan else comparisons_in_words(a.differences)]),
+                str(a.table()),
+            ]
+        )
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-show-chart
 def _chart(a: Ablation) -> Chart:
     found, null = _compared(a), a.null
-    role = lambda d: ("grey" if null.holds else "vermilion") if null and d is found[0] else "blue" if d.significant else "sky"
-    series = Intervals(tuple(d.arm for d in found), tuple(d.mean for d in found), tuple(d.low for d in found), tuple(d.high for d in found), tuple(map(role, found)),
-                       tuple(d.points for d in found), tuple(number(d.mean, True) for d in found))
+
+    def role(d):
+        return ("grey" if null.holds else "vermilion") if null and d is found[0] else "blue" if d.significant else "sky"
+
+    series = Intervals(
+        tuple(d.arm for d in found),
+        tuple(d.mean for d in found),
+        tuple(d.low for d in found),
+        tuple(d.high for d in found),
+        tuple(map(role, found)),
+        tuple(d.points for d in found),
+        tuple(number(d.mean, True) for d in found),
+    )
     title, unit = said(a.measure), "share" if a.measure["name"] in ("held_out", "area") else ""
     subtitle = f"{len({t.seed for t in a.trials})} paired seeds, 95 % interval; {dark_in_words(a.differences)}"
     if a.is_scan:
         subtitle = "a scan: one seed, so no interval; a difference may be chance"
-    return Chart(f"{title}: difference to {a.arms[0].label}", (series,) if any(math.isfinite(d.mean) for d in found) else (), subtitle, x_label="difference", x_unit=unit,
-                 marks=(Mark(0.0, "no difference"),), empty="no pair of finished runs yet")
+    return Chart(
+        f"{title}: difference to {a.arms[0].label}",
+        (series,) if any(math.isfinite(d.mean) for d in found) else (),
+        subtitle,
+        x_label="difference",
+        x_unit=unit,
+        marks=(Mark(0.0, "no difference"),),
+        empty="no pair of finished runs yet",
+    )
 
-
+# %% ../../nbs/workbench/09_ablation.ipynb #ablation-show-chart-part-2
 def _cautions(a: Ablation) -> list[str]:
     label = {arm.hash: arm.label for arm in a.arms}
     told = [str(a.null)] if a.null and not a.null.holds else []
-    told += [f"{label[t.hash]}{' again' * t.again}, seed {t.seed}: {t.state}, {t.reason or 'no reason given'}; its pair is left out." for t in a.trials if not t.finished]
+    told += [
+        f"{label[t.hash]}{' again' * t.again}, seed {t.seed}: {t.state}, {t.reason or 'no reason given'}; its pair is left out."
+        for t in a.trials
+        if not t.finished
+    ]
     for d in _compared(a):
         lost = [s for s in d.missing if all(t.finished for t in a.trials if t.seed == s)]
-        told += [f"{d.arm}: no number for seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}; the level was not reached on one side, and the difference is that of the others."] if lost else []
-    told += [f"{arm.label} sits another exam than the base: {arm.exam}. Its difference is one of exams, too." for arm in a.arms if arm.exam]
+        told += (
+            [
+                f"{d.arm}: no number for seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}; the level was not reached on one side, and the difference is that of the others."
+            ]
+            if lost
+            else []
+        )
+    told += [
+        f"{arm.label} sits another exam than the base: {arm.exam}. Its difference is one of exams, too."
+        for arm in a.arms
+        if arm.exam
+    ]
     for name in ("commit", "processor"):
         if len(kinds := {getattr(t, name) for t in a.trials} - {""}) > 1:
-            told.append(f"The runs are of more than one {name}: {', '.join(sorted(k[:40] for k in kinds))}. Use another folder to run all of them anew.")
+            told.append(
+                f"The runs are of more than one {name}: {', '.join(sorted(k[:40] for k in kinds))}. Use another folder to run all of them anew."
+            )
     return told + list(filter(None, [_few_seeds(len({t.seed for t in a.trials}))]))
 
-
+# %% ../../nbs/workbench/09_ablation.ipynb #ablation-show-chart-part-3
 def _few_seeds(seeds: int) -> str:
     if seeds == 1:
         return "A scan: one seed for each arm. It says where to look, not which arm is better; run the arms of interest with seeds = 5."
     if not 2 <= seeds < 5:
         return ""
-    half = lambda n: widening(n) * t_quantile(0.975, n - 1) / math.sqrt(n)
+
+    def half(n):
+        return widening(n) * t_quantile(0.975, n - 1) / math.sqrt(n)
+
     return f"{seeds} seeds: for equally scattered differences the interval is {half(seeds) / half(5):.1f} times as wide as with 5; 5 is the least to conclude from."
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-html
@@ -618,11 +790,25 @@ def ablation_html(a: Ablation) -> str:
     from rlbench.views.report import table, text
 
     null, frame = a.null, a.table()
-    box = lambda line, colour: f'<div style="border:2px solid {colour};padding:6px 10px;margin:6px 0;max-width:640px">{text(line)}</div>'
-    told = "".join(box(line, COLOURS["vermilion"] if line.startswith("NULL") else COLOURS["amber"]) for line in a.cautions) + (f"<p>{text(str(null))}</p>" if null and null.holds else "")
+
+    def box(line, colour):
+        return (
+            f'<div style="border:2px solid {colour};padding:6px 10px;margin:6px 0;max-width:640px">{text(line)}</div>'
+        )
+
+    told = "".join(
+        box(line, COLOURS["vermilion"] if line.startswith("NULL") else COLOURS["amber"]) for line in a.cautions
+    ) + (f"<p>{text(str(null))}</p>" if null and null.holds else "")
     signed = ("difference", "low", "high")
     heads = ["arm", said(a.measure), "difference", "95 % from", "to", "p", "Holm's p", "pairs"]
-    rows = [[text(row["arm"]), *(text(number(math.nan if row[c] is None else row[c], c in signed)) for c in NUMBERS), str(row["pairs"])] for row in frame.iter_rows(named=True)]
+    rows = [
+        [
+            text(row["arm"]),
+            *(text(number(math.nan if row[c] is None else row[c], c in signed)) for c in NUMBERS),
+            str(row["pairs"]),
+        ]
+        for row in frame.iter_rows(named=True)
+    ]
     chart, words = a.chart(), "" if a.is_scan else comparisons_in_words(a.differences)
     told += f"<p>{text(words)}</p>" if words else ""
     drawn = f'<div style="max-width:640px">{to_svg(chart, 640, 110 + 34 * len(_compared(a)))}{to_svg(a.curves(), 640, 240)}</div>'
@@ -635,13 +821,17 @@ def ablation_page(a: Ablation, path: str | Path) -> Path:
 
     title = f"{said(a.measure)}: {', '.join(arm.label for arm in a.arms[:4])}"
     style = "body{font:15px system-ui,sans-serif;max-width:720px;margin:24px auto;padding:0 12px;color:#222;background:#fff}table{border-collapse:collapse}td,th{padding:4px 10px;text-align:right}td:first-child,th:first-child{text-align:left}"
-    Path(path).write_text(f"<!doctype html><meta charset='utf-8'><title>{text(title)}</title><style>{style}</style><h1>Ablation</h1>{ablation_html(a)}\n", encoding="utf-8")
+    Path(path).write_text(
+        f"<!doctype html><meta charset='utf-8'><title>{text(title)}</title><style>{style}</style><h1>Ablation</h1>{ablation_html(a)}\n",
+        encoding="utf-8",
+    )
     return Path(path)
 
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-jobs
 @dataclass(frozen=True)
 class Job:
     "A run to be made: arm, seed, whether it is the null arm's."
+
     arm: Arm
     seed: int
     again: bool
@@ -706,17 +896,25 @@ def run_all(jobs: Sequence[Job], base, folder: Path, at_once: int, say: Callable
                 each.wait()
                 trial = done[job.key] = read_trial(each, job.arm.hash, job.seed, job.again)
                 write_json(folder / f"{job.key}.json", asdict(trial)) if trial.finished else None
-                say(f"{len(done)} of {len(jobs)}  {job}: {_outcome(trial)}{_left(began, len(done) - first, len(jobs) - len(done))}")
+                say(
+                    f"{len(done)} of {len(jobs)}  {job}: {_outcome(trial)}{_left(began, len(done) - first, len(jobs) - len(done))}"
+                )
             if live and time.monotonic() - spoke > SAY_EVERY:
                 spoke = time.monotonic()
                 running = [(each.status.version if each.status else 0, each.config.steps) for _, each in live]
                 under_way = sum(version / max(1, steps) for version, steps in running)
-                at = "; ".join(f"{job}: version {version} of {steps}" for (job, _), (version, steps) in zip(live, running))
+                at = "; ".join(
+                    f"{job}: version {version} of {steps}" for (job, _), (version, steps) in zip(live, running)
+                )
                 say(at + _left(began, len(done) - first + under_way, len(jobs) - len(done) - under_way))
             time.sleep(LOOK_EVERY if live else 0)
     except KeyboardInterrupt:
         going = ", ".join(str(each.folder) for _, each in live)
-        say(f"interrupted: {len(done)} of {len(jobs)} runs are stored in {folder}" + (f"; under way, and going on by itself: {going}" if going else "") + ". The same call goes on from here.")
+        say(
+            f"interrupted: {len(done)} of {len(jobs)} runs are stored in {folder}"
+            + (f"; under way, and going on by itself: {going}" if going else "")
+            + ". The same call goes on from here."
+        )
         raise
     return tuple(done[job.key] for job in jobs)
 
@@ -732,24 +930,43 @@ def _left(began: float, made: float, left: float) -> str:
 # %% ../../nbs/workbench/09_ablation.ipynb #ablation-ablate
 def _given(base, arms, grid: Mapping[str, object]) -> tuple[dict[str, list], dict[str, object]]:
     "Axes and fixed settings. ValueError for what this call itself decides, or if nothing varies."
-    for field in ("seed", "name"):
-        if field in grid or any(field in knobs for knobs in (arms or {}).values()):
-            raise ValueError(f"{field}: given to every run by the ablation itself; use seeds = a number, or a list of seeds" if field == "seed" else "name: runs are named by the ablation itself; leave it out")
+    for knob in ("seed", "name"):
+        if knob in grid or any(knob in knobs for knobs in (arms or {}).values()):
+            raise ValueError(
+                f"{knob}: given to every run by the ablation itself; use seeds = a number, or a list of seeds"
+                if knob == "seed"
+                else "name: runs are named by the ablation itself; leave it out"
+            )
     axes = {field: value for field, value in grid.items() if is_axis(field, value)}
     if not axes and not arms:
-        raise ValueError('ablate: nothing varies; give a list for a field, as in loss=["ppo", "reinforce"], or arms={"name": {field: value}}')
+        raise ValueError(
+            'ablate: nothing varies; give a list for a field, as in loss=["ppo", "reinforce"], or arms={"name": {field: value}}'
+        )
     return axes, {field: value for field, value in grid.items() if field not in axes}
 
-
-def ablate(base: str | Mapping | RunConfig = "tiny", *, seeds: int | Sequence[int] = 5, measure="held_out", arms: Mapping[str, Mapping[str, object]] | None = None, knobs: Mapping[str, object] | None = None,
-           folder: str | Path = "ablations", null: bool = True, at_once: int = 1, say: Callable[[str], None] = print, **grid) -> Ablation:
+# %% ../../nbs/workbench/09_ablation.ipynb #ablation-ablate-part-2
+def ablate(
+    base: str | Mapping | RunConfig = "tiny",
+    *,
+    seeds: int | Sequence[int] = 5,
+    measure="held_out",
+    arms: Mapping[str, Mapping[str, object]] | None = None,
+    knobs: Mapping[str, object] | None = None,
+    folder: str | Path = "ablations",
+    null: bool = True,
+    at_once: int = 1,
+    say: Callable[[str], None] = print,
+    **grid,
+) -> Ablation:
     """Run every arm with the same seeds, and compare. A list for a field is an axis, a single value holds in all arms; dotted fields go into `knobs`; `arms` names combinations of settings.
     Finished runs are kept in `folder` by the hash of their configuration and are not run again. Raises ConfigError or ValueError before anything starts."""
     asked, folder = {**(knobs or {}), **grid}, Path(folder)
     axes, fixed = _given(base, arms, asked)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if len(set(chosen)) < max(1, len(chosen)) or any(not isinstance(s, int) or s < 0 for s in chosen):
-        raise ValueError(f"seeds: {seeds!r} gives nothing to compare; give different seeds, 5 to conclude something, or 1 for a scan")
+        raise ValueError(
+            f"seeds: {seeds!r} gives nothing to compare; give different seeds, 5 to conclude something, or 1 for a scan"
+        )
     null = null and len(chosen) > 1  # a scan claims nothing that a null arm could refute
     if at_once < 1:
         raise ValueError(f"at_once: {at_once} runs at a time are none; give 1 or more")
@@ -760,11 +977,21 @@ def ablate(base: str | Mapping | RunConfig = "tiny", *, seeds: int | Sequence[in
     others = [checked(base, examined_alike(arm, config, fixed), fixed) for arm in crossed(arms or {}, axes)]
     made = told_apart([first, *(note_exam(arm, theirs, config) for arm, theirs in others)])
     if named.name in ("held_out", "area", "versions_to", "tokens_to", "seconds_to") and not config.eval:
-        raise ConfigError(f"measure: {named.name} needs a held-out evaluation, and `eval` is empty; name one, or choose another measure")
+        raise ConfigError(
+            f"measure: {named.name} needs a held-out evaluation, and `eval` is empty; name one, or choose another measure"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if merged := base_in_words(made[0]):
         say(merged)
-    jobs = [job for seed in chosen for job in ([Job(made[0], seed, False)] + [Job(made[0], seed, True)] * null + [Job(arm, seed, False) for arm in made[1:]])]
+    jobs = [
+        job
+        for seed in chosen
+        for job in (
+            [Job(made[0], seed, False)]
+            + [Job(made[0], seed, True)] * null
+            + [Job(arm, seed, False) for arm in made[1:]]
+        )
+    ]
     result = Ablation(made, run_all(jobs, base, folder, at_once, say), named.table(), repeats(config))
     if result.null:
         say(str(result.null))

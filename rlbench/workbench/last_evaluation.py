@@ -21,14 +21,14 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from ..runtime.checkpoint import POLICY_NOTE, note_policy
-from ..loop.config import RunConfig, captured_functions
-from ..knobs import key_of
 from ..base.ledger import Ledger, read_json, read_status, read_table, write_status
-from .offline import Evaluated, evaluate
+from ..knobs import key_of
+from ..loop.config import RunConfig, captured_functions
 from ..runtime.actors import ProcessHandle, Refused
+from ..runtime.checkpoint import POLICY_NOTE, note_policy
 from ..runtime.steer import in_force
 from ..runtime.worker import Functions, asks_for_pool
+from .offline import Evaluated, evaluate
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-reasons
 # Owns: the evaluation of a failed run's saved policy, in a process of its own, and its row in the table `evals`.
@@ -121,7 +121,9 @@ def end_evaluation(handle: ProcessHandle) -> None:
     handle.close(0.0)
 
 
-def measure_in_process(folder: Path, seconds: float, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main) -> Evaluated | str:
+def measure_in_process(
+    folder: Path, seconds: float, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
+) -> Evaluated | str:
     "Start the process (`main(connection, folder, supervisor)`), wait for what it measures, and end it. Returns the figures, or in words why there are none."
     handle = ProcessHandle("evaluation", main, (str(folder), os.getpid()), parent=True)
     try:
@@ -149,7 +151,9 @@ def rate_again(folder: Path, version: int) -> None:
     write_status(folder, replace(status, reason="; ".join(filter(None, (reason, warning)))))
 
 
-def evaluate_failed_run(folder: Path, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main) -> bool:
+def evaluate_failed_run(
+    folder: Path, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
+) -> bool:
     """Evaluate the policy that a failed run has saved, once; run.log says what came of it. Returns True if there is a new row.
     `is_stopped`: asked twice a second whether to give up; `main`: main function of the process. ValueError for a folder that cannot be read."""
     if not has_saved_policy(folder):

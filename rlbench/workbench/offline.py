@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
-from ..runtime.metrics import eval_columns
-from ..loop.config import FUNCTIONS, EvalConfig, RunConfig
 from ..environments.environment import judge
+from ..environments.tasks import make_tasks
 from ..generator import Request
 from ..knobs import bind, resolve
+from ..loop.config import FUNCTIONS, EvalConfig, RunConfig
 from ..records import Group, Rollout, Sampling, Task, prompt_segment, stream_key
-from ..environments.tasks import make_tasks
+from ..runtime.metrics import eval_columns
 from ..runtime.worker import Writer, build_halves
 
 # %% ../../nbs/workbench/01_offline.ipynb #offline-respond
@@ -24,7 +24,9 @@ def respond(writer: Writer, tasks: Sequence[Task], k: int, sampling: Sampling, s
     "k unscored rollouts of each task."
     keys = [(t * k + i, t, i) for t in range(len(tasks)) for i in range(k)]
     prompts = {t: writer.encode(task.prompt) for t, task in enumerate(tasks)}
-    writer.generator.submit([Request((n, 0), prompts[t], sampling, stream_key(seed, tasks[t].id, n), writer.stop) for n, t, _ in keys])
+    writer.generator.submit(
+        [Request((n, 0), prompts[t], sampling, stream_key(seed, tasks[t].id, n), writer.stop) for n, t, _ in keys]
+    )
     results = {}
     while not writer.generator.idle:
         results.update((r.key[0], r) for r in writer.generator.step(8))
@@ -83,7 +85,9 @@ class Evaluated:
 
 
 def evaluate(
-    config: RunConfig, sets: Sequence[EvalConfig] | None = None, extra: Mapping[str, Mapping[str, Callable]] | None = None
+    config: RunConfig,
+    sets: Sequence[EvalConfig] | None = None,
+    extra: Mapping[str, Mapping[str, Callable]] | None = None,
 ) -> list[Evaluated]:
     "Evaluate the policy `config.model`; `extra`: captured functions by field. Raises ValueError for what the model or the tasks refuse, and if no response could be judged."
     sets = (config.eval or (EvalConfig(),)) if sets is None else sets
@@ -92,14 +96,22 @@ def evaluate(
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
     verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)
     with writing(config, [t.prompt for pool in pools for t in pool]) as writer:
-        written = [respond(writer, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed) for e, pool in zip(sets, pools)]
+        written = [
+            respond(writer, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed)
+            for e, pool in zip(sets, pools)
+        ]
     return [_evaluated(e, groups, verifier, reward, config) for e, groups in zip(sets, written)]
 
 
 def _evaluated(e: EvalConfig, groups: list[Group], verifier, reward, config: RunConfig) -> Evaluated:
-    scored = [Group(g.id, g.task, tuple(_judged(r, verifier, reward, config.score_deadline) for r in g.rollouts)) for g in groups]
+    scored = [
+        Group(g.id, g.task, tuple(_judged(r, verifier, reward, config.score_deadline) for r in g.rollouts))
+        for g in groups
+    ]
     if all(rollout.correct is None for group in scored for rollout in group.rollouts):
-        raise ValueError(f"{e.name}: the verifier gave no verdict on any of {sum(len(group.rollouts) for group in scored)} responses")
+        raise ValueError(
+            f"{e.name}: the verifier gave no verdict on any of {sum(len(group.rollouts) for group in scored)} responses"
+        )
     columns = eval_columns(scored, e.k)
     names = [f.name for f in fields(Evaluated) if f.name in columns]
     return Evaluated(eval=e.name, k=e.k, temperature=e.temperature, **{name: columns[name] for name in names})
@@ -113,5 +125,11 @@ def _judged(rollout: Rollout, verifier, reward, deadline: float) -> Rollout:
 def sample(config: RunConfig, prompt: str, n: int = 4, temperature: float = 1.0, seed: int = 0) -> list[str]:
     "n responses to a prompt. Raises ValueError for a prompt that does not fit."
     with writing(config, [prompt]) as writer:
-        (group,) = respond(writer, [Task(f"prompt/{prompt}", prompt, "")], n, Sampling(temperature, config.top_p, config.top_k, config.max_tokens), seed)
+        (group,) = respond(
+            writer,
+            [Task(f"prompt/{prompt}", prompt, "")],
+            n,
+            Sampling(temperature, config.top_p, config.top_k, config.max_tokens),
+            seed,
+        )
     return [r.text for r in group.rollouts]

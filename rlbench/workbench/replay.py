@@ -16,12 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.checkpoint import CHECKPOINTS, load_checkpoint
+from ..base.ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
 from ..loop.config import RunConfig, captured_functions, load_config, presets, read_config, write_config
 from ..loop.digest import PartCheck, compare_traces, equality_in_words, is_same_run, known_parts, read_trace
-from ..base.ledger import ENDED, create_run_folder, read_json, read_status, read_table, state_of
-from ..runtime.lineage import BY_EVENT, BY_PLACE, Family, journal_of, read_family, standing, write_family, write_script
 from ..loop.loop import VERBS
+from ..runtime.checkpoint import CHECKPOINTS, load_checkpoint
+from rlbench.runtime.lineage import (
+    BY_EVENT,
+    BY_PLACE,
+    Family,
+    journal_of,
+    read_family,
+    standing,
+    write_family,
+    write_script,
+)
 from ..views.report import DECIDE
 
 if TYPE_CHECKING:
@@ -42,7 +51,10 @@ WHOLE = ("in_flight", "wait")  # what a synchronous run does with stragglers if 
 def always_waves(config: RunConfig, journal: "pl.DataFrame") -> bool:
     "Whether the run went in whole waves all the time. `journal`: the rows of its commands table that stand."
     applied = journal.filter(journal["status"] == "applied")
-    values = {knob: [json.loads(value) for value in applied.filter(applied["knob"] == knob)["value"]] for knob in ("staleness", "stragglers")}
+    values = {
+        knob: [json.loads(value) for value in applied.filter(applied["knob"] == knob)["value"]]
+        for knob in ("staleness", "stragglers")
+    }
     return not any((config.staleness, *values["staleness"])) and {config.stragglers, *values["stragglers"]} <= {*WHOLE}
 
 
@@ -55,7 +67,7 @@ def doubts(folder: Path) -> str:
     if always_waves(config, journal):
         return ""
     if config.clock != "virtual":
-        return "it was asynchronous in real time, where timing decides which rollouts meet in a batch; a run in waves (staleness = 0, stragglers = \"in_flight\" or \"wait\") repeats, and one on the virtual clock (clock = \"virtual\")"
+        return 'it was asynchronous in real time, where timing decides which rollouts meet in a batch; a run in waves (staleness = 0, stragglers = "in_flight" or "wait") repeats, and one on the virtual clock (clock = "virtual")'
     if status and status.attempt:
         return "it was resumed on the virtual clock, where the numbers of events began again; replay the run it was before, or a fork"
     return ""
@@ -69,25 +81,47 @@ def prepare_replay(folder: Path, name: str, runs: Path | None = None, anyway: bo
         raise ValueError(f"replay: {folder.name!r} is {state}; wait until it has ended, or stop it")
     doubt = doubts(folder)
     if doubt and not anyway:
-        raise ValueError(f"replay: the digest of {folder.name!r} will differ: {doubt}. To run it again without that promise: anyway=True, or rlbench replay {folder.name} --anyway")
+        raise ValueError(
+            f"replay: the digest of {folder.name!r} will differ: {doubt}. To run it again without that promise: anyway=True, or rlbench replay {folder.name} --anyway"
+        )
     config = read_config(folder)
     by = BY_EVENT if config.clock == "virtual" and not doubt and not status.attempt else BY_PLACE
     made = create_run_folder(runs or folder.parent, name)
     shutil.copytree(folder / "functions", made / "functions", dirs_exist_ok=True)
-    config = config.model_copy(update={"name": name, "sinks": (), "webhook": "", **({"minutes": 0.0, "checkpoint_every": 0, "checkpoint_minutes": 0.0} if by == BY_PLACE else {})})
+    config = config.model_copy(
+        update={
+            "name": name,
+            "sinks": (),
+            "webhook": "",
+            **({"minutes": 0.0, "checkpoint_every": 0, "checkpoint_minutes": 0.0} if by == BY_PLACE else {}),
+        }
+    )
     write_config(made, config)
     family = read_family(folder)
     begins = family.checkpoint if family else ""
     if begins:
         shutil.copytree(folder / CHECKPOINTS / begins, made / CHECKPOINTS / begins)
     write_script(made, journal_of(folder, by, status.version))
-    write_family(made, folder, Family("", "replay", family.at if begins else 0, {}, status.digest, begins, known_parts(status.digest, status.parts)))
+    write_family(
+        made,
+        folder,
+        Family(
+            "",
+            "replay",
+            family.at if begins else 0,
+            {},
+            status.digest,
+            begins,
+            known_parts(status.digest, status.parts),
+        ),
+    )
     return made
 
 # %% ../../nbs/workbench/05_replay.ipynb #replay-verdict
 @dataclass(frozen=True)
 class Verdict:
     "Two digests beside each other, and each part of them. `equal` is None while the replay runs; `others`: what about machine and packages differs."
+
     original: str
     replay: str
     expected: str
@@ -98,7 +132,9 @@ class Verdict:
     checks: tuple[PartCheck, ...] = ()
 
     def __str__(self) -> str:
-        said = {True: equality_in_words(self.checks), False: "NOT equal", None: f"running, version {self.version}"}[self.equal]
+        said = {True: equality_in_words(self.checks), False: "NOT equal", None: f"running, version {self.version}"}[
+            self.equal
+        ]
         said += "".join(f"\n{check}" for check in self.checks if self.equal is not None)
         more = f"\nnot the same here: {'; '.join(self.others)}" if self.others and self.equal is False else ""
         return f"{self.original:<24} {self.expected}\n{self.replay:<24} {self.digest}\n{said}{more}"
@@ -107,8 +143,23 @@ class Verdict:
 def other_makings(first: Path, second: Path) -> tuple[str, ...]:
     "In what the makings of two runs differ: commit, processor, packages that decide what is computed."
     told = [read_json(path) if (path := folder / "provenance.json").exists() else {} for folder in (first, second)]
-    flat = [{"commit": t.get("commit", ""), "processor": t.get("processor", ""), **{name: t.get("packages", {}).get(name, "") for name in DECIDE}} for t in told]
-    return tuple(f"{name} {flat[0][name] or '?'} and {flat[1][name] or '?'}" for name in flat[0] if flat[0][name] != flat[1][name]) if all(told) else ()
+    flat = [
+        {
+            "commit": t.get("commit", ""),
+            "processor": t.get("processor", ""),
+            **{name: t.get("packages", {}).get(name, "") for name in DECIDE},
+        }
+        for t in told
+    ]
+    return (
+        tuple(
+            f"{name} {flat[0][name] or '?'} and {flat[1][name] or '?'}"
+            for name in flat[0]
+            if flat[0][name] != flat[1][name]
+        )
+        if all(told)
+        else ()
+    )
 
 
 def verdict(folder: Path, original: Path) -> Verdict:
@@ -123,13 +174,19 @@ def verdict(folder: Path, original: Path) -> Verdict:
         expected = replace(read_trace(original), parts=family.parts or known_parts(family.digest, {}))
         checks = compare_traces(expected, read_trace(folder))
         equal = is_same_run(checks)
-    return Verdict(original.name, folder.name, family.digest, digest, version, equal, other_makings(original, folder), checks)
+    return Verdict(
+        original.name, folder.name, family.digest, digest, version, equal, other_makings(original, folder), checks
+    )
 
 # %% ../../nbs/workbench/05_replay.ipynb #replay-base
 def differing_fields(config: RunConfig, base: RunConfig) -> dict[str, object]:
     "The fields in which a configuration differs from another one, with its values; the name is left out."
     ours, theirs = config.model_dump(), base.model_dump()
-    return {field: list(value) if isinstance(value, tuple) else value for field, value in ours.items() if field != "name" and value != theirs[field]}
+    return {
+        field: list(value) if isinstance(value, tuple) else value
+        for field, value in ours.items()
+        if field != "name" and value != theirs[field]
+    }
 
 
 def nearest_base(config: RunConfig, extra: Mapping | None = None) -> tuple[str, dict[str, object]]:
@@ -153,7 +210,9 @@ def _spoken(row: Mapping) -> str:
 def spoken_commands(folder: Path) -> list[tuple[int, str]]:
     "(version, line of Python) of every command that somebody gave and that took effect."
     rows = standing(read_table(folder, "commands"))
-    rows = rows.filter((rows["status"] == "applied") & (rows["heard"].fill_null(0) >= 0) & (rows["knob"] != "alert")).sort("seq")
+    rows = rows.filter(
+        (rows["status"] == "applied") & (rows["heard"].fill_null(0) >= 0) & (rows["knob"] != "alert")
+    ).sort("seq")
     return [(row["version"], _spoken(row)) for row in rows.iter_rows(named=True)]
 
 # %% ../../nbs/workbench/05_replay.ipynb #replay-export

@@ -17,12 +17,22 @@ from html import escape
 from pathlib import Path
 
 from ..base.ledger import ENDED, read_table
-from rlbench.runtime.listing import (
-    SORTS, ListedRun, add_held_out, age_text, date_text, keep_where, order_by_family, read_brief, read_listed, runs_in_text, sort_runs,
-)
 from ..base.refusals import describe_refusal, refuses_in_one_line
-from .handle import Run
 from ..base.runs_folder import find_run_folder, find_runs_folder, list_run_folders
+from rlbench.runtime.listing import (
+    SORTS,
+    ListedRun,
+    add_held_out,
+    age_text,
+    date_text,
+    keep_where,
+    order_by_family,
+    read_brief,
+    read_listed,
+    runs_in_text,
+    sort_runs,
+)
+from .handle import Run
 
 # %% ../../nbs/workbench/10_runs_table.ipynb #runs-table-reader
 # This module shows many runs. It writes nothing but a report that somebody opens.
@@ -33,6 +43,7 @@ CURVE_POINTS = 48
 @dataclass
 class SeenRun:
     "What was read of a run, and the times of the files it was read from. `whole` and `curve` are None until they are asked for."
+
     brief: ListedRun  # without held-out rates
     stamp: tuple[int, ...]
     whole: ListedRun | None = None
@@ -116,8 +127,10 @@ def sparkline(rates: Sequence[float]) -> str:
     step = (SPARK_WIDTH - 4) / (len(rates) - 1)
     points = " ".join(f"{2 + step * i:.1f},{2 + (SPARK_HEIGHT - 4) * (1 - rate):.1f}" for i, rate in enumerate(rates))
     label = f"served solve rate from {rates[0]:.2f} to {rates[-1]:.2f}"
-    return (f'<svg class="rl-spark" role="img" aria-label="{label}" viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}"><title>{label}</title>'
-            f'<path d="M0 {SPARK_HEIGHT - 2}H{SPARK_WIDTH}"/><polyline points="{points}"/></svg>')
+    return (
+        f'<svg class="rl-spark" role="img" aria-label="{label}" viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}"><title>{label}</title>'
+        f'<path d="M0 {SPARK_HEIGHT - 2}H{SPARK_WIDTH}"/><polyline points="{points}"/></svg>'
+    )
 
 
 def row_html(run: ListedRun, curve: Sequence[float], now: float) -> str:
@@ -127,13 +140,17 @@ def row_html(run: ListedRun, curve: Sequence[float], now: float) -> str:
     more = tags + from_ + escape(run.note or (run.reason if run.state in ("failed", "unreadable") else ""))
     plain = " ".join(filter(None, (*run.tags, str(run.family or ""), run.note, run.reason)))
     heard = age_text(now - run.heard) if run.heard else "-"
-    return (f'<div class="rl-runs-cells rl-is-{escape(run.state)}"><span>{escape(run.state)}</span><span>{run.version_text}</span>{sparkline(curve)}'
-            f"<span>{run.held_out_text}</span><span>{date_text(run.started, now)}</span><span>{heard} ago</span>"
-            f'<span class="rl-runs-more" title="{escape(plain)}">{more}</span></div>')
+    return (
+        f'<div class="rl-runs-cells rl-is-{escape(run.state)}"><span>{escape(run.state)}</span><span>{run.version_text}</span>{sparkline(curve)}'
+        f"<span>{run.held_out_text}</span><span>{date_text(run.started, now)}</span><span>{heard} ago</span>"
+        f'<span class="rl-runs-more" title="{escape(plain)}">{more}</span></div>'
+    )
 
 
-HEAD = ('<div class="rl-runs-cells rl-runs-head"><span>state</span><span>version</span><span title="from 0 to 1">served solve rate</span><span>held-out</span>'
-        "<span>started</span><span>heard</span><span>tags, family, note</span></div>")
+HEAD = (
+    '<div class="rl-runs-cells rl-runs-head"><span>state</span><span>version</span><span title="from 0 to 1">served solve rate</span><span>held-out</span>'
+    "<span>started</span><span>heard</span><span>tags, family, note</span></div>"
+)
 STYLE = """<style>
 .rl-runs .rl-runs-cells{display:grid;grid-template-columns:76px 62px 150px 92px 64px 76px minmax(120px,1fr);gap:0 8px;align-items:center;color:var(--jp-ui-font-color1,#222);font-size:13px;line-height:24px;white-space:nowrap}
 .rl-runs .rl-runs-head{color:var(--jp-ui-font-color2,#666)}
@@ -181,7 +198,9 @@ class RunsTable:
         rated = by == "held_out" or any("held_out" in condition for condition in conditions)
         known = [self.reader.whole(folder) if rated else seen.listed for folder, seen in self.reader.seen.items()]
         runs = keep_where(known, conditions, [tag] if tag else [])
-        fits = [run for run in runs if (not state or run.state == state) and all(word in search_text(run) for word in plain)]
+        fits = [
+            run for run in runs if (not state or run.state == state) and all(word in search_text(run) for word in plain)
+        ]
         return sort_runs(fits, by)[::-1] if by in ("started", "heard") else sort_runs(fits, by)
 
     def fill(self) -> None:
@@ -220,14 +239,31 @@ def build_table(table: RunsTable) -> dict:
     import ipywidgets as w
 
     parts = {
-        "search": w.Text(placeholder="words, or conditions: held_out>0.8 loss=cispo", description="search", continuous_update=False, layout={"width": "420px"}),
+        "search": w.Text(
+            placeholder="words, or conditions: held_out>0.8 loss=cispo",
+            description="search",
+            continuous_update=False,
+            layout={"width": "420px"},
+        ),
         "tag": w.Dropdown(options=[("any tag", "")], layout={"width": "130px"}),
-        "state": w.Dropdown(options=[("any state", ""), *((state, state) for state in ("running", "paused", *ENDED, "dead"))], layout={"width": "130px"}),
+        "state": w.Dropdown(
+            options=[("any state", ""), *((state, state) for state in ("running", "paused", *ENDED, "dead"))],
+            layout={"width": "130px"},
+        ),
         "sort": w.Dropdown(options=list(SORTS), value="started", description="sort by", layout={"width": "200px"}),
         "rows": [w.HBox([w.Checkbox(indent=False), w.HTML()]).add_class("rl-runs-row") for _ in range(PAGE)],
-        "count": w.HTML(), "message": w.HTML(), "detail": w.VBox([]),
+        "count": w.HTML(),
+        "message": w.HTML(),
+        "detail": w.VBox([]),
     }
-    for name, text in (("back", "◀ newer"), ("on", "older ▶"), ("compare", "compare"), ("open", "open report"), ("attach", "attach"), ("close", "close")):
+    for name, text in (
+        ("back", "◀ newer"),
+        ("on", "older ▶"),
+        ("compare", "compare"),
+        ("open", "open report"),
+        ("attach", "attach"),
+        ("close", "close"),
+    ):
         parts[name] = w.Button(description=text, layout={"width": "auto"})
     for name in ("search", "tag", "state", "sort"):
         parts[name].observe(lambda change: turn_page(table, 0), "value")
@@ -235,13 +271,22 @@ def build_table(table: RunsTable) -> dict:
         row.children[0].observe(lambda change, row=row: tick(table, row, change["new"]), "value")
     parts["back"].on_click(lambda _: turn_page(table, table.first - PAGE))
     parts["on"].on_click(lambda _: turn_page(table, table.first + PAGE))
-    for name, action in (("compare", show_comparison), ("open", show_report), ("attach", show_panel_of), ("close", close_detail)):
+    for name, action in (
+        ("compare", show_comparison),
+        ("open", show_report),
+        ("attach", show_panel_of),
+        ("close", close_detail),
+    ):
         parts[name].on_click(lambda _, action=action: show_detail(table, action))
     head = w.HBox([w.HTML(layout={"width": "270px"}), w.HTML(HEAD)]).add_class("rl-runs-row")
     tools = w.HBox([parts[name] for name in ("search", "tag", "state", "sort")]).add_class("rl-runs-tools")
-    actions = w.HBox([parts[name] for name in ("back", "on", "count", "compare", "open", "attach", "close")]).add_class("rl-runs-tools")
+    actions = w.HBox([parts[name] for name in ("back", "on", "count", "compare", "open", "attach", "close")]).add_class(
+        "rl-runs-tools"
+    )
     head.children[0].layout.flex = "0 0 270px"
-    parts["root"] = w.VBox([w.HTML(STYLE), tools, actions, parts["message"], head, *parts["rows"], parts["detail"]]).add_class("rl-runs")
+    parts["root"] = w.VBox(
+        [w.HTML(STYLE), tools, actions, parts["message"], head, *parts["rows"], parts["detail"]]
+    ).add_class("rl-runs")
     return parts
 
 
@@ -278,7 +323,11 @@ def fill_table(table: RunsTable) -> None:
             put_value(row.children[1], "value", row_html(run, table.reader.curve(run.folder), now))
     table.filling = False
     last = table.first + len(table.shown)
-    put_value(parts["count"], "value", f"{table.first + 1 if found else 0} to {last} of {len(found)} runs, {len(table.selected)} ticked")
+    put_value(
+        parts["count"],
+        "value",
+        f"{table.first + 1 if found else 0} to {last} of {len(found)} runs, {len(table.selected)} ticked",
+    )
     put_value(parts["back"], "disabled", table.first == 0)
     put_value(parts["on"], "disabled", last >= len(found))
     put_value(parts["compare"], "disabled", len(table.selected) < 2)
@@ -381,7 +430,9 @@ class Runs(Sequence[Run]):
 
     def __repr__(self) -> str:
         listed = [read_listed(folder) for folder in self.folders]
-        return runs_in_text(order_by_family(listed)) if listed else f"no runs in {self.root} yet; start one with: rl.run()"
+        return (
+            runs_in_text(order_by_family(listed)) if listed else f"no runs in {self.root} yet; start one with: rl.run()"
+        )
 
     def _ipython_display_(self) -> None:
         from IPython import get_ipython

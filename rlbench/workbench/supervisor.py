@@ -27,9 +27,20 @@ from pathlib import Path
 
 import psutil
 
-from ..runtime.fork_server import ForkServer, why_no_forks
-from ..base.ledger import ENDED, WEIGHTS_FILE, Ledger, Status, read_json, read_status, read_table, remove_weights, write_json, write_status
+from rlbench.base.ledger import (
+    ENDED,
+    WEIGHTS_FILE,
+    Ledger,
+    Status,
+    read_json,
+    read_status,
+    read_table,
+    remove_weights,
+    write_json,
+    write_status,
+)
 from ..runtime.actors import BEAT_SECONDS, Beat, ProcessHandle, hung
+from ..runtime.fork_server import ForkServer, why_no_forks
 from ..training.scoring_models import drop_reference
 
 # %% ../../nbs/workbench/03_supervisor.ipynb #process-run
@@ -37,8 +48,8 @@ def run_main(connection, folder: str, supervisor: int, attempt: int = 0, server:
     "Main function of the run process. A folder that holds a checkpoint is gone on from; `attempt` counts the restarts; workers are forked from `server`."
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from rlbench.runtime.checkpoint import checkpoint_folders
     from rlbench.loop.config import captured_functions, read_config
+    from rlbench.runtime.checkpoint import checkpoint_folders
     from rlbench.runtime.driver import Driver, make_pools, provenance
 
     place = Path(folder)
@@ -66,7 +77,19 @@ def refuse_start(folder: Path, error: Exception, attempt: int, supervisor: int) 
         write_status(folder, ended)
         return
     now = time.time()
-    write_status(folder, Status("failed", attempt=attempt, supervisor=supervisor, host=platform.node(), started=now, updated=now, reason=str(error), books_closed=True))
+    write_status(
+        folder,
+        Status(
+            "failed",
+            attempt=attempt,
+            supervisor=supervisor,
+            host=platform.node(),
+            started=now,
+            updated=now,
+            reason=str(error),
+            books_closed=True,
+        ),
+    )
 
 
 def live(driver) -> None:
@@ -138,12 +161,33 @@ def close_books(folder: Path, reason: str) -> Status:
     (folder / "ballast").unlink(missing_ok=True)  # the room that was kept for this
     ledger = Ledger(folder, status.attempt)
     for rollout, attempt, group, tokens in unfinished(folder):
-        ledger.append("rollouts", at=status.seconds, rollout=rollout, **{"try": attempt}, group=group, fate="left_at_stop", length=tokens, trained_at=-1)
+        ledger.append(
+            "rollouts",
+            at=status.seconds,
+            rollout=rollout,
+            **{"try": attempt},
+            group=group,
+            fate="left_at_stop",
+            length=tokens,
+            trained_at=-1,
+        )
     ledger.close()
     rows = read_table(folder, "rollouts", ["fate", "length", "seconds"])
     totals = rows.group_by("fate").agg(pl.len(), pl.col("length").sum(), pl.col("seconds").sum())
-    books = {fate: {"count": count, "tokens": tokens, "seconds": seconds} for fate, count, tokens, seconds in totals.iter_rows()}
-    closed = replace(status, state="failed", reason=reason, updated=time.time(), books=books, books_closed=True, dispatched=len(rows), tokens=int(rows["length"].sum()))
+    books = {
+        fate: {"count": count, "tokens": tokens, "seconds": seconds}
+        for fate, count, tokens, seconds in totals.iter_rows()
+    }
+    closed = replace(
+        status,
+        state="failed",
+        reason=reason,
+        updated=time.time(),
+        books=books,
+        books_closed=True,
+        dispatched=len(rows),
+        tokens=int(rows["length"].sum()),
+    )
     write_status(folder, closed)
     return closed
 
@@ -168,9 +212,9 @@ def has_saved_weights(folder: Path) -> bool:
 
 def save_checkpoint_policy(run: Path, checkpoint: Path, folder: Path) -> None:
     "Write the policy of a run's checkpoint as a Hugging Face folder. FileExistsError if there is something."
+    from rlbench.loop.config import check_has_policy, read_config
     from rlbench.models.lora import save_trained
     from rlbench.runtime.checkpoint import TRAINER, read_weights
-    from rlbench.loop.config import check_has_policy, read_config
     from rlbench.runtime.worker import torch_policy
 
     check_has_policy(read_config(run), run.name, "to save")
@@ -182,11 +226,11 @@ def save_checkpoint_policy(run: Path, checkpoint: Path, folder: Path) -> None:
 
 
 def _save(folder: Path) -> int:
+    from rlbench.loop.config import read_config
     from rlbench.models.lora import save_trained
     from rlbench.runtime.checkpoint import TRAINER, checkpoint_folders, find_checkpoint, read_manifest, read_weights
-    from rlbench.loop.config import read_config
-    from rlbench.training.weight_transport import fill
     from rlbench.runtime.worker import torch_policy
+    from rlbench.training.weight_transport import fill
 
     policy = torch_policy(read_config(folder), "cpu")
     version = fill(policy.model, folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else -1
@@ -205,7 +249,11 @@ def clear(folder: Path) -> None:
     if (folder / WEIGHTS_FILE).exists() or read_status(folder).state == "failed" and has_saved_weights(folder):
         try:
             version = rescue(folder)
-            saved = f"; the policy of version {version} is saved" if version >= 0 else "; nothing was published, so no policy is saved"
+            saved = (
+                f"; the policy of version {version} is saved"
+                if version >= 0
+                else "; nothing was published, so no policy is saved"
+            )
             warning = note_policy(folder, version) if version >= 0 else ""
             saved += f"; {warning}" if warning else ""
         except Exception as error:  # whatever it is, the file goes and the books stay closed
@@ -217,7 +265,9 @@ def clear(folder: Path) -> None:
 # %% ../../nbs/workbench/03_supervisor.ipynb #process-silence
 START_SECONDS, STILL_SECONDS = 600.0, 300.0  # until the first sign of life, and without a turn of the loop
 MORE_SILENCE, SILENCE_SECONDS = 5.0, 20.0  # beyond what workers are given, and for a configuration that cannot be read
-QUIET_SECONDS = 3 * BEAT_SECONDS  # without a sign of life, after which the supervisor looks whether the run is suspended
+QUIET_SECONDS = (
+    3 * BEAT_SECONDS
+)  # without a sign of life, after which the supervisor looks whether the run is suspended
 
 
 def silence_of(folder: Path) -> float:
@@ -285,7 +335,12 @@ def supervise(handle: ProcessHandle, asked: list, silence: float = SILENCE_SECON
         while len(passed) < len(asked) and begun:  # by then the run process knows what to do with a signal
             os.kill(handle.process.pid, asked[len(passed)])
             passed.append(asked[len(passed)])
-        if cause := hung({"turn": STILL_SECONDS} if begun else {}, now - handle.moved_at, now - handle.heard_at, silence if begun else START_SECONDS):
+        if cause := hung(
+            {"turn": STILL_SECONDS} if begun else {},
+            now - handle.moved_at,
+            now - handle.heard_at,
+            silence if begun else START_SECONDS,
+        ):
             return cause
 
 
@@ -300,8 +355,8 @@ def end_group(leader: int) -> None:
 def sweep_pool(folder: Path) -> int:
     "End what is left of the pool that a run's configuration names, if its controller is gone; returns how many processes that were."
     from rlbench.loop.config import read_config
-    from rlbench.sandbox.sweep import sweep
     from rlbench.runtime.worker import pool_of
+    from rlbench.sandbox.sweep import sweep
 
     try:
         count = sweep(pool_of(read_config(folder))[0])
@@ -376,7 +431,22 @@ def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
     elif before and before.state != "starting":
         forget_end(folder)
     now = time.time()
-    write_status(folder, replace(before or Status("starting"), state="starting", attempt=attempt, pid=pid, supervisor=pid, host=platform.node(), started=now, updated=now, reason="", books_closed=False, workers={}))
+    write_status(
+        folder,
+        replace(
+            before or Status("starting"),
+            state="starting",
+            attempt=attempt,
+            pid=pid,
+            supervisor=pid,
+            host=platform.node(),
+            started=now,
+            updated=now,
+            reason="",
+            books_closed=False,
+            workers={},
+        ),
+    )
 
 
 def remembered_end(folder: Path) -> Status | None:
@@ -466,7 +536,11 @@ def main(folder: Path, attempt: int = 0) -> int:
         if status.books_closed or asked or attempt - first >= restarts_of(folder):
             break
         attempt += 1
-        print(f"run process lost: {cause}; the run goes on from its newest checkpoint (restart {attempt - first})", file=sys.stderr, flush=True)
+        print(
+            f"run process lost: {cause}; the run goes on from its newest checkpoint (restart {attempt - first})",
+            file=sys.stderr,
+            flush=True,
+        )
         server = begin_server(folder)
         sweep_pool(folder)
         note_start(folder, me, attempt)

@@ -24,6 +24,7 @@ from ..knobs import capture
 @dataclass(frozen=True)
 class ExportCell:
     "A cell that goes into the module: its id, its source without directives, and how many lines these took."
+
     id: str
     source: str
     skipped: int = 0
@@ -34,7 +35,9 @@ def read_cells(path: Path) -> list:
     try:
         from execnb.nbio import read_nb
     except ImportError:
-        raise ValueError("export: nbdev is not installed; pip install 'nbdev>=2.4.14,<3' 'execnb<0.2' 'fastcore>=1.14.5,<2' 'ghapi<2'") from None
+        raise ValueError(
+            "export: nbdev is not installed; pip install 'nbdev>=2.4.14,<3' 'execnb<0.2' 'fastcore>=1.14.5,<2' 'ghapi<2'"
+        ) from None
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -56,11 +59,15 @@ def exported_cells(path: Path) -> tuple[str, list[ExportCell]]:
         if "default_exp" in directives:
             name = _module_name(own, directives["default_exp"])
         if directives.get("export"):
-            raise ValueError(f"export: cell {own}: '#| export {' '.join(directives['export'])}' names another module; a notebook makes one, write '#| export'")
+            raise ValueError(
+                f"export: cell {own}: '#| export {' '.join(directives['export'])}' names another module; a notebook makes one, write '#| export'"
+            )
         if {"export", "exporti", "exports"} & set(directives):
             found.append(ExportCell(own, cell.source, written.count("\n") - cell.source.count("\n")))
     if not name:
-        raise ValueError(f"export: {path} does not say which module it makes; write '#| default_exp my_rewards' into a cell of its own")
+        raise ValueError(
+            f"export: {path} does not say which module it makes; write '#| default_exp my_rewards' into a cell of its own"
+        )
     if not any(cell.source.strip() for cell in found):
         raise ValueError(f"export: {path} exports no cell; begin those that belong to the module with '#| export'")
     return name, found
@@ -69,7 +76,9 @@ def exported_cells(path: Path) -> tuple[str, list[ExportCell]]:
 def _module_name(cell: str, told: list[str]) -> str:
     name = told[0] if len(told) == 1 else ""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name, re.ASCII):
-        raise ValueError(f"export: cell {cell}: '#| default_exp {' '.join(told)}' is no name of a module; use letters, digits and '_'")
+        raise ValueError(
+            f"export: cell {cell}: '#| default_exp {' '.join(told)}' is no name of a module; use letters, digits and '_'"
+        )
     if name.partition(".")[0] in (*sys.stdlib_module_names, "rlbench"):
         raise ValueError(f"export: cell {cell}: a module {name!r} would hide another one of that name; choose another")
     return name
@@ -83,22 +92,36 @@ def check_cells(cells: list[ExportCell]) -> None:
         except SyntaxError as error:
             line = (error.text or "").strip()
             magic = "; magics and shell lines cannot be exported" if line.startswith(("%", "!")) else ""
-            raise ValueError(f"export: cell {cell.id}, line {(error.lineno or 1) + cell.skipped}: {error.msg}: {line}{magic}") from None
-    defined = {s.get_name() for cell in cells for s in symtable.symtable(cell.source, cell.id, "exec").get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+            raise ValueError(
+                f"export: cell {cell.id}, line {(error.lineno or 1) + cell.skipped}: {error.msg}: {line}{magic}"
+            ) from None
+    defined = {
+        s.get_name()
+        for cell in cells
+        for s in symtable.symtable(cell.source, cell.id, "exec").get_symbols()
+        if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
     for cell in cells:
         for name in _used(symtable.symtable(cell.source, cell.id, "exec")):
             if name not in defined and not hasattr(builtins, name) and not re.fullmatch(r"__\w+__", name):
-                raise ValueError(f"export: cell {cell.id}: the name {name!r} is defined in no exported cell; export the cell that defines it, or import it")
+                raise ValueError(
+                    f"export: cell {cell.id}: the name {name!r} is defined in no exported cell; export the cell that defines it, or import it"
+                )
 
 
 def _used(table: symtable.SymbolTable) -> list[str]:
-    own = [s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table.get_type() == "module")]
+    own = [
+        s.get_name()
+        for s in table.get_symbols()
+        if s.is_referenced() and (s.is_global() or table.get_type() == "module")
+    ]
     return own + [name for child in table.get_children() for name in _used(child)]
 
 # %% ../../nbs/workbench/06_user_module.ipynb #user_module-export
 @dataclass(frozen=True)
 class UserModule:
     "An exported module: where it is, what it is called, the functions it offers, and the hash of its text that a copy in a run folder carries in its name."
+
     path: Path
     name: str
     functions: tuple[str, ...]
@@ -120,10 +143,16 @@ def export_notebook(notebook: str | Path, folder: str | Path | None = None) -> U
     target = Path(folder) if folder is not None else notebook.parent
     path = target / f"{name.replace('.', '/')}.py"
     if path.exists() and "# AUTOGENERATED!" not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise ValueError(f"export: {path} is there and was not exported from a notebook; remove it, or choose another default_exp")
+        raise ValueError(
+            f"export: {path} is there and was not exported from a notebook; remove it, or choose another default_exp"
+        )
     nb_export(notebook.resolve(), lib_path=target.resolve(), mod_maker=Alone)
     text = path.read_text(encoding="utf-8")
-    functions = tuple(node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
+    functions = tuple(
+        node.name
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    )
     return UserModule(path, name, functions, sha256(text.encode()).hexdigest()[:12])
 
 # %% ../../nbs/workbench/06_user_module.ipynb #user_module-keep
@@ -133,6 +162,7 @@ MINE = "my_functions"  # the module of a user who names none
 @dataclass(frozen=True)
 class KeptFunction:
     "A function in a module of the user's own: its name, the module, and the notebook that the module is exported from."
+
     name: str
     module: UserModule
     notebook: Path
@@ -146,7 +176,12 @@ def keep_function(function: Callable, module: str = MINE, folder: str | Path = "
     "Write a function of a cell, with what it needs, as an export cell of the notebook `folder/module.ipynb`, and export that. Raises ValueError."
     captured = capture(function)
     notebook = Path(folder) / f"{module}.ipynb"
-    told = {"cells": [_code_cell("module-name", f"#| default_exp {module}")], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    told = {
+        "cells": [_code_cell("module-name", f"#| default_exp {module}")],
+        "metadata": {},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     if notebook.exists():
         told = json.loads(notebook.read_text(encoding="utf-8"))
     own = _code_cell(captured.name.replace("_", "-"), f"#| export\n{captured.source}".rstrip())

@@ -1,4 +1,5 @@
 """The live panel in a real JupyterLab, driven as a person drives it: each move is looked for in the run's journal and in what it did."""
+
 import json
 import os
 import re
@@ -17,7 +18,20 @@ from fake_run import fake_run
 from playwright.sync_api import expect
 
 import rlbench as rl
-from rlbench.bench.browser import SLOW, Lab, code_cells, drag, free_port, idle, notebook, restart_kernel, run_cell, save, until, write_cell
+from rlbench.bench.browser import (
+    SLOW,
+    Lab,
+    code_cells,
+    drag,
+    free_port,
+    idle,
+    notebook,
+    restart_kernel,
+    run_cell,
+    save,
+    until,
+    write_cell,
+)
 from rlbench.runtime.steer import in_force
 
 
@@ -51,7 +65,11 @@ def shot(tmp_path_factory):
 
 def attached(lab: Lab, name: str) -> rl.Run:
     "The run of a notebook, seen from here."
-    return until(lambda: (lab.notebooks / "runs" / name / "status.json").exists() and rl.attach(name, runs=lab.notebooks / "runs"))
+    return until(
+        lambda: (
+            (lab.notebooks / "runs" / name / "status.json").exists() and rl.attach(name, runs=lab.notebooks / "runs")
+        )
+    )
 
 
 def journal(run: rl.Run, knob: str, status: str = "applied") -> list[dict]:
@@ -118,7 +136,11 @@ def opened(lab: Lab, name: str = "workbench.ipynb", **size):
 
 def simple(lab: Lab, name: str) -> str:
     "A notebook that starts a run of this name and shows it."
-    notebook(lab.notebooks / f"{name}.ipynb", f'import rlbench as rl\nrun = rl.run("tiny", name="{name}", steps=100_000)', "run")
+    notebook(
+        lab.notebooks / f"{name}.ipynb",
+        f'import rlbench as rl\nrun = rl.run("tiny", name="{name}", steps=100_000)',
+        "run",
+    )
     return f"{name}.ipynb"
 
 
@@ -134,7 +156,9 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     page = opened(lab)
     run = attached(lab, "tiny-1")
     versions(page, run, 3)
-    expect(panel(page).locator(".rl-word")).to_have_text(re.compile("generation-bound|balanced|trainer-bound"), timeout=1000 * SLOW)
+    expect(panel(page).locator(".rl-word")).to_have_text(
+        re.compile("generation-bound|balanced|trainer-bound"), timeout=1000 * SLOW
+    )
     expect(panel(page).locator(".rl-card-solve svg").first).to_be_visible()
 
     steer_by_mouse(page, run)
@@ -157,7 +181,9 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     assert wait_applied(page, run, "stop")["author"].endswith("(panel)")
     until(lambda: "stopped" in strip(page), page=page)
     shot(page, "stopped")
-    assert not page.locator(".Toastify__toast").count() and not list(lab.home.rglob("*")), "toasts, or files in the user's home"
+    assert not page.locator(".Toastify__toast").count() and not list(lab.home.rglob("*")), (
+        "toasts, or files in the user's home"
+    )
     page.context.close()
 
 
@@ -174,7 +200,10 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     assert 2 <= asked <= 6
     until(lambda: in_force(run.folder).staleness == asked, page=page)
     since = run.status.changed["staleness"][1]
-    until(lambda: f"in force {asked} versions since v{since}" in " ".join(knob(page, "staleness").inner_text().split()), page=page)
+    until(
+        lambda: f"in force {asked} versions since v{since}" in " ".join(knob(page, "staleness").inner_text().split()),
+        page=page,
+    )
     until(lambda: run.steps.filter(pl.col("version") > since)["lag_max"].max() in range(2, asked + 1), page=page)
 
     drag(page, handle(page, "band", 1), 0.95)
@@ -193,7 +222,15 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     row = wait_applied(page, run, "temperature")
     asked = json.loads(row["value"])
     assert row["over"] == 4 and 1.2 < asked < 2.0
-    sampled = lambda: run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") >= row["version"])).sort("group")["temperature"].unique(maintain_order=True).to_list()
+
+    def sampled():
+        return (
+            run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") >= row["version"]))
+            .sort("group")["temperature"]
+            .unique(maintain_order=True)
+            .to_list()
+        )
+
     until(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 3, page=page)
     assert (seen := sampled()) == sorted(seen), seen
     box.fill("0")
@@ -243,7 +280,12 @@ def swap_reward(page, run: rl.Run) -> None:
     write_cell(page, REWARD)
     row = wait_applied(page, run, "reward")
     until(lambda: in_force(run.folder).reward["name"] == "brief", page=page)
-    correct = lambda: run.rollouts.filter((pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct"))
+
+    def correct():
+        return run.rollouts.filter(
+            (pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct")
+        )
+
     until(lambda: len(correct()), page=page)
     assert correct().select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6
     panel(page).locator(".rl-more-knobs").click()
@@ -281,12 +323,16 @@ def test_two_viewers_of_one_run(lab, shared, shot):
     assert row["author"] == "ada"
     for page in (ada, emmy):
         shows(page, "staleness", asked)
-        expect(panel(page).locator(".rl-log")).to_contain_text(re.compile(rf"ada\s*staleness → {asked}"), timeout=1000 * SLOW)
+        expect(panel(page).locator(".rl-log")).to_contain_text(
+            re.compile(rf"ada\s*staleness → {asked}"), timeout=1000 * SLOW
+        )
     click(emmy, "pause")
     assert wait_applied(emmy, run, "pause")["author"] == "emmy"
     until(lambda: "paused" in strip(ada), page=ada)
     run.set(concurrency=96, author="a script")
-    expect(panel(emmy).locator(".rl-log")).to_contain_text(re.compile("a script\\s*concurrency → 96"), timeout=1000 * SLOW)
+    expect(panel(emmy).locator(".rl-log")).to_contain_text(
+        re.compile("a script\\s*concurrency → 96"), timeout=1000 * SLOW
+    )
     click(ada, "go")
     until(lambda: "paused" not in strip(emmy), page=emmy)
     shot(emmy, "second-viewer")
@@ -297,7 +343,12 @@ def test_two_viewers_of_one_run(lab, shared, shot):
 def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     "What a change would do stands in the charts beside what the run does; a slider is answered at once, and by simulation when it rests."
     versions(None, shared, max(0, 24 - shared.status.version))
-    notebook(lab.notebooks / "ahead.ipynb", 'import rlbench as rl\nrun = rl.attach("shared")\nprint(run.predict(concurrency=16))', "run", "run.what_if()")
+    notebook(
+        lab.notebooks / "ahead.ipynb",
+        'import rlbench as rl\nrun = rl.attach("shared")\nprint(run.predict(concurrency=16))',
+        "run",
+        "run.what_if()",
+    )
     page = opened(lab, "ahead.ipynb", height=2000)
     expect(panel(page)).to_contain_text("predicted (concurrency 16)", timeout=1000 * SLOW)
     run_cell(page, 2)
@@ -307,7 +358,9 @@ def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     expect(table).not_to_contain_text("simulated")
     drag(page, cell.locator(".noUi-handle").first, 0.8)
     expect(table).to_contain_text("simulated", timeout=1000 * SLOW)
-    assert shared.predictions[-1].prediction.knobs == {"concurrency": 16}, "a slider predicts, and leaves nothing behind"
+    assert shared.predictions[-1].prediction.knobs == {"concurrency": 16}, (
+        "a slider predicts, and leaves nothing behind"
+    )
     shot(page, "prediction")
     page.context.close()
 
@@ -335,7 +388,9 @@ def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, s
         before, held = len(journal(shared, "temperature")), {}
 
         def look() -> None:
-            held.update(page.evaluate(WHOLLY_SEEN), value=float(handle(page, "temperature").get_attribute("aria-valuenow")))  # one decimal
+            held.update(
+                page.evaluate(WHOLLY_SEEN), value=float(handle(page, "temperature").get_attribute("aria-valuenow"))
+            )  # one decimal
             shot(page, f"dragged-{width}")
 
         drag(page, handle(page, "temperature"), to, look)
@@ -348,7 +403,10 @@ def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, s
 
 def write_labels_by_hand(page, run: rl.Run) -> None:
     "Open the fields by the pencil, write tags and a note, save; the folder has them, and the line shows them without the fields."
-    pencil, tags = panel(page).get_by_role("button", name="Change the tags and the note"), panel(page).get_by_role("textbox", name="tags")
+    pencil, tags = (
+        panel(page).get_by_role("button", name="Change the tags and the note"),
+        panel(page).get_by_role("textbox", name="tags"),
+    )
     pencil.click()
     tags.fill("base, on-policy")
     panel(page).get_by_role("textbox", name="note").fill("the one in the paper, " * 12)
@@ -369,7 +427,9 @@ def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
     run = attached(lab, "second")
     for other in ("second", "shared"):
         line = panel(page).locator(".rl-neighbours span")
-        expect(line).to_have_text(re.compile(rf"^{other}\b.* also runs? here; they slow each other"), timeout=1000 * SLOW)
+        expect(line).to_have_text(
+            re.compile(rf"^{other}\b.* also runs? here; they slow each other"), timeout=1000 * SLOW
+        )
         assert f"({other}" in line.get_attribute("title") and f"rlbench pause {other}" in line.get_attribute("title")
         shot(page, f"beside-{other}")
         run_cell(page, 2)
@@ -443,25 +503,35 @@ def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
 
 def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     "Opened again without its kernel, the cell shows the run as it was."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="kept", generator="scripted", clock="virtual", steps=30, preflight=0)
+    run = rl.run(
+        "tiny", runs=lab.notebooks / "runs", name="kept", generator="scripted", clock="virtual", steps=30, preflight=0
+    )
     assert run.wait(SLOW) == "finished"
     notebook(lab.notebooks / "kept.ipynb", "import rlbench as rl", 'rl.attach("kept")')
     page = opened(lab, "kept.ipynb")
     until(lambda: "finished" in strip(page), page=page)
     page.wait_for_timeout(2000)
     save(page)
-    assert page.evaluate("document.querySelectorAll('.rl-still').length") == 1 and not page.locator(".rl-still").is_visible()
-    shut = page.evaluate("""async token => {
+    assert (
+        page.evaluate("document.querySelectorAll('.rl-still').length") == 1
+        and not page.locator(".rl-still").is_visible()
+    )
+    shut = page.evaluate(
+        """async token => {
         const told = await (await fetch('/api/sessions?token=' + token)).json();
         for (const one of told.filter(s => s.path == 'kept.ipynb')) await fetch('/api/sessions/' + one.id + '?token=' + token, {method: 'DELETE', headers: {Authorization: 'token ' + token}});
-        return told.length }""", lab.token)
+        return told.length }""",
+        lab.token,
+    )
     assert shut
     page.context.close()
     page = lab.open_notebook("kept.ipynb", height=1300)
     still = page.locator(".rl-still")
     expect(still).to_be_visible()
     assert "finished" in still.inner_text() and still.locator("svg").count() >= 6
-    expect(still.locator(".rl-picture")).to_contain_text(re.compile(r"A picture, not live: run “kept” at version 30.*rl.attach"))
+    expect(still.locator(".rl-picture")).to_contain_text(
+        re.compile(r"A picture, not live: run “kept” at version 30.*rl.attach")
+    )
     assert "last heard" not in still.inner_text()
     shot(page, "reopened")
     page.context.close()
@@ -507,11 +577,27 @@ EXECUTE = """async ([kernel, name]) => {
 @pytest.fixture
 def served(tmp_path):
     "`rlbench serve` of a live run: the run, the address without its token, the token, and the process."
-    run = rl.run("tiny", runs=tmp_path / "runs", name="shown", generator="scripted", clock="virtual", steps=100_000, eval=[], preflight=0)
+    run = rl.run(
+        "tiny",
+        runs=tmp_path / "runs",
+        name="shown",
+        generator="scripted",
+        clock="virtual",
+        steps=100_000,
+        eval=[],
+        preflight=0,
+    )
     port, home = free_port(), tmp_path / "home"
     home.mkdir()
     command = [sys.executable, "-m", "rlbench.cli.main", "serve", "shown", f"--port={port}"]
-    server = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HOME": str(home)})
+    server = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "HOME": str(home)},
+    )
     told = server.stdout.readline()
     address, token = re.search(rf"look at (http://127.0.0.1:{port}/)[?]token=(\S+)", told).groups()
     yield run, address, token, server
@@ -545,7 +631,11 @@ def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path,
     shot(page, "served")
     kernel = re.search(r"kernels/([0-9a-f-]{36})/", " ".join(sockets))[1]
     page.evaluate(EXECUTE, [kernel, str(tmp_path / "written")])
-    assert not (tmp_path / "written").exists() and not run.commands.height and not list((run.folder / "commands").glob("*.json"))
+    assert (
+        not (tmp_path / "written").exists()
+        and not run.commands.height
+        and not list((run.folder / "commands").glob("*.json"))
+    )
     lives(page, run)
     page.context.close()
     server.send_signal(signal.SIGINT)

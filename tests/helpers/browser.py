@@ -1,4 +1,5 @@
 """JupyterLab for the tests: started as a user starts it, by `make lab`, with a home in which nothing may appear."""
+
 import os
 import shutil
 import sys
@@ -23,5 +24,15 @@ class MadeLab(Lab):
     def make(self, arguments: list[str]) -> list[str]:
         "The command; the environment of the tests takes the place of .venv, and what keeps toasts away is left to make."
         (self.state / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings").unlink()
-        return ["make", "-C", str(ROOT), "-o", ".venv/.dev", "lab", f"BIN={Path(sys.executable).parent}", f"STATE={self.state}", f"NOTEBOOKS={self.notebooks}",
-                f"ARGS={' '.join(arguments)}"]
+        return [
+            "make",
+            "-C",
+            str(ROOT),
+            "-o",
+            ".venv/.dev",
+            "lab",
+            f"BIN={Path(sys.executable).parent}",
+            f"STATE={self.state}",
+            f"NOTEBOOKS={self.notebooks}",
+            f"ARGS={' '.join(arguments)}",
+        ]

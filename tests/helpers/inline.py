@@ -1,15 +1,16 @@
 """Whole runs in this process, on the virtual clock, with commands at stated events."""
+
 from pathlib import Path
 
 import polars as pl
 
-from rlbench.loop.config import make_config, read_config, to_toml
-from rlbench.runtime.driver import CARRY, Driver, drive, log, make_pools
-from rlbench.knobs import save_function
 from rlbench.base.ledger import create_run_folder, read_status, read_table
+from rlbench.knobs import save_function
+from rlbench.loop.config import make_config, read_config, to_toml
 from rlbench.loop.loop import FINISHED, step
-from rlbench.workbench.handle import take_functions
 from rlbench.loop.state import Commanded
+from rlbench.runtime.driver import CARRY, Driver, drive, log, make_pools
+from rlbench.workbench.handle import take_functions
 
 
 class Told(Driver):
@@ -51,15 +52,29 @@ def check_books(driver: Driver) -> None:
     folder, state = driver.folder, driver.state
     rollouts, tokens, groups, steps = (read_table(folder, t) for t in ("rollouts", "tokens", "groups", "steps"))
     assert rollouts.select("rollout", "try").is_unique().all() and len(rollouts) == state.dispatched
-    told = {row["fate"]: (row["n"], row["tokens"]) for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()}
+    told = {
+        row["fate"]: (row["n"], row["tokens"])
+        for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()
+    }
     assert told == {fate: (count, length) for fate, (count, length, _) in state.books.items()}
     status = read_status(folder)
-    assert status.books_closed and {f: (b["count"], b["tokens"]) for f, b in status.books.items()} == told and status.state == ("failed" if state.phase == "failed" else status.state)
+    assert (
+        status.books_closed
+        and {f: (b["count"], b["tokens"]) for f, b in status.books.items()} == told
+        and status.state == ("failed" if state.phase == "failed" else status.state)
+    )
     assert tokens.select(pl.col("tokens").list.len()).sum().item() == rollouts["length"].sum() == state.generated_tokens
-    assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == (rollouts["fate"] == "trained").sum()
+    assert (
+        steps["version"].to_list() == list(range(1, state.version + 1))
+        and steps["trained_rollouts"].sum() == (rollouts["fate"] == "trained").sum()
+    )
     used = groups.filter(pl.col("fate") == "trained")
     weightless = rollouts.filter((pl.col("fate") == "masked") & pl.col("group").is_in(used["group"].implode()))
-    assert groups["group"].is_unique().all() and used["scored"].sum() == steps["trained_rollouts"].sum() + len(weightless)
+    assert groups["group"].is_unique().all() and used["scored"].sum() == steps["trained_rollouts"].sum() + len(
+        weightless
+    )
     trained = rollouts.filter(pl.col("fate") == "trained")
-    assert (trained["trained_at"] - 1 - trained["oldest"] >= 0).all() and (rollouts.filter(pl.col("fate") != "trained")["trained_at"] == -1).all()
+    assert (trained["trained_at"] - 1 - trained["oldest"] >= 0).all() and (
+        rollouts.filter(pl.col("fate") != "trained")["trained_at"] == -1
+    ).all()
     assert not driver.memory.rollouts and not driver.memory.members

@@ -1,4 +1,5 @@
 """One jail for a test, as the user that runs the tests or as an ordinary one."""
+
 import json
 import os
 import select
@@ -70,7 +71,13 @@ class Prison:
 
     def turns(self, program: Program, limits: Limits) -> dict[str, str]:
         "A program in a workspace, what is kept of it, another program in its place, and one where the workspace begins again with what was kept: how each of it ended."
-        good, told = Program("import sys; print(open('solution.py').read()); sys.exit(not open('solution.py').read() == 'good')", files={"solution.py": b"good"}), {}
+        good, told = (
+            Program(
+                "import sys; print(open('solution.py').read()); sys.exit(not open('solution.py').read() == 'good')",
+                files={"solution.py": b"good"},
+            ),
+            {},
+        )
         told["open"], _ = self._turn("open", "a", limits=limits, base=self.base)
         told["program"], _ = self._turn("exec", "a", program=program, limits=limits)
         told["keep"], layer = self._turn("snapshot", "a")
@@ -82,7 +89,9 @@ class Prison:
         told["after back"], _ = self._turn("exec", "a", program=good, limits=limits)
         told["close"], _ = self._turn("close", "a")
         if layer:
-            told["open again"], _ = self._turn("open", "b", limits=limits, base=self.base, layers=(*layer.below, layer.digest))
+            told["open again"], _ = self._turn(
+                "open", "b", limits=limits, base=self.base, layers=(*layer.below, layer.digest)
+            )
             told["next again"], _ = self._turn("exec", "b", program=good, limits=limits)
             told["close again"], _ = self._turn("close", "b")
         return told
@@ -91,8 +100,14 @@ class Prison:
         self.ticket += 2
         reply = ask(self.jail, Order(self.ticket, kind, session, **fields))[0]
         if isinstance(reply.value, Execution):
-            return f"{reply.value.end} {reply.value.status} {reply.value.message}{reply.value.stderr[-200:].decode(errors='replace')}".strip(), None
-        return f"{reply.fault.end} {reply.fault.message}" if reply.fault else "missing" if reply.missing else "done", reply.value if isinstance(reply.value, Layer) else None
+            return (
+                f"{reply.value.end} {reply.value.status} {reply.value.message}{reply.value.stderr[-200:].decode(errors='replace')}".strip(),
+                None,
+            )
+        return (
+            f"{reply.fault.end} {reply.fault.message}" if reply.fault else "missing" if reply.missing else "done",
+            reply.value if isinstance(reply.value, Layer) else None,
+        )
 
     def left(self) -> int:
         "Processes that should be gone."
@@ -150,7 +165,10 @@ class Elsewhere:
         return told
 
     def run(self, program: Program, limits: Limits, beside: Program | None = None) -> Execution:
-        return from_json(Execution, self._ask({"run": to_json(program), "limits": to_json(limits), "beside": beside and to_json(beside)}))
+        return from_json(
+            Execution,
+            self._ask({"run": to_json(program), "limits": to_json(limits), "beside": beside and to_json(beside)}),
+        )
 
     def turns(self, program: Program, limits: Limits) -> dict[str, str]:
         return self._ask({"turns": to_json(program), "limits": to_json(limits)})
@@ -172,7 +190,13 @@ def serve(prison: Prison, line: socket.socket) -> None:
     while question := file.readline():
         asked = json.loads(question)
         if "run" in asked:
-            told = to_json(prison.run(from_json(Program, asked["run"]), from_json(Limits, asked["limits"]), asked["beside"] and from_json(Program, asked["beside"])))
+            told = to_json(
+                prison.run(
+                    from_json(Program, asked["run"]),
+                    from_json(Limits, asked["limits"]),
+                    asked["beside"] and from_json(Program, asked["beside"]),
+                )
+            )
         elif "turns" in asked:
             told = prison.turns(from_json(Program, asked["turns"]), from_json(Limits, asked["limits"]))
         else:

@@ -1,4 +1,5 @@
 """The smallest place that runs programs by the sandbox's protocol: a process with limits, and no jail. For tests of what is above it; what it runs here was written for these tests."""
+
 import os
 import select
 import signal
@@ -52,8 +53,29 @@ def _start(program: Program, limits: Limits, folder: Path) -> tuple[subprocess.P
     (folder / "program.py").write_text(program.code, encoding="utf-8", errors="surrogatepass")
     theirs_in, ours_in = os.pipe()
     ours_out, theirs_out = os.pipe()
-    command = program.argv or (sys.executable, "-I", "-S", "-E", "-c", BOOT, str(theirs_in), str(theirs_out), str(max(1, round(limits.cpu_s))), str(limits.memory_mb << 20), str(folder / "program.py"))
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=work, env={"PATH": "/usr/bin:/bin", **program.environ}, pass_fds=(theirs_in, theirs_out), start_new_session=True)
+    command = program.argv or (
+        sys.executable,
+        "-I",
+        "-S",
+        "-E",
+        "-c",
+        BOOT,
+        str(theirs_in),
+        str(theirs_out),
+        str(max(1, round(limits.cpu_s))),
+        str(limits.memory_mb << 20),
+        str(folder / "program.py"),
+    )
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=work,
+        env={"PATH": "/usr/bin:/bin", **program.environ},
+        pass_fds=(theirs_in, theirs_out),
+        start_new_session=True,
+    )
     os.close(theirs_in), os.close(theirs_out)
     return process, ours_in, ours_out
 
@@ -87,7 +109,7 @@ def _run(program: Program, limits: Limits, folder: Path) -> Execution:
                 outputs[source] += data
         while select.select([heard], [], [], 0)[0] and (data := os.read(heard, 1 << 16)) and len(outputs[heard]) < LINE:
             outputs[heard] += data
-        answers += [line.decode("utf-8", "replace") for line in outputs[heard].split(b"\n")[:-1]][:sent - len(answers)]
+        answers += [line.decode("utf-8", "replace") for line in outputs[heard].split(b"\n")[:-1]][: sent - len(answers)]
     return _ended(process, end, outputs, answers, program, began, (feed, heard))
 
 
@@ -102,7 +124,15 @@ def _say(feed: int, calls: tuple[str, ...], sent: int) -> int:
     return sent
 
 
-def _ended(process: subprocess.Popen, end: End | None, outputs: dict, answers: list, program: Program, began: float, ours: tuple[int, int]) -> Execution:
+def _ended(
+    process: subprocess.Popen,
+    end: End | None,
+    outputs: dict,
+    answers: list,
+    program: Program,
+    began: float,
+    ours: tuple[int, int],
+) -> Execution:
     for each in ours:
         os.close(each)
     if process.poll() is None:
@@ -119,6 +149,24 @@ def _ended(process: subprocess.Popen, end: End | None, outputs: dict, answers: l
     out, err = (outputs[stream.fileno()] for stream in (process.stdout, process.stderr))
     process.stdout.close(), process.stderr.close()
     whole = len(answers) == len(program.calls) > 0
-    end = end or (End.EXITED if code >= 0 or whole else End.CPU_LIMIT if -code in (signal.SIGXCPU,) else End.MEMORY_LIMIT if b"MemoryError" in err else End.CRASHED)
-    return Execution(end, abs(code), out, err, (*answers, *[None] * (len(program.calls) - len(answers))), cpu_s=max(0.0, os.times().children_user - before.children_user), wall_s=time.monotonic() - began,
-                     phases=(("ran", time.monotonic() - began),), tier="local", worker="local")
+    end = end or (
+        End.EXITED
+        if code >= 0 or whole
+        else End.CPU_LIMIT
+        if -code in (signal.SIGXCPU,)
+        else End.MEMORY_LIMIT
+        if b"MemoryError" in err
+        else End.CRASHED
+    )
+    return Execution(
+        end,
+        abs(code),
+        out,
+        err,
+        (*answers, *[None] * (len(program.calls) - len(answers))),
+        cpu_s=max(0.0, os.times().children_user - before.children_user),
+        wall_s=time.monotonic() - began,
+        phases=(("ran", time.monotonic() - began),),
+        tier="local",
+        worker="local",
+    )

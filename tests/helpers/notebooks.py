@@ -1,4 +1,5 @@
 """The notebooks, their cells, and how one is run."""
+
 import json
 import re
 import shutil
@@ -7,7 +8,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted(path for path in ROOT.glob("nbs/**/*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
+NOTEBOOKS = sorted(
+    path
+    for path in ROOT.glob("nbs/**/*.ipynb")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
 
 EXECUTE = """
 import sys
@@ -25,7 +30,11 @@ for cell in notebook.cells:
 def cells(path: Path, kind: str = "") -> list[dict]:
     "The cells of a notebook, of one kind if one is named, with their text joined."
     found = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return [{**cell, "source": "".join(cell["source"])} for cell in found if cell["cell_type"] == (kind or cell["cell_type"])]
+    return [
+        {**cell, "source": "".join(cell["source"])}
+        for cell in found
+        if cell["cell_type"] == (kind or cell["cell_type"])
+    ]
 
 
 def is_exported(cell: dict) -> bool:
@@ -38,4 +47,6 @@ def execute(path: Path, folder: Path) -> subprocess.CompletedProcess:
     shutil.copytree(ROOT / "nbs", folder / "nbs", ignore=shutil.ignore_patterns(".*"))
     (folder / "data").symlink_to(ROOT / "data")
     copy = folder / path.relative_to(ROOT)
-    return subprocess.run([sys.executable, "-c", EXECUTE, copy.name], cwd=copy.parent, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-c", EXECUTE, copy.name], cwd=copy.parent, capture_output=True, text=True, timeout=600
+    )

@@ -1,4 +1,5 @@
 """Three environments written against the public classes of the package `verifiers` and nothing else: one turn, tools, and tools over a state."""
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -39,16 +40,33 @@ async def total(numbers: list[int]) -> int:
 
 def shop(rows: int = 12, max_turns: int = 4) -> vf.Environment:
     "Tools without a state: what a basket costs. The system prompt says how to ask."
+
     def right(completion, answer) -> float:
-        return float(bool(completion) and completion[-1].role == "assistant" and (completion[-1].content or "").strip() == answer)
+        return float(
+            bool(completion) and completion[-1].role == "assistant" and (completion[-1].content or "").strip() == answer
+        )
 
     async def asked(state) -> float:
         return float(sum(len(step["completion"][-1].tool_calls or []) for step in state["trajectory"]))
 
     items = list(STOCK)
-    table = [{"question": f"{n + 1} x {items[n % 3]}", "answer": str((n + 1) * STOCK[items[n % 3]]), "info": {"item": items[n % 3]}} for n in range(rows)]
+    table = [
+        {
+            "question": f"{n + 1} x {items[n % 3]}",
+            "answer": str((n + 1) * STOCK[items[n % 3]]),
+            "info": {"item": items[n % 3]},
+        }
+        for n in range(rows)
+    ]
     rubric = vf.Rubric(funcs=[right, asked], weights=[1.0, -0.05])
-    return vf.ToolEnv(tools=[price, total], max_turns=max_turns, system_prompt="Call price.", dataset=Dataset.from_list(table[4:]), eval_dataset=Dataset.from_list(table[:4]), rubric=rubric)
+    return vf.ToolEnv(
+        tools=[price, total],
+        max_turns=max_turns,
+        system_prompt="Call price.",
+        dataset=Dataset.from_list(table[4:]),
+        eval_dataset=Dataset.from_list(table[:4]),
+        rubric=rubric,
+    )
 
 
 class Till(vf.StatefulToolEnv):
@@ -89,6 +107,7 @@ class Till(vf.StatefulToolEnv):
 
 def coins(rows: int = 12) -> vf.Environment:
     "Tools over a state: pay a sum with few coins, and say done."
+
     def paid(state, answer) -> float:
         return float(sum(state["till"]) == int(answer))
 
@@ -96,11 +115,14 @@ def coins(rows: int = 12) -> vf.Environment:
         return 1.0 / (1 + len(state["till"])) if sum(state["till"]) == int(answer) else 0.0
 
     table = [{"question": f"Pay {n}.", "answer": str(n)} for n in range(1, 1 + rows)]
-    return Till(max_turns=5, dataset=Dataset.from_list(table), rubric=vf.Rubric(funcs=[paid, few]), stop_errors=[RecursionError])
+    return Till(
+        max_turns=5, dataset=Dataset.from_list(table), rubric=vf.Rubric(funcs=[paid, few]), stop_errors=[RecursionError]
+    )
 
 
 def second_try(rows: int = 64) -> vf.Environment:
     "A sum, and after a wrong answer the sum once more; in digits alone, so that the embedded policy can play."
+
     class SecondTry(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **more):
             if messages[-1].content.endswith(":" + state["answer"]):

@@ -1,4 +1,5 @@
 """Waiting for what another process or thread does."""
+
 import time
 
 

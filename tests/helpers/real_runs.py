@@ -1,10 +1,20 @@
 """Real runs in tests: wait for their end, find their processes, check their books."""
+
 import polars as pl
 import psutil
+
 import rlbench as rl
 from rlbench.base.ledger import living
 
-SMALL = dict(steps=6, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[{"name": "held_out", "count": 32, "every": 3}])
+SMALL = dict(
+    steps=6,
+    batch=64,
+    group=8,
+    preflight=8,
+    preflight_k=2,
+    staleness=0,
+    eval=[{"name": "held_out", "count": 32, "every": 3}],
+)
 
 
 def ended(run: rl.Run, state: str = "finished", seconds: float = 120) -> rl.Run:

@@ -1,4 +1,5 @@
 """A server of sandboxes for tests."""
+
 import json
 import subprocess
 import sys
@@ -6,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
+
 from rlbench.sandbox.faults import FakeWorker
-from rlbench.sandbox.types import Reply
 from rlbench.sandbox.protocol import order_of, reply_json
+from rlbench.sandbox.types import Reply
 
 TOKEN = "RLBENCH_TEST_TOKEN"
 
@@ -18,7 +21,13 @@ class Plain:
     "The plain interface round a fake worker: what any provider's server would be."
 
     def __init__(self):
-        self.worker, self.lock, self.ticket, self.said, self.seen = FakeWorker("far", start_s=0.0), threading.Lock(), 0, {}, Counter()
+        self.worker, self.lock, self.ticket, self.said, self.seen = (
+            FakeWorker("far", start_s=0.0),
+            threading.Lock(),
+            0,
+            {},
+            Counter(),
+        )
         self.bad = lambda kind, count: None
         self.limits = {"concurrent": 8, "create_rate": 5.0, "credit": 120, "open": 3, "owner": "nobody"}
 
@@ -41,7 +50,9 @@ class Plain:
             with self.lock:
                 self.said |= {reply.ticket: reply for reply in self.worker.poll()}
                 if mine in self.said:
-                    return 200, json.dumps(reply_json(Reply(mine, self.said[mine].value, self.said[mine].fault, self.said[mine].missing))).encode()
+                    return 200, json.dumps(
+                        reply_json(Reply(mine, self.said[mine].value, self.said[mine].fault, self.said[mine].missing))
+                    ).encode()
             time.sleep(0.005)
 
 
@@ -49,9 +60,19 @@ def run_code(path: str, body: bytes, head) -> tuple[int, bytes]:
     "SandboxFusion's interface, with the Python at hand and no sandbox."
     asked = json.loads(body)
     assert path == "/run_code" and asked["language"] == "python"
-    done = subprocess.run([sys.executable, "-I", "-c", asked["code"]], capture_output=True, text=True, timeout=asked["run_timeout"])
-    result = {"status": "Finished", "return_code": done.returncode, "execution_time": 0.1, "stdout": done.stdout, "stderr": done.stderr}
-    return 200, json.dumps({"status": "Failed" if done.returncode else "Success", "message": "", "run_result": result}).encode()
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", asked["code"]], capture_output=True, text=True, timeout=asked["run_timeout"]
+    )
+    result = {
+        "status": "Finished",
+        "return_code": done.returncode,
+        "execution_time": 0.1,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+    }
+    return 200, json.dumps(
+        {"status": "Failed" if done.returncode else "Success", "message": "", "run_result": result}
+    ).encode()
 
 
 @pytest.fixture
@@ -63,7 +84,9 @@ def serve(monkeypatch):
     def start(answer) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                status, body = answer(self.path, self.rfile.read(int(self.headers.get("Content-Length", 0))), self.headers)
+                status, body = answer(
+                    self.path, self.rfile.read(int(self.headers.get("Content-Length", 0))), self.headers
+                )
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -1,13 +1,17 @@
 """Runs that are saved, taken up again, and compared with those that were not."""
+
 import shutil
 from pathlib import Path
+
 import polars as pl
 from inline import Told
-from rlbench.runtime.checkpoint import find_checkpoint, load_checkpoint
-from rlbench.loop.config import captured_functions, make_config, read_config, to_toml
-from rlbench.runtime.driver import Driver, make_pools
+
 from rlbench.base.ledger import create_run_folder, read_status, read_table
+from rlbench.loop.config import captured_functions, make_config, read_config, to_toml
 from rlbench.loop.loop import FINISHED
+from rlbench.runtime.checkpoint import find_checkpoint, load_checkpoint
+from rlbench.runtime.driver import Driver, make_pools
+
 
 class Killed(Told):
     "A driver whose run folder is copied at stated numbers of events, as a killed process would leave it."
@@ -41,16 +45,28 @@ def check_resumed(driver: Driver) -> None:
     "The surviving rows, the status and the loop say the same; nothing is trained twice, nothing is skipped."
     folder, state = driver.folder, driver.state
     rollouts, groups, steps = (read_table(folder, t) for t in ("rollouts", "groups", "steps"))
-    assert rollouts.select("rollout", "try").is_unique().all(), rollouts.filter(rollouts.select("rollout", "try").is_duplicated())
-    told = {row["fate"]: (row["n"], row["tokens"]) for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()}
+    assert rollouts.select("rollout", "try").is_unique().all(), rollouts.filter(
+        rollouts.select("rollout", "try").is_duplicated()
+    )
+    told = {
+        row["fate"]: (row["n"], row["tokens"])
+        for row in rollouts.group_by("fate").agg(pl.len().alias("n"), pl.col("length").sum().alias("tokens")).to_dicts()
+    }
     assert told == {fate: (count, length) for fate, (count, length, _) in state.books.items()}
-    assert sum(n for n, _ in told.values()) == state.dispatched and sum(t for _, t in told.values()) == state.generated_tokens
+    assert (
+        sum(n for n, _ in told.values()) == state.dispatched
+        and sum(t for _, t in told.values()) == state.generated_tokens
+    )
     status = read_status(folder)
     assert status.books_closed and status.attempt == driver.attempt
     trained = rollouts.filter(pl.col("fate") == "trained")
     assert trained["rollout"].is_unique().all() and (trained["trained_at"] - 1 - trained["oldest"] >= 0).all()
-    assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == len(trained)
-    assert trained.group_by("trained_at").len().sort("trained_at")["len"].to_list() == steps["trained_rollouts"].to_list()
+    assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == len(
+        trained
+    )
+    assert (
+        trained.group_by("trained_at").len().sort("trained_at")["len"].to_list() == steps["trained_rollouts"].to_list()
+    )
     assert groups["group"].is_unique().all()
     ended = {*groups["group"], *rollouts.filter(pl.col("group") < 0)["group"]}
     evaluated = state.dispatched_groups - len(groups)
@@ -58,4 +74,14 @@ def check_resumed(driver: Driver) -> None:
     assert not driver.memory.rollouts and not driver.memory.members and not state.groups
 
 
-SYNC = {"group": 4, "batch": 16, "steps": 8, "concurrency": 16, "preflight": 8, "preflight_k": 2, "eval": [{"count": 10, "every": 3}], "staleness": 0, "checkpoint_every": 2}
+SYNC = {
+    "group": 4,
+    "batch": 16,
+    "steps": 8,
+    "concurrency": 16,
+    "preflight": 8,
+    "preflight_k": 2,
+    "eval": [{"count": 10, "every": 3}],
+    "staleness": 0,
+    "checkpoint_every": 2,
+}

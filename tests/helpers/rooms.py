@@ -1,4 +1,5 @@
 """The rooms of the package in their order, what imports what, and the page that lists all notebooks."""
+
 import ast
 import json
 import re
@@ -35,7 +36,11 @@ def module_path(module: str) -> Path:
 
 def modules() -> list[str]:
     "All modules, named from below rlbench."
-    files = (path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "_modidx.py") and "data" not in path.parts)
+    files = (
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("__init__.py", "_modidx.py") and "data" not in path.parts
+    )
     return sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in files)
 
 
@@ -67,7 +72,11 @@ def imported_modules(module: str) -> set[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
             found |= {f"{source}.{name.name}" for name in node.names} | {source}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")) and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith(("import_module", "__import__"))
+            and node.args
+        ):
             found |= {str(ast.literal_eval(node.args[0]))} if isinstance(node.args[0], ast.Constant) else set()
     return {name.removeprefix("rlbench").removeprefix(".") for name in found if name.split(".")[0] == "rlbench"}
 
@@ -94,7 +103,9 @@ def purpose_of(notebook: Path) -> str:
 
 def map_table(notebooks: list[Path]) -> str:
     "A table with a row for each notebook: its link and its purpose."
-    rows = (f"| [{path.stem}]({path.relative_to(ROOT / 'nbs').as_posix()}) | {purpose_of(path)} |" for path in notebooks)
+    rows = (
+        f"| [{path.stem}]({path.relative_to(ROOT / 'nbs').as_posix()}) | {purpose_of(path)} |" for path in notebooks
+    )
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
@@ -104,11 +115,14 @@ def map_sections() -> dict[str, str]:
     sections = {
         "map-title": "# All notebooks\n\n> Every notebook of rlbench, by room, with a sentence on what it holds.",
         "map-rule": "`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`. A module imports from lower numbers of its own room and from the rooms above it on this page: whatever you read rests only on what stands before it. [The front page](index.ipynb) leads to the five that are meant to be changed.",
-        "map-pages": "## Pages\n\n" + map_table([nbs / f"{name}.ipynb" for name in PAGES] + sorted(nbs.glob("guide/*.ipynb"))),
+        "map-pages": "## Pages\n\n"
+        + map_table([nbs / f"{name}.ipynb" for name in PAGES] + sorted(nbs.glob("guide/*.ipynb"))),
     }
     for room, purpose in ROOMS.items():
         folder = nbs / room
         title = f"## {room or 'rlbench'}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n"
-        listed = [path for path in sorted(folder.glob("*.ipynb")) if room or (path.stem not in PAGES and path.stem != "map")]
+        listed = [
+            path for path in sorted(folder.glob("*.ipynb")) if room or (path.stem not in PAGES and path.stem != "map")
+        ]
         sections[f"map-{room or 'root'}"] = title + map_table(listed)
     return sections

@@ -1,15 +1,32 @@
 """Runs whose verdicts come from a sandbox."""
+
 import json
 from ast import literal_eval
 from hashlib import blake2b
-from rlbench.records import Task
+
 from rlbench.sandbox.types import End, Execution, Fault, Layer
 
 # The scripted generator writes numbers. What is asked of it is an even count of words, found out by running a program: half of the responses are right.
-EVEN = {"kind": "function", "function": "solve", "wrap": 'def solve():\n    return len("{answer}".split()) % 2 == 0\n', "tests": [{"expected": True}], "reference": "1 2", "bad": "1 2 3"}
+EVEN = {
+    "kind": "function",
+    "function": "solve",
+    "wrap": 'def solve():\n    return len("{answer}".split()) % 2 == 0\n',
+    "tests": [{"expected": True}],
+    "reference": "1 2",
+    "bad": "1 2 3",
+}
 
 
-SMALL = {"group": 4, "batch": 16, "steps": 3, "preflight": 0, "eval": [], "verifier": "code", "reward": "tests", "alerts": False}
+SMALL = {
+    "group": 4,
+    "batch": 16,
+    "steps": 3,
+    "preflight": 0,
+    "eval": [],
+    "verifier": "code",
+    "reward": "tests",
+    "alerts": False,
+}
 
 
 def even(*, split="train", seed=0, count=40):
@@ -34,9 +51,21 @@ class Quick:
             raise Fault(End.BACKEND_LOST, "played")
         if end is not None:
             return Execution(end, tier="fake", worker="w", message="played")
-        words = program.code.rpartition("len(\"")[2].partition('"')[0].split()
-        answers = tuple(json.dumps(["v", literal_eval(call)[0], ["b", "1" if len(words) % 2 == 0 else ""], ["l", []]]) for call in program.calls)
-        return Execution(End.EXITED, answers=answers, cpu_s=0.001, wall_s=0.002, tier="fake", worker="w", warm=True, phases=(("queued", 0.001), ("started", 0.002), ("ran", 0.002)))
+        words = program.code.rpartition('len("')[2].partition('"')[0].split()
+        answers = tuple(
+            json.dumps(["v", literal_eval(call)[0], ["b", "1" if len(words) % 2 == 0 else ""], ["l", []]])
+            for call in program.calls
+        )
+        return Execution(
+            End.EXITED,
+            answers=answers,
+            cpu_s=0.001,
+            wall_s=0.002,
+            tier="fake",
+            worker="w",
+            warm=True,
+            phases=(("queued", 0.001), ("started", 0.002), ("ran", 0.002)),
+        )
 
     def open(self, layer=None, limits=None, owner=""):
         "A sandbox in which nothing is kept but what it is called."

@@ -1,15 +1,27 @@
 """What was asked of a run, and its journal."""
+
 from inline import check_books
+
+from rlbench.base.ledger import create_run_folder, read_table, send_command
+from rlbench.knobs import capture, save_function
 from rlbench.loop.config import make_config, to_toml
 from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.knobs import capture, save_function
-from rlbench.base.ledger import create_run_folder, read_table, send_command
+
 
 def source_of(function) -> str:
     return f"functions/{capture(function).stem}.py"
 
 
-SCRIPTED = {"clock": "virtual", "generator": "scripted", "group": 4, "batch": 16, "steps": 12, "staleness": 1, "preflight": 0, "eval": [{"count": 6, "every": 6}]}
+SCRIPTED = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "group": 4,
+    "batch": 16,
+    "steps": 12,
+    "staleness": 1,
+    "preflight": 0,
+    "eval": [{"count": 6, "every": 6}],
+}
 
 
 class Asked(Driver):

@@ -1,5 +1,7 @@
 """What an evaluation says by turn."""
+
 from itertools import groupby
+
 
 def by_turn(values: list, turns: list) -> list[list]:
     "A column of the tokens table, cut into turns."

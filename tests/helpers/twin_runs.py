@@ -1,9 +1,23 @@
 """The same run twice."""
+
 from inline import check_books, inline_run
+
 from rlbench.base.ledger import read_table
 
-TINY = {"generator": "torch", "model": "tiny", "group": 4, "batch": 16, "steps": 4, "concurrency": 8, "max_tokens": 32, "preflight": 8, "preflight_k": 2, "learning_rate": 5e-4,
-        "eval": [{"count": 8, "every": 2}], "filter": "none"}
+TINY = {
+    "generator": "torch",
+    "model": "tiny",
+    "group": 4,
+    "batch": 16,
+    "steps": 4,
+    "concurrency": 8,
+    "max_tokens": 32,
+    "preflight": 8,
+    "preflight_k": 2,
+    "learning_rate": 5e-4,
+    "eval": [{"count": 8, "every": 2}],
+    "filter": "none",
+}
 
 
 MEASURED = ("score_seconds",)  # the environment's own time is measured, whatever the clock

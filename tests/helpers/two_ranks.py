@@ -1,4 +1,5 @@
 """In a script of its own, since a process belongs to one team for good: a trainer of one process, then one of two that goes on from its checkpoint, then one again. `python two_ranks.py FOLDER` writes FOLDER/told.pt and kills itself."""
+
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,9 @@ from pathlib import Path
 import torch
 from small_trainers import made_groups, small_model
 
-from rlbench.runtime.checkpoint import read_trainer, read_weights, write_trainer
 from rlbench.environments.environment import FunctionFailed, guarded
 from rlbench.objective.objective import objective
+from rlbench.runtime.checkpoint import read_trainer, read_weights, write_trainer
 from rlbench.training.data_parallel import start_ranks, whole_weights
 from rlbench.training.trainer import ALONE, Trainer, TrainerConfig
 
@@ -36,10 +37,23 @@ def build(team, start):
     model = small_model()
     if start:
         read_weights(start, model)
-    trainer = Trainer(model, TrainerConfig(device="cpu", micro_tokens=200, learning_rate=1e-3, optimizer_steps=3, gradient_checkpointing=team is not ALONE), GOAL, team=team)
+    trainer = Trainer(
+        model,
+        TrainerConfig(
+            device="cpu",
+            micro_tokens=200,
+            learning_rate=1e-3,
+            optimizer_steps=3,
+            gradient_checkpointing=team is not ALONE,
+        ),
+        GOAL,
+        team=team,
+    )
     if start:
         read_trainer(start, trainer)
-    return trainer, lambda width: trainer.set(replace(GOAL, aggregation=guarded("aggregation", Raises(width))) if width else GOAL)
+    return trainer, lambda width: trainer.set(
+        replace(GOAL, aggregation=guarded("aggregation", Raises(width))) if width else GOAL
+    )
 
 
 def trained(trainer, batches) -> list[dict]:
@@ -82,7 +96,9 @@ if __name__ == "__main__":
     back, _ = build(ALONE, folder / "b")
     told["after"] = trained(two, batches[:1]), trained(back, batches[:1])
     told["weights after"] = whole_weights(two), whole_weights(back)
-    told["held"] = [sum(p.to_local().numel() if each is two else p.numel() for p in each.model.parameters()) for each in (one, two)]
+    told["held"] = [
+        sum(p.to_local().numel() if each is two else p.numel() for p in each.model.parameters()) for each in (one, two)
+    ]
     (told["rank"],) = [child.pid for child in multiprocessing.active_children()]
     torch.save(told, folder / "told.pt")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,23 +1,44 @@
 "Small random models of several families through vLLM, against transformers; prints one JSON line."
+
 import json
 from functools import partial
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+)
 
-from rlbench.generator import Request, drain
 from rlbench.engines.torch import settle_cpu
 from rlbench.engines.vllm import VllmGenerator
+from rlbench.generator import Request, drain
 from rlbench.records import Sampling
 
-SHAPE = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+)
 FAMILIES = {
     "llama": partial(LlamaConfig, tie_word_embeddings=True, attention_bias=True),  # heads of 16, without a norm
     "mistral": partial(MistralConfig, head_dim=32, sliding_window=16, tie_word_embeddings=False),
-    "gemma2": partial(Gemma2Config, head_dim=16, sliding_window=16, attn_logit_softcapping=None),  # heads that are spread, with a scale of their own
+    "gemma2": partial(
+        Gemma2Config, head_dim=16, sliding_window=16, attn_logit_softcapping=None
+    ),  # heads that are spread, with a scale of their own
     "gemma3": partial(Gemma3TextConfig, head_dim=16, sliding_window=16),  # and with norms of 1 + w
-    "qwen3_moe": partial(Qwen3MoeConfig, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
+    "qwen3_moe": partial(
+        Qwen3MoeConfig, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    ),
 }
 
 
@@ -32,7 +53,16 @@ def model_of(family: str, seed: int):
 
 def worst(generator: VllmGenerator, model, serial: int) -> tuple[float, int]:
     "Largest distance between the log-probabilities that a generator reports and the model's; tokens compared."
-    requests = {(i, serial): Request((i, serial), [3, 4, 5 + i // 4, 6, 7 + i // 8], Sampling(max_tokens=60, temperature=1.3), stream=1000 + i, stop=(1,)) for i in range(16)}
+    requests = {
+        (i, serial): Request(
+            (i, serial),
+            [3, 4, 5 + i // 4, 6, 7 + i // 8],
+            Sampling(max_tokens=60, temperature=1.3),
+            stream=1000 + i,
+            stop=(1,),
+        )
+        for i in range(16)
+    }
     generator.submit(requests.values())
     distance, tokens = 0.0, 0
     for r in drain(generator):

@@ -1,34 +1,62 @@
 """Modelled actors around the loop: several generators, faults, late and unexpected answers, and a watch that checks every action."""
+
 import heapq
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 
 from rlbench.loop.config import RunConfig
-from rlbench.runtime.driver import stuck
 from rlbench.loop.loop import FINISHED, step
 from rlbench.loop.state import (
-    Abort, Commanded, Configure, Generate, Generated, Lost, MarkOld, Observed, Publish, Published, Save, Saved, Score, Scored, Snapshot,
-    Start, Started, Stored, Ticked, Train, Trained, Write, books_closed, live_groups, start_state,
+    Abort,
+    Commanded,
+    Configure,
+    Generate,
+    Generated,
+    Lost,
+    MarkOld,
+    Observed,
+    Publish,
+    Published,
+    Save,
+    Saved,
+    Score,
+    Scored,
+    Snapshot,
+    Start,
+    Started,
+    Stored,
+    Ticked,
+    Train,
+    Trained,
+    Write,
+    books_closed,
+    live_groups,
+    start_state,
 )
 from rlbench.records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Served, StepRow, StopReason
+from rlbench.runtime.driver import stuck
 
 
 @dataclass
 class Machine:
     "A modelled generator: what it runs, with which weights."
+
     slots: int
     life: int = 0
     up: bool = False
     version: int = 0
     waiting: list = field(default_factory=list)
-    running: dict = field(default_factory=dict)  # (rollout, attempt) -> (oldest version, began, tokens, of them there before)
+    running: dict = field(
+        default_factory=dict
+    )  # (rollout, attempt) -> (oldest version, began, tokens, of them there before)
     heard: float = 0.0  # when its last message arrives; a pipe keeps the order
 
 
 @dataclass
 class Watch:
     "What was seen, and whether it may be."
+
     sent: dict = field(default_factory=dict)  # (rollout, attempt) -> Item of its newest turn
     told: dict = field(default_factory=dict)  # (rollout, attempt) -> (tokens, oldest, newest) of all its turns
     marks: dict = field(default_factory=dict)  # (rollout, attempt) -> what was told after each of its finished turns
@@ -54,28 +82,47 @@ class Watch:
             key = (item.rollout, item.attempt)
             assert key not in self.sent or key in self.stopped or item.turn, f"{key} was sent twice"
             assert item.turn == len(self.marks.get(key, ())), f"{key} is sent in another turn than it is in"
-            assert not item.turn or item.sampling.max_tokens == world.config.max_tokens - self.marks[key][-1][0] > 0, "the budget is that of the whole episode"
-            assert key not in self.fates and (item.partial or item.turn > 0) == (self.told.get(key, (0,))[0] > 0), f"{key}: a stopped one is sent with its tokens, or from nothing under another attempt"
-            assert item.old_tokens == ("" if not item.partial else "mask" if state.config.staleness == 0 else state.config.old_tokens)
+            assert not item.turn or item.sampling.max_tokens == world.config.max_tokens - self.marks[key][-1][0] > 0, (
+                "the budget is that of the whole episode"
+            )
+            assert key not in self.fates and (item.partial or item.turn > 0) == (self.told.get(key, (0,))[0] > 0), (
+                f"{key}: a stopped one is sent with its tokens, or from nothing under another attempt"
+            )
+            assert item.old_tokens == (
+                "" if not item.partial else "mask" if state.config.staleness == 0 else state.config.old_tokens
+            )
             self.partials += item.partial
             self.stopped.discard(key)
             self.sent[key] = item
             if item.eval:
                 assert actor.version == state.evaluations[item.eval].version
             elif not item.turn:
-                assert state.version + bool(state.training) - actor.version <= state.config.staleness, "started too late to be trained in time"
+                assert state.version + bool(state.training) - actor.version <= state.config.staleness, (
+                    "started too late to be trained in time"
+                )
 
     def train(self, world: "World", a: Train) -> None:
         state = world.state
-        assert not self.training and a.version == state.version + 1 and len(a.groups) == state.config.batch_groups == len(set(a.groups))
+        assert (
+            not self.training
+            and a.version == state.version + 1
+            and len(a.groups) == state.config.batch_groups == len(set(a.groups))
+        )
         assert not set(a.groups) & set(self.groups), "a group that ended came back"
         self.training = a.groups
         for key, item in self.sent.items():
             if item.group in a.groups and key not in self.fates:
                 assert key not in self.stopped, f"{key} is trained unfinished"
-            if item.group in a.groups and self.scores.get(key) is not None and key not in self.fates and key not in self.weightless:
+            if (
+                item.group in a.groups
+                and self.scores.get(key) is not None
+                and key not in self.fates
+                and key not in self.weightless
+            ):
                 self.lags.append(state.version - self.told[key][1])
-                assert 0 <= self.lags[-1] <= state.config.staleness, f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
+                assert 0 <= self.lags[-1] <= state.config.staleness, (
+                    f"{key} is {self.lags[-1]} versions old, the bound is {state.config.staleness}"
+                )
 
     def hand_on(self, row: RolloutRow, world: "World") -> None:
         "The first turns go to the next attempt; of a rewound one only those after the state that its rule allows may be gone."
@@ -84,7 +131,10 @@ class Watch:
         if row.fate is Fate.REWOUND:
             c, now = world.state.config, world.state.version
             fresh = [t for t, (_, writer) in enumerate(states) if writer < 0 or writer >= now - c.max_state_lag]
-            assert row.kept == (0 if c.on_resume == "restart" else fresh[-1]) < len(states) - 1 and c.on_resume != "continue"
+            assert (
+                row.kept == (0 if c.on_resume == "restart" else fresh[-1]) < len(states) - 1
+                and c.on_resume != "continue"
+            )
             self.rewound += 1
         if row.kept:
             self.marks[heir], self.states[heir] = self.marks[key][: row.kept], states[1 : row.kept + 1]
@@ -99,7 +149,9 @@ class Watch:
                 key = (row.rollout, row.attempt)
                 assert key not in self.fates, f"{key} ended as {self.fates[key]} and as {row.fate}"
                 assert (row.trained_at > 0) == (row.fate is Fate.TRAINED)
-                assert not (row.fate is Fate.TRAINED and key in self.weightless) and not (row.fate is Fate.SURPLUS and key in self.stopped and self.told[key][0])
+                assert not (row.fate is Fate.TRAINED and key in self.weightless) and not (
+                    row.fate is Fate.SURPLUS and key in self.stopped and self.told[key][0]
+                )
                 self.fates[key] = row.fate
                 if row.fate in (Fate.REWOUND, Fate.LOST_GENERATOR):
                     self.hand_on(row, world)
@@ -111,8 +163,16 @@ class Watch:
                 self.training = ()
                 self.steps.append(row)
             case EvalRow():
-                keys = [key for key, item in self.sent.items() if item.group in row.groups and key in self.told and self.fates[key] not in (Fate.LOST_GENERATOR, Fate.REWOUND)]
-                assert len(keys) == row.k * len(row.groups) and all(self.told[key][1:] == (row.version, row.version) for key in keys), "an evaluation mixes versions"
+                keys = [
+                    key
+                    for key, item in self.sent.items()
+                    if item.group in row.groups
+                    and key in self.told
+                    and self.fates[key] not in (Fate.LOST_GENERATOR, Fate.REWOUND)
+                ]
+                assert len(keys) == row.k * len(row.groups) and all(
+                    self.told[key][1:] == (row.version, row.version) for key in keys
+                ), "an evaluation mixes versions"
                 self.evals.append(row)
             case CommandRow():
                 self.commands.append(row)
@@ -123,9 +183,23 @@ class Watch:
 class World:
     "Carries the actions of a loop out on modelled actors. Everything is drawn from one random stream, so a world can be run again."
 
-    def __init__(self, config: RunConfig, seed: int, slots: tuple[int, ...] = (8,), commands: dict | None = None, faults: dict | None = None, errors: float = 0.0, pace: float = 0.001, turns: int = 1, waits: float = 0.0):
+    def __init__(
+        self,
+        config: RunConfig,
+        seed: int,
+        slots: tuple[int, ...] = (8,),
+        commands: dict | None = None,
+        faults: dict | None = None,
+        errors: float = 0.0,
+        pace: float = 0.001,
+        turns: int = 1,
+        waits: float = 0.0,
+    ):
         self.random, self.config, self.errors, self.pace = random.Random(seed), config, errors, pace
-        self.turns, self.waits = turns, waits  # an episode has 1 to `turns` of them; share of turns after which it is left lying
+        self.turns, self.waits = (
+            turns,
+            waits,
+        )  # an episode has 1 to `turns` of them; share of turns after which it is left lying
         self.state = start_state(config, [1 + i % 3 for i in range(40)], {e.name: 10 for e in config.eval})
         self.machines = {f"generator-{i}": Machine(n) for i, n in enumerate(slots)}
         self.commands, self.faults, self.watch = commands or {}, faults or {}, Watch()
@@ -170,7 +244,9 @@ class World:
                 case _:
                     getattr(self, f"do_{type(action).__name__.lower()}")(action)
         s = self.state
-        assert live_groups(s) == sum(not g.eval and g.status != "training" and g.doom is None for g in s.groups.values())
+        assert live_groups(s) == sum(
+            not g.eval and g.status != "training" and g.doom is None for g in s.groups.values()
+        )
         for command in self.commands.pop(self.events, ()):
             self.step(Commanded(*command))
         if self.events in self.faults:
@@ -196,7 +272,9 @@ class World:
 
     def do_score(self, a: Score) -> None:
         key = (a.rollout, a.attempt)
-        assert key in self.watch.told and key not in self.watch.scoring, "scored before it was written, or twice at once"
+        assert key in self.watch.told and key not in self.watch.scoring, (
+            "scored before it was written, or twice at once"
+        )
         self.watch.scoring.add(key)
         self.later(0.05 * self.random.random(), self.scored, key, self.env_life, a.last)
 
@@ -207,7 +285,9 @@ class World:
     def do_publish(self, a: Publish) -> None:
         machine = self.machines[a.actor]
         assert a.version <= self.state.version and self.state.actors[a.actor].up
-        assert self.state.config.stragglers in ("in_flight", "oversample") or not (machine.running or machine.waiting), "a generator is emptied before it loads"
+        assert self.state.config.stragglers in ("in_flight", "oversample") or not (
+            machine.running or machine.waiting
+        ), "a generator is emptied before it loads"
         self.later(self.random.choice((0.01, 0.05, 0.4)), self.load, a.actor, a.version, self.machines[a.actor].life)
 
     def do_abort(self, a: Abort) -> None:
@@ -227,7 +307,11 @@ class World:
     def do_markold(self, a: MarkOld) -> None:
         for key in a.keys if a.how == "mask" else ():
             self.watch.weightless.add(key)
-            self.watch.told[key] = (self.watch.told[key][0], -1, -1)  # of no version that counts, until it writes another turn
+            self.watch.told[key] = (
+                self.watch.told[key][0],
+                -1,
+                -1,
+            )  # of no version that counts, until it writes another turn
             self.watch.marks[key] = [(tokens, -1, -1) for tokens, *_ in self.watch.marks.get(key, ())]
 
     def do_save(self, a: Save) -> None:
@@ -236,7 +320,14 @@ class World:
 
     def do_snapshot(self, a: Snapshot) -> None:
         assert a.version == self.state.version and not self.watch.training, "the state is not that of the weights"
-        self.later(0.1 * self.random.random(), lambda: self.step(Stored(a.version, "checkpoint", self.random.choice(("", "", "no room")))) if self.trainer_up else None)
+        self.later(
+            0.1 * self.random.random(),
+            lambda: (
+                self.step(Stored(a.version, "checkpoint", self.random.choice(("", "", "no room"))))
+                if self.trainer_up
+                else None
+            ),
+        )
 
     # generators
 
@@ -261,7 +352,9 @@ class World:
 
     def fill(self, name: str) -> None:
         machine = self.machines[name]
-        while machine.up and machine.waiting and len(machine.running) < min(machine.slots, self.state.config.concurrency):
+        while (
+            machine.up and machine.waiting and len(machine.running) < min(machine.slots, self.state.config.concurrency)
+        ):
             item = machine.waiting.pop(0)
             key, tokens = (item.rollout, item.attempt), 1 + min(200, int(self.random.lognormvariate(2.5, 0.8)))
             before, oldest, _ = self.watch.told[key] if item.partial or item.turn else (0, -1, 0)
@@ -274,7 +367,19 @@ class World:
         machine = self.machines[name]
         if machine.life == life and key in machine.running:
             oldest, _, tokens, _ = machine.running.pop(key)
-            self.say(name, Generated(name, *key, self.random.choice((StopReason.STOP, StopReason.LENGTH)), tokens, oldest, machine.version, 0.01 * tokens, f"{key}{tokens}"))
+            self.say(
+                name,
+                Generated(
+                    name,
+                    *key,
+                    self.random.choice((StopReason.STOP, StopReason.LENGTH)),
+                    tokens,
+                    oldest,
+                    machine.version,
+                    0.01 * tokens,
+                    f"{key}{tokens}",
+                ),
+            )
             self.fill(name)
 
     def abort(self, name: str, keys: tuple, life: int) -> None:
@@ -287,11 +392,24 @@ class World:
             elif key in machine.running:
                 oldest, began, _, before = machine.running.pop(key)
                 tokens = before + int((self.now - began) / 0.01)
-                self.say(name, Generated(name, *key, StopReason.ABORTED, tokens, *((oldest, machine.version) if tokens else (-1, -1)), 0.0))
+                self.say(
+                    name,
+                    Generated(
+                        name,
+                        *key,
+                        StopReason.ABORTED,
+                        tokens,
+                        *((oldest, machine.version) if tokens else (-1, -1)),
+                        0.0,
+                    ),
+                )
             elif any((i.rollout, i.attempt) == key for i in machine.waiting):
                 partial = next(i.partial or i.turn for i in machine.waiting if (i.rollout, i.attempt) == key)
                 machine.waiting = [i for i in machine.waiting if (i.rollout, i.attempt) != key]
-                self.say(name, Generated(name, *key, StopReason.ABORTED, *(self.watch.told[key] if partial else (0, -1, -1)), 0.0))
+                self.say(
+                    name,
+                    Generated(name, *key, StopReason.ABORTED, *(self.watch.told[key] if partial else (0, -1, -1)), 0.0),
+                )
         self.fill(name)
 
     def load(self, name: str, version: int, life: int) -> None:
@@ -311,7 +429,16 @@ class World:
         self.watch.scoring.discard(key)
         if roll.random() < self.errors:
             self.watch.scores[key] = None
-            self.step(Scored(*key, None, None, roll.choice((Outcome.TIMEOUT, Outcome.FUNCTION_ERROR, Outcome.ENVIRONMENT_ERROR)), 0.01, "it failed"))
+            self.step(
+                Scored(
+                    *key,
+                    None,
+                    None,
+                    roll.choice((Outcome.TIMEOUT, Outcome.FUNCTION_ERROR, Outcome.ENVIRONMENT_ERROR)),
+                    0.01,
+                    "it failed",
+                )
+            )
         elif not last and len(self.watch.marks.get(key, ())) + 1 < random.Random(key[0]).randint(1, self.turns):
             self.observe(key, roll)
         else:
@@ -332,7 +459,9 @@ class World:
         marks.append(self.watch.told[key])
         turn = len(marks)
         now = states[-1] if states else ("", -1)
-        state = (f"{key} {turn}", self.watch.told[key][2]) if roll.random() < 0.5 else roll.choice([now, ("", -1), *states])
+        state = (
+            (f"{key} {turn}", self.watch.told[key][2]) if roll.random() < 0.5 else roll.choice([now, ("", -1), *states])
+        )
         states.append(state)
         member = self.state.members.get(key[0])
         if member and member.attempt == key[1] and roll.random() < self.waits:
@@ -347,17 +476,36 @@ class World:
 
     def lose(self, kind: str) -> None:
         "A fault, if what is to fail is up."
-        names = [n for n, a in self.state.actors.items() if a.kind == kind and a.up and (kind != "generator" or self.machines[n].up)]
+        names = [
+            n
+            for n, a in self.state.actors.items()
+            if a.kind == kind and a.up and (kind != "generator" or self.machines[n].up)
+        ]
         if not names or self.state.phase in FINISHED:
             return
         name, reported = self.random.choice(names), ()
         if kind == "generator":
             machine = self.machines[name]
-            reported = tuple((key, before + int((self.now - began) / 0.01)) for key, (_, began, _, before) in machine.running.items() if self.random.random() < 0.5)
+            reported = tuple(
+                (key, before + int((self.now - began) / 0.01))
+                for key, (_, began, _, before) in machine.running.items()
+                if self.random.random() < 0.5
+            )
             machine.life, machine.up, machine.waiting, machine.running = machine.life + 1, False, [], {}
-            alive = {(m.id, m.attempt): m for m in self.state.members.values() if m.actor == name and m.status == "generating"}
+            alive = {
+                (m.id, m.attempt): m
+                for m in self.state.members.values()
+                if m.actor == name and m.status == "generating"
+            }
             for key in alive:  # what it had said without being heard is lost, too
-                self.watch.told[key] = (max(self.watch.told[key][0] if self.watch.sent[key].partial or self.watch.sent[key].turn else 0, dict(reported).get(key, 0)), -1, -1)
+                self.watch.told[key] = (
+                    max(
+                        self.watch.told[key][0] if self.watch.sent[key].partial or self.watch.sent[key].turn else 0,
+                        dict(reported).get(key, 0),
+                    ),
+                    -1,
+                    -1,
+                )
         elif kind == "environment":
             self.env_life += 1
             self.watch.scoring.clear()
@@ -370,7 +518,9 @@ class World:
     def close(self) -> None:
         "The books of the loop are those of the watch."
         s, w = self.state, self.watch
-        assert not (s.groups or s.members or s.to_send or s.written or s.queue or s.evaluations or s.commands), "something outlived the run"
+        assert not (s.groups or s.members or s.to_send or s.written or s.queue or s.evaluations or s.commands), (
+            "something outlived the run"
+        )
         assert books_closed(s) and len(w.fates) == s.dispatched and set(w.sent) <= set(w.fates)
         books: dict[str, list] = {}
         for key, fate in w.fates.items():
@@ -383,4 +533,13 @@ class World:
 
     def record(self) -> tuple:
         "What two equal runs have in common."
-        return self.state.digest, self.state.phase, self.state.reason, self.state.seq, self.watch.steps, self.watch.evals, self.watch.commands, self.watch.fates
+        return (
+            self.state.digest,
+            self.state.phase,
+            self.state.reason,
+            self.state.seq,
+            self.watch.steps,
+            self.watch.evals,
+            self.watch.commands,
+            self.watch.fates,
+        )

@@ -1,4 +1,5 @@
 """The rules of the house: notebooks and package say the same, stay small, and are formatted. Each test names all offenders."""
+
 import ast
 import filecmp
 import json
@@ -16,8 +17,21 @@ from rooms import module_path, modules, notebooks_of_modules
 
 HEAVY = {"torch", "transformers", "polars", "plotly", "vllm", "ray"}
 RUN_PROCESS = (
-    "records", "knobs", "base.clock", "base.ledger", "environments.tasks", "reward", "curriculum", "staleness", "loop.queue", "loop.config",
-    "environments.rollout_turns", "loop.state", "loop.loop", "runtime.actors", "views.sinks",
+    "records",
+    "knobs",
+    "base.clock",
+    "base.ledger",
+    "environments.tasks",
+    "reward",
+    "curriculum",
+    "staleness",
+    "loop.queue",
+    "loop.config",
+    "environments.rollout_turns",
+    "loop.state",
+    "loop.loop",
+    "runtime.actors",
+    "views.sinks",
 )
 MOST_LINES = {"functions": 60, "one class or one table": 150}
 TEXT = (".py", ".ipynb", ".md", ".toml", ".ini", ".lock", ".json", ".jsonl", "")
@@ -43,10 +57,18 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     export = "from nbdev.doclinks import nbdev_export; nbdev_export()"
     subprocess.run([sys.executable, "-c", export], cwd=tmp_path, check=True, timeout=120, env=environment)
     there = {path.relative_to(tmp_path / "rlbench") for path in tmp_path.glob("rlbench/**/*.py")}
-    here = {path.relative_to(ROOT / "rlbench") for path in ROOT.glob("rlbench/**/*.py") if "data" not in path.relative_to(ROOT / "rlbench").parts}
+    here = {
+        path.relative_to(ROOT / "rlbench")
+        for path in ROOT.glob("rlbench/**/*.py")
+        if "data" not in path.relative_to(ROOT / "rlbench").parts
+    }
     assert here - there == set(), "modules without a notebook"
     assert there - here == set(), "notebooks that were not exported"
-    differ = [str(name) for name in here if not filecmp.cmp(ROOT / "rlbench" / name, tmp_path / "rlbench" / name, shallow=False)]
+    differ = [
+        str(name)
+        for name in here
+        if not filecmp.cmp(ROOT / "rlbench" / name, tmp_path / "rlbench" / name, shallow=False)
+    ]
     assert not differ, f"not what the notebooks export: {differ}; run nbdev_export"
 
 
@@ -65,7 +87,9 @@ def unclean(path: Path):
             yield f"{cell['id']}: not a readable id"
         if cell["metadata"]:
             yield f"{cell['id']}: metadata"
-        if cell.get("execution_count") is not None or any(output.get("execution_count") is not None for output in cell.get("outputs", ())):
+        if cell.get("execution_count") is not None or any(
+            output.get("execution_count") is not None for output in cell.get("outputs", ())
+        ):
             yield f"{cell['id']}: an execution count"
         for output in cell.get("outputs", ()):
             text = json.dumps(output)
@@ -88,7 +112,11 @@ def test_notebooks_are_clean():
 
 def is_import(node: ast.stmt) -> bool:
     "An import, or the imports that only type checkers read."
-    return isinstance(node, (ast.Import, ast.ImportFrom)) or isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return (
+        isinstance(node, (ast.Import, ast.ImportFrom))
+        or isinstance(node, ast.If)
+        and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
 
 
 def broken_cells(path: Path):
@@ -110,7 +138,9 @@ def broken_cells(path: Path):
         imports = [node for node in body if is_import(node)]
         if len(imports) not in (0, len(body)):
             yield f"{cell['id']}: imports and code in one cell"
-        whole = len(body) == 1 and isinstance(body[0], (ast.ClassDef, ast.Assign, ast.AnnAssign))  # a class or a table is not cut
+        whole = len(body) == 1 and isinstance(
+            body[0], (ast.ClassDef, ast.Assign, ast.AnnAssign)
+        )  # a class or a table is not cut
         most = MOST_LINES["one class or one table" if whole else "functions"]
         length = sum(1 for line in cell["source"].splitlines()[1:] if line.strip())
         if length > most and not imports:
@@ -152,9 +182,19 @@ def careless(module: str):
             if not ast.get_docstring(node):
                 yield f"{node.name}: no docstring"
             for part in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_") and not part.decorator_list and not ast.get_docstring(part) and len(part.body) > 1:
+                if (
+                    isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
+                    and not part.name.startswith("_")
+                    and not part.decorator_list
+                    and not ast.get_docstring(part)
+                    and len(part.body) > 1
+                ):
                     yield f"{node.name}.{part.name}: no docstring"
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and ast.unparse(node.value) in ("[]", "{}", "list()", "dict()", "set()"):
+        if (
+            isinstance(node, (ast.Assign, ast.AnnAssign))
+            and node.value is not None
+            and ast.unparse(node.value) in ("[]", "{}", "list()", "dict()", "set()")
+        ):
             yield f"module-level state: {ast.unparse(node)}"
     if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
         yield "global"
@@ -170,22 +210,38 @@ def test_modules_keep_the_rules():
 def test_formatter_and_linter_have_nothing_to_say():
     "`ruff format` and `ruff check` over notebooks, package and tests, by ruff.toml."
     for command in (["format", "--check"], ["check"]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
-@pytest.mark.parametrize("wrong", ["import os\n", "x  = 1\n", "f = lambda: 1\n"], ids=["unused", "unformatted", "lambda"])
+@pytest.mark.parametrize(
+    "wrong", ["import os\n", "x  = 1\n", "f = lambda: 1\n"], ids=["unused", "unformatted", "lambda"]
+)
 def test_formatter_and_linter_look(tmp_path, wrong):
     "With the project's settings they find what they are there for."
     (tmp_path / "wrong.py").write_text(f'"""A module."""\n\n{wrong}')
-    found = [subprocess.run([sys.executable, "-m", "ruff", *command, "--config", ROOT / "ruff.toml", tmp_path / "wrong.py"], capture_output=True).returncode for command in (["format", "--check"], ["check"])]
+    found = [
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", ROOT / "ruff.toml", tmp_path / "wrong.py"],
+            capture_output=True,
+        ).returncode
+        for command in (["format", "--check"], ["check"])
+    ]
     assert any(found)
 
 
 def loaded(statement: str) -> set[str]:
     "Top-level modules in a fresh process after a statement."
     script = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+    )
     return set(found.stdout.split())
 
 
@@ -193,7 +249,9 @@ def test_import_is_light():
     "`import rlbench` brings in none of the heavy packages, and none of its own modules: each comes when its name is used."
     assert loaded("import rlbench") & (HEAVY | {"numpy", "pydantic"}) == set()
     script = "import sys, rlbench\nprint(*(name for name in sys.modules if name.startswith('rlbench.')))"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+    )
     assert found.stdout.split() == []
 
 
@@ -201,11 +259,28 @@ def test_run_process_needs_no_torch():
     "The process that owns a run always answers, so it never imports what can take it down: of its modules, one after the other, none brings that in."
     heavy = {"torch", "transformers", "plotly", "vllm", "ray"}
     script = f"import sys\nfor name in {RUN_PROCESS}:\n    __import__('rlbench.' + name)\n    print(name, *{heavy} & set(sys.modules))"
-    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT).stdout.splitlines()
+    lines = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT
+    ).stdout.splitlines()
     assert lines == list(RUN_PROCESS)
 
 
-PUBLIC = ("ConfigError", "Fate", "Knob", "Outcome", "Rollout", "Run", "RunConfig", "Task", "ablate", "attach", "compare", "load_config", "run", "runs")
+PUBLIC = (
+    "ConfigError",
+    "Fate",
+    "Knob",
+    "Outcome",
+    "Rollout",
+    "Run",
+    "RunConfig",
+    "Task",
+    "ablate",
+    "attach",
+    "compare",
+    "load_config",
+    "run",
+    "runs",
+)
 
 
 def test_public_names():
@@ -231,7 +306,11 @@ def test_readme_is_the_index():
 
 def test_links_lead_somewhere():
     "Links to files of the project, in README and in every notebook, exist."
-    broken = [link for link in re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8")) if not (ROOT / link).exists()]
+    broken = [
+        link
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+        if not (ROOT / link).exists()
+    ]
     for path in NOTEBOOKS:
         for cell in cells(path, "markdown"):
             links = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+\.(?:ipynb|md|png|svg|py))", cell["source"])
@@ -253,9 +332,18 @@ def test_pages_are_named_as_they_are_called():
 
 def test_nothing_of_one_machine_is_written_down():
     "No paths of somebody's home and no host of a package registry in any file that is kept."
-    kept = [path for folder in ("rlbench", "nbs", "tests", "data", ".ci") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    kept += [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # in a worktree of git it is a file
-    machine = re.compile(r"(?<![\w.$}])/(home|root|Users|work)/" + "|py" + r"pi\.org|python" + r"hosted\.|index-" + "url|find-" + "links")
+    kept = [
+        path
+        for folder in ("rlbench", "nbs", "tests", "data", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    kept += [
+        path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"
+    ]  # in a worktree of git it is a file
+    machine = re.compile(
+        r"(?<![\w.$}])/(home|root|Users|work)/" + "|py" + r"pi\.org|python" + r"hosted\.|index-" + "url|find-" + "links"
+    )
     for path in kept:
         if path.suffix in TEXT and path != Path(__file__):
             found = machine.search(path.read_text(encoding="utf-8"))
@@ -268,12 +356,20 @@ def test_tests_are_whole():
         if path != Path(__file__) and "verifiers_04" not in path.parts:
             text = path.read_text(encoding="utf-8")
             text = text.replace("pytest.skip(AVX512F)", "", 1) if path.name == "conftest.py" else text
-            assert not re.search(r"pytest\.skip|mark\.skip|mark\.xfail|importorskip|unittest\.mock|MagicMock", text), path.name
+            assert not re.search(r"pytest\.skip|mark\.skip|mark\.xfail|importorskip|unittest\.mock|MagicMock", text), (
+                path.name
+            )
 
 
 def test_no_test_imports_another():
     "What several tests need stands in tests/helpers."
     tests = [*(ROOT / "tests").rglob("test_*.py")]
     names = "|".join(path.stem for path in tests)
-    found = [f"{path.name}: {match[0].strip()}" for path in [*tests, *(ROOT / "tests/helpers").glob("*.py")] for match in re.finditer(rf"^\s*(?:from|import) (?!{path.stem}\b)(?:{names})\b.*$", path.read_text(encoding="utf-8"), re.M)]
+    found = [
+        f"{path.name}: {match[0].strip()}"
+        for path in [*tests, *(ROOT / "tests/helpers").glob("*.py")]
+        for match in re.finditer(
+            rf"^\s*(?:from|import) (?!{path.stem}\b)(?:{names})\b.*$", path.read_text(encoding="utf-8"), re.M
+        )
+    ]
     assert found == []

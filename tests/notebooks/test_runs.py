@@ -1,4 +1,5 @@
 """Every notebook runs from top to bottom."""
+
 import pytest
 from notebooks import NOTEBOOKS, ROOT, execute
 

@@ -1,15 +1,14 @@
 """What is refused: before a folder exists, by the actor that loads the model, or by a disk that is full."""
 
-from namespaces import in_namespace
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from inline import inline_run
+from namespaces import in_namespace
 
 import rlbench as rl
 from rlbench.base.ledger import read_table
@@ -27,29 +26,44 @@ def refused(tmp_path, *words: str, **knobs) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("knobs", "words"), [
-    (dict(tasks="arithmetik"), ("tasks", "arithmetik", "arithmetic")),
-    (dict(loss="ppoo"), ("loss", "ppoo", "ppo")),
-    (dict(loss={"name": "ppo", "hihg": 0.3}), ("hihg", "high")),
-    (dict(stalenes=1), ("stalenes", "staleness")),
-    (dict(staleness="two"), ("staleness", "two")),
-    (dict(staleness=-1), ("staleness", "-1")),
-    (dict(temperature=float("nan")), ("temperature", "nan")),
-    (dict(batch=100), ("batch", "100", "96", "112")),
-    (dict(group=1, batch=16), ("group", "grpo", "reinforce")),
-    (dict(band=(0.8, 0.2)), ("band", "0.8", "0.2")),
-    (dict(eval=[{"name": "a", "conut": 5}]), ("conut", "count")),
-    (dict(learning_rate=2), ("learning_rate", "2")),
-    (dict(name="a/b"), ("name", "a/b")),
-])
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        (dict(tasks="arithmetik"), ("tasks", "arithmetik", "arithmetic")),
+        (dict(loss="ppoo"), ("loss", "ppoo", "ppo")),
+        (dict(loss={"name": "ppo", "hihg": 0.3}), ("hihg", "high")),
+        (dict(stalenes=1), ("stalenes", "staleness")),
+        (dict(staleness="two"), ("staleness", "two")),
+        (dict(staleness=-1), ("staleness", "-1")),
+        (dict(temperature=float("nan")), ("temperature", "nan")),
+        (dict(batch=100), ("batch", "100", "96", "112")),
+        (dict(group=1, batch=16), ("group", "grpo", "reinforce")),
+        (dict(band=(0.8, 0.2)), ("band", "0.8", "0.2")),
+        (dict(eval=[{"name": "a", "conut": 5}]), ("conut", "count")),
+        (dict(learning_rate=2), ("learning_rate", "2")),
+        (dict(name="a/b"), ("name", "a/b")),
+    ],
+)
 def test_a_wrong_field_is_refused_by_name_value_and_remedy(tmp_path, knobs, words):
     refused(tmp_path, *words, **knobs)
 
 
 def test_the_command_line_says_it_without_a_traceback(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", "run", "tiny", "--set", "stalenes=1"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "did you mean 'staleness'" in done.stderr and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", "show", "monday"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", "run", "tiny", "--set", "stalenes=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2
+        and "did you mean 'staleness'" in done.stderr
+        and "Traceback" not in done.stderr
+        and not list(tmp_path.iterdir())
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", "show", "monday"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "monday" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -59,7 +73,12 @@ def failed(tmp_path, *words: str, **knobs) -> None:
     assert run.wait(90) == "failed", run.status
     for word in words:
         assert word in run.status.reason, run.status.reason
-    assert run.status.books_closed and not run.status.books and run.status.tokens == 0 and "Traceback" not in run.status.reason
+    assert (
+        run.status.books_closed
+        and not run.status.books
+        and run.status.tokens == 0
+        and "Traceback" not in run.status.reason
+    )
 
 
 def not_built(tmp_path, *words: str, **knobs) -> None:
@@ -95,7 +114,9 @@ def test_a_kv_budget_too_small_for_one_sequence(tmp_path):
 def test_a_model_without_tokenizer(tmp_path):
     from importlib.resources import files
 
-    shutil.copytree(str(files("rlbench.data") / "tiny"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(
+        str(files("rlbench.data") / "tiny"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")
+    )
     not_built(tmp_path, "tokenizer", model=str(tmp_path / "model"))
 
 
@@ -105,13 +126,17 @@ def test_an_architecture_the_torch_generator_does_not_know(tmp_path):
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     tokenizer = AutoTokenizer.from_pretrained(str(files("rlbench.data") / "tiny"))
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     not_built(tmp_path, "gpt2", model=str(tmp_path / "model"))
 
 
 def test_a_prompt_longer_than_the_context(tmp_path):
-    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)] + [{"prompt": "1+" * 150 + "1=", "answer": "151"}]
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)] + [
+        {"prompt": "1+" * 150 + "1=", "answer": "151"}
+    ]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     not_built(tmp_path, "tasks", "context", "256", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
 
@@ -147,8 +172,6 @@ mount -t tmpfs -o size={size} none {where}
 """
 
 
-
-
 def test_a_read_only_folder_is_refused_at_once(tmp_path):
     (tmp_path / "there").mkdir()
     script = f"set -e; mount -t tmpfs none there; mount -o remount,ro there; {sys.executable} -m rlbench.cli.main run tiny --runs there"
@@ -162,7 +185,11 @@ def test_a_full_disk_ends_the_run_with_readable_closed_books(tmp_path):
     script = f"set -e; mount -t tmpfs -o size=9m none there; {run}; cp -r there/full kept"
     done = in_namespace(script, tmp_path)
     kept = rl.Run(tmp_path / "kept")
-    assert kept.state in ("stopped", "failed") and "disk is full" in kept.status.reason, (done.stdout[-800:], done.stderr[-800:], kept.status)
+    assert kept.state in ("stopped", "failed") and "disk is full" in kept.status.reason, (
+        done.stdout[-800:],
+        done.stderr[-800:],
+        kept.status,
+    )
     assert kept.status.books_closed and kept.status.version >= 1
     rollouts = read_table(kept.folder, "rollouts")
     assert len(rollouts) == kept.status.dispatched and rollouts["length"].sum() == kept.status.tokens

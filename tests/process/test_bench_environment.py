@@ -1,4 +1,5 @@
 """The bench of slow tools, whole, at its smallest size."""
+
 import json
 import subprocess
 import sys
@@ -11,16 +12,36 @@ from rlbench.workbench.runs_table import runs
 
 def test_the_bench_from_the_command_line(tmp_path):
     "Three runs of real processes: slow tools, tools that answer at once, and slow ones at a bound of 2; and what is finished is not run again."
-    command = [sys.executable, "-m", "rlbench.cli.main", "bench", "environment", "--steps", "7", "--folder", "b", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlbench.cli.main",
+        "bench",
+        "environment",
+        "--steps",
+        "7",
+        "--folder",
+        "b",
+        "--json",
+    ]
     done, again = (subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500) for _ in range(2))
     assert done.returncode == again.returncode == 0, (done.stderr[-2000:], again.stderr[-2000:])
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told == json.loads(again.stdout.splitlines()[-1]) and sorted(each.name for each in runs(tmp_path / "b" / "runs")) == ["late-1", "narrow-1", "prompt-1"]
+    assert told == json.loads(again.stdout.splitlines()[-1]) and sorted(
+        each.name for each in runs(tmp_path / "b" / "runs")
+    ) == ["late-1", "narrow-1", "prompt-1"]
     late, prompt, narrow = (told[side] for side in ("late", "prompt", "narrow"))
-    assert [each["batches"] for each in (late, prompt, narrow)] == [1, 1, 3], "the first batch is left out, and as many of the last as the bound and one"
+    assert [each["batches"] for each in (late, prompt, narrow)] == [1, 1, 3], (
+        "the first batch is left out, and as many of the last as the bound and one"
+    )
     for share, side in (("stall_share", late), ("stall_share_at_2", narrow)):
-        assert told[share] == side["stalled"] / side["seconds"] and 0 <= side["stalled"] <= side["seconds"]  # not the idle time: a stretch that crosses the end of a batch is told when it ends, and here is one batch
-    assert all(each["turns"] == TURNS and each["tool_calls"] == TURNS - 1 and each["tokens"] > 0 for each in (late, prompt, narrow))
+        assert (
+            told[share] == side["stalled"] / side["seconds"] and 0 <= side["stalled"] <= side["seconds"]
+        )  # not the idle time: a stretch that crosses the end of a batch is told when it ends, and here is one batch
+    assert all(
+        each["turns"] == TURNS and each["tool_calls"] == TURNS - 1 and each["tokens"] > 0
+        for each in (late, prompt, narrow)
+    )
     assert late["tool_seconds"] > 0.5 < narrow["tool_seconds"] and prompt["tool_seconds"] < late["tool_seconds"]
     assert told["throughput_kept"] > 0 < told["throughput_kept_at_2"]
 

@@ -14,10 +14,21 @@ import pytest
 from patience import until
 
 from rlbench.bench import trl as bench
-from rlbench.bench.trl import TrlArm, bench_trl, curve_gap, kept, make_environment, median_ratio, open_folder, samples_per_second, summarise, time_to_solve
+from rlbench.bench.trl import (
+    TrlArm,
+    bench_trl,
+    curve_gap,
+    kept,
+    make_environment,
+    median_ratio,
+    open_folder,
+    samples_per_second,
+    summarise,
+    time_to_solve,
+)
+from rlbench.bench.trl_arm import TrlSetting
 from rlbench.workbench.handle import attach
 from rlbench.workbench.runs_table import runs
-from rlbench.bench.trl_arm import TrlSetting
 
 VERSIONS = {"trl": "1.0", "transformers": "5.0", "torch": "2.13.0", "accelerate": "1.0"}
 
@@ -31,14 +42,22 @@ def arm(side: str, pair: int, step: float, solved_at: int, late: float = 3.0) ->
 def pairs(ours: list[TrlArm], theirs: list[TrlArm]) -> bench.TrlBench:
     "The result of such arms; the preset's arm is rlbench's at twice the speed."
     presets = [replace(a, side="preset", seconds=tuple(s / 2 for s in a.seconds)) for a in ours]
-    return summarise([*theirs, *ours, *presets], bench.ours_config(0, 30), TrlSetting(threads=2), {TrlSetting(threads=2): 100.0}, VERSIONS)
+    return summarise(
+        [*theirs, *ours, *presets],
+        bench.ours_config(0, 30),
+        TrlSetting(threads=2),
+        {TrlSetting(threads=2): 100.0},
+        VERSIONS,
+    )
 
 
 def test_ratios_are_medians_of_pairs():
     ours = [arm("ours", 0, 1.0, 10), arm("ours", 1, 1.0, 10), arm("ours", 2, 4.0, 10)]
     theirs = [arm("trl", 0, 2.0, 10), arm("trl", 1, 3.0, 10), arm("trl", 2, 2.0, 10)]
     result = pairs(ours, theirs[::-1])  # in whatever order they come
-    assert result.samples_ratio == 2.0 and result.time_to_solve_ratio == 2.0 and result.as_it_comes_samples_ratio == 4.0  # of 2, 3 and 1/2
+    assert (
+        result.samples_ratio == 2.0 and result.time_to_solve_ratio == 2.0 and result.as_it_comes_samples_ratio == 4.0
+    )  # of 2, 3 and 1/2
     assert result.samples_per_second["trl"] == [128.0, 85.3, 128.0] and result.curve_gap == 0
     assert result.wall_to_solve_ratio == round((2 * 11 + 3) / (11 + 3), 3)
     told = json.loads(result.to_json())
@@ -71,8 +90,16 @@ def test_rates_ignore_the_warm_up_and_the_end():
 
 def test_curve_gap_compares_equal_rollouts():
     a, behind = arm("ours", 0, 1.0, 10), arm("trl", 0, 9.0, 12)
-    assert math.isclose(curve_gap(a, behind), 0.5 * 2 / 30) and curve_gap(behind, a) == -curve_gap(a, behind)  # seconds do not matter
-    coarse = replace(behind, rollouts=(512,) * 15, correct=tuple(128 if i < 6 else 384 for i in range(15)), seconds=behind.seconds[:15], tokens=(0,) * 15)
+    assert math.isclose(curve_gap(a, behind), 0.5 * 2 / 30) and curve_gap(behind, a) == -curve_gap(
+        a, behind
+    )  # seconds do not matter
+    coarse = replace(
+        behind,
+        rollouts=(512,) * 15,
+        correct=tuple(128 if i < 6 else 384 for i in range(15)),
+        seconds=behind.seconds[:15],
+        tokens=(0,) * 15,
+    )
     assert abs(curve_gap(a, coarse)) < 0.06  # its batches are twice as large, so its rise is two batches wide
 
 
@@ -90,7 +117,10 @@ def test_finished_arms_are_read_back(tmp_path, monkeypatch):
     with pytest.raises(ChildProcessError, match="pair 1: it broke"):
         kept(tmp_path / "b.json", lambda: TrlArm("trl", 1, error="it broke"))
     assert not (tmp_path / "b.json").exists()  # tried again next time
-    assert kept(tmp_path / "c.json", lambda: TrlArm("trl", 1, error="it broke"), failed=True).error and samples_per_second(kept(tmp_path / "c.json", make)) == 0
+    assert (
+        kept(tmp_path / "c.json", lambda: TrlArm("trl", 1, error="it broke"), failed=True).error
+        and samples_per_second(kept(tmp_path / "c.json", make)) == 0
+    )
 
 
 def test_a_disturbed_arm_is_run_again_and_the_quietest_kept(tmp_path, monkeypatch):
@@ -119,14 +149,24 @@ def others() -> float:
         return arm("ours", 0, 1.0, 10)
 
     began = time.monotonic()
-    return bench.watched(make, every=0.02, busy=lambda: next(readings)).busy * psutil.cpu_count() * (time.monotonic() - began)
+    return (
+        bench.watched(make, every=0.02, busy=lambda: next(readings)).busy
+        * psutil.cpu_count()
+        * (time.monotonic() - began)
+    )
 
 
 def test_others_are_told_from_our_own(script):
     "What children of the arm compute is its own, also when they have ended. In a process without other children."
-    child = script("import sys; sys.path[:0] = sys.argv[1:]; import test_bench_trl; print(test_bench_trl.others())", Path(__file__).parent, Path(__file__).parents[1] / "helpers")
+    child = script(
+        "import sys; sys.path[:0] = sys.argv[1:]; import test_bench_trl; print(test_bench_trl.others())",
+        Path(__file__).parent,
+        Path(__file__).parents[1] / "helpers",
+    )
     told, trouble = child.communicate(timeout=120)
-    assert 0.5 < float(told or "nan") < 2.5, told + trouble  # two seconds, and what starting Python took; a child's last moments may go unseen
+    assert 0.5 < float(told or "nan") < 2.5, (
+        told + trouble
+    )  # two seconds, and what starting Python took; a child's last moments may go unseen
 
 
 def test_others_use_no_more_than_the_machine():
@@ -155,7 +195,11 @@ def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
     assert len(ran) == 20
     result = bench_trl(tmp_path / "b", pairs=3)
     assert ran.count(ran[19]) == 2 and len(ran) - 1 == len(list((tmp_path / "b" / "arms").iterdir()))
-    assert result.pairs == 3 and bench_trl(tmp_path / "b", pairs=3) == result and len(ran) - 1 == len(list((tmp_path / "b" / "arms").iterdir()))
+    assert (
+        result.pairs == 3
+        and bench_trl(tmp_path / "b", pairs=3) == result
+        and len(ran) - 1 == len(list((tmp_path / "b" / "arms").iterdir()))
+    )
     assert json.loads((tmp_path / "b" / "result.json").read_text())["samples_ratio"] == result.samples_ratio
 
 
@@ -177,7 +221,12 @@ def test_what_is_refused(tmp_path):
 
 
 def test_the_command_refuses_too(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", "bench", "trl", "--pairs", "0", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", "bench", "trl", "--pairs", "0", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "pairs: 0" in done.stderr and done.stdout == "" and not list(tmp_path.iterdir())
 
 
@@ -219,7 +268,12 @@ def test_an_arm_of_rlbench_is_a_real_run(tmp_path):
     config = bench.ours_config(3, 4).model_copy(update={"group": 4, "batch": 16})
     a = bench.run_ours(tmp_path, "ours", config, "x")
     assert (a.side, a.pair, a.rollouts, len(a.seconds), a.error) == ("ours", 3, (16,) * 4, 4, "")
-    assert 0 < a.seconds[0] < a.seconds[1] < a.seconds[3] and a.startup > 0 and sum(a.tokens) >= 64 and sum(a.correct) <= 64
+    assert (
+        0 < a.seconds[0] < a.seconds[1] < a.seconds[3]
+        and a.startup > 0
+        and sum(a.tokens) >= 64
+        and sum(a.correct) <= 64
+    )
     r = attach("x", runs=tmp_path / "runs")
     served = r.groups.sort("group")["task"].to_list()
     wanted = [task.id for task in bench.served_tasks(config, len(served))]

@@ -18,7 +18,13 @@ from rlbench.cli.main import app
 
 def call(folder, *arguments, code: int = 0) -> subprocess.CompletedProcess:
     "Run the command line in a folder."
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -45,7 +51,17 @@ def told_inside(folder, *arguments) -> dict:
 def folder(tmp_path_factory):
     "A folder with one finished run made by the command line."
     where = tmp_path_factory.mktemp("cli")
-    small = [f"--set={s}" for s in ("steps=4", "batch=64", "group=8", "preflight=8", "preflight_k=2", 'eval=[{name = "held_out", count = 64, every = 2}]')]
+    small = [
+        f"--set={s}"
+        for s in (
+            "steps=4",
+            "batch=64",
+            "group=8",
+            "preflight=8",
+            "preflight_k=2",
+            'eval=[{name = "held_out", count = 64, every = 2}]',
+        )
+    ]
     end = told(where, "run", "tiny", "--name", "x", *small)
     assert end["state"] == "finished" and end["books_closed"] and end["versions"] == 4
     return where
@@ -53,7 +69,9 @@ def folder(tmp_path_factory):
 
 def test_show_has_the_promised_keys(folder):
     shown = told(folder, "show", "x")
-    assert {"solve_rate_start", "solve_rate_end", "length_growth", "wall_s", "books_closed"} <= set(shown) and shown["wall_s"] > 0
+    assert {"solve_rate_start", "solve_rate_end", "length_growth", "wall_s", "books_closed"} <= set(shown) and shown[
+        "wall_s"
+    ] > 0
     text = call(folder, "show", "x").stdout
     assert "books closed" in text and "report.html" in text and "held-out solve rate" in text
 
@@ -83,18 +101,38 @@ def test_report_is_written_again(folder):
 def test_doctor(folder):
     found = told(folder, "doctor")
     checks = {c["name"]: c for c in found["checks"]}
-    assert {"python", "torch", "disk", "vllm", "peft", "gpu", "memory", "shared memory", "open files", "processes"} <= set(checks) and found["ok"]
+    assert {
+        "python",
+        "torch",
+        "disk",
+        "vllm",
+        "peft",
+        "gpu",
+        "memory",
+        "shared memory",
+        "open files",
+        "processes",
+    } <= set(checks) and found["ok"]
     assert all(c["ok"] or ";" in c["found"] for c in checks.values()), "a line that says no says the remedy"
 
 
 def test_doctor_of_sandboxes(folder):
     "The table and the ramp, of sandboxes that are there and of such that are not."
     played = told(folder, "doctor", "--sandbox", "--tier", "fake", "--target", 200)
-    assert played["ok"] and [level["at_once"] for level in played["programs"]] == [1, 16, 96, 200] == [level["at_once"] for level in played["sandboxes"]]
-    assert {f["name"] for f in played["findings"]} >= {"memory", "pids", "inodes", "round trip"} and all(f["verdict"] in ("pass", "warn") for f in played["findings"]) and played["binding"]
+    assert played["ok"] and [level["at_once"] for level in played["programs"]] == [1, 16, 96, 200] == [
+        level["at_once"] for level in played["sandboxes"]
+    ]
+    assert (
+        {f["name"] for f in played["findings"]} >= {"memory", "pids", "inodes", "round trip"}
+        and all(f["verdict"] in ("pass", "warn") for f in played["findings"])
+        and played["binding"]
+    )
     gone = call(folder, "doctor", "--sandbox", "--tier", "remote", "--url", "http://127.0.0.1:1", code=1).stdout
     assert "fail  account" in gone and "binding limit: account" in gone
-    assert "--target: 0" in call(folder, "doctor", "--sandbox", "--target", 0, code=2).stderr and "tier: 'jail' is none" in call(folder, "doctor", "--sandbox", "--tier", "jail", code=2).stderr
+    assert (
+        "--target: 0" in call(folder, "doctor", "--sandbox", "--target", 0, code=2).stderr
+        and "tier: 'jail' is none" in call(folder, "doctor", "--sandbox", "--tier", "jail", code=2).stderr
+    )
 
 
 def test_doctor_against_a_run(folder):
@@ -104,7 +142,11 @@ def test_doctor_against_a_run(folder):
     then = json.loads(before)
     noted.write_text(json.dumps({**then, "cores": 512, "packages": {**then["packages"], "numpy": "0.1"}}))
     changed = {c["what"]: c for c in told(folder, "doctor", "--against", "x")["changes"]}
-    assert set(changed) == {"cores", "numpy"} and changed["cores"]["then"] == "512" and changed["numpy"]["now"] == then["packages"]["numpy"]
+    assert (
+        set(changed) == {"cores", "numpy"}
+        and changed["cores"]["then"] == "512"
+        and changed["numpy"]["now"] == then["packages"]["numpy"]
+    )
     noted.unlink()
     assert "provenance: x has none" in call(folder, "doctor", "--against", "x", code=2).stderr
     noted.write_text(before)
@@ -117,7 +159,20 @@ def test_commands_to_an_ended_run_are_refused(folder):
 
 
 def test_steering_a_live_run(folder):
-    told(folder, "run", "tiny", "--name", "live", "-d", *SET_WITHOUT_MODEL, "--set=steps=100000", "--set=eval=[]", "--set=preflight=0", "--set=batch=64", "--set=group=8")
+    told(
+        folder,
+        "run",
+        "tiny",
+        "--name",
+        "live",
+        "-d",
+        *SET_WITHOUT_MODEL,
+        "--set=steps=100000",
+        "--set=eval=[]",
+        "--set=preflight=0",
+        "--set=batch=64",
+        "--set=group=8",
+    )
     run = rl.attach("live", runs=folder / "runs")
     until(lambda: run.status and run.status.version >= 1)
     (row,) = told(folder, "set", "live", "temperature=0.9", "--over", 4, "--author", "me")["commands"]

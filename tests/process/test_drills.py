@@ -1,4 +1,5 @@
 """Faults injected into live runs on purpose: each stated reaction is seen, and afterwards the run is sound."""
+
 import json
 import signal
 import subprocess
@@ -12,17 +13,17 @@ import pytest
 from inline import inline_run
 from namespaces import in_namespace
 from patience import until
-from scripted import WITHOUT_MODEL, SET_WITHOUT_MODEL
 from real_runs import ended
+from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.cli.main import app
-from rlbench.workbench.drill import DRILLS, Drill, Sign, anywhere, drill, hold, listed, nothing
-from rlbench.bench.faults import book_problems
 from rlbench.base.ledger import FAULTS, FULL_DISK, read_json, read_table
+from rlbench.bench.faults import book_problems
+from rlbench.cli.main import app
 from rlbench.sandbox.pool import Pool, stop_pool
 from rlbench.sandbox.sweep import PROCESSES
+from rlbench.workbench.drill import DRILLS, Drill, Sign, anywhere, drill, hold, listed, nothing
 
 LIVE = dict(steps=100_000, batch=64, group=8, concurrency=64, preflight=0, eval=[], staleness=1)
 OF_POOLS = ("killed-zygote", "dead-pool", "quota", "slow-start", "hung-tool")
@@ -82,7 +83,12 @@ def on(run: rl.Run, more: int = 2, seconds: float = 60.0) -> None:
 
 def commanded(run: rl.Run, *arguments: str) -> subprocess.Popen:
     "The command line, drilling."
-    return subprocess.Popen([sys.executable, "-m", "rlbench.cli.main", "drill", str(run.folder), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlbench.cli.main", "drill", str(run.folder), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("name", OF_POOLS)
@@ -114,8 +120,10 @@ def test_a_pool_with_others_is_left_alone(coded):
     "Somebody else's programs run there, too."
     with Pool.connect(pool_of(coded)) as other:
         assert other.status().clients >= 2
-        refused = dict((each.name, why) for each, why in listed(coded.folder))
-        with pytest.raises(ValueError, match="serves 1 others, who would be struck as well; start the run with a pool of its own"):
+        refused = {each.name: why for each, why in listed(coded.folder)}
+        with pytest.raises(
+            ValueError, match="serves 1 others, who would be struck as well; start the run with a pool of its own"
+        ):
             coded.drill(*OF_POOLS)
     assert all(("serves 1 others" in refused[name]) == (name in OF_POOLS) for name in DRILLS)
 
@@ -143,8 +151,14 @@ def test_all_that_suit(plain):
     out, err = done.communicate(timeout=120)
     told = json.loads(out.splitlines()[-1])
     assert done.returncode == 0 and (told["passed"], told["failed"]) == (1, 0), err
-    assert [each["state"] for each in told["drills"]] == ["passed", "refused"] and "judges without sandboxes" in told["drills"][1]["why"] and "reaction seen" in err
-    found = json.loads(CliRunner().invoke(app, ["drill", str(plain.folder), "--list", "--json"]).stdout.splitlines()[-1])["drills"]
+    assert (
+        [each["state"] for each in told["drills"]] == ["passed", "refused"]
+        and "judges without sandboxes" in told["drills"][1]["why"]
+        and "reaction seen" in err
+    )
+    found = json.loads(
+        CliRunner().invoke(app, ["drill", str(plain.folder), "--list", "--json"]).stdout.splitlines()[-1]
+    )["drills"]
     assert [each["drill"] for each in found if not each["refused"]] == list(OF_ALL) and len(found) == 8
 
 
@@ -183,30 +197,55 @@ def test_whoever_drills_is_killed(plain):
 def test_a_reaction_that_does_not_come(plain):
     "It is told what was not seen; and what raises while it is injected is no pass either."
     undone = []
-    never = Drill("never", "nothing", "something", 0.5, anywhere, nothing, lambda scene: [Sign("it rains", False), Sign("it is day", True)], undone.append)
+    never = Drill(
+        "never",
+        "nothing",
+        "something",
+        0.5,
+        anywhere,
+        nothing,
+        lambda scene: [Sign("it rains", False), Sign("it is day", True)],
+        undone.append,
+    )
     told = hold(never, plain.folder)
-    assert told.state == "failed" and "it is day" in told.seen and any("it rains" in text for text in told.missing) and len(undone) == 1
+    assert (
+        told.state == "failed"
+        and "it is day" in told.seen
+        and any("it rains" in text for text in told.missing)
+        and len(undone) == 1
+    )
 
     def gone(scene):
         raise psutil.NoSuchProcess(1)
 
-    assert hold(Drill("gone", "", "", 1, anywhere, gone, lambda scene: [], undone.append), plain.folder).state == "failed" and len(undone) == 2
+    assert (
+        hold(Drill("gone", "", "", 1, anywhere, gone, lambda scene: [], undone.append), plain.folder).state == "failed"
+        and len(undone) == 2
+    )
 
 
 def test_the_panel(plain):
     "A button strikes, its line says how it goes; Stop takes it back."
     panel = plain.drills()
     assert [name for name, button in panel.buttons.items() if not button.disabled] == list(OF_ALL)
-    assert "judges without sandboxes" in panel.states["dead-pool"].value and 'aria-label="dead-pool: refused"' in panel.states["dead-pool"].value
+    assert (
+        "judges without sandboxes" in panel.states["dead-pool"].value
+        and 'aria-label="dead-pool: refused"' in panel.states["dead-pool"].value
+    )
     panel.buttons["half-applied-edit"].click()
     assert panel.buttons["full-disk"].disabled and not panel.halt.disabled
     panel.thread.join(90)
-    assert "✓ passed" in panel.states["half-applied-edit"].value and "in force: temperature 1" in panel.states["half-applied-edit"].value
+    assert (
+        "✓ passed" in panel.states["half-applied-edit"].value
+        and "in force: temperature 1" in panel.states["half-applied-edit"].value
+    )
     panel.buttons["full-disk"].click()
     until(lambda: "injected" in panel.states["full-disk"].value)
     panel.halt.click()
     panel.thread.join(60)
-    assert "stopped" in panel.states["full-disk"].value and not panel.all.disabled and not (plain.folder / FAULTS).exists()
+    assert (
+        "stopped" in panel.states["full-disk"].value and not panel.all.disabled and not (plain.folder / FAULTS).exists()
+    )
 
 
 def test_unknown_and_unsuited(plain, tmp_path):
@@ -235,7 +274,10 @@ def test_the_books_close_and_an_ended_run_is_refused(plain):
     with pytest.raises(ValueError, match="is stopped, .*start another, or rlbench resume"):
         plain.drill("full-disk")
     panel = plain.drills()
-    assert all(button.disabled for button in (*panel.buttons.values(), panel.all, panel.halt)) and "is stopped" in panel.said.value
+    assert (
+        all(button.disabled for button in (*panel.buttons.values(), panel.all, panel.halt))
+        and "is stopped" in panel.said.value
+    )
 
 
 def test_a_run_that_ends_in_the_middle(tmp_path):

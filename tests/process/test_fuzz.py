@@ -14,6 +14,9 @@ from fuzz import BASE, Case, cases, run_case, say
 from hypothesis import HealthCheck, Phase, given, settings
 from inline import check_books, inline_run
 
+from rlbench.base.ledger import read_commands, read_table, send_command
+from rlbench.generator import Request, ScriptedGenerator, drain
+from rlbench.knobs import Knob, knobs_of, resolve
 from rlbench.loop.config import (
     FUNCTIONS,
     BalanceConfig,
@@ -28,9 +31,6 @@ from rlbench.loop.config import (
     knobs_in,
     make_config,
 )
-from rlbench.generator import Request, ScriptedGenerator, drain
-from rlbench.knobs import Knob, knobs_of, resolve
-from rlbench.base.ledger import read_commands, read_table, send_command
 from rlbench.records import MAX_VERSIONS, Sampling, StopReason
 
 FEW = settings(

@@ -1,4 +1,5 @@
 """Looking at rollouts and runs: a real run and hostile text, widgets driven by traits and from threads, choices written by several processes at once."""
+
 import json
 import threading
 from html.parser import HTMLParser
@@ -8,14 +9,51 @@ import numpy as np
 import pytest
 from fake_run import fake_run
 
-from rlbench.views.comparison import compare
-from rlbench.views.inspector import OTHER_TRY, OTHER_VERSION, browse, find_rollouts, load_decoder, pairs_of_task, pieces, prompt_html, read_rollout, rollout_html, StoredRollout
 from rlbench.base.ledger import Ledger, create_run_folder
+from rlbench.views.comparison import compare
+from rlbench.views.inspector import (
+    OTHER_TRY,
+    OTHER_VERSION,
+    StoredRollout,
+    browse,
+    find_rollouts,
+    load_decoder,
+    pairs_of_task,
+    pieces,
+    prompt_html,
+    read_rollout,
+    rollout_html,
+)
 from rlbench.views.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferences
 from rlbench.workbench.handle import attach, run
 
-HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</pre></article><b onclick=alert(1)>", "&lt;&amp;\x00\x1b[31m", "\u202egnal", "'\"`${x}", "</style><style>*{display:none}", "\ud800")
-TAGS = {"div", "style", "article", "p", "span", "b", "small", "h4", "pre", "details", "summary", "em", "i", "section", "h5"}
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</pre></article><b onclick=alert(1)>",
+    "&lt;&amp;\x00\x1b[31m",
+    "\u202egnal",
+    "'\"`${x}",
+    "</style><style>*{display:none}",
+    "\ud800",
+)
+TAGS = {
+    "div",
+    "style",
+    "article",
+    "p",
+    "span",
+    "b",
+    "small",
+    "h4",
+    "pre",
+    "details",
+    "summary",
+    "em",
+    "i",
+    "section",
+    "h5",
+}
 
 
 class Tags(HTMLParser):
@@ -40,7 +78,18 @@ class Tags(HTMLParser):
 def trained(tmp_path_factory):
     "Three versions of the tiny policy, all in one process; held-out tasks come back at the end."
     held_out = {"name": "held_out", "count": 16, "every": 0}
-    r = run("tiny", runs=tmp_path_factory.mktemp("runs"), name="tiny", steps=3, group=4, batch=16, staleness=1, clock="virtual", preflight=0, eval=(held_out,))
+    r = run(
+        "tiny",
+        runs=tmp_path_factory.mktemp("runs"),
+        name="tiny",
+        steps=3,
+        group=4,
+        batch=16,
+        staleness=1,
+        clock="virtual",
+        preflight=0,
+        eval=(held_out,),
+    )
     assert r.wait(120) == "finished", (r.folder / "run.log").read_text()
     return r.folder
 
@@ -50,8 +99,25 @@ def groups(folder, count=20, size=4):
     made = create_run_folder(folder, "groups")
     ledger = Ledger(made, 0)
     for i in range(count * size):
-        ledger.append("rollouts", at=1.0, rollout=i, **{"try": 0}, group=i // size, k=i % size, task=f"task {i // size}", fate="trained", correct=True, reward=1.0, length=3, oldest=1, newest=1, trained_at=2,
-                      prompt=f"prompt {i // size}", text=f"response {i}", answer="")
+        ledger.append(
+            "rollouts",
+            at=1.0,
+            rollout=i,
+            **{"try": 0},
+            group=i // size,
+            k=i % size,
+            task=f"task {i // size}",
+            fate="trained",
+            correct=True,
+            reward=1.0,
+            length=3,
+            oldest=1,
+            newest=1,
+            trained_at=2,
+            prompt=f"prompt {i // size}",
+            text=f"response {i}",
+            answer="",
+        )
     ledger.close()
     return made
 
@@ -62,25 +128,107 @@ def hostile(folder):
     (made / "config.toml").write_text('model = "tiny"\n')
     ledger = Ledger(made, 0)
     for i, words in enumerate(HOSTILE):
-        ledger.append("rollouts", at=1.0, rollout=i, **{"try": 0}, group=0, k=i, task=HOSTILE[1], set=words, level=i, fate="trained", reason="stop", outcome="ok", correct=None, reward=None,
-                      part_names=[words], part_values=[1.0], length=3, turns=1, oldest=1, newest=1, trained_at=3, message=words, prompt=HOSTILE[0], text=words, answer=words)
-        ledger.append("tokens", at=1.0, rollout=i, **{"try": 0}, prompt_tokens=[3], tokens=[3, 10**6, 1], logprobs=[0.0, float("-inf"), float("nan")], versions=[1, 1, 2], mask=[1, 0, 1])
-    for attempt, fate in enumerate(("rewound", "aborted", "trained")):  # an episode of two turns that was begun three times
+        ledger.append(
+            "rollouts",
+            at=1.0,
+            rollout=i,
+            **{"try": 0},
+            group=0,
+            k=i,
+            task=HOSTILE[1],
+            set=words,
+            level=i,
+            fate="trained",
+            reason="stop",
+            outcome="ok",
+            correct=None,
+            reward=None,
+            part_names=[words],
+            part_values=[1.0],
+            length=3,
+            turns=1,
+            oldest=1,
+            newest=1,
+            trained_at=3,
+            message=words,
+            prompt=HOSTILE[0],
+            text=words,
+            answer=words,
+        )
+        ledger.append(
+            "tokens",
+            at=1.0,
+            rollout=i,
+            **{"try": 0},
+            prompt_tokens=[3],
+            tokens=[3, 10**6, 1],
+            logprobs=[0.0, float("-inf"), float("nan")],
+            versions=[1, 1, 2],
+            mask=[1, 0, 1],
+        )
+    for attempt, fate in enumerate(
+        ("rewound", "aborted", "trained")
+    ):  # an episode of two turns that was begun three times
         row = {"at": 1.0, "rollout": 50, "try": attempt}
-        ledger.append("rollouts", **row, group=2, k=0, task="t", set="s", level=1, fate=fate, reason="turns", outcome="ok", correct=False, reward=0.0, part_names=[], part_values=[], length=3, turns=2, oldest=1,
-                      newest=4, writer=1, trained_at=6, prompt=HOSTILE[0], text=HOSTILE[1], answer="", said=[*HOSTILE[:3]], states=["", HOSTILE[1]], writers=[-1, 1])
-        ledger.append("tokens", **row, prompt_tokens=[3], tokens=[3, 4, 1], logprobs=[0.0, -1.0, -2.0], versions=[1, 4, 4], mask=[1, 1, 1], turn=[0, 1, 1], observed=[5, 6], observed_turn=[1, 1])
-    ledger.append("rollouts", at=1.0, rollout=99, **{"try": 0}, group=1, fate="left_at_stop", length=0, trained_at=-1)  # never sent: nothing else is known
+        ledger.append(
+            "rollouts",
+            **row,
+            group=2,
+            k=0,
+            task="t",
+            set="s",
+            level=1,
+            fate=fate,
+            reason="turns",
+            outcome="ok",
+            correct=False,
+            reward=0.0,
+            part_names=[],
+            part_values=[],
+            length=3,
+            turns=2,
+            oldest=1,
+            newest=4,
+            writer=1,
+            trained_at=6,
+            prompt=HOSTILE[0],
+            text=HOSTILE[1],
+            answer="",
+            said=[*HOSTILE[:3]],
+            states=["", HOSTILE[1]],
+            writers=[-1, 1],
+        )
+        ledger.append(
+            "tokens",
+            **row,
+            prompt_tokens=[3],
+            tokens=[3, 4, 1],
+            logprobs=[0.0, -1.0, -2.0],
+            versions=[1, 4, 4],
+            mask=[1, 1, 1],
+            turn=[0, 1, 1],
+            observed=[5, 6],
+            observed_turn=[1, 1],
+        )
+    ledger.append(
+        "rollouts", at=1.0, rollout=99, **{"try": 0}, group=1, fate="left_at_stop", length=0, trained_at=-1
+    )  # never sent: nothing else is known
     ledger.close()
     return made
 
 
 def test_a_real_run_is_read_token_by_token(trained):
     rows = find_rollouts(trained, last=None)
-    assert set(rows["fate"]) <= {"trained", "filtered", "evaluated"} and (rows.filter(rows["fate"] == "trained")["lag"] <= 1).all()
+    assert (
+        set(rows["fate"]) <= {"trained", "filtered", "evaluated"}
+        and (rows.filter(rows["fate"] == "trained")["lag"] <= 1).all()
+    )
     for number in rows["rollout"].sample(10, seed=0):
         r = read_rollout(trained, number)
-        assert len(r.tokens) == len(r.logprobs) == len(r.versions) == len(r.mask) == r.length > 0 and (r.logprobs <= 1e-6).all()
+        assert (
+            len(r.tokens) == len(r.logprobs) == len(r.versions) == len(r.mask) == r.length > 0
+            and (r.logprobs <= 1e-6).all()
+        )
         assert (r.versions.min(), r.versions.max()) == (r.oldest, r.newest)
         assert "".join(pieces(load_decoder(trained), r.tokens.tolist())).removesuffix("<eos>") == r.text
         assert Tags(rollout_html(trained, number)).tags <= TAGS
@@ -92,7 +240,12 @@ def test_a_held_out_task_at_two_versions(trained):
     assert met.select("early_version", "late_version").rows() == [(0, 3)]
     b = browse(trained, fate="evaluated")
     b.parts.beside.value = OTHER_VERSION
-    assert b.parts.note.value == "" and b.parts.view.value.count("<article") == 2 and "by v0" in b.parts.view.value and "selected, rollout" in b.parts.view.value
+    assert (
+        b.parts.note.value == ""
+        and b.parts.view.value.count("<article") == 2
+        and "by v0" in b.parts.view.value
+        and "selected, rollout" in b.parts.view.value
+    )
 
 
 def test_hostile_text_stays_text(tmp_path):
@@ -108,8 +261,16 @@ def test_hostile_text_stays_text(tmp_path):
     b.parts.text.value = "ONERROR"
     assert len(b.parts.found.options) == 4, "one rollout, and three attempts at an episode"
     told = rollout_html(folder, 50)
-    for words in ("Turn 2", "2 tokens · by v4 · taken up 3 versions after turn 1", "written by v1, 3 versions old", "environment, 2 tokens", "4 of the environment&#x27;s state", "cut at the limit of turns",
-                  "attempt 0 was put back to before turn 1: its turns 1 to 2, 3 tokens, were undone", "attempt 1 ended (aborted) and was begun again at turn 1"):
+    for words in (
+        "Turn 2",
+        "2 tokens · by v4 · taken up 3 versions after turn 1",
+        "written by v1, 3 versions old",
+        "environment, 2 tokens",
+        "4 of the environment&#x27;s state",
+        "cut at the limit of turns",
+        "attempt 0 was put back to before turn 1: its turns 1 to 2, 3 tokens, were undone",
+        "attempt 1 ended (aborted) and was begun again at turn 1",
+    ):
         assert words in told, words
     for pair in pairs(folder):
         assert pair.left.text != pair.right.text
@@ -135,10 +296,33 @@ def test_browser_reads_what_a_live_run_adds(tmp_path):
     b.parts.before.click()
     assert b.parts.found.value == first
     ledger = Ledger(folder, 1)
-    ledger.append("rollouts", at=99.0, rollout=5000, **{"try": 0}, group=9, k=0, task="t", level=9, fate="trained", correct=True, reward=3.0, length=1, oldest=70, newest=70, trained_at=80, prompt="new", text="<new>")
+    ledger.append(
+        "rollouts",
+        at=99.0,
+        rollout=5000,
+        **{"try": 0},
+        group=9,
+        k=0,
+        task="t",
+        level=9,
+        fate="trained",
+        correct=True,
+        reward=3.0,
+        length=1,
+        oldest=70,
+        newest=70,
+        trained_at=80,
+        prompt="new",
+        text="<new>",
+    )
     ledger.flush()
     b.parts.again.click()
-    assert b.parts.reward.max == 3 and b.parts.version.max == 70 and b.parts.lag.max == 9 and b.parts.level.options[-1] == ("level 9", 9)
+    assert (
+        b.parts.reward.max == 3
+        and b.parts.version.max == 70
+        and b.parts.lag.max == 9
+        and b.parts.level.options[-1] == ("level 9", 9)
+    )
     b.parts.reward.value = (3, 3)
     assert b.parts.found.value == (5000, 0) and "&lt;new&gt;" in b.parts.view.value
     ledger.close()
@@ -208,7 +392,9 @@ assert view.parts.note.value == "", view.parts.note.value
     lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
     assert len(lines) == 36 and len({line["id"] for line in lines}) == 36
     kept = [json.loads(line) for line in (folder / "preferences.jsonl").read_text().splitlines()]
-    assert [line["id"] for line in kept] == [line["id"] for line in lines if line["verdict"] == "better"] and len(kept) == 24
+    assert [line["id"] for line in kept] == [line["id"] for line in lines if line["verdict"] == "better"] and len(
+        kept
+    ) == 24
     again = Ranking(folder, "person 0", least=0)
     assert again.pair.key not in {c.key for c in read_choices(folder) if c.author == "person 0"}
 
@@ -240,7 +426,10 @@ def test_runs_beside_each_other(tmp_path, trained, script):
         page = compare(*folders, trained, x=x)._repr_html_()
         assert page.count("<svg") == 7 + 2 * 3 and "<script" not in page
     frame = both.frame()
-    assert frame.filter(run="monday")["tokens"].is_sorted() and frame.filter(run="monday", version=60)["held_out"].is_not_null().all()
+    assert (
+        frame.filter(run="monday")["tokens"].is_sorted()
+        and frame.filter(run="monday", version=60)["held_out"].is_not_null().all()
+    )
     told = script("from rlbench.cli.main import main; main()", "compare", "monday", "friday", "--runs", runs, "--json")
     out, err = told.communicate(timeout=60)
     assert told.returncode == 0, err
@@ -251,13 +440,17 @@ def test_runs_beside_each_other(tmp_path, trained, script):
 
 def test_looking_loads_no_model(trained, script):
     "A rollout is decoded without torch, and `import rlbench` brings in neither widgets nor tables."
-    told = script("""
+    told = script(
+        """
 import sys
 import rlbench.views.inspector, rlbench.views.comparison, rlbench.views.ranking
 print(*sys.modules)
 page = rlbench.views.inspector.rollout_html(sys.argv[1], int(sys.argv[2]))
 assert "[3]" not in page and not {"torch", "transformers"} & set(sys.modules)
-""", trained, 0)
+""",
+        trained,
+        0,
+    )
     out, err = told.communicate(timeout=60)
     assert told.returncode == 0, err
     assert not {"torch", "transformers", "ipywidgets", "polars", "plotly", "tokenizers"} & set(out.split())
@@ -268,5 +461,9 @@ def test_the_prompt_is_shown_as_the_model_read_it():
     words = {1: "<|im_start|>user\n", 2: "2+2=", 3: "<|im_end|>"}
     stored = StoredRollout(Path("run"), 1, 0, prompt="2+2=", prompt_tokens=np.array([1, 2, 3]))
     read = prompt_html(stored, lambda ids: "".join(words[token] for token in ids))
-    assert "<pre>&lt;|im_start|&gt;user\n2+2=&lt;|im_end|&gt;</pre>" in read and "3 tokens" in read and "<pre>2+2=</pre>" in read
+    assert (
+        "<pre>&lt;|im_start|&gt;user\n2+2=&lt;|im_end|&gt;</pre>" in read
+        and "3 tokens" in read
+        and "<pre>2+2=</pre>" in read
+    )
     assert prompt_html(stored, None) == "<h4>Prompt</h4><pre>2+2=</pre>"

@@ -1,4 +1,5 @@
 """Which checkpoints are made and which stay: the first, the best, those before a change, a thinning series; and what is said of a policy that is not the best."""
+
 import json
 import os
 import signal
@@ -14,17 +15,26 @@ from resumed_runs import SYNC
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.runtime.checkpoint import (
-    POLICY_NOTE, TRAINER, SavedCheckpoint, best_saved, checkpoint_folders, choose_checkpoints, count_bytes, find_best, read_manifest, saved_checkpoints,
-)
+from rlbench.base.ledger import read_resumes, read_status, read_table
 from rlbench.cli.main import app
 from rlbench.loop.config import make_config
-from rlbench.workbench.fork import describe_versions, prepare_fork
-from rlbench.base.ledger import read_resumes, read_status, read_table
 from rlbench.loop.loop import EARLY_PAUSE, SAVE_PAUSE, due_snapshot, on_started
-from rlbench.workbench.supervisor import END_FILE
-from rlbench.workbench.handle import start_process
 from rlbench.loop.state import Commanded, Saves, Started, start_state
+from rlbench.runtime.checkpoint import (
+    POLICY_NOTE,
+    TRAINER,
+    SavedCheckpoint,
+    best_saved,
+    checkpoint_folders,
+    choose_checkpoints,
+    count_bytes,
+    find_best,
+    read_manifest,
+    saved_checkpoints,
+)
+from rlbench.workbench.fork import describe_versions, prepare_fork
+from rlbench.workbench.handle import start_process
+from rlbench.workbench.supervisor import END_FILE
 
 GIGABYTE = 10**9
 
@@ -39,7 +49,15 @@ def records(draw) -> list[SavedCheckpoint]:
             shared = next(iter(found[-1].files))
             files = {shared: found[-1].files[shared], 2 * number + 1: files[2 * number + 1]}
         rate = draw(st.none() | st.integers(0, 20))
-        found.append(SavedCheckpoint(f"v{version:06d}-{number}", version, files, draw(st.booleans()), None if rate is None else (rate / 20, 0.1)))
+        found.append(
+            SavedCheckpoint(
+                f"v{version:06d}-{number}",
+                version,
+                files,
+                draw(st.booleans()),
+                None if rate is None else (rate / 20, 0.1),
+            )
+        )
     return found
 
 
@@ -76,7 +94,10 @@ def test_old_checkpoints_thin_out_and_leave_no_wide_gap(every):
 
 def test_a_marked_checkpoint_stays_before_the_series():
     "With room for one more, it is the one before a change; with none, no other than the newest, the first and the best."
-    saved = [SavedCheckpoint(f"v{v:06d}", v, {v: 1}, marked=v == 30, held_out=(0.5, 0.1) if v == 10 else None) for v in range(0, 60, 5)]
+    saved = [
+        SavedCheckpoint(f"v{v:06d}", v, {v: 1}, marked=v == 30, held_out=(0.5, 0.1) if v == 10 else None)
+        for v in range(0, 60, 5)
+    ]
     assert choose_checkpoints(saved, 1, 4) == {"v000000", "v000010", "v000030", "v000055"}
     assert choose_checkpoints(saved, 1, 0) == {"v000000", "v000010", "v000055"}
 
@@ -94,7 +115,13 @@ def test_a_run_is_saved_at_its_start_early_where_it_is_evaluated_and_before_its_
     "On the virtual clock a save takes no time, so nothing is thinned."
     folder = inline_run(tmp_path, "run", WIDE).folder
     reasons = made(folder)
-    assert [reasons[version] for version in (0, 1, 2, 4, 7, 8, 14)] == ["at its start", *["an early version"] * 3, "an evaluated version", "an early version", "before its end"]
+    assert [reasons[version] for version in (0, 1, 2, 4, 7, 8, 14)] == [
+        "at its start",
+        *["an early version"] * 3,
+        "an evaluated version",
+        "an early version",
+        "before its end",
+    ]
     assert not {3, 5, 6, 10, 12, 13} & set(reasons)
     quiet = inline_run(tmp_path, "quiet", WIDE | {"checkpoint_every": 0}).folder
     assert not made(quiet) and not checkpoint_folders(quiet), "a run that is not to be saved is not"
@@ -107,18 +134,35 @@ def test_one_checkpoint_before_a_burst_of_changes_and_one_before_a_ramp(tmp_path
     told = [*burst, (620, "learning_rate", 1e-4, 10), (720, "temperature", 0.7, 0)]
     driver = inline_run(tmp_path, "run", WIDE | {"staleness": staleness, "eval": [], "steps": 20}, told)
     journal = read_table(driver.folder, "commands").filter(pl.col("status") == "applied")
-    before = {version: reason for version, reason in made(driver.folder).items() if reason.startswith("before a change")}
+    before = {
+        version: reason for version, reason in made(driver.folder).items() if reason.startswith("before a change")
+    }
     touched = journal.filter(pl.col("apply") == "version")
     changed = {v for v in touched["version"] if made(driver.folder)[v]}
     assert changed == set(touched["version"]) and set(before) <= changed, "each change has a checkpoint of its version"
-    assert sorted(reason.rpartition(" ")[2] for reason in before.values()) in (["learning_rate", "max_grad_norm"], ["learning_rate", *["max_grad_norm"] * 2])
+    assert sorted(reason.rpartition(" ")[2] for reason in before.values()) in (
+        ["learning_rate", "max_grad_norm"],
+        ["learning_rate", *["max_grad_norm"] * 2],
+    )
     kept = {each.version: each for each in saved_checkpoints(driver.folder, "")}
     assert all(kept[version].marked for version in changed)
 
 
 def a_state(version: int, took: float, since: float):
     "A state that may be saved: its last save began `since` seconds ago and took so long."
-    state = start_state(make_config({"clock": "virtual", "generator": "scripted", "preflight": 0, "eval": [{"every": 5}], "checkpoint_every": 20}), [1], {"held_out": 10})
+    state = start_state(
+        make_config(
+            {
+                "clock": "virtual",
+                "generator": "scripted",
+                "preflight": 0,
+                "eval": [{"every": 5}],
+                "checkpoint_every": 20,
+            }
+        ),
+        [1],
+        {"held_out": 10},
+    )
     on_started(state, Started("trainer", "trainer"), [])
     state.version, state.at, state.evaluated["held_out"] = version, 100.0, 0
     state.saves = Saves(version=0, at=100.0 - since, took=took)
@@ -127,30 +171,58 @@ def a_state(version: int, took: float, since: float):
 
 def test_slow_saves_thin_the_extra_checkpoints_and_no_others():
     "An early and an evaluated version wait for their pause; a scheduled one and one before a change do not."
-    assert due_snapshot(a_state(4, 1.0, EARLY_PAUSE)) == "an early version" and due_snapshot(a_state(4, 1.0, EARLY_PAUSE - 0.1)) == ""
-    assert due_snapshot(a_state(5, 1.0, SAVE_PAUSE)) == "an evaluated version" and due_snapshot(a_state(5, 1.0, SAVE_PAUSE - 0.1)) == ""
+    assert (
+        due_snapshot(a_state(4, 1.0, EARLY_PAUSE)) == "an early version"
+        and due_snapshot(a_state(4, 1.0, EARLY_PAUSE - 0.1)) == ""
+    )
+    assert (
+        due_snapshot(a_state(5, 1.0, SAVE_PAUSE)) == "an evaluated version"
+        and due_snapshot(a_state(5, 1.0, SAVE_PAUSE - 0.1)) == ""
+    )
     assert due_snapshot(a_state(3, 1.0, 1000.0)) == ""
     assert due_snapshot(a_state(20, 10.0, 1.0)) == "every 20 versions"
     state = a_state(3, 10.0, 1.0)
     state.commands = [Commanded("a", "test", "learning_rate", 1e-5, 0)]
     assert due_snapshot(state) == "before a change of learning_rate"
-    state.commands = [Commanded("a", "test", "learning_rate", state.config.learning_rate, 0), Commanded("b", "test", "learning_rate", -1.0, 0), Commanded("c", "test", "temperature", 0.5, 0)]
+    state.commands = [
+        Commanded("a", "test", "learning_rate", state.config.learning_rate, 0),
+        Commanded("b", "test", "learning_rate", -1.0, 0),
+        Commanded("c", "test", "temperature", 0.5, 0),
+    ]
     assert due_snapshot(state) == "", "the same value, a refused one, and one the trainer does not read"
 
 
 @pytest.fixture(scope="module")
 def collapsed(tmp_path_factory):
     "A real model at a learning rate that destroys it, with every file that it leaves."
-    table = SYNC | {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 2, "batch": 8, "filter": "none", "learning_rate": 0.3, "checkpoint_every": 100, "preflight": 0,
-                    "eval": [{"count": 48, "every": 2}]}
+    table = SYNC | {
+        "generator": "torch",
+        "model": "tiny",
+        "max_tokens": 24,
+        "steps": 2,
+        "batch": 8,
+        "filter": "none",
+        "learning_rate": 0.3,
+        "checkpoint_every": 100,
+        "preflight": 0,
+        "eval": [{"count": 48, "every": 2}],
+    }
     return inline_run(tmp_path_factory.mktemp("runs"), "collapsed", table).folder
 
 
 def test_the_policy_of_a_collapsed_run_says_that_it_is_not_the_best(collapsed):
     "In the status and beside the weights; the best is the checkpoint of the start."
     told, status = json.loads((collapsed / "policy" / POLICY_NOTE).read_text()), read_status(collapsed)
-    assert told["version"] == told["rated"] == 2 and told["best"]["version"] == 0 and told["best"]["held_out"] > told["held_out"] + 0.1
-    assert status.state == "finished" and status.reason.endswith(told["warning"]) and "version 2) is not the best" in status.reason
+    assert (
+        told["version"] == told["rated"] == 2
+        and told["best"]["version"] == 0
+        and told["best"]["held_out"] > told["held_out"] + 0.1
+    )
+    assert (
+        status.state == "finished"
+        and status.reason.endswith(told["warning"])
+        and "version 2) is not the best" in status.reason
+    )
     assert find_best(collapsed).version == 0
 
 
@@ -165,13 +237,19 @@ def test_export_and_fork_of_the_best(collapsed, tmp_path):
         assert done.exit_code == 0 and json.loads(done.output)["version"] == version, done.output
         assert bool(json.loads(done.output)["warning"]) == (version == 2)
     first = hash_weights(weights(load_policy(str(tmp_path / "v0")).model))
-    assert first == read_manifest(checkpoint_folders(collapsed)[0]).weights != hash_weights(weights(load_policy(str(tmp_path / "v2")).model))
+    assert (
+        first
+        == read_manifest(checkpoint_folders(collapsed)[0]).weights
+        != hash_weights(weights(load_policy(str(tmp_path / "v2")).model))
+    )
     shown = call(app, ["show", "collapsed", "--runs", runs]).output
     assert "best by held-out" in shown and "rlbench fork collapsed --at best" in shown and "is not the best" in shown
     child = prepare_fork(collapsed, "child", "best", {"learning_rate": 1e-4})
     (begun,) = checkpoint_folders(child)
     mine, parents = (folder / TRAINER / "weights.safetensors" for folder in (begun, checkpoint_folders(collapsed)[0]))
-    assert mine.stat().st_ino == parents.stat().st_ino, "the fork's first checkpoint takes no room for what its parent has"
+    assert mine.stat().st_ino == parents.stat().st_ino, (
+        "the fork's first checkpoint takes no room for what its parent has"
+    )
     assert find_best(child).version == 0 and find_best(child).held_out == find_best(collapsed).held_out
     for wrong in (3, "newest"):
         with pytest.raises(ValueError, match=r"forked at 0, 1, 2; the best by held-out is 0 \("):
@@ -181,9 +259,21 @@ def test_export_and_fork_of_the_best(collapsed, tmp_path):
 
 def test_unchanged_weights_are_linked(tmp_path):
     "At a learning rate of 0 all checkpoints share one file of weights; their other files are their own."
-    table = SYNC | {"generator": "torch", "model": "tiny", "max_tokens": 8, "steps": 2, "filter": "none", "learning_rate": 0.0, "eval": [], "preflight": 0, "checkpoint_every": 1}
+    table = SYNC | {
+        "generator": "torch",
+        "model": "tiny",
+        "max_tokens": 8,
+        "steps": 2,
+        "filter": "none",
+        "learning_rate": 0.0,
+        "eval": [],
+        "preflight": 0,
+        "checkpoint_every": 1,
+    }
     folders = checkpoint_folders(inline_run(tmp_path, "run", table).folder)
-    assert len(folders) == 3 and len({(folder / TRAINER / "weights.safetensors").stat().st_ino for folder in folders}) == 1
+    assert (
+        len(folders) == 3 and len({(folder / TRAINER / "weights.safetensors").stat().st_ino for folder in folders}) == 1
+    )
     assert len({(folder / TRAINER / "optimizer.safetensors").stat().st_ino for folder in folders}) == 3
     assert all(read_manifest(folder).version == version for version, folder in enumerate(folders)), "each is whole"
 
@@ -192,7 +282,9 @@ def test_without_an_evaluation_there_is_no_best(tmp_path):
     "The error names the versions that there are; a budget of nothing keeps the newest and the first."
     table = SYNC | {"eval": [], "checkpoint_every": 1, "checkpoints_kept": 1, "checkpoint_gb": 0.0}
     folder = inline_run(tmp_path, "run", table).folder
-    assert [read_manifest(each).version for each in checkpoint_folders(folder)] == [0, 8] and describe_versions(folder) == "0, 8"
+    assert [read_manifest(each).version for each in checkpoint_folders(folder)] == [0, 8] and describe_versions(
+        folder
+    ) == "0, 8"
     with pytest.raises(ValueError, match=r"no checkpoint of 'run' was evaluated \(checkpoints: 0, 8\)"):
         prepare_fork(folder, "child", "best")
 
@@ -207,7 +299,17 @@ def write_sums(folder: Path) -> Path:
 def test_a_resume_that_is_refused_changes_nothing(tmp_path):
     "Neither where the handle refuses it nor where the run process does, which finds the tasks spoilt."
     tasks = write_sums(tmp_path)
-    table = {"clock": "virtual", "generator": "scripted", "steps": 3, "batch": 8, "group": 4, "filter": "none", "preflight": 0, "eval": [], "tasks": {"name": "file", "path": str(tasks)}}
+    table = {
+        "clock": "virtual",
+        "generator": "scripted",
+        "steps": 3,
+        "batch": 8,
+        "group": 4,
+        "filter": "none",
+        "preflight": 0,
+        "eval": [],
+        "tasks": {"name": "file", "path": str(tasks)},
+    }
     run = rl.run(table, runs=tmp_path / "runs", name="ended")
     assert run.wait(120) == "finished", run.status.reason
     ended = run.status
@@ -222,13 +324,33 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path):
 
 def test_a_failed_run_without_a_model_has_no_policy_to_save(tmp_path):
     "Its checkpoints hold no weights, and its end does not speak of them."
-    table = {"clock": "virtual", "generator": "scripted", "steps": 9, "batch": 8, "group": 4, "preflight": 0, "eval": [], "tasks": {"name": "file", "path": str(write_sums(tmp_path))}}  # tasks without a level are always solved
+    table = {
+        "clock": "virtual",
+        "generator": "scripted",
+        "steps": 9,
+        "batch": 8,
+        "group": 4,
+        "preflight": 0,
+        "eval": [],
+        "tasks": {"name": "file", "path": str(write_sums(tmp_path))},
+    }  # tasks without a level are always solved
     run = rl.run(table, runs=tmp_path, name="learned")
     assert run.wait(120) == "failed" and run.checkpoints
     assert "could not be saved" not in run.status.reason, run.status.reason
 
 
-LASTING = {"clock": "virtual", "generator": "scripted", "steps": 1_000_000, "batch": 8, "group": 4, "filter": "none", "preflight": 0, "eval": [], "checkpoint_every": 20, "tasks": {"name": "arithmetic"}}
+LASTING = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "steps": 1_000_000,
+    "batch": 8,
+    "group": 4,
+    "filter": "none",
+    "preflight": 0,
+    "eval": [],
+    "checkpoint_every": 20,
+    "tasks": {"name": "arithmetic"},
+}
 
 
 def kill_run_process(run) -> None:
@@ -251,7 +373,10 @@ def test_a_run_with_restarts_goes_on_by_itself_so_often_and_no_more(tmp_path):
 
 def test_all_lost_runs_with_restarts_left_are_resumed_at_once(tmp_path):
     "As after a restart of the machine; what is left alone is named with its reason."
-    made = {name: rl.run(LASTING, runs=tmp_path, name=name, restarts=restarts) for name, restarts in (("first", 2), ("second", 0))}
+    made = {
+        name: rl.run(LASTING, runs=tmp_path, name=name, restarts=restarts)
+        for name, restarts in (("first", 2), ("second", 0))
+    }
     for run in made.values():
         until(lambda: run.checkpoints and run.status.version > 25, 60)
         os.kill(run.status.supervisor, signal.SIGKILL)

@@ -1,4 +1,5 @@
 """The policy that a failed run has saved is evaluated once, and nothing of it can hurt the end of the run."""
+
 import json
 import os
 import signal
@@ -14,17 +15,35 @@ from patience import until
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.runtime.checkpoint import POLICY_NOTE
+from rlbench.base.ledger import living, read_json, read_status, read_table, write_json
 from rlbench.cli.main import app
 from rlbench.loop.config import load_config, to_toml
-from rlbench.workbench.last_evaluation import evaluate_failed_run, reason_against
-from rlbench.base.ledger import living, read_json, read_status, read_table, write_json
-from rlbench.workbench.offline import Evaluated
 from rlbench.runtime.actors import Refused
+from rlbench.runtime.checkpoint import POLICY_NOTE
 from rlbench.views.report import summary, write_report
+from rlbench.workbench.last_evaluation import evaluate_failed_run, reason_against
+from rlbench.workbench.offline import Evaluated
 
-SMALL = dict(batch=64, group=8, preflight=0, staleness=1, placement="split", eval=[{"name": "held_out", "count": 32, "k": 2, "every": 0}, {"name": "other", "count": 8, "every": 0}])
-FIGURES = dict(avg=0.25, avg_se=0.01, avg_low=0.23, avg_high=0.27, pass_at_k=0.25, pass_low=0.23, pass_high=0.27, maj_at_k=0.25, maj_low=0.23, maj_high=0.27)
+SMALL = dict(
+    batch=64,
+    group=8,
+    preflight=0,
+    staleness=1,
+    placement="split",
+    eval=[{"name": "held_out", "count": 32, "k": 2, "every": 0}, {"name": "other", "count": 8, "every": 0}],
+)
+FIGURES = dict(
+    avg=0.25,
+    avg_se=0.01,
+    avg_low=0.23,
+    avg_high=0.27,
+    pass_at_k=0.25,
+    pass_low=0.23,
+    pass_high=0.27,
+    maj_at_k=0.25,
+    maj_low=0.23,
+    maj_high=0.27,
+)
 
 
 def call(runs: Path, *arguments: str) -> str:
@@ -60,15 +79,24 @@ def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     assert run.wait(180) == "failed" and "trainer lost" in run.status.reason and run.status.books_closed
     version = read_json(run.folder / "policy" / POLICY_NOTE)["version"]
     rows = run.evals.filter(run.evals["after_failure"].fill_null(False)).to_dicts()
-    assert [(row["eval"], row["version"], row["tasks"], row["k"]) for row in rows] == [("held_out", version, 32, 2)], log_of(run)
+    assert [(row["eval"], row["version"], row["tasks"], row["k"]) for row in rows] == [("held_out", version, 32, 2)], (
+        log_of(run)
+    )
     (row,) = rows
-    assert 0 <= row["avg_low"] <= row["avg"] <= row["avg_high"] <= 1 and row["digest"] is None and row["tokens"] > 0 and version >= 1
+    assert (
+        0 <= row["avg_low"] <= row["avg"] <= row["avg_high"] <= 1
+        and row["digest"] is None
+        and row["tokens"] > 0
+        and version >= 1
+    )
     assert read_json(run.folder / "policy" / POLICY_NOTE)["rated"] == version
     listed = next(each for each in told_json(tmp_path, "ls")["runs"] if each["run"] == "lost")
     assert listed["held_out"] == row["avg"] and listed["held_out_at"] == version and listed["held_out_after_failure"]
     told = told_json(tmp_path, "show", "lost")
     assert told["evaluated_after_failure"] and told["solve_rate_end"] == row["avg"]
-    assert f"of version {version}, the saved policy, measured after the run had failed" in " ".join(call(tmp_path, "show", "lost").split())
+    assert f"of version {version}, the saved policy, measured after the run had failed" in " ".join(
+        call(tmp_path, "show", "lost").split()
+    )
     assert "after the run had failed" in (run.folder / "report.html").read_text()
     assert f"after the failure: the saved policy solves {row['avg']:.3f}" in log_of(run)
     assert from_tensorboard(run.folder)["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
@@ -103,7 +131,11 @@ def test_a_signal_to_the_supervisor_ends_the_evaluation(tmp_path):
 
 # Main functions of the process, importable by a spawned one.
 def measures(connection, folder: str, supervisor: int) -> None:
-    connection.send(Evaluated("held_out", 512, 1, 1.0, **FIGURES, length_mean=20.0, tokens=9, seconds=1.0, levels=[1], level_rates=[0.25]))
+    connection.send(
+        Evaluated(
+            "held_out", 512, 1, 1.0, **FIGURES, length_mean=20.0, tokens=9, seconds=1.0, levels=[1], level_rates=[0.25]
+        )
+    )
 
 
 def hangs(connection, folder: str, supervisor: int) -> None:
@@ -128,7 +160,13 @@ def refuses(connection, folder: str, supervisor: int) -> None:
 
 def failed_run(root: Path, limit: float = 60.0) -> Path:
     "A made-up run that failed after version 60 of its last evaluation, with a saved policy of version 66."
-    folder = fake_run(root, "failed", rollouts=50, state="failed", reason="trainer lost; the policy of version 66 is saved; old warning")
+    folder = fake_run(
+        root,
+        "failed",
+        rollouts=50,
+        state="failed",
+        reason="trainer lost; the policy of version 66 is saved; old warning",
+    )
     (folder / "config.toml").write_text(to_toml(load_config("tiny", {"deadlines": {"evaluate": limit}})))
     (folder / "policy").mkdir()
     (folder / "policy" / "config.json").write_text("{}")
@@ -142,20 +180,38 @@ def test_a_measured_policy_is_told_everywhere(tmp_path):
     before = len(read_table(folder, "evals"))
     assert evaluate_failed_run(folder, main=measures)
     rows = read_table(folder, "evals").to_dicts()
-    assert len(rows) == before + 1 and (rows[-1]["version"], rows[-1]["avg"], rows[-1]["after_failure"]) == (66, 0.25, True)
-    assert read_status(folder).reason == "trainer lost; the policy of version 66 is saved" and read_status(folder).books_closed
+    assert len(rows) == before + 1 and (rows[-1]["version"], rows[-1]["avg"], rows[-1]["after_failure"]) == (
+        66,
+        0.25,
+        True,
+    )
+    assert (
+        read_status(folder).reason == "trainer lost; the policy of version 66 is saved"
+        and read_status(folder).books_closed
+    )
     assert "0.25 after failing" in call(tmp_path, "ls") and max(map(len, call(tmp_path, "ls").splitlines())) <= 80
-    assert summary(folder).evaluated_after_failure and "held_out (after the run had failed)" in write_report(folder).read_text()
+    assert (
+        summary(folder).evaluated_after_failure
+        and "held_out (after the run had failed)" in write_report(folder).read_text()
+    )
     assert not evaluate_failed_run(folder, main=measures) and len(read_table(folder, "evals")) == before + 1
 
 
-@pytest.mark.parametrize(("main", "words"), [(crashes, "exit status 3"), (is_killed_by_the_kernel, "killed by SIGKILL"), (refuses, "MemoryError: no more")])
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [(crashes, "exit status 3"), (is_killed_by_the_kernel, "killed by SIGKILL"), (refuses, "MemoryError: no more")],
+)
 def test_an_evaluation_that_dies_changes_nothing(tmp_path, capfd, main, words):
     folder = failed_run(tmp_path)
     before, rows = read_status(folder), read_table(folder, "evals")
     assert not evaluate_failed_run(folder, main=main)
-    assert read_status(folder) == before and read_table(folder, "evals").equals(rows) and words in capfd.readouterr().err
-    assert not summary(folder).evaluated_after_failure and "after the run had failed" not in write_report(folder).read_text()
+    assert (
+        read_status(folder) == before and read_table(folder, "evals").equals(rows) and words in capfd.readouterr().err
+    )
+    assert (
+        not summary(folder).evaluated_after_failure
+        and "after the run had failed" not in write_report(folder).read_text()
+    )
 
 
 def test_an_evaluation_that_hangs_is_ended_with_all_it_started(tmp_path, capfd):
@@ -164,23 +220,36 @@ def test_an_evaluation_that_hangs_is_ended_with_all_it_started(tmp_path, capfd):
     assert not evaluate_failed_run(folder, main=hangs)
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert time.monotonic() - began < 20 and "took longer than deadlines.evaluate = 6 s" in capfd.readouterr().err
-    until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids), 5)
+    until(
+        lambda: (
+            not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+        ),
+        5,
+    )
 
 
 def test_who_is_not_evaluated_and_why(tmp_path, capfd):
     "Each reason is one sentence; without a policy nothing is said."
     folder = failed_run(tmp_path)
     for settings, words in (
-        ({"clock": "virtual"}, "virtual clock"), ({"eval": []}, "names no evaluation set"), ({"deadlines": {"evaluate": 0.0}}, "deadlines.evaluate is 0"),
+        ({"clock": "virtual"}, "virtual clock"),
+        ({"eval": []}, "names no evaluation set"),
+        ({"deadlines": {"evaluate": 0.0}}, "deadlines.evaluate is 0"),
         ({"max_turns": 1}, ""),
     ):
-        assert words in reason_against(folder, load_config("tiny", settings)) and bool(words) == bool(reason_against(folder, load_config("tiny", settings)))
-    assert "environment" in reason_against(folder, load_config("tiny-fix")) or "sandbox" in reason_against(folder, load_config("tiny-fix"))
+        assert words in reason_against(folder, load_config("tiny", settings)) and bool(words) == bool(
+            reason_against(folder, load_config("tiny", settings))
+        )
+    assert "environment" in reason_against(folder, load_config("tiny-fix")) or "sandbox" in reason_against(
+        folder, load_config("tiny-fix")
+    )
     assert "runs programs in a sandbox" in reason_against(folder, load_config("tiny-code"))
     write_json(folder / "policy" / POLICY_NOTE, {"version": 60, "warning": ""})
     assert reason_against(folder, load_config("tiny")) == "version 60 has been evaluated already"
     capfd.readouterr()
     assert not evaluate_failed_run(folder, main=measures)
-    assert capfd.readouterr().err.splitlines() == ["after the failure: the saved policy is not evaluated: version 60 has been evaluated already"]
+    assert capfd.readouterr().err.splitlines() == [
+        "after the failure: the saved policy is not evaluated: version 60 has been evaluated already"
+    ]
     (folder / "policy" / "config.json").unlink()
     assert not evaluate_failed_run(folder, main=measures) and not capfd.readouterr().err

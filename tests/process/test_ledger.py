@@ -1,4 +1,5 @@
 """The ledger under what notebooks cannot show: killed writers, readers in other processes, a disk that is full, and time."""
+
 import errno
 import inspect
 import json
@@ -20,8 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbench.base import ledger as ledger_module
-from rlbench.base.ledger import (Ballast, DiskFull, Follower, Ledger, Status, alive, count_rows, create_run_folder, living, mark_done, read_commands, read_status, read_table,
-                            send_command, write_status)
+from rlbench.base.ledger import (
+    Ballast,
+    DiskFull,
+    Follower,
+    Ledger,
+    Status,
+    alive,
+    count_rows,
+    create_run_folder,
+    living,
+    mark_done,
+    read_commands,
+    read_status,
+    read_table,
+    send_command,
+    write_status,
+)
 
 TABLE = "rollouts"
 
@@ -29,7 +45,13 @@ TABLE = "rollouts"
 def row(number: int) -> dict:
     "A row that can be told from its number alone."
     reward = float("nan") if number % 11 == 0 else number / 7
-    return {"at": float(number), "rollout": number, "reward": reward, "text": f"row {number}\n" * (number % 9), "part_values": [0.5] * (number % 4)}
+    return {
+        "at": float(number),
+        "rollout": number,
+        "reward": reward,
+        "text": f"row {number}\n" * (number % 9),
+        "part_values": [0.5] * (number % 4),
+    }
 
 
 def check(frame: pl.DataFrame, start: int = 0) -> int:
@@ -44,12 +66,14 @@ def check(frame: pl.DataFrame, start: int = 0) -> int:
     return start + len(frame)
 
 
-WRITER = f"""
+WRITER = (
+    f"""
 import sys, random
 from rlbench.base.ledger import Ledger, count_rows
 TABLE = {TABLE!r}
 {inspect.getsource(row)}
-""" + """
+"""
+    + """
 folder, attempt = sys.argv[1], int(sys.argv[2])
 ledger, number, chance = Ledger(folder, attempt, seal_rows=50), count_rows(folder, TABLE), random.Random(attempt)
 print("ready", flush=True)
@@ -59,6 +83,7 @@ while True:
     number += count
     ledger.flush()
 """
+)
 
 
 def test_killed_writers_leave_a_prefix(tmp_path, script):
@@ -135,11 +160,26 @@ def test_a_crash_at_every_step_is_repaired(tmp_path, monkeypatch, after):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.tuples(st.just("extend"), st.integers(0, 12)), st.sampled_from(["flush", "seal", "poll", "reopen", "crash", "tear"])), max_size=40))
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("extend"), st.integers(0, 12)),
+            st.sampled_from(["flush", "seal", "poll", "reopen", "crash", "tear"]),
+        ),
+        max_size=40,
+    )
+)
 def test_readers_agree_with_a_list(steps):
     "Any order of writing, sealing, closing and crashing looks to readers like a list that grows."
     folder = Path(mkdtemp())
-    ledger, follower, written, shown, seen, attempt = Ledger(folder, 0, seal_rows=7), Follower(folder, [TABLE]), 0, 0, 0, 0
+    ledger, follower, written, shown, seen, attempt = (
+        Ledger(folder, 0, seal_rows=7),
+        Follower(folder, [TABLE]),
+        0,
+        0,
+        0,
+        0,
+    )
     for step in steps:
         if isinstance(step, tuple):
             ledger.extend(TABLE, [row(written + i) for i in range(step[1])])
@@ -290,7 +330,8 @@ def test_a_folder_that_cannot_be_written(script):
     "The error names the folder for runs, whoever asks."
     root = Path(mkdtemp())
     root.chmod(0o555)
-    child = script("""
+    child = script(
+        """
 import os, sys
 from rlbench.base.ledger import create_run_folder
 if os.geteuid() == 0:
@@ -299,7 +340,10 @@ try:
     create_run_folder(sys.argv[1], "monday")
 except PermissionError as error:
     print(error)
-""", root, cwd="/")
+""",
+        root,
+        cwd="/",
+    )
     out, err = child.communicate(timeout=60)
     assert "name another folder for runs" in out and str(root) in out, err
     root.rmdir()
@@ -332,7 +376,9 @@ def test_strange_things_in_the_commands_folder(tmp_path):
     (folder / "commands" / "notes.txt").write_text("not a command")
     good = send_command(folder, "ada", "temperature", 0.8)
     read = {command.id: command for command in read_commands(folder)}
-    assert set(read) == {"a", "b", "c", good} and all(bool(command.error) == (name != good) for name, command in read.items())
+    assert set(read) == {"a", "b", "c", good} and all(
+        bool(command.error) == (name != good) for name, command in read.items()
+    )
     for name in read:
         mark_done(folder, name)
     assert read_commands(folder) == []
@@ -358,7 +404,10 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_seal(tmp_path, monkeypatch):
     ledger.extend(TABLE, [row(n) for n in range(10, 15)])
     ledger.seal(TABLE)
     assert check(follower.poll()[TABLE], 10) == 15 == check(read_table(tmp_path, TABLE))
-    assert sorted(path.name for path in (tmp_path / "ledger" / TABLE).glob("*.parquet")) == [f"{0:012d}-{9:012d}.parquet", f"{10:012d}-{14:012d}.parquet"]
+    assert sorted(path.name for path in (tmp_path / "ledger" / TABLE).glob("*.parquet")) == [
+        f"{0:012d}-{9:012d}.parquet",
+        f"{10:012d}-{14:012d}.parquet",
+    ]
 
 
 def test_power_lost_after_a_seal(tmp_path):
@@ -408,8 +457,20 @@ def test_older_segments_lack_columns(tmp_path):
 def test_writing_a_batch_takes_milliseconds(tmp_path):
     "256 rollouts of 40 tokens: rows of both tables, encoded and handed to readers. The bound is loose, the machine may be busy."
     make, versions, mask = np.random.default_rng(0), np.full(40, 7, np.int32), np.ones(40, np.uint8)
-    tokens = [{"at": 1.0, "rollout": n, "try": 0, "prompt_tokens": make.integers(0, 60, 12), "tokens": make.integers(0, 60, 40), "versions": versions, "mask": mask,
-               "logprobs": -make.random(40).astype(np.float32), "advantage": 0.1} for n in range(256)]
+    tokens = [
+        {
+            "at": 1.0,
+            "rollout": n,
+            "try": 0,
+            "prompt_tokens": make.integers(0, 60, 12),
+            "tokens": make.integers(0, 60, 40),
+            "versions": versions,
+            "mask": mask,
+            "logprobs": -make.random(40).astype(np.float32),
+            "advantage": 0.1,
+        }
+        for n in range(256)
+    ]
     ledger, spent = Ledger(tmp_path, 0), []
     for _ in range(15):
         start = time.perf_counter()

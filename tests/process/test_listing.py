@@ -1,4 +1,5 @@
 """Many runs: the list of the command line, tags and notes, removing and archiving by pattern."""
+
 import json
 import time
 from dataclasses import replace
@@ -9,10 +10,10 @@ from fake_run import fake_run
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.workbench.ablation import Arm, Job, take_up
-from rlbench.cli.main import app
 from rlbench.base.labels import read_labels
 from rlbench.base.ledger import read_status, write_status
+from rlbench.cli.main import app
+from rlbench.workbench.ablation import Arm, Job, take_up
 
 NAMES = [f"ablation-loss-cispo-3fa91c-s{n}" if n % 3 else f"tiny-{n}" for n in range(40)]
 
@@ -20,10 +21,14 @@ NAMES = [f"ablation-loss-cispo-3fa91c-s{n}" if n % 3 else f"tiny-{n}" for n in r
 def make_runs(root: Path, names: list[str]) -> Path:
     "A folder with runs of these names; every fourth went on after its last evaluation and failed."
     for number, name in enumerate(names):
-        folder = fake_run(root, name, batches=1 + number % 7, rollouts=0, state="failed" if number % 4 == 0 else "finished")
+        folder = fake_run(
+            root, name, batches=1 + number % 7, rollouts=0, state="failed" if number % 4 == 0 else "finished"
+        )
         status = read_status(folder)
         at = time.time() - 40_000 * number
-        write_status(folder, replace(status, version=status.version + 2 * (number % 4 == 0), started=at, updated=at + 60))
+        write_status(
+            folder, replace(status, version=status.version + 2 * (number % 4 == 0), started=at, updated=at + 60)
+        )
     return root
 
 
@@ -44,7 +49,11 @@ def test_forty_runs_at_eighty_columns(tmp_path):
     assert {line.split()[0] for line in lines[1:]} - {"#good"} == set(NAMES)
     assert next(line for line in lines if line.startswith("tiny-0 ")).split()[3:6] == ["0.36", "of", "v1"]
     assert [line.split()[0] for line in call(forty, "ls", "--tag", "good").splitlines()[1:]] == ["tiny-0", "#good"]
-    assert {line.split()[1] for line in call(forty, "ls", "--where", "state=failed", "--where", "name=tiny-*").splitlines()[1:] if line[0] != " "} == {"failed"}
+    assert {
+        line.split()[1]
+        for line in call(forty, "ls", "--where", "state=failed", "--where", "name=tiny-*").splitlines()[1:]
+        if line[0] != " "
+    } == {"failed"}
     told = json.loads(call(forty, "ls", "--sort", "held_out", "--json").splitlines()[-1])["runs"]
     assert len(told) == 40 and told[0]["held_out"] == max(run["held_out"] for run in told)
     (mine,) = [run for run in told if run["run"] == "tiny-0"]
@@ -65,7 +74,20 @@ def test_tags_and_notes_from_every_side(tmp_path):
         run.tag("two words")
     with pytest.raises(ValueError, match="cannot be a tag"):
         rl.run("tiny", runs=runs, tags=["two words"])
-    made = rl.run("tiny", runs=runs, name="new", tags=["a"], note="b", generator="scripted", clock="virtual", steps=1, batch=8, group=8, preflight=0, eval=[])
+    made = rl.run(
+        "tiny",
+        runs=runs,
+        name="new",
+        tags=["a"],
+        note="b",
+        generator="scripted",
+        clock="virtual",
+        steps=1,
+        batch=8,
+        group=8,
+        preflight=0,
+        eval=[],
+    )
     assert read_labels(made.folder).tags == ("a",) == made.tags and made.note == "b"
     assert rl.run("tiny", runs=runs, name="new", exist="attach").folder == made.folder
     with pytest.raises(FileExistsError, match=r'rl.attach\("new"\).*exist="attach"'):
@@ -87,7 +109,9 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
     call(runs, "archive", "--back", "tiny-*")
     assert rl.attach("tiny-0", runs=runs).state == "failed"
     removed = json.loads(call(runs, "rm", "tiny-1?", "tiny-0", "--yes", "--json").splitlines()[-1])["removed"]
-    assert {Path(each).name for each in removed} == {"tiny-0", "tiny-12", "tiny-15", "tiny-18"} and not any(Path(each).exists() for each in removed)
+    assert {Path(each).name for each in removed} == {"tiny-0", "tiny-12", "tiny-15", "tiny-18"} and not any(
+        Path(each).exists() for each in removed
+    )
     assert "fits 'nothing-*'" in call(runs, "rm", "nothing-*", "--yes", code=2)
 
 

@@ -1,28 +1,38 @@
 """Runs that train adapters: what is moved, saved and taken up again."""
+
 import tomllib
 
 import pytest
-import rlbench as rl
 import torch
 from checkpoints import FAMILIES, checkpoint
-from peft import PeftModel
-from rlbench.models.lora import adapt, adapters, save_trained, scale_of
-from rlbench.runtime.checkpoint import find_checkpoint
-from rlbench.loop.config import ConfigError, load_config, to_toml, with_knob
-from rlbench.runtime.driver import drive
-from rlbench.workbench.fork import prepare_fork
-from rlbench.base.ledger import WEIGHTS_FILE
-from rlbench.models.model import base_weights, load_policy, token_logprobs
-from rlbench.workbench.supervisor import rescue
-from rlbench.training.weight_transport import HEADER, SharedWeights, served, weights
-from rlbench.runtime.worker import build_halves
-from safetensors.torch import load_file
-from resumed_runs import SYNC, a_run, check_resumed, taken_up
 from patience import until
+from peft import PeftModel
 from real_runs import assert_books, ended
+from resumed_runs import SYNC, a_run, check_resumed, taken_up
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-SMALL = dict(batch=64, group=8, preflight=0, staleness=1, eval=[{"name": "held_out", "count": 32, "every": 0}], lora={"rank": 4, "alpha": 8.0}, learning_rate=2e-3)
+import rlbench as rl
+from rlbench.base.ledger import WEIGHTS_FILE
+from rlbench.loop.config import ConfigError, load_config, to_toml, with_knob
+from rlbench.models.lora import adapt, adapters, save_trained, scale_of
+from rlbench.models.model import base_weights, load_policy, token_logprobs
+from rlbench.runtime.checkpoint import find_checkpoint
+from rlbench.runtime.driver import drive
+from rlbench.runtime.worker import build_halves
+from rlbench.training.weight_transport import HEADER, SharedWeights, served, weights
+from rlbench.workbench.fork import prepare_fork
+from rlbench.workbench.supervisor import rescue
+
+SMALL = dict(
+    batch=64,
+    group=8,
+    preflight=0,
+    staleness=1,
+    eval=[{"name": "held_out", "count": 32, "every": 0}],
+    lora={"rank": 4, "alpha": 8.0},
+    learning_rate=2e-3,
+)
 TOKENS = torch.randint(3, 20, (4, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -55,7 +65,12 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
     tiny = load_policy("tiny").model
     start = adapt(load_policy("tiny").model, 4, 8.0, seed=run.config.seed)
     bytes_of = lambda named: sum(t.numel() * t.element_size() for t in named.values())  # noqa: E731
-    assert 2 * bytes_of(weights(start)) <= size - HEADER < 2 * bytes_of(weights(start)) + 2 * 64 * len(weights(start)) < 0.2 * bytes_of(weights(tiny))
+    assert (
+        2 * bytes_of(weights(start))
+        <= size - HEADER
+        < 2 * bytes_of(weights(start)) + 2 * 64 * len(weights(start))
+        < 0.2 * bytes_of(weights(tiny))
+    )
 
     stored = load_file(max((run.folder / "checkpoints").glob("v*")) / "trainer" / "weights.safetensors")
     assert stored.keys() == adapters(start).keys() and all(".lora_" in name for name in stored)
@@ -64,7 +79,9 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
         tensor.copy_(stored[name])
     policy = AutoModelForCausalLM.from_pretrained(run.folder / "policy")
     beside = PeftModel.from_pretrained(load_policy("tiny").model, run.folder / "policy" / "adapter").get_base_model()
-    assert torch.allclose(logprobs(policy), logprobs(start), atol=1e-4) and torch.allclose(logprobs(beside), logprobs(start), atol=1e-5)
+    assert torch.allclose(logprobs(policy), logprobs(start), atol=1e-4) and torch.allclose(
+        logprobs(beside), logprobs(start), atol=1e-5
+    )
     assert not torch.allclose(logprobs(policy), logprobs(tiny), atol=1e-3)
     moved = {name for name, tensor in base_weights(policy).items() if not torch.equal(tensor, base_weights(tiny)[name])}
     assert moved == {name.replace(".lora_A.", ".") for name in stored if ".lora_A." in name}
@@ -78,7 +95,17 @@ def newest_weights(folder) -> dict:
 
 def test_a_resumed_run_with_adapters_is_the_run_that_was_not_stopped(tmp_path):
     "Killed in the middle and taken up: the same digest, and the same adapters to the bit."
-    table = SYNC | {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1, "eval": [], "placement": "split", "lora": {"rank": 4, "dropout": 0.1}}
+    table = SYNC | {
+        "generator": "torch",
+        "model": "tiny",
+        "max_tokens": 24,
+        "steps": 4,
+        "filter": "none",
+        "checkpoint_every": 1,
+        "eval": [],
+        "placement": "split",
+        "lora": {"rank": 4, "dropout": 0.1},
+    }
     drive(whole := a_run(tmp_path / "whole", table))
     drive(a_run(tmp_path / "first", table, {int(0.6 * whole.state.seq): tmp_path / "killed"}))
     before = newest_weights(tmp_path / "killed")
@@ -88,7 +115,9 @@ def test_a_resumed_run_with_adapters_is_the_run_that_was_not_stopped(tmp_path):
     assert resumed.state.digest == whole.state.digest and ours.keys() == theirs.keys()
     with pytest.raises(ValueError, match="lora: fixed, since the checkpoint holds its parent's"):
         prepare_fork(whole.folder, "wider", knobs={"lora.rank": 8})
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()) and any(not torch.equal(tensor, before[name]) for name, tensor in ours.items())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()) and any(
+        not torch.equal(tensor, before[name]) for name, tensor in ours.items()
+    )
 
 
 @pytest.mark.parametrize("placement", ["split", "colocated"])
@@ -99,16 +128,22 @@ def test_what_a_generator_is_given_is_the_merged_policy(placement, tmp_path):
     parts = [("trainer",), ("generator",)] if placement == "split" else [("generator", "trainer")]
     halves = [build_halves(config, ["1+2="], part, tmp_path) for part in parts]
     writer, learner = halves[-1][0], halves[0][1]
-    trainer = learner.train.__closure__ and next(c.cell_contents for c in learner.train.__closure__ if hasattr(c.cell_contents, "optimizer"))
+    trainer = learner.train.__closure__ and next(
+        c.cell_contents for c in learner.train.__closure__ if hasattr(c.cell_contents, "optimizer")
+    )
     before = {name: tensor.clone() for name, tensor in base_weights(trainer.model).items()}
     disturbed(trainer.model)
     learner.publish(1)
     assert writer.load(1, "keep") == 1
     wanted = served(trainer.model, weights(trainer.model))
     for name, (tensor, shape) in writer.generator.weights.targets.items():
-        assert torch.equal(tensor, wanted[name].expand(tensor.shape) if tensor.ndim != wanted[name].ndim else wanted[name]), name
+        assert torch.equal(
+            tensor, wanted[name].expand(tensor.shape) if tensor.ndim != wanted[name].ndim else wanted[name]
+        ), name
     assert all(torch.equal(tensor, before[name]) for name, tensor in base_weights(trainer.model).items())
-    assert sum(p.numel() for g in trainer.optimizer.param_groups for p in g["params"]) == sum(t.numel() for t in adapters(trainer.model).values())
+    assert sum(p.numel() for g in trainer.optimizer.param_groups for p in g["params"]) == sum(
+        t.numel() for t in adapters(trainer.model).values()
+    )
 
 
 def test_a_run_that_failed_leaves_the_merged_policy(tmp_path):
@@ -117,7 +152,9 @@ def test_a_run_that_failed_leaves_the_merged_policy(tmp_path):
     trained = disturbed(adapt(load_policy("tiny").model, 4))
     SharedWeights(tmp_path / WEIGHTS_FILE, weights(trained), create=True).write(5, weights(trained))
     assert rescue(tmp_path) == 5
-    assert torch.allclose(logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "policy")), logprobs(trained), atol=1e-4)
+    assert torch.allclose(
+        logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "policy")), logprobs(trained), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,12 +168,20 @@ def test_adapters_of_every_family_merge_into_a_checkpoint_of_it(name, tmp_path):
 
 
 def test_settings_that_cannot_be():
-    for settings_, said in (({"lora.rank": -1}, "lora.rank: -1"), ({"lora.dropout": 1.5}, "lora.dropout: 1.5"), ({"lora.rang": 4}, "rank"), ({"rollout_dtype": "int8"}, "rollout_dtype")):
+    for settings_, said in (
+        ({"lora.rank": -1}, "lora.rank: -1"),
+        ({"lora.dropout": 1.5}, "lora.dropout: 1.5"),
+        ({"lora.rang": 4}, "rank"),
+        ({"rollout_dtype": "int8"}, "rollout_dtype"),
+    ):
         with pytest.raises(ConfigError, match=said):
             load_config("tiny", settings_)
     config = load_config("tiny", {"lora": {"rank": 4, "targets": ["query"]}})
     assert tomllib.loads(to_toml(config))["lora"] == {"rank": 4, "alpha": 16.0, "targets": ["query"], "dropout": 0.0}
-    with pytest.raises(ValueError, match="lora.targets: 'query' is no linear layer of this model; use \"all-linear\", or some of down_proj"):
+    with pytest.raises(
+        ValueError,
+        match="lora.targets: 'query' is no linear layer of this model; use \"all-linear\", or some of down_proj",
+    ):
         build_halves(config, ["1+2="], ("generator", "trainer"))
     with pytest.raises(ValueError, match="lora.rank: fixed for the whole run"):
         with_knob(config, "lora.rank", 8)

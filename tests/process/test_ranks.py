@@ -1,4 +1,5 @@
 """A trainer of several processes: the update of one, a run of its own, a rank that is killed, another number of them."""
+
 import os
 import signal
 import subprocess
@@ -13,7 +14,18 @@ from real_runs import assert_books, ended, gone, processes_of, worker_of
 import rlbench as rl
 from rlbench.base.ledger import alive, read_table
 
-SETTINGS = dict(steps=60, batch=16, group=4, max_tokens=16, preflight=0, staleness=1, eval=[], checkpoint_every=1, placement="split", filter="none")
+SETTINGS = dict(
+    steps=60,
+    batch=16,
+    group=4,
+    max_tokens=16,
+    preflight=0,
+    staleness=1,
+    eval=[],
+    checkpoint_every=1,
+    placement="split",
+    filter="none",
+)
 
 
 def off(one: dict, other: dict) -> float:
@@ -26,14 +38,24 @@ def test_two_ranks_train_what_one_trains_and_each_goes_on_from_the_other(tmp_pat
     """Unequal lengths, a batch of one row (the other rank has an empty share), three optimizer steps, layers computed again; an aggregation that raises in one rank; checkpoints crossed.
     At the end rank 0 is killed, and the other does not outlive it."""
     path = Path(__file__).parents[1] / "helpers" / "two_ranks.py"
-    done = subprocess.run([sys.executable, path, tmp_path], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": f"{path.parent}:{path.parent.parent}"})
+    done = subprocess.run(
+        [sys.executable, path, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{path.parent}:{path.parent.parent}"},
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     told = torch.load(tmp_path / "told.pt")
     until(lambda: not alive(told["rank"]), 10)
     assert off(*told["weights"]) < 1e-5 and off(*told["weights after"]) < 1e-5
     assert told["refused"] == ("aggregation: True", True) and told["held"][1] < 0.55 * told["held"][0]
     for a, b in zip((*told["one"], *told["after"][0]), (*told["two"], *told["after"][1]), strict=True):
-        assert all(a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5) for name in a if name != "padding" and a[name] is not None), (a, b)
+        assert all(
+            a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5)
+            for name in a
+            if name != "padding" and a[name] is not None
+        ), (a, b)
     assert [m["optimizer_steps"] for m in told["two"]] == [3, 1, 3]
 
 
@@ -55,4 +77,6 @@ def test_a_rank_that_is_killed_is_a_lost_trainer(tmp_path):
     assert_books(run)
     journal = read_table(run.folder, "commands").select("knob", "value", "status").rows()
     assert ("trainers", "1", "applied") in journal and run.status.version == version + 1
-    assert (run.folder / "policy/model.safetensors").is_file() and '"Qwen3ForCausalLM"' in (run.folder / "policy/config.json").read_text()
+    assert (run.folder / "policy/model.safetensors").is_file() and '"Qwen3ForCausalLM"' in (
+        run.folder / "policy/config.json"
+    ).read_text()

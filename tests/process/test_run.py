@@ -1,6 +1,5 @@
 """Real runs in processes of their own: started, steered, stopped, killed, refused."""
 
-from real_runs import SMALL, assert_books, ended, gone, processes_of, worker_of
 import json
 import os
 import signal
@@ -9,25 +8,14 @@ import sys
 import time
 
 import polars as pl
-import psutil
 import pytest
 from inline import inline_run
 from patience import stands, until
-from scripted import WITHOUT_MODEL, SET_WITHOUT_MODEL
+from real_runs import SMALL, assert_books, ended, gone, processes_of, worker_of
+from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 
 import rlbench as rl
-from rlbench.base.ledger import living, read_table
-
-
-
-
-
-
-
-
-
-
-
+from rlbench.base.ledger import read_table
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +35,10 @@ def test_a_run_learns_writes_and_leaves_a_policy(finished):
     assert_books(finished)
     tokens = read_table(finished.folder, "tokens")
     trained = finished.rollouts.filter(pl.col("fate") == "trained")
-    assert tokens.filter(pl.col("advantage").is_not_null())["rollout"].sort().to_list() == trained["rollout"].sort().to_list()
+    assert (
+        tokens.filter(pl.col("advantage").is_not_null())["rollout"].sort().to_list()
+        == trained["rollout"].sort().to_list()
+    )
 
 
 def test_the_policy_loads_elsewhere(finished):
@@ -69,9 +60,15 @@ def test_same_seed_same_digest(finished, tmp_path):
     assert ended(rl.run("tiny", runs=tmp_path, **SMALL)).status.digest == finished.status.digest
 
 
-PLACES = {"colocated": {"placement": "colocated", "eval": []}, "split": {"placement": "split", "eval": []},
-          "two generators, every third version": {"placement": "split", "generators": 2, "publish_every": 3}}
-TRAINING = {"generator": "scripted", "virtual": {"decode": 0.002, "train": 0.0003}}  # a batch takes 0.5 s, and a response 0.05 s
+PLACES = {
+    "colocated": {"placement": "colocated", "eval": []},
+    "split": {"placement": "split", "eval": []},
+    "two generators, every third version": {"placement": "split", "generators": 2, "publish_every": 3},
+}
+TRAINING = {
+    "generator": "scripted",
+    "virtual": {"decode": 0.002, "train": 0.0003},
+}  # a batch takes 0.5 s, and a response 0.05 s
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +78,11 @@ def asynchronous(tmp_path_factory):
 
     def run_of(place: str) -> rl.Run:
         if place not in made:
-            made[place] = rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), **{**SMALL, **TRAINING, "steps": 12, "staleness": 2, **PLACES[place]})
+            made[place] = rl.run(
+                "tiny",
+                runs=tmp_path_factory.mktemp("runs"),
+                **{**SMALL, **TRAINING, "steps": 12, "staleness": 2, **PLACES[place]},
+            )
         return ended(made[place])
 
     return run_of
@@ -109,9 +110,14 @@ def test_generation_never_stops_for_training(asynchronous):
     for placement in ("split", "colocated"):
         run = asynchronous(placement)
         steps, events = run.steps, run.table("events")
-        begun = {json.loads(f)["version"]: at for f, at in events.filter(pl.col("kind") == "Train").select("fields", "at").iter_rows()}
+        begun = {
+            json.loads(f)["version"]: at
+            for f, at in events.filter(pl.col("kind") == "Train").select("fields", "at").iter_rows()
+        }
         arrived = events.filter(pl.col("kind") == "Generated")["at"].to_list()
-        inside = sum(any(begun[v] + 0.02 < t < at for v, at in steps.select("version", "at").iter_rows()) for t in arrived)
+        inside = sum(
+            any(begun[v] + 0.02 < t < at for v, at in steps.select("version", "at").iter_rows()) for t in arrived
+        )
         shares[placement] = inside / len(arrived)
     assert shares["split"] > 0.4 > shares["colocated"], shares
 
@@ -121,7 +127,15 @@ def test_whoever_starts_or_changes_a_run_in_a_notebook_reads_the_notes(tmp_path,
     rows = [{"prompt": f"{n}+{n}={end}", "answer": str(2 * n)} for n in range(10, 90) for end in ("", " ")]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = {"name": "file", "path": str(tmp_path / "sums.jsonl")}
-    knobs = {"steps": 1_000_000, "eval": [], "preflight": 0, "generator": "scripted", "clock": "virtual", "filter": "none", "top_p": 0.8}
+    knobs = {
+        "steps": 1_000_000,
+        "eval": [],
+        "preflight": 0,
+        "generator": "scripted",
+        "clock": "virtual",
+        "filter": "none",
+        "top_p": 0.8,
+    }
     run = rl.run("tiny", runs=tmp_path, tasks=tasks, optimizer_steps=2, **SMALL | knobs)
     told = [line for line in capfd.readouterr().err.splitlines() if line]
     assert [line.split(":")[:2] for line in told] == [["note", " top_p"], ["note", " tasks.path"]], told
@@ -144,7 +158,13 @@ def test_steering(tmp_path):
     again.set(temperature=0.7, author="test")
     until(lambda: (run.rollouts["temperature"].tail(1).to_list() or [1])[0] == 0.7)
     row = run.commands.row(-1, named=True)
-    assert (row["knob"], row["value"], row["status"], row["author"], row["apply"]) == ("temperature", "0.7", "applied", "test", "dispatch")
+    assert (row["knob"], row["value"], row["status"], row["author"], row["apply"]) == (
+        "temperature",
+        "0.7",
+        "applied",
+        "test",
+        "dispatch",
+    )
     again.pause()
     until(lambda: run.state == "paused")
     held = run.status.version
@@ -169,7 +189,18 @@ def test_steering(tmp_path):
 
 def test_a_guardrail_pauses_the_run_and_says_why(tmp_path):
     guard = [{"name": "guard", "count": 16, "every": 2, "floor": 0.99}]
-    run = rl.run({"generator": "scripted", "clock": "virtual", "steps": 50, "group": 4, "batch": 32, "preflight": 0, "eval": guard}, runs=tmp_path)
+    run = rl.run(
+        {
+            "generator": "scripted",
+            "clock": "virtual",
+            "steps": 50,
+            "group": 4,
+            "batch": 32,
+            "preflight": 0,
+            "eval": guard,
+        },
+        runs=tmp_path,
+    )
     until(lambda: run.state == "paused", 30)
     row = until(lambda: run.commands.to_dicts())[-1]
     assert (row["author"], row["knob"]) == ("guardrail", "pause") and "below its floor 0.99" in row["reason"]
@@ -199,7 +230,12 @@ def run_policy_differs(run: rl.Run) -> bool:
 
 @pytest.mark.parametrize("worker", ["trainer", "worker"])
 def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
-    run = rl.run("tiny", runs=tmp_path, placement="colocated" if worker == "worker" else "split", **{**SMALL, "steps": 100_000, "checkpoint_every": 2})
+    run = rl.run(
+        "tiny",
+        runs=tmp_path,
+        placement="colocated" if worker == "worker" else "split",
+        **{**SMALL, "steps": 100_000, "checkpoint_every": 2},
+    )
     until(lambda: run.status and run.status.version >= 4 and run.checkpoints)
     worker_of(run, worker).kill()
     ended(run, "failed")
@@ -207,7 +243,10 @@ def test_a_killed_trainer_ends_the_run_with_closed_books(tmp_path, worker):
     assert_books(run)
     if worker == "trainer":  # in a worker of its own: what it had published is there
         version = run.status.version
-        assert f"the policy of version {version} is saved" in run.status.reason or f"the policy of version {version - 1} is saved" in run.status.reason
+        assert (
+            f"the policy of version {version} is saved" in run.status.reason
+            or f"the policy of version {version - 1} is saved" in run.status.reason
+        )
     else:
         assert f"the policy of version {list(run.checkpoints.values())[-1].version} is saved" in run.status.reason
     assert run_policy_differs(run) and not list(run.folder.glob("weights*"))
@@ -234,20 +273,42 @@ def test_whoever_kills_all_of_a_run_can_still_close_its_books(tmp_path):
     with pytest.raises(ValueError, match="only a live run"):
         run.pause()
     run.stop(author="test")
-    assert run.state == "failed" and run.status.reason.startswith("its processes were killed; closed by test; the policy of version ") and run.status.books["left_at_stop"]["count"] > 0
+    assert (
+        run.state == "failed"
+        and run.status.reason.startswith("its processes were killed; closed by test; the policy of version ")
+        and run.status.books["left_at_stop"]["count"] > 0
+    )
     assert_books(run)
     assert gone(processes) and not list(run.folder.glob("weights*"))
 
 
 def test_interrupting_the_command_line_finishes_the_step(tmp_path):
-    command = [sys.executable, "-m", "rlbench.cli.main", "run", "tiny", "--json", *SET_WITHOUT_MODEL, "--set", "steps=100000", "--set", "batch=64", "--set", "group=8", "--name", "x"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlbench.cli.main",
+        "run",
+        "tiny",
+        "--json",
+        *SET_WITHOUT_MODEL,
+        "--set",
+        "steps=100000",
+        "--set",
+        "batch=64",
+        "--set",
+        "group=8",
+        "--name",
+        "x",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     folder = tmp_path / "runs" / "x"
     until(lambda: folder.exists() and (status := rl.Run(folder).status) and status.version >= 1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     told = json.loads(out.splitlines()[-1])
-    assert process.returncode == 0 and told["state"] == "stopped" and told["books_closed"] and "Ctrl-C" in told["reason"]
+    assert (
+        process.returncode == 0 and told["state"] == "stopped" and told["books_closed"] and "Ctrl-C" in told["reason"]
+    )
     assert_books(rl.Run(folder))
 
 
@@ -273,14 +334,19 @@ def assert_no_reward(run: rl.Run, reward, words: str, log: str) -> None:
 
 
 def test_a_reward_that_crashes_ends_the_run_and_names_the_function(tmp_path):
-    run = ended(rl.run("tiny", runs=tmp_path, reward=crashing_reward, **{**SMALL, **WITHOUT_MODEL, "score_retries": 0}), "failed")
+    run = ended(
+        rl.run("tiny", runs=tmp_path, reward=crashing_reward, **{**SMALL, **WITHOUT_MODEL, "score_retries": 0}),
+        "failed",
+    )
     assert_no_reward(run, crashing_reward, "ZeroDivisionError", (run.folder / "run.log").read_text())
 
 
 @pytest.mark.parametrize(("reward", "words"), [(nan_reward, "nan"), (text_reward, "good")])
 def test_a_reward_that_gives_no_number_ends_the_run_and_names_the_function(tmp_path, capfd, reward, words):
     "On the virtual clock, in this process."
-    driver = inline_run(tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "reward": reward, "score_retries": 0})
+    driver = inline_run(
+        tmp_path, "a", {**SMALL, "generator": "torch", "model": "tiny", "reward": reward, "score_retries": 0}
+    )
     assert_no_reward(rl.Run(driver.folder), reward, words, capfd.readouterr().err)
 
 
@@ -292,7 +358,13 @@ def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other_and_sigterm_t
     run = rl.run("tiny", runs=tmp_path, reward=terse, **{**SMALL, **WITHOUT_MODEL, "steps": 100_000, "eval": []})
     until(lambda: run.status and run.status.version >= 1)
     ids = run.set({"temperature": 0.8, "reward.weight": 0.5})
-    rows = until(lambda: (found := [r for r in run.commands.to_dicts() if r["command"] in ids and r["status"] == "applied"]) and len(found) == 2 and found)
+    rows = until(
+        lambda: (
+            (found := [r for r in run.commands.to_dicts() if r["command"] in ids and r["status"] == "applied"])
+            and len(found) == 2
+            and found
+        )
+    )
     assert {r["knob"] for r in rows} == {"temperature", "reward.weight"}
     until(lambda: run.rollouts.filter(pl.col("correct") & (pl.col("reward") < 0.96))["reward"].len() > 0)
     with pytest.raises(ValueError, match="reward.weight"):
@@ -302,7 +374,8 @@ def test_a_run_with_a_reward_of_ones_own_is_steered_like_any_other_and_sigterm_t
 
 def hangs(r: rl.Rollout, *, seconds: rl.Knob(0, 600, unit="s") = 30.0) -> float:
     "Some are late; rollout 5 hears no alarm."
-    import signal, time
+    import signal
+    import time
 
     if r.id == 5:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
@@ -315,13 +388,25 @@ def hangs(r: rl.Rollout, *, seconds: rl.Knob(0, 600, unit="s") = 30.0) -> float:
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory) -> rl.Run:
     "A run whose reward hangs now and then."
-    settings = {**SMALL, **WITHOUT_MODEL, "steps": 2, "eval": [], "preflight": 0, "score_deadline": 0.2, "score_retries": 0}
+    settings = {
+        **SMALL,
+        **WITHOUT_MODEL,
+        "steps": 2,
+        "eval": [],
+        "preflight": 0,
+        "score_deadline": 0.2,
+        "score_retries": 0,
+    }
     return ended(rl.run("tiny", runs=tmp_path_factory.mktemp("runs"), reward=hangs, **settings))
 
 
 def test_a_reward_past_its_deadline_is_no_reward(hung):
     late = hung.rollouts.filter(pl.col("outcome") == "timeout")
-    assert len(late) > 0 and late["reward"].null_count() == len(late) and set(late["fate"]) <= {"environment_error", "left_at_stop"}
+    assert (
+        len(late) > 0
+        and late["reward"].null_count() == len(late)
+        and set(late["fate"]) <= {"environment_error", "left_at_stop"}
+    )
     assert_books(hung)
 
 

@@ -1,4 +1,5 @@
 """Where runs live, from which folder they are found, and what of a moved run still works."""
+
 import json
 import shutil
 from importlib.resources import files
@@ -8,13 +9,23 @@ import pytest
 from typer.testing import CliRunner
 
 import rlbench as rl
+from rlbench.base.ledger import Status, create_run_folder, write_status
+from rlbench.base.runs_folder import RUNS_VARIABLE
 from rlbench.cli.main import app
 from rlbench.loop.config import absolute_config, load_config, write_config
-from rlbench.base.ledger import Status, create_run_folder, write_status
 from rlbench.views.report import write_report
-from rlbench.base.runs_folder import RUNS_VARIABLE
 
-SCRIPTED = dict(generator="scripted", clock="virtual", steps=3, batch=32, group=8, preflight=0, checkpoint_every=1, eval=[], filter="none")
+SCRIPTED = dict(
+    generator="scripted",
+    clock="virtual",
+    steps=3,
+    batch=32,
+    group=8,
+    preflight=0,
+    checkpoint_every=1,
+    eval=[],
+    filter="none",
+)
 
 
 def write_tasks(path: Path, count: int = 60) -> Path:

@@ -13,17 +13,37 @@ from inline import inline_run
 from patience import until
 
 import rlbench as rl
+from rlbench.base.ledger import read_table
+from rlbench.environments.environment import is_scripted_right
+from rlbench.environments.tasks import make_tasks
 from rlbench.loop.config import make_config
 from rlbench.loop.digest import read_trace
-from rlbench.environments.environment import is_scripted_right
-from rlbench.base.ledger import read_table
-from rlbench.views.loss_card import loss_card
 from rlbench.records import Group, Rollout, Sampling, Task, response_segment
 from rlbench.reward import VERIFIERS
-from rlbench.environments.tasks import make_tasks
-from rlbench.runtime.worker import GenerateJobs, TrainJob, Worker, WriteJob, Written, paced_learner, paced_writer, scripted_text
+from rlbench.runtime.worker import (
+    GenerateJobs,
+    TrainJob,
+    Worker,
+    WriteJob,
+    Written,
+    paced_learner,
+    paced_writer,
+    scripted_text,
+)
+from rlbench.views.loss_card import loss_card
 
-SCRIPTED = dict(generator="scripted", clock="real", steps=6, batch=32, group=4, staleness=0, preflight=8, preflight_k=2, max_tokens=32, eval=[{"name": "held_out", "count": 16, "every": 3}])
+SCRIPTED = dict(
+    generator="scripted",
+    clock="real",
+    steps=6,
+    batch=32,
+    group=4,
+    staleness=0,
+    preflight=8,
+    preflight_k=2,
+    max_tokens=32,
+    eval=[{"name": "held_out", "count": 16, "every": 3}],
+)
 FAST = {"scripted_pace": 0.0}
 
 # Loaded by every Python process of a test: it writes the names of all modules into a file of its own, over and over.
@@ -45,7 +65,13 @@ threading.Thread(target=tell, daemon=True).start()
 
 def command(folder, *arguments) -> dict:
     "The JSON object that a verb of the command line prints last."
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", *map(str, arguments), "--json"], cwd=folder, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", *map(str, arguments), "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -78,9 +104,15 @@ def test_no_process_of_a_scripted_run_imports_torch(tmp_path, monkeypatch):
     command(tmp_path, "show", "x")
     command(tmp_path, "compare", "x", "y")
     told = {int(path.name): set(path.read_text().split()) for path in modules.iterdir() if path.suffix != ".new"}
-    assert len(own) == 10 and own <= set(told), "every process of the run was looked at, before it was stopped and after it was resumed"
+    assert len(own) == 10 and own <= set(told), (
+        "every process of the run was looked at, before it was stopped and after it was resumed"
+    )
     assert all("rlbench.runtime.actors" in told[pid] for pid in own)
-    guilty = {pid: names & {"torch", "transformers", "vllm"} for pid, names in told.items() if names & {"torch", "transformers", "vllm"}}
+    guilty = {
+        pid: names & {"torch", "transformers", "vllm"}
+        for pid, names in told.items()
+        if names & {"torch", "transformers", "vllm"}
+    }
     assert not guilty, guilty
 
 
@@ -90,32 +122,72 @@ def test_a_synchronous_run_writes_what_the_virtual_clock_writes(tmp_path, placem
     virtual = inline_run(tmp_path, "virtual", {**SCRIPTED, "clock": "virtual", "placement": placement})
     real = rl.run(SCRIPTED | {"placement": placement, "virtual": FAST}, name="real", runs=tmp_path)
     assert real.wait(120) == "finished", (real.folder / "run.log").read_text()[-2000:]
-    columns = ["rollout", "try", "group", "k", "task", "fate", "reason", "length", "correct", "reward", "oldest", "newest", "trained_at"]
-    mine, theirs = (read_table(folder, "rollouts", columns).sort("rollout", "try") for folder in (real.folder, virtual.folder))
+    columns = [
+        "rollout",
+        "try",
+        "group",
+        "k",
+        "task",
+        "fate",
+        "reason",
+        "length",
+        "correct",
+        "reward",
+        "oldest",
+        "newest",
+        "trained_at",
+    ]
+    mine, theirs = (
+        read_table(folder, "rollouts", columns).sort("rollout", "try") for folder in (real.folder, virtual.folder)
+    )
     assert mine.equals(theirs) and 0.1 < mine["correct"].mean() < 0.9
-    mine, theirs = (read_table(folder, "tokens", ["rollout", "try", "tokens", "logprobs"]).sort("rollout", "try") for folder in (real.folder, virtual.folder))
+    mine, theirs = (
+        read_table(folder, "tokens", ["rollout", "try", "tokens", "logprobs"]).sort("rollout", "try")
+        for folder in (real.folder, virtual.folder)
+    )
     assert mine.equals(theirs)
     assert read_trace(real.folder).parts["events"] == read_trace(virtual.folder).parts["events"]
-    assert not read_trace(real.folder).parts["weights"] and not list(real.folder.glob("weights*")) and not (real.folder / "policy").exists()
-    assert (real.steps["grad_norm"] > 0).all() and real.steps["loss"].n_unique() == 6 and (virtual.state.version, real.status.version) == (6, 6)
+    assert (
+        not read_trace(real.folder).parts["weights"]
+        and not list(real.folder.glob("weights*"))
+        and not (real.folder / "policy").exists()
+    )
+    assert (
+        (real.steps["grad_norm"] > 0).all()
+        and real.steps["loss"].n_unique() == 6
+        and (virtual.state.version, real.status.version) == (6, 6)
+    )
 
 
 def test_one_that_is_taken_up_again_goes_on_with_its_script(tmp_path):
     "Killed as a whole and resumed, it writes the tokens that it would have written in one go."
     whole = inline_run(tmp_path, "virtual", {**SCRIPTED, "clock": "virtual", "steps": 12, "eval": []})
-    run = rl.run(SCRIPTED | {"steps": 12, "eval": [], "checkpoint_every": 2, "virtual": {"scripted_pace": 0.5}}, name="real", runs=tmp_path)
+    run = rl.run(
+        SCRIPTED | {"steps": 12, "eval": [], "checkpoint_every": 2, "virtual": {"scripted_pace": 0.5}},
+        name="real",
+        runs=tmp_path,
+    )
     until(lambda: run.status and run.status.version >= 5)
     os.kill(run.status.pid, 9)
     assert run.wait(60) == "failed" and "run process lost" in run.status.reason and "policy" not in run.status.reason
     run.resume()
     assert run.wait(120) == "finished", (run.folder / "run.log").read_text()[-2000:]
-    mine, theirs = (read_table(folder, "rollouts", ["rollout", "fate", "length", "correct", "trained_at"]).filter(pl.col("fate") == "trained").sort("rollout") for folder in (run.folder, whole.folder))
+    mine, theirs = (
+        read_table(folder, "rollouts", ["rollout", "fate", "length", "correct", "trained_at"])
+        .filter(pl.col("fate") == "trained")
+        .sort("rollout")
+        for folder in (run.folder, whole.folder)
+    )
     assert mine.equals(theirs) and len(mine) > 300
 
 
 def test_a_generator_that_is_started_again_has_the_newest_version(tmp_path):
     "There is no file of weights in which it could find it: the loop publishes once more."
-    run = rl.run(SCRIPTED | {"steps": 100_000, "eval": [], "staleness": 1, "placement": "split", "virtual": {"scripted_pace": 0.1}}, runs=tmp_path)
+    run = rl.run(
+        SCRIPTED
+        | {"steps": 100_000, "eval": [], "staleness": 1, "placement": "split", "virtual": {"scripted_pace": 0.1}},
+        runs=tmp_path,
+    )
     until(lambda: run.status and run.status.version >= 5)
     os.kill(run.status.workers["generator"], 9)
     version = run.status.version
@@ -129,15 +201,36 @@ def test_a_generator_that_is_started_again_has_the_newest_version(tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> rl.Run:
     "A short run that has ended."
-    run = rl.run(SCRIPTED | {"steps": 2, "eval": [], "preflight": 0, "virtual": FAST}, name="short", runs=tmp_path_factory.mktemp("runs"))
+    run = rl.run(
+        SCRIPTED | {"steps": 2, "eval": [], "preflight": 0, "virtual": FAST},
+        name="short",
+        runs=tmp_path_factory.mktemp("runs"),
+    )
     assert run.wait(60) == "finished"
     return run
 
 
-@pytest.mark.parametrize("verb", [["sample", "short", "1+1="], ["eval", "short"], ["export", "short", "policy"], ["export", "short", "policy", "--best"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["sample", "short", "1+1="],
+        ["eval", "short"],
+        ["export", "short", "policy"],
+        ["export", "short", "policy", "--best"],
+    ],
+    ids=" ".join,
+)
 def test_what_needs_a_policy_is_refused_with_the_remedy(finished, verb):
-    done = subprocess.run([sys.executable, "-m", "rlbench.cli.main", *verb, "--runs", finished.folder.parent], capture_output=True, text=True)
-    assert done.returncode == 2 and "run: 'short' has generator = \"scripted\" and no policy" in done.stderr and 'generator = "torch"' in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbench.cli.main", *verb, "--runs", finished.folder.parent],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2
+        and "run: 'short' has generator = \"scripted\" and no policy" in done.stderr
+        and 'generator = "torch"' in done.stderr
+    ), done.stderr
     assert not (finished.folder.parent / "policy").exists()
 
 
@@ -160,7 +253,10 @@ def test_the_text_is_judged_as_the_script_says(verifier):
     tasks = make_tasks({"name": "arithmetic"}, "train", 0)[:60]
     answers = {task.id: f"#### {task.answer}" if verifier == "gsm8k" else task.answer for task in tasks}
     drawn = [is_scripted_right(7, task, n) for n, task in enumerate(tasks)]
-    given = [VERIFIERS[verifier](scripted_text(7, task, n, np.array([3, 1, 0])), answers[task.id]) for n, task in enumerate(tasks)]
+    given = [
+        VERIFIERS[verifier](scripted_text(7, task, n, np.array([3, 1, 0])), answers[task.id])
+        for n, task in enumerate(tasks)
+    ]
     assert given == drawn and 5 < sum(drawn) < 55
 
 
@@ -186,7 +282,24 @@ def test_stated_times_are_waited_for_at_the_pace():
         assert (spent.part, spent.kind, spent.work, spent.units) == ("trainer", "compute", "train", 100)
 
     table = {"generator": "scripted", "decode_steps": 8, "sleep": False, "placement": "colocated"}
-    paces = {pace: wait_of(make_config(table | {"virtual": {"decode": 0.05, "prefill": 0.0, "train": 0.002, "scripted_length": 1000.0, "scripted_pace": pace}}), turns) for pace in (0.0, 0.5, 1.0)}
+    paces = {
+        pace: wait_of(
+            make_config(
+                table
+                | {
+                    "virtual": {
+                        "decode": 0.05,
+                        "prefill": 0.0,
+                        "train": 0.002,
+                        "scripted_length": 1000.0,
+                        "scripted_pace": pace,
+                    }
+                }
+            ),
+            turns,
+        )
+        for pace in (0.0, 0.5, 1.0)
+    }
     assert paces[0.0] < 0.2 <= 0.3 <= paces[0.5] < 0.55 < 0.6 <= paces[1.0] < 1.1, paces
     texts = {said.text for said in told if isinstance(said, Written)}
     assert len(texts) == 1 and texts.pop().rpartition("#### ")[2] in ("2", "no answer")

@@ -1,4 +1,5 @@
 """Shapings: what holds for all of them, and what they do to whole runs; rewards of steps on their way."""
+
 import json
 
 import numpy as np
@@ -8,16 +9,15 @@ from inline import check_books, inline_run
 from steered_runs import asked, journal
 
 import rlbench as rl
-from rlbench.loop.config import ConfigError, live_knobs, make_config
-from rlbench.environments.environment import FunctionFailed, ScoreRequest, judge, score_one
 from rlbench.base.ledger import read_table
-from rlbench.records import Rollout, Task, response_segment
-from rlbench.views.rescore import give, rescore
-from rlbench.environments.step_verifier import STEP_REWARDS
-from rlbench.reward import exact
+from rlbench.environments.environment import FunctionFailed, ScoreRequest, judge, score_one
+from rlbench.environments.step_verifier import STEP_REWARDS, place_steps
+from rlbench.loop.config import ConfigError, live_knobs, make_config
 from rlbench.objective.shaping import SHAPINGS, Facts, facts, facts_of, reshape
+from rlbench.records import Rollout, Task, response_segment
+from rlbench.reward import exact
 from rlbench.runtime.steer import in_force
-from rlbench.environments.step_verifier import place_steps
+from rlbench.views.rescore import give, rescore
 
 GROUPS = range(60)
 
@@ -28,7 +28,9 @@ def a_group(seed: int, count: int | None = None) -> tuple[np.ndarray, Facts]:
     n = int(r.integers(1, 9)) if count is None else count
     right = r.random(n) < 0.5
     rewards = np.where(r.random(n) < 0.2, np.nan, right + r.choice([0.0, -0.1, 0.25], n))
-    return rewards, facts(r.integers(1, 80, n), right, r.random(n) < 0.3, r.integers(1, 5, n), [(("a", float(x)),) for x in r.random(n)])
+    return rewards, facts(
+        r.integers(1, 80, n), right, r.random(n) < 0.3, r.integers(1, 5, n), [(("a", float(x)),) for x in r.random(n)]
+    )
 
 
 def some(known: Facts, order) -> Facts:
@@ -69,7 +71,12 @@ def test_a_price_on_length_never_pays_for_it():
     "Of two members that differ in length alone, the longer one is never worth more."
     for seed in GROUPS:
         rewards_R, known = a_group(seed, 6)
-        rewards_R[:2], known.correct_R[:2], known.truncated_R[:2], known.turns_R[:2] = 1.0 * (seed % 2), bool(seed % 2), False, 1
+        rewards_R[:2], known.correct_R[:2], known.truncated_R[:2], known.turns_R[:2] = (
+            1.0 * (seed % 2),
+            bool(seed % 2),
+            False,
+            1,
+        )
         known.lengths_R[:2] = 10, 30
         for name in ("kimi_length", "length_share", "efficiency", "soft_overlong"):
             short, long = reshape(SHAPINGS[name], rewards_R, known)[:2]
@@ -90,7 +97,9 @@ def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
     for name, driver in (("none", plain), ("kimi_length", kimi)):
         check_books(driver)
         groups, *_ = tables(driver)
-        fates[name] = set(groups.filter((pl.col("solved") == pl.col("size")) & (pl.col("fate") != "left_at_stop"))["fate"])
+        fates[name] = set(
+            groups.filter((pl.col("solved") == pl.col("size")) & (pl.col("fate") != "left_at_stop"))["fate"]
+        )
     assert fates == {"none": {"filtered"}, "kimi_length": {"trained"}} and plain.state.digest != kimi.state.digest
     groups, *_ = tables(kimi)
     assert "trained" in set(groups.filter(pl.col("solved") == 0)["fate"])  # wrong ones pay for length, too
@@ -99,21 +108,37 @@ def test_groups_that_are_all_right_are_trained_for_their_lengths(tmp_path):
 def test_truncated_responses_are_masked_and_their_groups_dropped(tmp_path):
     "A response that was cut off ends as masked though its group is trained; a group with fewer than two others is filtered."
     for staleness in (0, 1):
-        driver = inline_run(tmp_path, f"cut-{staleness}", SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 24, "staleness": staleness})
+        driver = inline_run(
+            tmp_path,
+            f"cut-{staleness}",
+            SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 24, "staleness": staleness},
+        )
         check_books(driver)
         groups, rollouts, steps = tables(driver)
         trained = rollouts.filter(pl.col("group").is_in(groups.filter(pl.col("fate") == "trained")["group"].implode()))
-        assert set(trained.filter(pl.col("reason") == "length")["fate"]) == {"masked"} and set(trained.filter(pl.col("reason") != "length")["fate"]) == {"trained"}
+        assert set(trained.filter(pl.col("reason") == "length")["fate"]) == {"masked"} and set(
+            trained.filter(pl.col("reason") != "length")["fate"]
+        ) == {"trained"}
         left = rollouts.filter(pl.col("reason") != "length").group_by("group").len()
         few = groups.join(left, on="group", how="left").filter(pl.col("len").fill_null(0) < 2)
-        assert len(few) and set(few["fate"]) <= {"filtered", "left_at_stop", "stale", "surplus"} and "filtered" in set(few["fate"])
-        assert (steps["trained_rollouts"] <= 16).all() and steps["trained_rollouts"].min() < 16 and driver.state.phase == "done"
+        assert (
+            len(few)
+            and set(few["fate"]) <= {"filtered", "left_at_stop", "stale", "surplus"}
+            and "filtered" in set(few["fate"])
+        )
+        assert (
+            (steps["trained_rollouts"] <= 16).all()
+            and steps["trained_rollouts"].min() < 16
+            and driver.state.phase == "done"
+        )
 
 
 @pytest.mark.parametrize("filter", ["zero_advantage", "band", "none"])
 def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path, filter):
     "Nobody has a reward: with the filter the run ends and says so, without it the groups are masked until the budget of tokens is spent."
-    driver = inline_run(tmp_path, filter, SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 1, "filter": filter, "tokens": 3000})
+    driver = inline_run(
+        tmp_path, filter, SCRIPTED | {"shaping": "mask_truncated", "max_tokens": 1, "filter": filter, "tokens": 3000}
+    )
     check_books(driver)
     groups, _, steps = tables(driver)
     assert not len(steps) and "trained" not in set(groups["fate"])
@@ -123,11 +148,19 @@ def test_a_run_in_which_everything_is_cut_off_does_not_train_on_nothing(tmp_path
 
 def test_another_shaping_takes_effect_at_a_version_and_is_journalled(tmp_path):
     "Swapped twice in one run; groups that waited under the old one are judged under the new one; a run told the same is the same."
-    told = [(150, "shaping", {"name": "kimi_length", "weight": 0.5}, 0), (300, "shaping.weight", 1.0, 3), (600, "shaping", "mask_truncated", 0)]
+    told = [
+        (150, "shaping", {"name": "kimi_length", "weight": 0.5}, 0),
+        (300, "shaping.weight", 1.0, 3),
+        (600, "shaping", "mask_truncated", 0),
+    ]
     one, two = (inline_run(tmp_path, name, SCRIPTED | {"max_tokens": 30, "steps": 30}, told) for name in ("one", "two"))
     check_books(one)
     rows = [row for row in journal(one) if row["knob"].startswith("shaping")]
-    assert [row["status"] for row in rows] == ["applied"] * 3 and {row["apply"] for row in rows} == {"version"} and one.state.phase == "done"
+    assert (
+        [row["status"] for row in rows] == ["applied"] * 3
+        and {row["apply"] for row in rows} == {"version"}
+        and one.state.phase == "done"
+    )
     assert one.state.digest == two.state.digest and in_force(one.folder).shaping == {"name": "mask_truncated"}
     swapped = rows[-1]["version"]
     groups, rollouts, _ = tables(one)
@@ -137,7 +170,12 @@ def test_another_shaping_takes_effect_at_a_version_and_is_journalled(tmp_path):
 
 def test_a_batch_left_without_any_reward_by_a_new_shaping_is_filtered(tmp_path):
     "Everything that waits is cut off when the shaping comes that leaves it nothing: no batch is trained on nobody."
-    driver = inline_run(tmp_path, "swap", SCRIPTED | {"max_tokens": 2, "steps": 30, "shaping": "none"}, [(200, "shaping", "mask_truncated", 0)])
+    driver = inline_run(
+        tmp_path,
+        "swap",
+        SCRIPTED | {"max_tokens": 2, "steps": 30, "shaping": "none"},
+        [(200, "shaping", "mask_truncated", 0)],
+    )
     check_books(driver)
     (row,) = journal(driver, author="test")
     *_, steps = tables(driver)
@@ -160,12 +198,18 @@ def curious(rewards_R, tokens_RT):
     return rewards_R
 
 
-@pytest.mark.parametrize("bad, said", [(uneven, "shaping uneven: raised ZeroDivisionError"), (too_short, "shaping too_short: returned")])
+@pytest.mark.parametrize(
+    "bad, said", [(uneven, "shaping uneven: raised ZeroDivisionError"), (too_short, "shaping too_short: returned")]
+)
 def test_a_shaping_that_fails_is_replaced_at_once(tmp_path, bad, said):
     "As an advantage is: the group is judged again by the one before, and the journal says why."
     driver = asked(tmp_path, "a", {2: [("shaping", cubed)], 3: [("shaping.by", 0.25)], 5: [("shaping", bad)]})
     (row,) = journal(driver, author="rlbench")
-    assert json.loads(row["value"]) == {"name": "cubed", "by": 0.25} | {"source": json.loads(row["value"])["source"]} and said in row["reason"] and driver.state.phase == "done"
+    assert (
+        json.loads(row["value"]) == {"name": "cubed", "by": 0.25} | {"source": json.loads(row["value"])["source"]}
+        and said in row["reason"]
+        and driver.state.phase == "done"
+    )
 
 
 def test_a_run_with_a_shaping_of_its_own_that_fails_ends_and_names_it(tmp_path):
@@ -177,8 +221,12 @@ def test_a_run_with_a_shaping_of_its_own_that_fails_ends_and_names_it(tmp_path):
 
 def test_bad_input_is_refused(tmp_path):
     "Field, value, remedy; and before work starts."
-    for table, text in (({"shaping": "kimi"}, "did you mean 'kimi_length'"), ({"shaping": {"name": "kimi_length", "weight": -1.0}}, "shaping.weight"), ({"shaping": {"name": "kimi_length", "price": 1}}, "unknown name 'price'"),
-                        ({"reward": {"name": "with_format", "pattern": "(a"}}, "no regular expression")):
+    for table, text in (
+        ({"shaping": "kimi"}, "did you mean 'kimi_length'"),
+        ({"shaping": {"name": "kimi_length", "weight": -1.0}}, "shaping.weight"),
+        ({"shaping": {"name": "kimi_length", "price": 1}}, "unknown name 'price'"),
+        ({"reward": {"name": "with_format", "pattern": "(a"}}, "no regular expression"),
+    ):
         with pytest.raises(ConfigError, match=text):
             make_config(table)
     with pytest.raises(ValueError, match="asks for 'tokens_RT', which it is not given"):
@@ -199,7 +247,11 @@ def test_a_shaping_is_tried_on_what_is_stored(tmp_path):
     assert masked["new"].list.eval(pl.element().is_nan()).list.any().any() and set(masked["message"]) == {""}
     assert masked["old"].to_list() != masked["rewards"].to_list()
     plain = rescore(driver.folder, centred, field="advantage")
-    assert plain["rewards"].to_list() == masked["old"].to_list() and set(plain["message"]) == {""} and plain["difference"].max() < 1e-12  # dr_grpo is in force
+    assert (
+        plain["rewards"].to_list() == masked["old"].to_list()
+        and set(plain["message"]) == {""}
+        and plain["difference"].max() < 1e-12
+    )  # dr_grpo is in force
 
 
 def cut_off(rewards_R, truncated_R, parts_RK, names_K):
@@ -214,11 +266,24 @@ def centred(rewards_R):
 def test_a_shaping_and_its_knobs_can_be_turned():
     "In the list of what can be turned, with what it acts on."
     knobs = {k.field: k for k in live_knobs(make_config({"shaping": "length_share"}))}
-    assert knobs["shaping"].group == "trainer" and set(knobs["shaping"].knob.choices) == set(SHAPINGS) and knobs["shaping.tokens"].value == 0.1 and knobs["shaping.turns"].knob.apply == "version"
+    assert (
+        knobs["shaping"].group == "trainer"
+        and set(knobs["shaping"].knob.choices) == set(SHAPINGS)
+        and knobs["shaping.tokens"].value == 0.1
+        and knobs["shaping.turns"].knob.apply == "version"
+    )
 
 
 def answered(text: str) -> Rollout:
-    return Rollout(3, 0, 1, 0, Task("addition/17+25", "17+25=", "42"), (response_segment([0] * len(text), [0.0] * len(text), [0] * len(text)),), text)
+    return Rollout(
+        3,
+        0,
+        1,
+        0,
+        Task("addition/17+25", "17+25=", "42"),
+        (response_segment([0] * len(text), [0.0] * len(text), [0] * len(text)),),
+        text,
+    )
 
 
 def test_rewards_of_steps_travel_with_the_judgement():
@@ -235,7 +300,9 @@ def test_rewards_of_steps_travel_with_the_judgement():
 
 def test_rewards_of_steps_reach_the_table(tmp_path):
     "A real policy with a reward of steps: every stored value is the sum of its parts, and steps lie inside the response."
-    run = rl.run("tiny", runs=tmp_path, clock="virtual", reward="mixed", steps=1, batch=32, group=8, preflight=0, eval=[])
+    run = rl.run(
+        "tiny", runs=tmp_path, clock="virtual", reward="mixed", steps=1, batch=32, group=8, preflight=0, eval=[]
+    )
     run.wait(120)
     rows = run.rollouts.filter(pl.col("reward").is_not_null())
     with_steps = rows.filter(pl.col("step_ends").list.len() > 0)
@@ -247,26 +314,56 @@ def test_rewards_of_steps_reach_the_table(tmp_path):
 def test_facts_of_loop_and_trainer_agree():
     "What the loop knows of a member is what the rollout says."
     from rlbench.loop.loop import known_of
-    from rlbench.records import StopReason
     from rlbench.loop.state import Mark, Member
+    from rlbench.records import StopReason
 
     r = answered("7+5=2c1")
-    rollouts = [r, Rollout(4, 0, 1, 1, r.task, (*r.segments, *r.segments), r.text, StopReason.LENGTH, correct=True, parts=(("a", 1.0),))]
-    members = [Member(3, 1, 0, tokens=7), Member(4, 1, 1, tokens=14, turns=[Mark(tokens=7)], reason=StopReason.LENGTH, correct=True, parts=(("a", 1.0),))]
+    rollouts = [
+        r,
+        Rollout(
+            4, 0, 1, 1, r.task, (*r.segments, *r.segments), r.text, StopReason.LENGTH, correct=True, parts=(("a", 1.0),)
+        ),
+    ]
+    members = [
+        Member(3, 1, 0, tokens=7),
+        Member(4, 1, 1, tokens=14, turns=[Mark(tokens=7)], reason=StopReason.LENGTH, correct=True, parts=(("a", 1.0),)),
+    ]
     for name, value in vars(facts_of(rollouts)).items():
-        assert np.array_equal(value, getattr(known_of(members), name), equal_nan=True) if isinstance(value, np.ndarray) else value == getattr(known_of(members), name)
-    assert known_of([Member(5, 1, 2, tokens=7, turns=[Mark(tokens=7)], reason=StopReason.LENGTH)]).turns_R.tolist() == [1]  # no room for another response
+        assert (
+            np.array_equal(value, getattr(known_of(members), name), equal_nan=True)
+            if isinstance(value, np.ndarray)
+            else value == getattr(known_of(members), name)
+        )
+    assert known_of([Member(5, 1, 2, tokens=7, turns=[Mark(tokens=7)], reason=StopReason.LENGTH)]).turns_R.tolist() == [
+        1
+    ]  # no room for another response
 
 
 def test_the_filter_band_trains_on_nothing_beside_it(tmp_path):
     "The online difficulty filter: every group solved less or more often than the band says is filtered and booked; the others are trained. The band may move while the run goes on."
-    table = SCRIPTED | {"filter": "band", "band": [0.3, 0.7], "sampler": "uniform", "group": 8, "batch": 32, "steps": 12}
+    table = SCRIPTED | {
+        "filter": "band",
+        "band": [0.3, 0.7],
+        "sampler": "uniform",
+        "group": 8,
+        "batch": 32,
+        "steps": 12,
+    }
     driver = inline_run(tmp_path, "band", table, [(500, "band", [0.0, 1.0], 0)])
     check_books(driver)
     groups, rollouts, steps = tables(driver)
-    rates = rollouts.filter(pl.col("reward").is_not_null()).group_by("group").agg(pl.col("correct").mean().alias("rate")).join(groups.select("group", "fate", "at"), on="group")
+    rates = (
+        rollouts.filter(pl.col("reward").is_not_null())
+        .group_by("group")
+        .agg(pl.col("correct").mean().alias("rate"))
+        .join(groups.select("group", "fate", "at"), on="group")
+    )
     mixed = rates.filter((pl.col("fate") == "filtered") & (pl.col("rate") > 0) & (pl.col("rate") < 1))
     assert len(mixed) > 3 and mixed["rate"].is_between(0.3, 0.7).sum() == 0 and (rates["fate"] == "trained").sum() > 3
     moved = journal(driver)[0]
     later = rates.filter(pl.col("at") > moved["at"])
-    assert moved["status"] == "applied" and mixed["at"].max() <= moved["at"] and len(later.filter((pl.col("fate") == "trained") & ~pl.col("rate").is_between(0.3, 0.7)))
+    assert (
+        moved["status"] == "applied"
+        and mixed["at"].max() <= moved["at"]
+        and len(later.filter((pl.col("fate") == "trained") & ~pl.col("rate").is_between(0.3, 0.7)))
+    )

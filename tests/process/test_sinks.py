@@ -14,8 +14,8 @@ from inline import inline_run
 from patience import until
 
 import rlbench as rl
-from rlbench.loop.config import SINK_NAMES, read_config
 from rlbench.base.ledger import Ledger, Status, create_run_folder, read_status, read_table, write_status
+from rlbench.loop.config import SINK_NAMES, read_config
 from rlbench.records import TABLES
 from rlbench.views.sinks import note_of, start_sinks
 
@@ -31,13 +31,24 @@ def environment(tmp_path, monkeypatch) -> dict[str, str]:
     for name in ("WANDB_MODE", "WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).strip(os.pathsep))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).strip(os.pathsep),
+    )
     return dict(os.environ)
 
 
 def python(environment: dict, *arguments, code: int = 0, cwd=None) -> str:
     "Output of a Python program."
-    done = subprocess.run([sys.executable, *map(str, arguments)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + (done.stderr if code else "")
 
@@ -48,14 +59,20 @@ def from_tensorboard(folder: Path, environment: dict):
 
     board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     numbers = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-    notes = [(e.step, e.tensor_proto.string_val[0].decode()) for e in board.Tensors("commands")] if "commands" in board.Tags()["tensors"] else []
+    notes = (
+        [(e.step, e.tensor_proto.string_val[0].decode()) for e in board.Tensors("commands")]
+        if "commands" in board.Tags()["tensors"]
+        else []
+    )
     return numbers, notes
 
 
 def from_wandb(folder: Path, environment: dict):
     "The same, from the only offline run that is there."
     (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    records = [json.loads(line) for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines()]
+    records = [
+        json.loads(line) for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines()
+    ]
     numbers, notes = {}, []
     for item in (record["history"]["item"] for record in records if record["type"] == "history"):
         version = item.pop("version")
@@ -92,7 +109,9 @@ def in_the_tables(folder: Path):
     "What a sink should hold, straight from the ledger."
     numbers = {}
     for table, prefix in (("steps", lambda row: "steps"), ("evals", lambda row: f"eval/{row['eval']}")):
-        columns = [c.name for c in TABLES[table] if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "version")]
+        columns = [
+            c.name for c in TABLES[table] if c.dtype in ("int", "float") and c.name not in ("seq", "attempt", "version")
+        ]
         for row in read_table(folder, table).iter_rows(named=True):
             for name in columns:
                 if row[name] is not None:
@@ -124,13 +143,26 @@ def assert_configured(sink: str, folder: Path, environment: dict) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.plugins.hparams import metadata
 
-        plugin = EventAccumulator(str(folder / "tensorboard")).Reload().SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+        plugin = (
+            EventAccumulator(str(folder / "tensorboard"))
+            .Reload()
+            .SummaryMetadata(metadata.SESSION_START_INFO_TAG)
+            .plugin_data.content
+        )
         settings = metadata.parse_session_start_info_plugin_data(plugin).hparams
         assert settings["loss.name"].string_value == "ppo" and settings["batch"].number_value == 32
     if sink == "wandb":
         (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-        (run,) = [json.loads(line)["run"] for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines() if '"type":"run"' in line]
-        assert run["config"]["update"]["loss.name"] == "ppo" and run["display_name"] == "monday" and run["project"] == "rlbench"
+        (run,) = [
+            json.loads(line)["run"]
+            for line in python(environment, "-m", "wandb", "leet", "inspect", "--json", log).splitlines()
+            if '"type":"run"' in line
+        ]
+        assert (
+            run["config"]["update"]["loss.name"] == "ppo"
+            and run["display_name"] == "monday"
+            and run["project"] == "rlbench"
+        )
 
 
 @every_sink
@@ -140,13 +172,22 @@ def test_a_sink_holds_what_the_tables_hold(sink, tmp_path, environment):
     python(environment, "-c", EXPORT, sink, folder)
     assert_holds(sink, folder, environment)
     assert_configured(sink, folder, environment)
-    told = json.loads(python(environment, "-m", "rlbench.cli.main", "export", folder, "--to", sink, "--json").splitlines()[-1])
+    told = json.loads(
+        python(environment, "-m", "rlbench.cli.main", "export", folder, "--to", sink, "--json").splitlines()[-1]
+    )
     assert told["rows"] == {"steps": 6, "evals": 4, "commands": 2}
     assert_holds(sink, folder, environment)
     numbers, notes = in_the_tables(folder)
-    assert len(numbers["steps/loss"]) == 6 and "steps/solve_rates" not in numbers and len(numbers["eval/held_out/avg"]) == 3
+    assert (
+        len(numbers["steps/loss"]) == 6
+        and "steps/solve_rates" not in numbers
+        and len(numbers["eval/held_out/avg"]) == 3
+    )
     applied, refused = (text for _, text in notes)
-    assert refused.startswith("learning_rate = 5.0 (test, refused): ") and applied == "temperature = 1.2 over 2 versions (test)"
+    assert (
+        refused.startswith("learning_rate = 5.0 (test, refused): ")
+        and applied == "temperature = 1.2 over 2 versions (test)"
+    )
 
 
 def test_runs_of_one_name_stay_apart(tmp_path, environment):
@@ -158,8 +199,13 @@ def test_runs_of_one_name_stay_apart(tmp_path, environment):
     other = inline_run(tmp_path / "a", "tuesday", SMALL).folder
     for folder in (folders[0], other):
         python(environment, "-m", "rlbench.cli.main", "export", folder, tmp_path / "board", "--to", "tensorboard")
-    assert sorted(path.name for path in (tmp_path / "board").iterdir()) == ["monday", "tuesday"] and not (other / "tensorboard").exists()
-    assert "TRACKIO_DIR" in python(environment, "-m", "rlbench.cli.main", "export", other, tmp_path / "board", "--to", "trackio", code=2)
+    assert (
+        sorted(path.name for path in (tmp_path / "board").iterdir()) == ["monday", "tuesday"]
+        and not (other / "tensorboard").exists()
+    )
+    assert "TRACKIO_DIR" in python(
+        environment, "-m", "rlbench.cli.main", "export", other, tmp_path / "board", "--to", "trackio", code=2
+    )
 
 
 def row(version: int) -> dict:
@@ -186,12 +232,28 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
     write_status(folder, mine)
     ledger.extend("steps", [row(1), row(2)])
     ledger.flush()
-    until(lambda: (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0].get("steps/loss", [])[1:], 30)
+    until(
+        lambda: (
+            (folder / "tensorboard").exists() and from_tensorboard(folder, environment)[0].get("steps/loss", [])[1:]
+        ),
+        30,
+    )
     for process in beside:
         process.send_signal(signal.SIGINT)
     ledger.seal("steps")
     ledger.extend("steps", [row(3)])
-    ledger.append("commands", at=5.0, command="c", author="ada", knob="pause", value="null", over=0, status="applied", reason="", version=2)
+    ledger.append(
+        "commands",
+        at=5.0,
+        command="c",
+        author="ada",
+        knob="pause",
+        value="null",
+        over=0,
+        status="applied",
+        reason="",
+        version=2,
+    )
     ledger.flush()
     until(lambda: len(from_tensorboard(folder, environment)[0]["steps/loss"]) == 3, 30)
     assert [process.poll() for process in beside] == [None, None, None]
@@ -205,7 +267,11 @@ def test_a_growing_folder_is_followed(tmp_path, environment, beside):
 
 def test_a_killed_run_ends_its_sinks(tmp_path, environment, beside):
     "A run process that is gone leaves no sink behind, and what it had written is there."
-    run = rl.run({"clock": "virtual", "generator": "scripted", **SMALL, "steps": 1_000_000, "eval": []}, runs=tmp_path, name="monday")
+    run = rl.run(
+        {"clock": "virtual", "generator": "scripted", **SMALL, "steps": 1_000_000, "eval": []},
+        runs=tmp_path,
+        name="monday",
+    )
     pid = until(lambda: run.state == "running" and run.status.pid, 30)
     beside += start_sinks(run.folder, ["tensorboard"], pid)
     until(lambda: (run.folder / "tensorboard").exists() and from_tensorboard(run.folder, environment)[0], 30)
@@ -231,8 +297,13 @@ def test_a_sink_that_is_told_to_end_keeps_what_it_has(tmp_path, environment, bes
     "SIGTERM is an end like any other."
     folder, lives = inline_run(tmp_path, "monday", SMALL, TOLD).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["wandb"], lives.pid)
-    written = lambda: [path.stat().st_size for path in folder.glob("wandb/offline-run-*/*.wandb")]
-    until(lambda: written() and (before := written()) and not time.sleep(2.0) and before == written(), 30)  # it has come to the end of the tables
+
+    def written():
+        return [path.stat().st_size for path in folder.glob("wandb/offline-run-*/*.wandb")]
+
+    until(
+        lambda: written() and (before := written()) and not time.sleep(2.0) and before == written(), 30
+    )  # it has come to the end of the tables
     beside[0].terminate()
     assert beside[0].wait(15) == 0
     assert_holds("wandb", folder, environment)
@@ -250,7 +321,10 @@ def test_failures_are_in_the_log(tmp_path, environment, beside):
 def test_a_live_run_is_not_exported_beside_its_own_sink(tmp_path, environment):
     "To another folder it is; and when the run has ended, to the same place."
     folder = inline_run(tmp_path, "monday", {**SMALL, "sinks": ["tensorboard"]}).folder
-    export = lambda *more, code=0: python(environment, "-m", "rlbench.cli.main", "export", folder, *more, "--to", "tensorboard", code=code)
+
+    def export(*more, code=0):
+        return python(environment, "-m", "rlbench.cli.main", "export", folder, *more, "--to", "tensorboard", code=code)
+
     ended = read_status(folder)
     write_status(folder, Status("running", pid=os.getpid(), host=os.uname().nodename))
     assert "writes tensorboard itself while it is running" in export(code=2) and not (folder / "tensorboard").exists()
@@ -265,7 +339,9 @@ def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
     folder, lives = inline_run(tmp_path, "monday", SMALL).folder, script("input()", stdin=subprocess.PIPE)
     beside += start_sinks(folder, ["tensorboard"], lives.pid)
     until(lambda: list(folder.glob("tensorboard/*")), 30)
-    until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), 30)  # once more if a file came meanwhile
+    until(
+        lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), 30
+    )  # once more if a file came meanwhile
     beside[0].wait(15)  # whether a read was cut short is its own affair
     assert not folder.exists()
 
@@ -273,7 +349,10 @@ def test_a_removed_run_ends_its_sinks(tmp_path, environment, beside, script):
 def without(package: str, to: Path) -> str:
     "A search path with rlbench and everything that is installed here but one package."
     (to / "rlbench").mkdir(parents=True)
-    for entry in (*(entry for entry in ROOT.glob("rlbench/*") if entry.name not in ("data", "__pycache__")), ROOT / "data"):
+    for entry in (
+        *(entry for entry in ROOT.glob("rlbench/*") if entry.name not in ("data", "__pycache__")),
+        ROOT / "data",
+    ):
         (to / "rlbench" / entry.name).symlink_to(entry)
     for place in {Path(p) for p in sys.path if any(Path(p).glob("*.dist-info"))}:
         for entry in place.iterdir():
@@ -285,7 +364,10 @@ def without(package: str, to: Path) -> str:
 def test_a_missing_library_is_told_before_the_run(tmp_path, environment):
     "No folder is made, the remedy is named; a run that was made elsewhere can still be looked at."
     bare = {**environment, "PYTHONPATH": without("tensorboard", tmp_path / "site")}
-    call = lambda *arguments, code: python(bare, "-S", "-m", "rlbench.cli.main", *arguments, code=code, cwd=tmp_path)
+
+    def call(*arguments, code):
+        return python(bare, "-S", "-m", "rlbench.cli.main", *arguments, code=code, cwd=tmp_path)
+
     small = ["--set=generator=scripted", "--set=clock=virtual", "--set=steps=2", "--set=preflight=0", "--set=eval=[]"]
     refused = call("run", "tiny", *small, "--set=sinks=tensorboard", code=2)
     assert "pip install tensorboard" in refused and not list(tmp_path.glob("runs/*"))
@@ -298,9 +380,24 @@ def test_a_missing_library_is_told_before_the_run(tmp_path, environment):
 def test_a_run_that_names_a_sink_fills_it_while_it_lives(tmp_path):
     import rlbench as rl
 
-    run = rl.run({"generator": "scripted", "clock": "virtual", "steps": 5, "group": 4, "batch": 32, "preflight": 0, "eval": [], "sinks": "tensorboard"}, runs=tmp_path, name="told")
+    run = rl.run(
+        {
+            "generator": "scripted",
+            "clock": "virtual",
+            "steps": 5,
+            "group": 4,
+            "batch": 32,
+            "preflight": 0,
+            "eval": [],
+            "sinks": "tensorboard",
+        },
+        runs=tmp_path,
+        name="told",
+    )
     assert run.wait(60) == "finished", (run.folder / "run.log").read_text()
-    assert (run.folder / "report.html").exists() and "sink" not in (run.folder / "run.log").read_text(), "its sink did not leave by itself"
+    assert (run.folder / "report.html").exists() and "sink" not in (run.folder / "run.log").read_text(), (
+        "its sink did not leave by itself"
+    )
     assert not (run.folder / "sinks.log").read_text()
     numbers, _ = from_tensorboard(run.folder, {})
     assert [version for version, _ in numbers["steps/trained_rollouts"]] == run.steps["version"].to_list()

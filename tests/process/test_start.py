@@ -15,11 +15,11 @@ import pytest
 from patience import until
 
 import rlbench as rl
+from rlbench.base.ledger import living
 from rlbench.bench.start import writes_again
+from rlbench.runtime.actors import ProcessHandle
 from rlbench.runtime.driver import may_be_forked
 from rlbench.runtime.fork_server import ForkServer
-from rlbench.base.ledger import living
-from rlbench.runtime.actors import ProcessHandle
 from rlbench.workbench.supervisor import worker_modules
 
 SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
@@ -164,7 +164,9 @@ def test_dead_server_is_replaced(server, capfd):
 
 def test_server_with_more_than_one_thread_refuses(tmp_path, monkeypatch):
     "A module that starts a thread makes it unfit, and the reason names the threads."
-    (tmp_path / "starts_a_thread.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     server = ForkServer(["starts_a_thread"])
     assert "started 1 more threads" in server.why_unfit()

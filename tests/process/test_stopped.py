@@ -1,4 +1,5 @@
 """A run whose processes are stopped for longer than any deadline allows, and continued, goes on as if nothing had been: a suspended machine, a paused job."""
+
 import os
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 from patience import until
 
 import rlbench as rl
-from rlbench.bench.faults import book_problems
 from rlbench.base.ledger import living, read_table
+from rlbench.bench.faults import book_problems
 from rlbench.workbench.supervisor import MORE_SILENCE, is_suspended
 
 SILENCE = 3.0  # the least that a configuration may ask for
@@ -22,12 +23,27 @@ DEADLINES = {"silence": SILENCE, **dict.fromkeys(("generate", "train", "publish"
 
 def busy_run(tmp_path, placement: str) -> rl.Run:
     "A real run that has trained two versions."
-    run = rl.run("tiny", runs=tmp_path, steps=100_000, batch=64, group=8, preflight=0, eval=[], staleness=2, placement=placement, deadlines=DEADLINES)
+    run = rl.run(
+        "tiny",
+        runs=tmp_path,
+        steps=100_000,
+        batch=64,
+        group=8,
+        preflight=0,
+        eval=[],
+        staleness=2,
+        placement=placement,
+        deadlines=DEADLINES,
+    )
     until(lambda: run.status and run.status.version >= 2, 120)
     return run
 
 
-@pytest.mark.parametrize(("placement", "who"), [("split", "all"), ("colocated", "all"), ("split", "below the supervisor")], ids=["split", "colocated", "below"])
+@pytest.mark.parametrize(
+    ("placement", "who"),
+    [("split", "all"), ("colocated", "all"), ("split", "below the supervisor")],
+    ids=["split", "colocated", "below"],
+)
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path, placement, who):
     "No worker and no run process counts as hung for the time in which it could not run."
     run = busy_run(tmp_path, placement)
@@ -43,7 +59,9 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path, placement, who):
     for process in struck:
         process.resume()
     until(lambda: run.status.version >= version + 3, 60)
-    assert (run.status.workers, run.status.pid, run.status.attempt) == (workers, pid, 0), (run.folder / "run.log").read_text()
+    assert (run.status.workers, run.status.pid, run.status.attempt) == (workers, pid, 0), (
+        run.folder / "run.log"
+    ).read_text()
     run.stop(author="the test")
     assert run.wait(60) == "stopped" and book_problems(run) == []
     events = read_table(run.folder, "events", ["kind"])["kind"].to_list()
@@ -68,7 +86,9 @@ PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 
 
 def test_a_process_is_suspended_only_with_all_that_it_has_started():
     "A run process that hangs alone is no suspended run."
-    process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert process.stdout.readline() == "up\n"
         (child,) = until(psutil.Process(process.pid).children, 5)

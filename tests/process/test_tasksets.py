@@ -2,6 +2,7 @@
 
 The lock has an older version. `tasksets/compare.py` makes the same comparison with the real package, by hand.
 """
+
 import json
 import os
 import subprocess
@@ -61,7 +62,10 @@ def test_rewards_and_parts_are_those_of_the_trace(found, name):
 def test_what_tools_say_is_shown(found):
     shown = {name: came["shown"] for name, came in zip(PLAYED, found["played"])}
     assert shown["a tool"] == [["tool", "3"]] and shown["no tool"] == []
-    assert shown["a tool that raises"][0][1].endswith("no grape here'") and "there are price" in shown["an unknown tool"][0][1]
+    assert (
+        shown["a tool that raises"][0][1].endswith("no grape here'")
+        and "there are price" in shown["an unknown tool"][0][1]
+    )
     assert shown["a state"] == [["tool", "1 coins"], ["tool", "2 coins"]]
 
 
@@ -78,8 +82,13 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(found):
 
 
 def test_rows_that_repeat_are_joined_and_stay_on_one_side(found):
-    train, held_out = ({(" ".join(prompt.split()), answer) for prompt, answer in found["drawn"][split]} for split in ("train", "held_out"))
+    train, held_out = (
+        {(" ".join(prompt.split()), answer) for prompt, answer in found["drawn"][split]}
+        for split in ("train", "held_out")
+    )
     assert train and held_out and not {prompt for prompt, _ in train} & {prompt for prompt, _ in held_out}
     drawn = found["drawn"]["train"] + found["drawn"]["held_out"]
     assert len(drawn) == 42 == len(train | held_out) and {("A word?", "sun"), ("A word?", "moon")} <= train | held_out
-    assert found["said"] == ["tasks.verifiers: 80 of 122 rows repeat the prompt of an earlier row and were joined with it"]
+    assert found["said"] == [
+        "tasks.verifiers: 80 of 122 rows repeat the prompt of an earlier row and were joined with it"
+    ]

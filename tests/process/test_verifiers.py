@@ -1,4 +1,5 @@
 """Environments of the package `verifiers`: the same rewards and metrics run by that package and run here; whole runs; the other way; and nobody phones home."""
+
 import asyncio
 import json
 import os
@@ -17,23 +18,31 @@ from inline import check_books, inline_run
 from patience import until
 
 import rlbench as rl
-from rlbench.environments import verifiers_adapter as foreign
 from rlbench.base.chat import answer_message, read_chat
-from rlbench.loop.config import ConfigError, make_config
-from rlbench.runtime.driver import make_pools
-from rlbench.environments.environment import Done, EnvironmentActor, Judged, ScoreRequest, ScoreResult, SingleTurn, TurnResult
-from rlbench.environments.verifiers_adapter import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
 from rlbench.base.ledger import read_table
+from rlbench.environments import verifiers_adapter as foreign
+from rlbench.environments.environment import (
+    Done,
+    EnvironmentActor,
+    Judged,
+    ScoreRequest,
+    ScoreResult,
+    SingleTurn,
+    TurnResult,
+)
+from rlbench.environments.kv_store import store
+from rlbench.environments.verifiers_adapter import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
+from rlbench.loop.config import ConfigError, make_config
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import correct, exact
-from rlbench.environments.kv_store import store
+from rlbench.runtime.driver import make_pools
 
 OWN = str(Path(__file__).parents[1] / "helpers" / "own_environments.py")
 
 
 def call(name: str, **arguments) -> str:
     "A call of a tool, as a policy writes it."
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def scripts(kind: str, row: dict) -> list[list[str]]:
@@ -45,12 +54,34 @@ def scripts(kind: str, row: dict) -> list[list[str]]:
         item = row["info"]["item"]
         count = int(row["question"].split()[0])
         good = call("price", item=item, count=count)
-        return [[good, answer], ["I look. " + good, f"{number + 1}"], [answer], [good], [call("price", item="grape"), answer], [call("price", what=item), good, answer], [call("steal", item=item), answer],
-                ["<tool_call>price(apple)</tool_call>"], ['<tool_call>{"name": "price", "arguments": "[1"}</tool_call>', answer], [good + call("total", numbers=[number, 2]), f" {answer} "],
-                ['<tool_call>{"name": "total", "arguments": [1]}</tool_call>', answer], ["", answer], ['<tool_call>{"name": "price", "arguments": {"item": "' + item + '"}}', answer]]
+        return [
+            [good, answer],
+            ["I look. " + good, f"{number + 1}"],
+            [answer],
+            [good],
+            [call("price", item="grape"), answer],
+            [call("price", what=item), good, answer],
+            [call("steal", item=item), answer],
+            ["<tool_call>price(apple)</tool_call>"],
+            ['<tool_call>{"name": "price", "arguments": "[1"}</tool_call>', answer],
+            [good + call("total", numbers=[number, 2]), f" {answer} "],
+            ['<tool_call>{"name": "total", "arguments": [1]}</tool_call>', answer],
+            ["", answer],
+            ['<tool_call>{"name": "price", "arguments": {"item": "' + item + '"}}', answer],
+        ]
     few = [coin for coin in (5, 2, 1) for _ in range({5: number // 5, 2: number % 5 // 2, 1: number % 5 % 2}[coin])]
-    return [["".join(call("put", coin=coin) for coin in few), "done"], [call("put", coin=1)], [call("put", coin=3), "done"], [call("look"), call("put", coin=2), "done"], [call("put", coin=5) * 4, "done"],
-            [call("put", coin=1, till=[]), "done"], ['<tool_call>{"name": "put", "arguments": "1"}</tool_call>', "done"], [call("put"), call("put", coin="x"), "done"], [call("open"), "done"], ["done"]]
+    return [
+        ["".join(call("put", coin=coin) for coin in few), "done"],
+        [call("put", coin=1)],
+        [call("put", coin=3), "done"],
+        [call("look"), call("put", coin=2), "done"],
+        [call("put", coin=5) * 4, "done"],
+        [call("put", coin=1, till=[]), "done"],
+        ['<tool_call>{"name": "put", "arguments": "1"}</tool_call>', "done"],
+        [call("put"), call("put", coin="x"), "done"],
+        [call("open"), "done"],
+        ["done"],
+    ]
 
 
 class Server:
@@ -63,17 +94,30 @@ class Server:
         "An answer over the wire."
         row = self.rows[next(m["content"] for m in body["messages"] if m["role"] == "user")]
         lines, turn = scripts(self.kind, row), sum(m["role"] == "assistant" for m in body["messages"])
-        message = answer_message(lines[self.which % len(lines)][min(turn, len(lines[self.which % len(lines)]) - 1)], turn)
+        message = answer_message(
+            lines[self.which % len(lines)][min(turn, len(lines[self.which % len(lines)]) - 1)], turn
+        )
         await asyncio.sleep(0)
-        choice = {"index": 0, "finish_reason": "stop", "logprobs": None, "message": {**message, "content": message["content"] or None}}
-        return SimpleNamespace(content=json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}).encode())
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "logprobs": None,
+            "message": {**message, "content": message["content"] or None},
+        }
+        return SimpleNamespace(
+            content=json.dumps(
+                {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            ).encode()
+        )
 
 
 def by_the_package(kind: str, env, rows: list[dict], which: int) -> dict[int, tuple[float, dict]]:
     "Reward and metrics of each row, as `verifiers` itself finds them."
     server = Server(kind, which)
     server.rows = {row["prompt"][-1]["content"]: row for row in rows}
-    outputs = env.generate_sync(rows, client=package().OpenAIChatCompletionsClient(server), model="m", on_progress=lambda *_: None)
+    outputs = env.generate_sync(
+        rows, client=package().OpenAIChatCompletionsClient(server), model="m", on_progress=lambda *_: None
+    )
     assert all(o["error"]["error"] == "EmptyModelResponseError" for o in outputs["outputs"] if o["error"])
     return {o["example_id"]: (o["reward"], o["metrics"]) for o in outputs["outputs"]}
 
@@ -81,14 +125,24 @@ def by_the_package(kind: str, env, rows: list[dict], which: int) -> dict[int, tu
 def grown(rollout: Rollout, turn: int, shown: str | None, text: str) -> Rollout:
     "The rollout with a turn more."
     seen = () if shown is None else (observation_segment(shown, turn, tokens=[2]),)
-    return replace(rollout, segments=(*rollout.segments, *seen, replace(response_segment([0], [0.0], [0], turn=turn), text=text)), text=text, reason=StopReason.STOP)
+    return replace(
+        rollout,
+        segments=(*rollout.segments, *seen, replace(response_segment([0], [0.0], [0], turn=turn), text=text)),
+        text=text,
+        reason=StopReason.STOP,
+    )
 
 
-def through_the_actor(kind: str, id: str, args: dict, tasks: list[Task], rows: list[dict], which: int) -> dict[int, ScoreResult]:
+def through_the_actor(
+    kind: str, id: str, args: dict, tasks: list[Task], rows: list[dict], which: int
+) -> dict[int, ScoreResult]:
     "The same by the environment actor, all rollouts at once."
     actor, found = EnvironmentActor(exact, correct, partial(verifiers, id=id, args=args)), {}
     of = {row["example_id"]: scripts(kind, row)[which % len(scripts(kind, row))] for row in rows}
-    rollouts = {n: grown(Rollout(n, 0, n, 0, task, (prompt_segment([1]),)), 0, None, of[n][0]) for n, task in ((json.loads(t.answer)["example_id"], t) for t in tasks)}
+    rollouts = {
+        n: grown(Rollout(n, 0, n, 0, task, (prompt_segment([1]),)), 0, None, of[n][0])
+        for n, task in ((json.loads(t.answer)["example_id"], t) for t in tasks)
+    }
     actor.receive(ScoreRequest(r, last=False) for r in rollouts.values())
     limit = time.monotonic() + 60
     while not actor.idle:
@@ -119,7 +173,13 @@ def test_the_same_rewards_and_metrics(kind):
         assert wanted.keys() == found.keys()
         for n, (reward, metrics) in wanted.items():
             judged = found[n].judged
-            assert judged.outcome is Outcome.OK and judged.reward == reward and dict(judged.parts) == metrics, (which, n, judged, reward, metrics)
+            assert judged.outcome is Outcome.OK and judged.reward == reward and dict(judged.parts) == metrics, (
+                which,
+                n,
+                judged,
+                reward,
+                metrics,
+            )
             assert judged.correct == (reward >= env.pass_threshold)
             seen.add(round(reward, 6))
             compared += 1
@@ -139,15 +199,23 @@ def test_counts_and_limits():
     "Calls are counted, what a tool says is shown with its role, and a limit of the run has the environment judge what there is."
     env = load(f"{OWN}:shop", "{}")
     task = task_of(env, "shop", "train", env.get_dataset()[0])
-    assert [m["role"] for m in read_chat(task.prompt).messages] == ["system", "user"] and {t["function"]["name"] for t in read_chat(task.prompt).tools} == {"price", "total"}
+    assert [m["role"] for m in read_chat(task.prompt).messages] == ["system", "user"] and {
+        t["function"]["name"] for t in read_chat(task.prompt).tools
+    } == {"price", "total"}
 
     async def cut_short():
         said, episode = await alone(env, task, call("price", item="apple") * 2)
         return said, episode.calls, await episode.cut()
 
     (shown,), calls, done = asyncio.run(cut_short())
-    assert calls == 2 and [m["content"] for m in read_chat(shown.text).messages] == ["3", "3"] and {m["role"] for m in read_chat(shown.text).messages} == {"tool"}
-    assert done.judged.outcome is Outcome.OK and dict(done.judged.parts)["asked"] == 2.0 and done.judged.correct is False
+    assert (
+        calls == 2
+        and [m["content"] for m in read_chat(shown.text).messages] == ["3", "3"]
+        and {m["role"] for m in read_chat(shown.text).messages} == {"tool"}
+    )
+    assert (
+        done.judged.outcome is Outcome.OK and dict(done.judged.parts)["asked"] == 2.0 and done.judged.correct is False
+    )
 
 
 def test_machinery_that_fails_is_no_reward():
@@ -157,7 +225,9 @@ def test_machinery_that_fails_is_no_reward():
 
     def one(kind, rubric=None, **more):
         with foreign.own_signals():
-            env = kind(dataset=Dataset.from_list([row]), rubric=vf.Rubric(funcs=[rubric or (lambda completion: 1.0)]), **more)
+            env = kind(
+                dataset=Dataset.from_list([row]), rubric=vf.Rubric(funcs=[rubric or (lambda completion: 1.0)]), **more
+            )
         return env, task_of(env, "one", "train", env.get_dataset()[0])
 
     def breaks(n: int) -> int:
@@ -173,7 +243,11 @@ def test_machinery_that_fails_is_no_reward():
         return said[-1].judged
 
     stopped = judged(one(vf.ToolEnv, tools=[breaks], stop_errors=[RecursionError]), call("breaks", n=1))
-    assert (stopped.reward, stopped.outcome) == (None, Outcome.ENVIRONMENT_ERROR) and "ToolCallError" in stopped.message and "too deep" in stopped.message
+    assert (
+        (stopped.reward, stopped.outcome) == (None, Outcome.ENVIRONMENT_ERROR)
+        and "ToolCallError" in stopped.message
+        and "too deep" in stopped.message
+    )
     late = judged(one(Slow, timeout_seconds=0.3), ":2")
     assert (late.reward, late.outcome) == (None, Outcome.ENVIRONMENT_ERROR) and "its own timeout" in late.message
     assert judged(one(vf.SingleTurnEnv, lambda completion: float("nan")), ":2").outcome is Outcome.INVALID_REWARD
@@ -186,11 +260,17 @@ def test_machinery_that_fails_is_no_reward():
 
     made = one(Fails)
     actor = EnvironmentActor(exact, correct, lambda: Foreign(made[0]))
-    actor.receive([ScoreRequest(grown(Rollout(0, 0, 0, 0, made[1], (prompt_segment([1]),)), 0, None, ":2"), last=False)])
+    actor.receive(
+        [ScoreRequest(grown(Rollout(0, 0, 0, 0, made[1], (prompt_segment([1]),)), 0, None, ":2"), last=False)]
+    )
     said = []
     while not actor.idle:
         said += actor.turn()
-    assert said[0].judged.reward is None and said[0].judged.outcome is Outcome.ENVIRONMENT_ERROR and "gone" in said[0].judged.message
+    assert (
+        said[0].judged.reward is None
+        and said[0].judged.outcome is Outcome.ENVIRONMENT_ERROR
+        and "gone" in said[0].judged.message
+    )
     actor.close()
 
 
@@ -212,55 +292,112 @@ def test_closed_or_hung(monkeypatch):
 
     monkeypatch.setitem(env.tool_map, "look", hangs)
     actor = EnvironmentActor(exact, correct, lambda: Foreign(env))
-    actor.receive([ScoreRequest(grown(Rollout(0, 0, 0, 0, task, (prompt_segment([1]),)), 0, None, call("look")), deadline=0.3, last=False)])
+    actor.receive(
+        [
+            ScoreRequest(
+                grown(Rollout(0, 0, 0, 0, task, (prompt_segment([1]),)), 0, None, call("look")),
+                deadline=0.3,
+                last=False,
+            )
+        ]
+    )
     said = []
     while not actor.idle:
         said += actor.turn()
     judged = said[0].judged
-    assert (judged.outcome, judged.reward) == (Outcome.ENVIRONMENT_ERROR, None) and "passed its deadline of 0.3 s" in judged.message
+    assert (judged.outcome, judged.reward) == (
+        Outcome.ENVIRONMENT_ERROR,
+        None,
+    ) and "passed its deadline of 0.3 s" in judged.message
     actor.close()
     assert env.cleaned == before + 2
 
 
-SMALL = {"group": 4, "batch": 16, "steps": 3, "concurrency": 24, "preflight": 0, "checkpoint_every": 0, "filter": "none", "staleness": 1}
+SMALL = {
+    "group": 4,
+    "batch": 16,
+    "steps": 3,
+    "concurrency": 24,
+    "preflight": 0,
+    "checkpoint_every": 0,
+    "filter": "none",
+    "staleness": 1,
+}
 
 
 def test_on_the_virtual_clock(tmp_path):
     "A whole run with scripted responses, twice: the same, and judged by the environment."
-    table = {**SMALL, "environment": {"name": "verifiers", "id": f"{OWN}:second_try", "args": {"rows": 32}}, "max_tokens": 40, "max_turns": 4, "eval": [{"name": "held_out", "count": 4, "every": 0}]}
+    table = {
+        **SMALL,
+        "environment": {"name": "verifiers", "id": f"{OWN}:second_try", "args": {"rows": 32}},
+        "max_tokens": 40,
+        "max_turns": 4,
+        "eval": [{"name": "held_out", "count": 4, "every": 0}],
+    }
     runs = [inline_run(tmp_path, name, table) for name in ("one", "two")]
     for run in runs:
         check_books(run)
     rows = [read_table(run.folder, "rollouts").drop("seconds", "at", "score_seconds", strict=False) for run in runs]
     assert runs[0].state.digest == runs[1].state.digest and rows[0].equals(rows[1])
-    assert (rows[0]["turns"] == 2).any() and set(rows[0]["outcome"].unique()) <= {"ok", None} and rows[0].filter(pl.col("fate") == "trained")["reward"].is_not_null().all()
+    assert (
+        (rows[0]["turns"] == 2).any()
+        and set(rows[0]["outcome"].unique()) <= {"ok", None}
+        and rows[0].filter(pl.col("fate") == "trained")["reward"].is_not_null().all()
+    )
 
 
 def test_a_run_of_the_embedded_policy(tmp_path, monkeypatch):
     "Real processes: the embedded policy plays an environment of the package from a file, and its rewards are the environment's."
     monkeypatch.chdir(tmp_path)
-    run = rl.run("tiny", name="foreign", environment={"name": "verifiers", "id": f"{OWN}:second_try"}, tasks="verifiers", **SMALL | {"batch": 64, "group": 8}, max_turns=2, eval=[{"name": "held_out", "count": 8, "every": 0}],
-                 placement="split")
+    run = rl.run(
+        "tiny",
+        name="foreign",
+        environment={"name": "verifiers", "id": f"{OWN}:second_try"},
+        tasks="verifiers",
+        **SMALL | {"batch": 64, "group": 8},
+        max_turns=2,
+        eval=[{"name": "held_out", "count": 8, "every": 0}],
+        placement="split",
+    )
     until(lambda: run.state in ("finished", "failed"), 400)
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-3000:]
     rollouts = read_table(run.folder, "rollouts").filter(pl.col("fate") == "trained")
-    assert len(rollouts) == 3 * 64 and (rollouts["turns"] == 2).any() and (rollouts["turns"] == 1).any() and rollouts["outcome"].unique().to_list() == ["ok"]
+    assert (
+        len(rollouts) == 3 * 64
+        and (rollouts["turns"] == 2).any()
+        and (rollouts["turns"] == 1).any()
+        and rollouts["outcome"].unique().to_list() == ["ok"]
+    )
     assert rollouts.filter(pl.col("turns") == 1)["reward"].min() == 1.0 and 0 < rollouts["reward"].mean() < 1
     assert set(rollouts["correct"] == (rollouts["reward"] >= 0.5)) == {True}
 
 
 def test_configuration(monkeypatch):
     "Named once; wrong combinations, a missing package and what is no environment are refused with the remedy."
-    c = make_config({"environment": {"name": "verifiers", "id": f"{OWN}:sums", "args": {"rows": 30}}, "eval": [{"count": 5}]})
+    c = make_config(
+        {"environment": {"name": "verifiers", "id": f"{OWN}:sums", "args": {"rows": 30}}, "eval": [{"count": 5}]}
+    )
     pools = make_pools(c)
-    assert len(pools["train"]) + 1 > 20 and 0 < len(pools["held_out"]) <= 5 and not {t.id for t in pools["train"]} & {t.id for t in pools["held_out"]}
+    assert (
+        len(pools["train"]) + 1 > 20
+        and 0 < len(pools["held_out"]) <= 5
+        and not {t.id for t in pools["train"]} & {t.id for t in pools["held_out"]}
+    )
     split = make_pools(make_config({"environment": {"name": "verifiers", "id": f"{OWN}:shop"}}))
     assert len(split["train"]) == 8 and len(split["held_out"]) == 4 and "/eval/" in split["held_out"][0].id
-    for table, says in (({"environment": {"name": "verifiers", "id": "x"}, "tasks": "chains"}, 'set tasks = "verifiers"'), ({"tasks": {"name": "verifiers", "id": "x"}}, "set environment"), ({"environment": "verifiers"}, "environment.id: none")):
+    for table, says in (
+        ({"environment": {"name": "verifiers", "id": "x"}, "tasks": "chains"}, 'set tasks = "verifiers"'),
+        ({"tasks": {"name": "verifiers", "id": "x"}}, "set environment"),
+        ({"environment": "verifiers"}, "environment.id: none"),
+    ):
         with pytest.raises(ConfigError, match=says):
             make_config(table)
-    for id, says in (("no_such_module_at_all", "cannot be imported"), (f"{OWN}:nothing", "no function 'nothing'"), (f"{OWN}:price", "has to return an Environment|missing|unexpected")):
+    for id, says in (
+        ("no_such_module_at_all", "cannot be imported"),
+        (f"{OWN}:nothing", "no function 'nothing'"),
+        (f"{OWN}:price", "has to return an Environment|missing|unexpected"),
+    ):
         with pytest.raises((ValueError, TypeError), match=says):
             load(id)
     package.cache_clear()
@@ -288,11 +425,18 @@ def test_the_other_way():
         turn = sum(m["role"] == "assistant" for m in messages)
         return answer_message(lines[messages[0]["content"]][turn], turn)
 
-    outputs = env.generate_sync(env.get_dataset().to_list(), client=in_process(package(), say), model="m", on_progress=lambda *_: None)["outputs"]
-    assert [(o["reward"], o["metrics"]["correct"], o["metrics"]["num_turns"], o["error"]) for o in outputs] == [(1.0, 1.0, 2, None), (0.0, 0.0, 2, None)]
+    outputs = env.generate_sync(
+        env.get_dataset().to_list(), client=in_process(package(), say), model="m", on_progress=lambda *_: None
+    )["outputs"]
+    assert [(o["reward"], o["metrics"]["correct"], o["metrics"]["num_turns"], o["error"]) for o in outputs] == [
+        (1.0, 1.0, 2, None),
+        (0.0, 0.0, 2, None),
+    ]
     assert [m["content"] for m in outputs[0]["completion"]] == [":42", "42+8=", ":50"]
     broken = to_verifiers(tasks, lambda: store(tries=1), lambda text, answer: 1 / 0, correct)
-    failed = broken.generate_sync(broken.get_dataset().to_list()[:1], client=in_process(package(), say), model="m", on_progress=lambda *_: None)["outputs"]
+    failed = broken.generate_sync(
+        broken.get_dataset().to_list()[:1], client=in_process(package(), say), model="m", on_progress=lambda *_: None
+    )["outputs"]
     assert failed[0]["reward"] == 0.0 and "division by zero" in failed[0]["error"]["message"]
 
     class Unsure(SingleTurn):
@@ -305,7 +449,12 @@ def test_the_other_way():
         return answer_message(":42", 0)
 
     unsure = to_verifiers(tasks, Unsure)
-    (output,) = unsure.generate_sync(unsure.get_dataset().to_list()[:1], client=in_process(package(), anything), model="m", on_progress=lambda *_: None)["outputs"]
+    (output,) = unsure.generate_sync(
+        unsure.get_dataset().to_list()[:1],
+        client=in_process(package(), anything),
+        model="m",
+        on_progress=lambda *_: None,
+    )["outputs"]
     assert output["reward"] == 0.0 and "Unsure" in output["error"]["message"]
 
 
@@ -336,15 +485,21 @@ print("quiet", [t.name for t in threading.enumerate() if not t.daemon and t is n
 
 def test_nobody_phones_home():
     "Importing the package, making an environment and playing it open no connection, and import no torch."
-    done = subprocess.run([sys.executable, "-c", PHONES.replace("ID", repr(f"{OWN}:coins"))], capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(Path(OWN).parents[1])})
+    done = subprocess.run(
+        [sys.executable, "-c", PHONES.replace("ID", repr(f"{OWN}:coins"))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(Path(OWN).parents[1])},
+    )
     assert done.returncode == 0 and done.stdout.strip() == "quiet []", done.stdout + done.stderr
 
 
 def test_a_sandbox_that_is_awaited(tmp_path):
     "The interface of `inspect_ai`, on a sandbox of a pool."
     from rlbench.sandbox.inspect_adapter import Asked
-    from rlbench.sandbox.pool_rules import PoolSpec
     from rlbench.sandbox.pool import Pool, stop_pool
+    from rlbench.sandbox.pool_rules import PoolSpec
 
     pool = Pool.connect(tmp_path / "pool", PoolSpec(workers=1))
 
@@ -352,7 +507,12 @@ def test_a_sandbox_that_is_awaited(tmp_path):
         await box.write_file("in/a.txt", "17+25")
         said = await box.exec(["/bin/cat", "in/a.txt"])
         missing = await box.exec(["/bin/cat", "in/b.txt"])
-        assert (said.success, said.returncode, said.stdout) == (True, 0, "17+25") and not missing.success and missing.returncode and "b.txt" in missing.stderr
+        assert (
+            (said.success, said.returncode, said.stdout) == (True, 0, "17+25")
+            and not missing.success
+            and missing.returncode
+            and "b.txt" in missing.stderr
+        )
         assert (await box.exec(["/bin/cat"], input="hello")).stdout == "hello"
         assert await box.read_file("in/a.txt") == "17+25"
         with pytest.raises(FileNotFoundError):

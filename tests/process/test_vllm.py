@@ -1,4 +1,5 @@
 "The real vLLM, on a CPU: other families of models, a run in flight with two engines, and the loss of one."
+
 import json
 import os
 import signal
@@ -20,7 +21,9 @@ HERE = Path(__file__).parents[1] / "helpers"
 
 def test_families_are_served_as_transformers_computes_them(tmp_path):
     "Heads with and without bias, a sliding window, experts, tied and untied: first weights and swapped ones, in one process one after the other."
-    said = subprocess.run([sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    said = subprocess.run(
+        [sys.executable, str(HERE / "vllm_families.py")], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
     assert said.returncode == 0, said.stderr[-4000:]
     found = json.loads(said.stdout.splitlines()[-1])
     assert set(found) == {"llama", "mistral", "gemma2", "gemma3", "qwen3_moe"}
@@ -43,7 +46,19 @@ def in_flight(run, generator: str) -> int:
 
 def test_two_engines_write_in_flight_and_one_is_lost(tmp_path):
     "Both engines write what the adapters make of the policy, every version reaches them while sequences run, a killed one comes back, and the books close."
-    r = run("tiny-vllm-cpu", runs=tmp_path, name="two", generators=2, steps=6, preflight=0, concurrency=48, eval=[], lora=8, learning_rate=2e-3, warmup_steps=0)
+    r = run(
+        "tiny-vllm-cpu",
+        runs=tmp_path,
+        name="two",
+        generators=2,
+        steps=6,
+        preflight=0,
+        concurrency=48,
+        eval=[],
+        lora=8,
+        learning_rate=2e-3,
+        warmup_steps=0,
+    )
     struck = False
     until = time.monotonic() + 240
     while r.state in ("starting", "running") and time.monotonic() < until:

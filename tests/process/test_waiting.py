@@ -1,4 +1,5 @@
 """Episodes that wait for tools: beside each other, beside verdicts, and in nobody's way; closed once, however they end."""
+
 import asyncio
 import ctypes
 import gc
@@ -19,9 +20,26 @@ from scripted import WITHOUT_MODEL
 import rlbench as rl
 import rlbench.environments.environment
 import rlbench.runtime.worker
-from rlbench.loop.config import make_config
-from rlbench.environments.environment import Done, EnvironmentActor, EpisodeLoop, Forget, FunctionFailed, GivenUp, Observation, Pooled, ScoreRequest, ScoreResult, State, TurnResult, first_prompts, opened, play, until_awaited
 from rlbench.base.ledger import read_table
+from rlbench.environments.environment import (
+    Done,
+    EnvironmentActor,
+    EpisodeLoop,
+    Forget,
+    FunctionFailed,
+    GivenUp,
+    Observation,
+    Pooled,
+    ScoreRequest,
+    ScoreResult,
+    State,
+    TurnResult,
+    first_prompts,
+    opened,
+    play,
+    until_awaited,
+)
+from rlbench.loop.config import make_config
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import REWARDS, VERIFIERS
 from rlbench.runtime.worker import ConfigureJob, Functions, Scorer
@@ -100,7 +118,11 @@ def all_of(actor: EnvironmentActor, patience: float = 20.0) -> dict:
 
 def late(judged) -> bool:
     "Whether a verdict is that of an episode past its deadline: a failure of the environment, and no reward."
-    return judged.outcome is Outcome.ENVIRONMENT_ERROR and judged.reward is None and "passed its deadline" in judged.message
+    return (
+        judged.outcome is Outcome.ENVIRONMENT_ERROR
+        and judged.reward is None
+        and "passed its deadline" in judged.message
+    )
 
 
 def asking(log: list, **more) -> EnvironmentActor:
@@ -115,13 +137,22 @@ def test_a_slow_or_dead_tool_costs_its_own_rollout():
     began, heard = time.monotonic(), {}
     while len(heard) < 37:
         heard |= {each.key[0]: (each, time.monotonic() - began) for each in actor.turn()}
-    assert all(isinstance(heard[i][0], TurnResult) and heard[i][0].calls == 1 and 0.15 < heard[i][0].seconds < 1.4 for i in range(5, 40))
+    assert all(
+        isinstance(heard[i][0], TurnResult) and heard[i][0].calls == 1 and 0.15 < heard[i][0].seconds < 1.4
+        for i in range(5, 40)
+    )
     assert max(heard[i][1] for i in range(5, 40)) < 1.4, "before anything was late"
     heard |= {key: (each, 0) for key, each in all_of(actor).items()}
     judged = [heard[i][0].judged for i in range(5)]
-    assert [late(each) for each in judged] == [True, True, False, False, True] and all("deadline of 1.5 s" in judged[i].message for i in (0, 1, 4))
+    assert [late(each) for each in judged] == [True, True, False, False, True] and all(
+        "deadline of 1.5 s" in judged[i].message for i in (0, 1, 4)
+    )
     assert all(each.outcome is Outcome.ENVIRONMENT_ERROR and each.reward is None for each in judged)
-    assert "SystemExit: enough" in judged[2].message and "nobody there" in judged[3].message and "in advance" in judged[3].message
+    assert (
+        "SystemExit: enough" in judged[2].message
+        and "nobody there" in judged[3].message
+        and "in advance" in judged[3].message
+    )
     assert time.monotonic() - began < 6
     actor.receive([ScoreRequest(rollout(i, "wait", "2"), last=False) for i in range(5, 40)])
     assert {each.judged.reward for each in all_of(actor).values()} == {1.0}
@@ -159,7 +190,10 @@ def test_code_that_is_cancelled_from_within_has_failed(kind, word):
     if word == "all":
         actor.receive([ScoreRequest(rollout(2, word), deadline=2.0, last=False)])
     heard = all_of(actor)
-    assert all(each.judged.outcome is Outcome.ENVIRONMENT_ERROR and "ancelled" in each.judged.message for each in heard.values()) and len(heard) == 1 + (word == "all")
+    assert all(
+        each.judged.outcome is Outcome.ENVIRONMENT_ERROR and "ancelled" in each.judged.message
+        for each in heard.values()
+    ) and len(heard) == 1 + (word == "all")
     if kind is Cancels:
         actor.receive([ScoreRequest(rollout(3, "wait"), last=False)])
         assert isinstance(all_of(actor)[3], TurnResult)
@@ -188,18 +222,36 @@ def test_every_ending_closes_once(at_once, monkeypatch):
     monkeypatch.setattr(rlbench.environments.environment, "LIVES", 3)
     log = []
     actor = asking(log, at_once=at_once)
-    words = {0: ("2",), 1: ("wait",), 2: ("raise",), 3: ("hang",), 4: ("wait",), 5: ("wait",), 6: ("wait",), 7: ("wait",)}
+    words = {
+        0: ("2",),
+        1: ("wait",),
+        2: ("raise",),
+        3: ("hang",),
+        4: ("wait",),
+        5: ("wait",),
+        6: ("wait",),
+        7: ("wait",),
+    }
     actor.receive(ScoreRequest(rollout(i, *said), deadline=0.4, last=i == 1) for i, said in words.items())
     heard = all_of(actor)
     assert heard[0].judged.reward == 1.0 and (heard[1].cut, heard[1].text) == (True, "cut") and len(actor.lives) == 3
-    actor.receive([ScoreRequest(rollout(7, "wait", attempt=1), deadline=0.4, last=False), ScoreRequest(rollout(8, "hang"), last=False), ScoreRequest(rollout(9, "wait"), last=False)])
+    actor.receive(
+        [
+            ScoreRequest(rollout(7, "wait", attempt=1), deadline=0.4, last=False),
+            ScoreRequest(rollout(8, "hang"), last=False),
+            ScoreRequest(rollout(9, "wait"), last=False),
+        ]
+    )
     if at_once > 1:
         actor.turn()
     actor.forget([(6, 0), (8, 0), (123, 0)])
     told = []
     while not actor.idle:
         told += actor.turn()
-    assert GivenUp(((8, 0),)) in told and {each.key for each in told if isinstance(each, TurnResult)} == {(7, 1), (9, 0)}
+    assert GivenUp(((8, 0),)) in told and {each.key for each in told if isinstance(each, TurnResult)} == {
+        (7, 1),
+        (9, 0),
+    }
     actor.receive([ScoreRequest(rollout(10, "hang"), last=False)])
     if at_once > 1:
         actor.turn()
@@ -216,6 +268,7 @@ def test_every_ending_closes_once(at_once, monkeypatch):
 
 class Notes(Asks):
     "Keeps what it hears as its state; or answers with something that is no answer."
+
     state = State()
 
     async def advance(self, response, version):
@@ -288,6 +341,7 @@ def test_what_a_loop_has_not_come_to_ends_without_a_word(recwarn):
 
 def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch):
     "Each is in time; together they hold the loop longer than one may."
+
     class Blocks:
         async def start(self, task):
             time.sleep(0.6)
@@ -299,6 +353,7 @@ def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch
 
 def test_what_is_over_after_its_deadline_was_late():
     "Also on the loop, where nothing interrupts code that does not await."
+
     class Slow(Asks):
         async def advance(self, response):
             time.sleep(0.6)
@@ -312,13 +367,23 @@ def test_what_is_over_after_its_deadline_was_late():
 
 def test_who_could_not_go_on_was_not_late():
     "A verifier in compiled code holds the whole interpreter past all deadlines: it is late, and those whose wait was over meanwhile are not."
+
     def holds(response, answer):
         return not ctypes.PyDLL(None).usleep(3_300_000)
 
     actor = EnvironmentActor(holds, REWARDS["correct"], partial(Asks, []))
-    actor.receive([*(ScoreRequest(rollout(i, "wait"), deadline=1.0, last=False) for i in range(4)), ScoreRequest(rollout(9, "2"), deadline=1.0)])
+    actor.receive(
+        [
+            *(ScoreRequest(rollout(i, "wait"), deadline=1.0, last=False) for i in range(4)),
+            ScoreRequest(rollout(9, "2"), deadline=1.0),
+        ]
+    )
     heard = all_of(actor)
-    assert (heard[9].judged.outcome, heard[9].judged.reward) == (Outcome.TIMEOUT, None) and "verifier" in heard[9].judged.message and "passed its deadline of 1 s" in heard[9].judged.message
+    assert (
+        (heard[9].judged.outcome, heard[9].judged.reward) == (Outcome.TIMEOUT, None)
+        and "verifier" in heard[9].judged.message
+        and "passed its deadline of 1 s" in heard[9].judged.message
+    )
     assert all(isinstance(heard[i], TurnResult) for i in range(4))
     actor.close()
 
@@ -334,6 +399,7 @@ def test_a_replay_that_fails_is_closed_as_well():
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rebuilt_episode_has_a_deadline_for_each_turn(waits):
     "Four turns of 0.2 s, taken again by an actor that has never seen them, under a deadline of 0.5 s; and one that hangs there is late all the same."
+
     class Blocks:
         def start(self, task):
             return task.prompt
@@ -343,9 +409,18 @@ def test_a_rebuilt_episode_has_a_deadline_for_each_turn(waits):
             return Observation("look")
 
     actor = EnvironmentActor(VERIFIERS["exact"], REWARDS["correct"], partial(Asks, []) if waits else Blocks)
-    actor.receive([ScoreRequest(rollout(1, *["wait"] * 4), deadline=0.5, last=False), ScoreRequest(rollout(2, "wait", "hang"), deadline=0.5, last=False)])
+    actor.receive(
+        [
+            ScoreRequest(rollout(1, *["wait"] * 4), deadline=0.5, last=False),
+            ScoreRequest(rollout(2, "wait", "hang"), deadline=0.5, last=False),
+        ]
+    )
     heard = all_of(actor)
-    assert (heard[1].turn, heard[1].text) == (4, "look") and late(heard[2].judged) and "0.5 s for each of 2 turns" in heard[2].judged.message
+    assert (
+        (heard[1].turn, heard[1].text) == (4, "look")
+        and late(heard[2].judged)
+        and "0.5 s for each of 2 turns" in heard[2].judged.message
+    )
     actor.receive([ScoreRequest(rollout(1, *["wait"] * 4, "hang"), deadline=0.5, last=False)])
     judged = all_of(actor)[1].judged
     assert late(judged) and "deadline of 0.5 s;" in judged.message, "the others were taken before"
@@ -369,6 +444,7 @@ def test_a_loop_that_answers_is_not_stuck():
 
 def test_waiting_verdicts_and_rewards_go_side_by_side():
     "Programs are judged while episodes wait; neither takes the other's places."
+
     class Place:
         def run(self, program, limits, owner=""):
             raise AssertionError("not asked")
@@ -379,7 +455,12 @@ def test_waiting_verdicts_and_rewards_go_side_by_side():
 
     log = []
     actor = EnvironmentActor(judged, REWARDS["correct"], partial(Asks, log), Pooled(Place(), 4), at_once=8)
-    actor.receive([*(ScoreRequest(rollout(i, "2"), last=False) for i in range(8)), *(ScoreRequest(rollout(i, "wait"), last=False) for i in range(8, 16))])
+    actor.receive(
+        [
+            *(ScoreRequest(rollout(i, "2"), last=False) for i in range(8)),
+            *(ScoreRequest(rollout(i, "wait"), last=False) for i in range(8, 16)),
+        ]
+    )
     began, most = time.monotonic(), [0, 0]
     heard = {}
     while not actor.idle:
@@ -387,13 +468,17 @@ def test_waiting_verdicts_and_rewards_go_side_by_side():
         judging = sum(under.result is not None for under in actor.running.values())
         most = [max(most[0], judging), max(most[1], len(actor.running) - judging)]
     assert most[0] == 4 and 4 < most[1] <= 8 and time.monotonic() - began < 8 * 0.3 + 8 * 0.2
-    assert [heard[i].judged.reward for i in range(8)] == [1.0] * 8 and all(isinstance(heard[i], TurnResult) for i in range(8, 16))
+    assert [heard[i].judged.reward for i in range(8)] == [1.0] * 8 and all(
+        isinstance(heard[i], TurnResult) for i in range(8, 16)
+    )
     actor.close()
     assert closed_once(log)
 
 
 def config_with(**more):
-    return make_config({"generator": "torch", "model": "tiny", "environment": "store", "tasks": {"name": "chains"}, **more})
+    return make_config(
+        {"generator": "torch", "model": "tiny", "environment": "store", "tasks": {"name": "chains"}, **more}
+    )
 
 
 def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
@@ -414,7 +499,10 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
     said = []
     while not scorer.idle:
         said += scorer.turn().said
-    assert sorted(each.key[0] for each in said) == [0, 1, 2, 3, 4] and len([each for each in log if each[0] == "open"]) == 5
+    assert (
+        sorted(each.key[0] for each in said) == [0, 1, 2, 3, 4]
+        and len([each for each in log if each[0] == "open"]) == 5
+    )
     (ended,) = [each for each in said if isinstance(each, ScoreResult)]
     assert ended.judged.outcome is Outcome.OK and 0.9 < ended.judged.reward < 1.0, "brief takes off a little"
     scorer.receive(Forget(((0, 0), (1, 0))))
@@ -430,7 +518,12 @@ def test_an_environment_that_asks_for_a_pool_has_one(tmp_path, monkeypatch):
     monkeypatch.setattr(rlbench.runtime.worker, "check_canaries", lambda verifier, tasks: tried.append(verifier) or [])
     monkeypatch.setitem(rlbench.loop.config.FUNCTIONS["environment"], "scripted", lambda *, pool=None: pool)
     scorer = Scorer(config_with(environment="scripted"), Functions())
-    assert len(opened) == 1 and not tried and scorer.actor.kept is None and scorer.actor.environment().pool is scorer.kept.pool
+    assert (
+        len(opened) == 1
+        and not tried
+        and scorer.actor.kept is None
+        and scorer.actor.environment().pool is scorer.kept.pool
+    )
     scorer.receive(ConfigureJob(config_with(environment="code", tasks="programs", verifier="code", reward="tests")))
     assert len(opened) == len(tried) == 1 and scorer.actor.kept is scorer.kept
     scorer.close()
@@ -454,8 +547,20 @@ def drawn(waits: bool):
 
 def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
     "The same run with episodes that await and with episodes that do not: the same rollouts at the same times, and the same again."
-    table = {"environment": "scripted", "staleness": 2, "group": 4, "batch": 16, "steps": 6, "concurrency": 24, "max_tokens": 80, "preflight": 0, "eval": [], "checkpoint_every": 0, "filter": "none",
-             "virtual": {"train": 0.0001, "scripted_length": 12.0}}
+    table = {
+        "environment": "scripted",
+        "staleness": 2,
+        "group": 4,
+        "batch": 16,
+        "steps": 6,
+        "concurrency": 24,
+        "max_tokens": 80,
+        "preflight": 0,
+        "eval": [],
+        "checkpoint_every": 0,
+        "filter": "none",
+        "virtual": {"train": 0.0001, "scripted_length": 12.0},
+    }
     runs = []
     for name, waits in (("plain", False), ("waits", True), ("again", True)):
         monkeypatch.setitem(rlbench.loop.config.FUNCTIONS["environment"], "scripted", partial(drawn, waits))
@@ -469,18 +574,42 @@ def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("score", "low", "high"), [(1e-9, 0.0, 0.001), (0.05, 0.5, 1.0)])
 def test_what_is_lost_to_the_environment_is_booked(score, low, high, tmp_path):
     "On the virtual clock, where all seconds are stated: an environment that takes no time stalls nobody; one that takes longer for a turn than the generator stalls it most of the time."
-    table = {"environment": "scripted", "staleness": 1, "group": 4, "batch": 16, "steps": 8, "concurrency": 16, "max_tokens": 120, "preflight": 0, "eval": [], "checkpoint_every": 0, "filter": "none",
-             "virtual": {"train": 1e-6, "scripted_length": 12.0, "score": score, "decode": 0.001}}
+    table = {
+        "environment": "scripted",
+        "staleness": 1,
+        "group": 4,
+        "batch": 16,
+        "steps": 8,
+        "concurrency": 16,
+        "max_tokens": 120,
+        "preflight": 0,
+        "eval": [],
+        "checkpoint_every": 0,
+        "filter": "none",
+        "virtual": {"train": 1e-6, "scripted_length": 12.0, "score": score, "decode": 0.001},
+    }
     driver = inline_run(tmp_path, "a", table)
     check_books(driver)
     steps, rollouts = (read_table(driver.folder, name) for name in ("steps", "rollouts"))
     assert low <= steps["stalled"].sum() / steps["seconds"].sum() <= high
-    assert (steps["stalled"] <= steps["seconds"] + 1e-9).all() and (steps["stalled"] <= steps["generator_wait"] + 1e-6).all()
+    assert (steps["stalled"] <= steps["seconds"] + 1e-9).all() and (
+        steps["stalled"] <= steps["generator_wait"] + 1e-6
+    ).all()
     several = rollouts.filter(pl.col("turns") > 1)
-    assert several["turn_lengths"].list.sum().to_list() == several["length"].to_list() and several["turn_lengths"].list.len().to_list() == several["turns"].to_list()
-    assert rollouts["tool_seconds"].sum() > 0 and not driver.memory.tools and not driver.episodes.open and not driver.episodes.handed
+    assert (
+        several["turn_lengths"].list.sum().to_list() == several["length"].to_list()
+        and several["turn_lengths"].list.len().to_list() == several["turns"].to_list()
+    )
+    assert (
+        rollouts["tool_seconds"].sum() > 0
+        and not driver.memory.tools
+        and not driver.episodes.open
+        and not driver.episodes.handed
+    )
     trained = rollouts.filter(pl.col("fate") == "trained")
-    assert np.average(steps["tool_seconds"], weights=steps["trained_rollouts"]) == pytest.approx(trained["tool_seconds"].mean())
+    assert np.average(steps["tool_seconds"], weights=steps["trained_rollouts"]) == pytest.approx(
+        trained["tool_seconds"].mean()
+    )
 
 
 def patient():
@@ -522,8 +651,26 @@ def test_a_run_whose_tools_wait_and_sometimes_hang(tmp_path, monkeypatch):
     "Real processes: a hung tool costs its rollout the reward, all others go on, and at the end every episode that was opened is closed."
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATIENT_LOG", str(tmp_path / "log"))
-    run = rl.run("tiny", name="patient", environment=patient, steps=4, group=4, batch=16, concurrency=32, staleness=2, preflight=0, eval=[], filter="none", score_deadline=2.0, score_retries=0, infra_stop=1.0,
-                 placement="split", tasks="addition", checkpoint_every=0, **WITHOUT_MODEL | {"virtual": {"scripted_pace": 0.2, "scripted_length": 8.0}})  # short: each has room for its second turn
+    run = rl.run(
+        "tiny",
+        name="patient",
+        environment=patient,
+        steps=4,
+        group=4,
+        batch=16,
+        concurrency=32,
+        staleness=2,
+        preflight=0,
+        eval=[],
+        filter="none",
+        score_deadline=2.0,
+        score_retries=0,
+        infra_stop=1.0,
+        placement="split",
+        tasks="addition",
+        checkpoint_every=0,
+        **WITHOUT_MODEL | {"virtual": {"scripted_pace": 0.2, "scripted_length": 8.0}},
+    )  # short: each has room for its second turn
     until(lambda: run.state in ("finished", "failed"), 400)
     log = (run.folder / "run.log").read_text()
     assert run.state == "finished" and run.status.books_closed, log[-2000:]

@@ -1,4 +1,5 @@
 """The expected share of groups without any advantage, from the counts of a preflight: close to the truth, inside its interval."""
+
 import numpy as np
 import polars as pl
 import pytest
@@ -35,10 +36,74 @@ def test_what_a_prior_for_each_task_got_wrong():
 
 
 TINY_RIGHT = [  # of the embedded policy at temperature 1: right of 8 responses to each of the first 48 tasks of the preset `tiny`, seed 0
-    1, 5, 8, 4, 5, 0, 3, 3, 4, 1, 6, 0, 0, 1, 2, 4, 3, 5, 2, 5, 4, 0, 1, 4,
-    4, 3, 4, 3, 3, 2, 3, 3, 1, 2, 2, 2, 4, 0, 7, 0, 2, 4, 1, 6, 4, 4, 5, 1,
+    1,
+    5,
+    8,
+    4,
+    5,
+    0,
+    3,
+    3,
+    4,
+    1,
+    6,
+    0,
+    0,
+    1,
+    2,
+    4,
+    3,
+    5,
+    2,
+    5,
+    4,
+    0,
+    1,
+    4,
+    4,
+    3,
+    4,
+    3,
+    3,
+    2,
+    3,
+    3,
+    1,
+    2,
+    2,
+    2,
+    4,
+    0,
+    7,
+    0,
+    2,
+    4,
+    1,
+    6,
+    4,
+    4,
+    5,
+    1,
 ]
-TINY_GROUPS = [4, 18, 36, 39, 37, 34, 24, 21, 11, 16, 11, 4, 1, 0, 0, 0, 0]  # of 256 groups of 16: how many had 0, 1, ... 16 right
+TINY_GROUPS = [
+    4,
+    18,
+    36,
+    39,
+    37,
+    34,
+    24,
+    21,
+    11,
+    16,
+    11,
+    4,
+    1,
+    0,
+    0,
+    0,
+    0,
+]  # of 256 groups of 16: how many had 0, 1, ... 16 right
 
 
 def test_the_tiny_policy_s_share_is_a_few_percent():
@@ -48,7 +113,9 @@ def test_the_tiny_policy_s_share_is_a_few_percent():
     drawn = (TINY_GROUPS[0] + TINY_GROUPS[-1]) / sum(TINY_GROUPS)
     right = np.repeat(np.arange(17), TINY_GROUPS)
     fitted, *_ = expected_zero_advantage(right, [16] * len(right), GROUP)
-    assert low < drawn < high and low < fitted < high and abs(fitted - drawn) < 2.6 * (drawn / sum(TINY_GROUPS)) ** 0.5, (drawn, fitted)
+    assert (
+        low < drawn < high and low < fitted < high and abs(fitted - drawn) < 2.6 * (drawn / sum(TINY_GROUPS)) ** 0.5
+    ), (drawn, fitted)
 
 
 @pytest.mark.parametrize("a, b", [(0.2, 0.2), (2.0, 2.0)])
@@ -72,7 +139,10 @@ def test_edges_have_an_answer():
     assert one[2] - one[1] > 0.5
     mixed = expected_zero_advantage([1, 3, 8, 0], [2, 8, 8, 0], GROUP)
     assert 0 <= mixed[1] <= mixed[0] <= mixed[2] <= 1
-    assert np.isnan(expected_zero_advantage([], [], GROUP)).all() and np.isnan(expected_zero_advantage([0], [0], GROUP)).all()
+    assert (
+        np.isnan(expected_zero_advantage([], [], GROUP)).all()
+        and np.isnan(expected_zero_advantage([0], [0], GROUP)).all()
+    )
     with pytest.raises(ValueError, match="tries: no task was tried"):
         fit_solve_beta([], [])
 
@@ -85,7 +155,19 @@ def test_the_fit_finds_the_distribution():
 
 def test_a_run_says_the_interval(tmp_path):
     "The preflight's row holds the interval, its words say it, and other evaluations have neither."
-    run = rl.run({"generator": "scripted", "clock": "virtual", "steps": 1, "group": 4, "batch": 16, "preflight": 12, "preflight_k": 4, "eval": [{"count": 6, "every": 1}]}, runs=tmp_path)
+    run = rl.run(
+        {
+            "generator": "scripted",
+            "clock": "virtual",
+            "steps": 1,
+            "group": 4,
+            "batch": 16,
+            "preflight": 12,
+            "preflight_k": 4,
+            "eval": [{"count": 6, "every": 1}],
+        },
+        runs=tmp_path,
+    )
     run.wait(60)
     row = run.evals.filter(pl.col("eval") == "preflight").row(0, named=True)
     assert 0 <= row["zero_advantage_low"] <= row["zero_advantage"] <= row["zero_advantage_high"] <= 1

@@ -1,4 +1,5 @@
 """What a program tries against the machine is contained, in both tiers, as root and as an ordinary user, and the next program is as well as ever."""
+
 import pytest
 from attacks import LIMITS, MARKER, TIERS
 from jailer import USERS, prison
@@ -17,7 +18,9 @@ def cell(request):
     assert made.close() == 0
 
 
-@pytest.mark.parametrize("cell, name", CASES, ids=["-".join((*where, name)) for where, name in CASES], indirect=["cell"])
+@pytest.mark.parametrize(
+    "cell, name", CASES, ids=["-".join((*where, name)) for where, name in CASES], indirect=["cell"]
+)
 def test_attack_is_contained(cell, name):
     "It ends as it may, gets nothing, stays in its limits, leaves no process, and the next program does not notice."
     attack = TIERS[cell.tier][name]
@@ -35,7 +38,10 @@ def test_attack_is_contained(cell, name):
     assert attack.says.encode() in done.stdout + done.stderr or done.end != "exited", told
     assert done.memory_mb < attack.memory_mb and len(done.stdout) + len(done.stderr) <= LIMITS["output_kb"] << 10, told
     assert cell.left() == 0
-    after = cell.run(Program("import os; open('x', 'w').write('1') if os.access('.', os.W_OK) else 0; print(sum(range(100)))"), Limits())
+    after = cell.run(
+        Program("import os; open('x', 'w').write('1') if os.access('.', os.W_OK) else 0; print(sum(range(100)))"),
+        Limits(),
+    )
     assert (after.end, after.stdout) == ("exited", b"4950\n"), after
 
 

@@ -1,4 +1,5 @@
 """Grading with real processes: every kind of task, ends of the model and of the machine, and the same verdict the second time."""
+
 import json
 import random
 from dataclasses import replace
@@ -6,9 +7,21 @@ from dataclasses import replace
 import pytest
 from local_runner import LocalRunner
 
-from rlbench.sandbox.grade import GRADERS, Check, Masks, Sighting, Verdict, canary, differs, from_row, grade, punished, to_row
-from rlbench.sandbox.types import End, Execution, Limits
+from rlbench.sandbox.grade import (
+    GRADERS,
+    Check,
+    Masks,
+    Sighting,
+    Verdict,
+    canary,
+    differs,
+    from_row,
+    grade,
+    punished,
+    to_row,
+)
 from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_program
+from rlbench.sandbox.types import End, Execution, Limits
 
 LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=512)
 SQUARE = "def solve(n):\n    return n * n\n"
@@ -22,27 +35,65 @@ def whys(verdict) -> list[str]:
     return [check.why for check in verdict.checks]
 
 
-SQUARES = task("function", function="solve", tests=[{"args": [n], "expected": n * n} for n in (0, 3, 12)], reference=SQUARE)
-SUMS = task("stdio", tests=[{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "10 -4\n", "stdout": "6\n"}], reference="print(sum(map(int, input().split())))")
-ASSERTS = task("asserts", function="f", tests=["assert f(2) == 4", "assert f(f(2)) == 16", "l = [3, 1, 2]\nf(l)\nassert l == [1, 2, 3]", "try:\n    f('x')\n    assert False\nexcept ValueError:\n    pass",
-                                              "import math\nassert math.isclose(f(1.5), 2.25)", "for n in range(5):\n    assert f(n) == n * n"])
+SQUARES = task(
+    "function", function="solve", tests=[{"args": [n], "expected": n * n} for n in (0, 3, 12)], reference=SQUARE
+)
+SUMS = task(
+    "stdio",
+    tests=[{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "10 -4\n", "stdout": "6\n"}],
+    reference="print(sum(map(int, input().split())))",
+)
+ASSERTS = task(
+    "asserts",
+    function="f",
+    tests=[
+        "assert f(2) == 4",
+        "assert f(f(2)) == 16",
+        "l = [3, 1, 2]\nf(l)\nassert l == [1, 2, 3]",
+        "try:\n    f('x')\n    assert False\nexcept ValueError:\n    pass",
+        "import math\nassert math.isclose(f(1.5), 2.25)",
+        "for n in range(5):\n    assert f(n) == n * n",
+    ],
+)
 SORTS_AND_SQUARES = "def f(x):\n    if isinstance(x, list):\n        x.sort()\n        return\n    if isinstance(x, str):\n        raise ValueError('no')\n    return x * x\n"
-PROJECT = task("repository", files={"src/shapes.py": "def area(a, b):\n    return a + b\n", "tests/test_shapes.py": "import unittest\nfrom shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n\nclass Unit(unittest.TestCase):\n"
-                                    "    def test_one(self):\n        self.assertEqual(area(1, 1), 1)\n"}, editable=["src/*"], tests=["tests/test_shapes.py::test_area", "tests/test_shapes.py::Unit::test_one"],
-               reference="```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n")
+PROJECT = task(
+    "repository",
+    files={
+        "src/shapes.py": "def area(a, b):\n    return a + b\n",
+        "tests/test_shapes.py": "import unittest\nfrom shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n\nclass Unit(unittest.TestCase):\n"
+        "    def test_one(self):\n        self.assertEqual(area(1, 1), 1)\n",
+    },
+    editable=["src/*"],
+    tests=["tests/test_shapes.py::test_area", "tests/test_shapes.py::Unit::test_one"],
+    reference="```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n",
+)
 
 
 def test_function_tasks():
     "Each test has its own evidence, and a function that ends the process loses the tests after it."
     right = grade(LocalRunner(), SQUARES, SQUARE, LIMITS)
-    assert (right.score, right.passed, whys(right), right.runs, right.tier, right.integrity) == (1.0, True, [""] * 3, 1, "local", "data")
+    assert (right.score, right.passed, whys(right), right.runs, right.tier, right.integrity) == (
+        1.0,
+        True,
+        [""] * 3,
+        1,
+        "local",
+        "data",
+    )
     assert grade(LocalRunner(), SQUARES, SQUARE, LIMITS, fresh=True).runs == 3
     stops = "import os\ndef solve(n):\n    if n > 5:\n        os._exit(0)\n    return n * n\n"
     early = grade(LocalRunner(), SQUARES, stops, LIMITS, rule="rate")
     assert early.score == 2 / 3 and whys(early)[2] == "no answer (exited)" and "exit" in early.tripwires
-    endless = grade(LocalRunner(), SQUARES, "def solve(n):\n    while n:\n        pass\n    return 0\n", LIMITS, rule="rate")
+    endless = grade(
+        LocalRunner(), SQUARES, "def solve(n):\n    while n:\n        pass\n    return 0\n", LIMITS, rule="rate"
+    )
     assert endless.score == 1 / 3 and endless.ends == ("cpu_limit",)
-    for code, why in (("solve = [", "raised SyntaxError"), ("x = 1", "raised AttributeError"), ("def solve(n):\n    return [1] * 10**10", "raised MemoryError"), ("def solve(n):\n    return n / 0", "raised ZeroDivisionError")):
+    for code, why in (
+        ("solve = [", "raised SyntaxError"),
+        ("x = 1", "raised AttributeError"),
+        ("def solve(n):\n    return [1] * 10**10", "raised MemoryError"),
+        ("def solve(n):\n    return n / 0", "raised ZeroDivisionError"),
+    ):
         wrong = grade(LocalRunner(), SQUARES, code, LIMITS, rule="rate")
         assert wrong.score == 0 and all(each.startswith(why) for each in whys(wrong)), (code, whys(wrong))
 
@@ -50,28 +101,55 @@ def test_function_tasks():
 def test_state_between_tests():
     "One process for all tests lets state leak from one to the next; a fresh one for each does not."
     counts = "calls = []\ndef solve(n):\n    calls.append(n)\n    return n * n if len(calls) == 1 else -1\n"
-    assert grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate").score == 1 / 3 and grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate", fresh=True).score == 1
+    assert (
+        grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate").score == 1 / 3
+        and grade(LocalRunner(), SQUARES, counts, LIMITS, rule="rate", fresh=True).score == 1
+    )
 
 
 def test_methods_arguments_and_exceptions():
     "A method of a class, what a call made of its argument, and an exception that was expected."
     method = task("function", function="Solution.double", tests=[{"args": [2], "expected": 4}])
-    assert grade(LocalRunner(), method, "class Solution:\n    def double(self, n):\n        return 2 * n\n", LIMITS).passed
-    in_place = task("function", function="order", observe="first argument", tests=[{"args": [[3, 1, 2]], "expected": [1, 2, 3]}])
-    assert grade(LocalRunner(), in_place, "def order(l):\n    l.sort()\n", LIMITS).passed and not grade(LocalRunner(), in_place, "def order(l):\n    return sorted(l)\n", LIMITS).passed
+    assert grade(
+        LocalRunner(), method, "class Solution:\n    def double(self, n):\n        return 2 * n\n", LIMITS
+    ).passed
+    in_place = task(
+        "function", function="order", observe="first argument", tests=[{"args": [[3, 1, 2]], "expected": [1, 2, 3]}]
+    )
+    assert (
+        grade(LocalRunner(), in_place, "def order(l):\n    l.sort()\n", LIMITS).passed
+        and not grade(LocalRunner(), in_place, "def order(l):\n    return sorted(l)\n", LIMITS).passed
+    )
     refuses = task("function", function="root", tests=[{"args": [-1], "raises": "ValueError"}])
-    assert grade(LocalRunner(), refuses, "import math\nroot = math.sqrt\n", LIMITS).passed and not grade(LocalRunner(), refuses, "def root(n):\n    return 0\n", LIMITS).passed
+    assert (
+        grade(LocalRunner(), refuses, "import math\nroot = math.sqrt\n", LIMITS).passed
+        and not grade(LocalRunner(), refuses, "def root(n):\n    return 0\n", LIMITS).passed
+    )
 
 
 def test_a_checker_decides_in_a_sandbox_of_its_own():
     "Any order is right; the policy's code and the checker never meet."
-    sorts = task("function", function="f", checker="def check(args, answer):\n    return sorted(answer) == sorted(args[0])\n", tests=[{"args": [[3, 1]]}, {"args": [[1, 1]]}])
+    sorts = task(
+        "function",
+        function="f",
+        checker="def check(args, answer):\n    return sorted(answer) == sorted(args[0])\n",
+        tests=[{"args": [[3, 1]]}, {"args": [[1, 1]]}],
+    )
     runner = LocalRunner()
     assert grade(runner, sorts, "def f(x):\n    return x[::-1]\n", LIMITS).passed and len(runner.programs) == 2
     assert not any("return x[::-1]" in program.code and "def check" in program.code for program in runner.programs)
     assert grade(LocalRunner(), sorts, "def f(x):\n    return 3\n", LIMITS).score == 0
-    broken = {"function": "f", "checker": "def check(args, answer):\n    return sorte(answer)\n", "tests": [{"args": [[3, 1]]}]}
-    lost = grade(LocalRunner(), task("function", reference="def f(x):\n    return sorted(x)\n", **broken), "def f(x):\n    return x\n", LIMITS)
+    broken = {
+        "function": "f",
+        "checker": "def check(args, answer):\n    return sorte(answer)\n",
+        "tests": [{"args": [[3, 1]]}],
+    }
+    lost = grade(
+        LocalRunner(),
+        task("function", reference="def f(x):\n    return sorted(x)\n", **broken),
+        "def f(x):\n    return x\n",
+        LIMITS,
+    )
     assert lost.score is None and lost.ends[-1] == "grader_error" and "sorte" in lost.message
     untold = grade(LocalRunner(), task("function", **broken), "def f(x):\n    return x\n", LIMITS)
     assert untold.score == 0 and "NameError" in untold.checks[0].why, "without a solution it cannot be told, and counts"
@@ -93,26 +171,50 @@ def test_asserts_against_a_stand_in():
     runner = LocalRunner()
     right = grade(runner, ASSERTS, SORTS_AND_SQUARES, LIMITS, rule="rate")
     assert right.score == 1, whys(right)
-    assert not any("isinstance(x, list)" in program.code and "assert f(2)" in program.code for program in runner.programs)
-    assert [c.passed for c in grade(LocalRunner(), ASSERTS, "def f(x):\n    return x * x if x != 4 else 5\n", LIMITS, rule="rate").checks] == [True, False, False, False, True, False]
+    assert not any(
+        "isinstance(x, list)" in program.code and "assert f(2)" in program.code for program in runner.programs
+    )
+    assert [
+        c.passed
+        for c in grade(
+            LocalRunner(), ASSERTS, "def f(x):\n    return x * x if x != 4 else 5\n", LIMITS, rule="rate"
+        ).checks
+    ] == [True, False, False, False, True, False]
     needs_objects = task("asserts", function="f", tests=["assert f(lambda n: n + 1) == 2"])
     told = grade(LocalRunner(), needs_objects, "def f(g):\n    return g(1)\n", LIMITS)
     assert told.score is None and "set weak = true" in told.message
     weak = task("asserts", function="f", weak=True, tests=["assert f(lambda n: n + 1) == 2"])
-    assert (grade(LocalRunner(), weak, "def f(g):\n    return g(1)\n", LIMITS).passed, grade(LocalRunner(), weak, "def f(g):\n    return 0\n", LIMITS).passed) == (True, False)
+    assert (
+        grade(LocalRunner(), weak, "def f(g):\n    return g(1)\n", LIMITS).passed,
+        grade(LocalRunner(), weak, "def f(g):\n    return 0\n", LIMITS).passed,
+    ) == (True, False)
 
 
 def test_a_whole_test_function_as_in_humaneval():
     "def check(candidate), called at its end."
-    human = task("asserts", function="add", tests=["def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    for n in range(4):\n        assert candidate(n, n) == 2 * n\ncheck(candidate)"])
-    assert grade(LocalRunner(), human, "def add(a, b):\n    return a + b\n", LIMITS).passed and not grade(LocalRunner(), human, "def add(a, b):\n    return 3\n", LIMITS).passed
+    human = task(
+        "asserts",
+        function="add",
+        tests=[
+            "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n    for n in range(4):\n        assert candidate(n, n) == 2 * n\ncheck(candidate)"
+        ],
+    )
+    assert (
+        grade(LocalRunner(), human, "def add(a, b):\n    return a + b\n", LIMITS).passed
+        and not grade(LocalRunner(), human, "def add(a, b):\n    return 3\n", LIMITS).passed
+    )
 
 
 def test_projects_get_their_own_tests():
     "Only changes to files that may be edited count; tests, configuration and results that came with them do not."
     assert grade(LocalRunner(), PROJECT, changes_in(PROJECT.reference), LIMITS).score == 1
     assert grade(LocalRunner(), PROJECT, {}, LIMITS, rule="rate").score == 0
-    cheat = {"tests/test_shapes.py": "def test_area():\n    pass\n", "conftest.py": "import os\nos._exit(0)\n", "src/../result.json": "{}", "src/unittest.py": "raise ImportError('mine')\n"}
+    cheat = {
+        "tests/test_shapes.py": "def test_area():\n    pass\n",
+        "conftest.py": "import os\nos._exit(0)\n",
+        "src/../result.json": "{}",
+        "src/unittest.py": "raise ImportError('mine')\n",
+    }
     caught = grade(LocalRunner(), PROJECT, cheat, LIMITS, rule="rate")
     assert caught.score == 0 and "tests" in caught.tripwires and caught.integrity == "weak"
     assert grade(LocalRunner(), PROJECT, {**cheat, **changes_in(PROJECT.reference)}, LIMITS).score == 1
@@ -120,7 +222,12 @@ def test_projects_get_their_own_tests():
         assert grade(LocalRunner(), PROJECT, {"src/shapes.py": ends}, LIMITS, rule="rate").score == 0
 
 
-KINDS = {"function": (SQUARES, SQUARE), "stdio": (SUMS, SUMS.reference), "asserts": (ASSERTS, SORTS_AND_SQUARES), "repository": (PROJECT, changes_in(PROJECT.reference))}
+KINDS = {
+    "function": (SQUARES, SQUARE),
+    "stdio": (SUMS, SUMS.reference),
+    "asserts": (ASSERTS, SORTS_AND_SQUARES),
+    "repository": (PROJECT, changes_in(PROJECT.reference)),
+}
 
 
 @pytest.mark.parametrize("end", [end for end in End if not end.of_model])
@@ -130,10 +237,14 @@ def test_a_machine_that_fails_gives_no_verdict(kind, end):
     graded, code = KINDS[kind]
     runs = grade(LocalRunner(), graded, code, LIMITS).runs
     for number in range(min(runs, 2)):
-        verdict = grade(LocalRunner(dict.fromkeys(range(number, number + 1 + end.needs_witness), end)), graded, code, LIMITS)
+        verdict = grade(
+            LocalRunner(dict.fromkeys(range(number, number + 1 + end.needs_witness), end)), graded, code, LIMITS
+        )
         assert (verdict.score, verdict.passed, verdict.ends[-1]) == (None, None, end)
         if end.needs_witness:
-            assert grade(LocalRunner({number: end}), graded, code, LIMITS).score == 1, "once is no more than a stumble of the machine"
+            assert grade(LocalRunner({number: end}), graded, code, LIMITS).score == 1, (
+                "once is no more than a stumble of the machine"
+            )
 
 
 class Allergic(LocalRunner):
@@ -182,13 +293,50 @@ class Sleepy(LocalRunner):
         return Execution(End.WALL_LIMIT if wanted > limits.wall_s else End.EXITED, wall_s=took, slept_s=took)
 
 
-@pytest.mark.parametrize("value", ["None", "3", "b'x'", "'x'", "float('nan')", "[]", "{}", "lambda: 0", "object()", "type", "deep(58)", "deep(60)", "deep(10 ** 5)", "{1: deep(50)}", "'\\ud800'", "'x' * 10 ** 6", "list(range(10 ** 5))", "10 ** 9000", "float('inf')"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "None",
+        "3",
+        "b'x'",
+        "'x'",
+        "float('nan')",
+        "[]",
+        "{}",
+        "lambda: 0",
+        "object()",
+        "type",
+        "deep(58)",
+        "deep(60)",
+        "deep(10 ** 5)",
+        "{1: deep(50)}",
+        "'\\ud800'",
+        "'x' * 10 ** 6",
+        "list(range(10 ** 5))",
+        "10 ** 9000",
+        "float('inf')",
+    ],
+)
 def test_no_value_makes_the_grader_stumble(value):
     "Whatever comes back where something else was expected: to a checker that expects a list, to tests that hand it on, to every rule."
     code = f"def deep(n):\n    value = ()\n    for _ in range(n):\n        value = (value,)\n    return value\ndef f(x):\n    return {value}\n"
-    checked = task("function", function="f", checker="def check(args, answer):\n    answer.sort()\n    return answer[0] == answer.pop() + 1 == undefined\n", tests=[{"args": [[3, 1]]}])
-    handed = task("asserts", function="f", tests=["assert f([f(1), (f(2), {'a': f(3)})]) == 4", "assert f(f(f(0))).x == 1", "assert f({f(1)}) == 0"])
-    compared = [task("function", function="f", compare=rule, loose=loose, tests=[{"args": [1], "expected": [1, [2.5, {"a": 1}]]}]) for rule, loose in (("exact", False), ("close", True), ("multiset", True), ("set", False))]
+    checked = task(
+        "function",
+        function="f",
+        checker="def check(args, answer):\n    answer.sort()\n    return answer[0] == answer.pop() + 1 == undefined\n",
+        tests=[{"args": [[3, 1]]}],
+    )
+    handed = task(
+        "asserts",
+        function="f",
+        tests=["assert f([f(1), (f(2), {'a': f(3)})]) == 4", "assert f(f(f(0))).x == 1", "assert f({f(1)}) == 0"],
+    )
+    compared = [
+        task(
+            "function", function="f", compare=rule, loose=loose, tests=[{"args": [1], "expected": [1, [2.5, {"a": 1}]]}]
+        )
+        for rule, loose in (("exact", False), ("close", True), ("multiset", True), ("set", False))
+    ]
     for graded in (checked, handed, *compared):
         verdict = grade(LocalRunner(), graded, code, LIMITS)
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
@@ -196,6 +344,7 @@ def test_no_value_makes_the_grader_stumble(value):
 
 def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
     "Only what the task's own solution meets as well is the grader's."
+
     def stumbles(bench, task_, code):
         bench.run(stdio_program("pass", ""))
         if "evil" in code or task_.function == "broken":
@@ -203,7 +352,10 @@ def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
         return [Check("0", True)]
 
     monkeypatch.setitem(GRADERS, "function", stumbles)
-    graded = {name: task("function", function=name, tests=[{"args": [1], "expected": 1}], reference="def solve(n): return 1") for name in ("solve", "broken")}
+    graded = {
+        name: task("function", function=name, tests=[{"args": [1], "expected": 1}], reference="def solve(n): return 1")
+        for name in ("solve", "broken")
+    }
     blamed = grade(LocalRunner(), graded["solve"], "evil", LIMITS)
     assert (blamed.score, blamed.ends[-1]) == (0, "unusable") and "stumble" in blamed.tripwires
     lost = grade(LocalRunner(), graded["broken"], "evil", LIMITS)
@@ -241,7 +393,9 @@ def test_a_machine_that_fails_masks_and_nobody_is_blamed(share):
     "Canaries fail as often as programs do, whoever runs there."
     draw, blamed, masked = random.Random(5), 0, 0
     for _ in range(8):
-        found = play_minute([(f"t{n % 20}", f"p{n}", draw.random() < share) for n in range(160)], lambda: draw.random() < share)
+        found = play_minute(
+            [(f"t{n % 20}", f"p{n}", draw.random() < share) for n in range(160)], lambda: draw.random() < share
+        )
         blamed, masked = blamed + found[0], masked + found[1]
     assert blamed <= 0.05 * masked, (blamed, masked)
 
@@ -249,9 +403,15 @@ def test_a_machine_that_fails_masks_and_nobody_is_blamed(share):
 def test_only_who_is_masked_in_several_places_is_to_blame():
     "A worker that is broken masks all that comes to it, and canaries elsewhere are well. Where there is one worker, seconds take the place of workers."
     answers = [(f"t{n % 5}", f"p{n}", n % 4 == 1) for n in range(160)]
-    assert play_minute(answers, worker=lambda n: f"w{n % 4}")[0] == 0 and play_minute(answers, worker=lambda n: f"w{n % 3}")[0] > 10
+    assert (
+        play_minute(answers, worker=lambda n: f"w{n % 4}")[0] == 0
+        and play_minute(answers, worker=lambda n: f"w{n % 3}")[0] > 10
+    )
     for only in ("w0", ""):
-        assert play_minute(answers, worker=lambda n: only)[0] > 10 and play_minute(answers, worker=lambda n: only, seconds=0.5)[0] == 0
+        assert (
+            play_minute(answers, worker=lambda n: only)[0] > 10
+            and play_minute(answers, worker=lambda n: only, seconds=0.5)[0] == 0
+        )
 
 
 def test_masks_are_the_policys_where_others_get_their_verdicts():
@@ -300,6 +460,11 @@ def test_canaries_blame_the_machine():
 def test_a_seed_makes_random_programs_repeat():
     "The random module begins with the verdict's seed."
     draws = "import random\ndef solve(n):\n    return random.randrange(10**6)\n"
-    told = task("function", function="solve", checker="def check(args, answer):\n    return answer % 2 == 0\n", tests=[{"args": [n]} for n in range(8)])
+    told = task(
+        "function",
+        function="solve",
+        checker="def check(args, answer):\n    return answer % 2 == 0\n",
+        tests=[{"args": [n]} for n in range(8)],
+    )
     first, again, other = (grade(LocalRunner(), told, draws, LIMITS, seed=seed, rule="rate") for seed in (1, 1, 2))
     assert first.checks == again.checks != other.checks

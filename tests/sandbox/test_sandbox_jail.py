@@ -1,4 +1,5 @@
 """Jails: what they are made of, what is left when something dies, and workspaces that travel."""
+
 import errno
 import io
 import os
@@ -67,7 +68,12 @@ class Client:
         return reply.value
 
     def sh(self, text: str, session: str = "", **more) -> str:
-        done = self("exec", program=Program(argv=("sh", "-c", text), **more), session=session, limits=Limits(processes=1 if self.jail.tier == "landlock" else 16))
+        done = self(
+            "exec",
+            program=Program(argv=("sh", "-c", text), **more),
+            session=session,
+            limits=Limits(processes=1 if self.jail.tier == "landlock" else 16),
+        )
         assert done.ok, done
         return done.stdout.decode()
 
@@ -82,7 +88,8 @@ def test_kept_filter_is_what_the_list_makes(machine, profile):
 @pytest.mark.parametrize("tier", TIERS)
 def test_nothing_is_left_when_the_owner_is_killed(script, tier):
     "A process with a jail that runs programs is killed: everything below it ends."
-    owner = script("""
+    owner = script(
+        """
 import sys, time
 from rlbench.sandbox.jail import Jail
 from rlbench.sandbox.types import Order, Program
@@ -95,9 +102,13 @@ while not jail.ready:
 print("ready", flush=True)
 while True:
     jail.poll(); time.sleep(0.05)
-""", tier)
+""",
+        tier,
+    )
     assert owner.stdout.readline() == "ready\n"
-    family = until(lambda: len(found := below(owner.pid)) >= 8 and found, 5)  # the zygote, four programs and two that wait
+    family = until(
+        lambda: len(found := below(owner.pid)) >= 8 and found, 5
+    )  # the zygote, four programs and two that wait
     os.kill(owner.pid, signal.SIGKILL)
     assert gone(family)
 
@@ -133,7 +144,10 @@ def test_tier_is_what_was_asked_for_or_nothing(start, monkeypatch, request):
     refusing.chmod(0o755)
     (refusing / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (refusing / "bwrap").chmod(0o755)
-    for folder, said in ((refusing, "No permissions to create new namespace; user namespaces are refused here"), (refusing / "empty", "install Debian's package bubblewrap")):
+    for folder, said in (
+        (refusing, "No permissions to create new namespace; user namespaces are refused here"),
+        (refusing / "empty", "install Debian's package bubblewrap"),
+    ):
         monkeypatch.setenv("PATH", str(folder))
         found = self_test.__wrapped__()
         assert found.tier == "landlock" and said in found.missing("bwrap-zygote") and said in str(found), found
@@ -150,14 +164,26 @@ def test_workspace_goes_from_zygote_to_zygote(start, tier):
     base = put_files(store, {"a/b/c": b"base", "gone": b"x", "old/1": b"1", "old/2": b"2"})
     first("open", session="s", base=base)
     first("write", session="s", path="new/file", data=b"new")
-    assert first("exec", session="s", program=Program("import os, shutil\nos.unlink('gone'); shutil.rmtree('old'); os.mkdir('old'); open('old/3', 'w').write('3')\nos.symlink('/etc', 'link')\nopen('a/b/c', 'a').write('+')")).ok
+    assert first(
+        "exec",
+        session="s",
+        program=Program(
+            "import os, shutil\nos.unlink('gone'); shutil.rmtree('old'); os.mkdir('old'); open('old/3', 'w').write('3')\nos.symlink('/etc', 'link')\nopen('a/b/c', 'a').write('+')"
+        ),
+    ).ok
     layer = first("snapshot", session="s", turn=3, version=7)
     assert (layer.base, layer.turn, layer.version, layer.processes, layer.parent) == (base, 3, 7, 0, "")
     found = {path for path, (_, member) in view(store, (base, layer.digest)).items() if not member.isdir()}
-    assert found == {"a/b/c", "old/3", "new/file", "link"} and read_file(store, (base, layer.digest), "a/b/c") == b"base+"
+    assert (
+        found == {"a/b/c", "old/3", "new/file", "link"} and read_file(store, (base, layer.digest), "a/b/c") == b"base+"
+    )
     for client in (first, second):
         client("open", session="t", base=base, layers=(layer.digest,))
-        assert client("read", session="t", path="a/b/c") == b"base+" and client("read", session="t", path="old/3") == b"3" and client("read", session="t", path="new/file", most=2) == b"ne"
+        assert (
+            client("read", session="t", path="a/b/c") == b"base+"
+            and client("read", session="t", path="old/3") == b"3"
+            and client("read", session="t", path="new/file", most=2) == b"ne"
+        )
         for path in ("gone", "old/1", "nowhere", "a", "link/passwd"):
             with pytest.raises(FileNotFoundError):
                 client("read", session="t", path=path)
@@ -169,8 +195,14 @@ def test_workspace_goes_from_zygote_to_zygote(start, tier):
         chain = (*made.below, made.digest)
         assert len(chain) <= CHAIN
     first("restore", session="t", layers=chain)
-    assert [first("read", session="t", path=f"step/{i}") for i in range(CHAIN + 3)] == [str(i).encode() for i in range(CHAIN + 3)]
-    assert first("read", session="t", path="a/b/c") == b"base+" and first("exec", session="t", program=Program("import os; print(sorted(os.listdir('old')))")).stdout == b"['3']\n"
+    assert [first("read", session="t", path=f"step/{i}") for i in range(CHAIN + 3)] == [
+        str(i).encode() for i in range(CHAIN + 3)
+    ]
+    assert (
+        first("read", session="t", path="a/b/c") == b"base+"
+        and first("exec", session="t", program=Program("import os; print(sorted(os.listdir('old')))")).stdout
+        == b"['3']\n"
+    )
     first("restore", session="t", layers=())
     assert first("read", session="t", path="gone") == b"x"
 
@@ -181,7 +213,10 @@ def test_what_a_session_may_not(start):
     client("open", session="other")
     client("write", session="other", path="secret", data=b"of another")
     client("open", session="s", limits=Limits(disk_mb=2, inodes=50))
-    client.sh("ln -s / root; ln -s ../../1/m/secret up; ln -s /z/s/1/m/secret over; mkfifo pipe; ln -s /proc/self/root/etc magic", "s")
+    client.sh(
+        "ln -s / root; ln -s ../../1/m/secret up; ln -s /z/s/1/m/secret over; mkfifo pipe; ln -s /proc/self/root/etc magic",
+        "s",
+    )
     for path in ("root/etc/passwd", "up", "over", "pipe", "magic/passwd"):
         with pytest.raises(FileNotFoundError):
             client("read", session="s", path=path)
@@ -192,7 +227,14 @@ def test_what_a_session_may_not(start):
             client("write", session="s", path=path, data=b"")
     with pytest.raises(Fault, match="unusable"):
         client("write", session="s", path="large", data=bytes(4 << 20))
-    assert client("exec", session="s", program=Program("n = 0\ntry:\n    while True: open(f'f{n}', 'w'); n += 1\nexcept OSError: print(n)")).stdout.strip() < b"50"
+    assert (
+        client(
+            "exec",
+            session="s",
+            program=Program("n = 0\ntry:\n    while True: open(f'f{n}', 'w'); n += 1\nexcept OSError: print(n)"),
+        ).stdout.strip()
+        < b"50"
+    )
     with pytest.raises(Fault, match="no session 'nobody'"):
         client("exec", session="nobody", program=Program("1"))
     with pytest.raises(Fault, match="no layer"):
@@ -218,7 +260,16 @@ def test_a_repository_from_a_folder(start, tmp_path):
     (tmp_path / "repo" / "pkg" / "__init__.py").write_text("def double(x):\n    return 2 * x\n")
     client = Client(start())
     client("open", session="s", base=put_tree(client.jail.store, tmp_path / "repo"))
-    done = client("exec", session="s", program=Program("import os, sys, pkg, test_it\nprint(pkg.double(21), os.environ['MODE'], sys.stdin.read())", files={"test_it.py": b"assert __import__('pkg').double(2) == 4"}, environ={"MODE": "fast"}, stdin=b"typed"))
+    done = client(
+        "exec",
+        session="s",
+        program=Program(
+            "import os, sys, pkg, test_it\nprint(pkg.double(21), os.environ['MODE'], sys.stdin.read())",
+            files={"test_it.py": b"assert __import__('pkg').double(2) == 4"},
+            environ={"MODE": "fast"},
+            stdin=b"typed",
+        ),
+    )
     assert done.stdout == b"42 fast typed\n"
     ran = client.sh("python3 -m unittest -q 2>&1; ls", "s")
     assert "pkg" in ran and "test_it.py" in ran
@@ -234,9 +285,13 @@ def test_many_at_once(start):
 
 def test_what_a_killed_owner_left_on_disk_is_removed(script, start):
     "A tier without namespaces writes into a folder; the next jail removes that of an owner that was killed."
-    owner = script("import sys, time\nfrom rlbench.sandbox.jail import Jail\njail = Jail('z', None, 'landlock')\nprint(jail.scratch, flush=True)\ntime.sleep(60)")
+    owner = script(
+        "import sys, time\nfrom rlbench.sandbox.jail import Jail\njail = Jail('z', None, 'landlock')\nprint(jail.scratch, flush=True)\ntime.sleep(60)"
+    )
     folder = Path(owner.stdout.readline().strip())
-    assert folder.is_dir() and start("landlock").scratch != str(folder) and folder.is_dir(), "that of a living owner stays"
+    assert folder.is_dir() and start("landlock").scratch != str(folder) and folder.is_dir(), (
+        "that of a living owner stays"
+    )
     owner.kill()
     owner.wait()
     start("landlock")
@@ -247,8 +302,16 @@ def test_what_a_killed_owner_left_on_disk_is_removed(script, start):
 def test_a_flood_of_answers(start, flood):
     "Answers without end, byte by byte or line by line, end the program and nothing else; those before their call count for nothing."
     client = Client(start())
-    done = client("exec", program=Program(f"import os\nwhile True: os.write(4, {flood})", calls=("1", "2", "3")), limits=Limits(output_kb=64, cpu_s=5, wall_s=20))
-    assert done.end == End.OUTPUT_LIMIT and len(done.answers) <= 3 and all(len(answer or "") <= 1 for answer in done.answers), done
+    done = client(
+        "exec",
+        program=Program(f"import os\nwhile True: os.write(4, {flood})", calls=("1", "2", "3")),
+        limits=Limits(output_kb=64, cpu_s=5, wall_s=20),
+    )
+    assert (
+        done.end == End.OUTPUT_LIMIT
+        and len(done.answers) <= 3
+        and all(len(answer or "") <= 1 for answer in done.answers)
+    ), done
     assert client.sh("echo well") == "well\n"
 
 
@@ -257,7 +320,11 @@ def test_a_set_is_in_the_same_order_in_every_jail(start, tier):
     "Texts hash alike, whoever starts Python: the zygote's child, or a command."
     text = "print({f'word {i}' for i in range(50)})"
     limits = Limits(processes=1 if tier == "landlock" else 16)
-    said = {Client(start(tier))("exec", program=program, limits=limits).stdout for program in (Program(text), Program(argv=("python3", "-c", text))) for _ in range(2)}
+    said = {
+        Client(start(tier))("exec", program=program, limits=limits).stdout
+        for program in (Program(text), Program(argv=("python3", "-c", text)))
+        for _ in range(2)
+    }
     assert len(said) == 1 and len(said.pop()) > 500
 
 
@@ -410,7 +477,13 @@ def test_a_session_is_closed_while_it_is_kept(start, tier):
     client = Client(jail)
     client("open", session="other")
     for _ in range(10):
-        replies = ask(jail, client.order("open", session="s"), client.order("write", session="s", path="a", data=b"1"), client.order("snapshot", session="s"), client.order("close", session="s"))
+        replies = ask(
+            jail,
+            client.order("open", session="s"),
+            client.order("write", session="s", path="a", data=b"1"),
+            client.order("snapshot", session="s"),
+            client.order("close", session="s"),
+        )
         assert replies[2].fault is None or "closed" in str(replies[2].fault)
         assert replies[3].fault is None
     client("write", session="other", path="b", data=b"2")
@@ -420,7 +493,10 @@ def test_a_session_is_closed_while_it_is_kept(start, tier):
 def test_a_command_that_could_start_nothing_is_refused(start):
     "Where there are no processes a command is told so before it runs, with the field and the remedy; one that needs none runs."
     client = Client(start("landlock"))
-    with pytest.raises(Fault, match="limits.processes = 16: under tier landlock the command 'sh' .* give processes = 1 .* or use tier bwrap-zygote") as told:
+    with pytest.raises(
+        Fault,
+        match="limits.processes = 16: under tier landlock the command 'sh' .* give processes = 1 .* or use tier bwrap-zygote",
+    ) as told:
         client("exec", program=Program(argv=("sh", "-c", "ls | wc -l")))
     assert told.value.end is End.GRADER_ERROR
     assert client("exec", program=Program(argv=("echo", "1")), limits=Limits(processes=1)).stdout == b"1\n"
@@ -463,7 +539,12 @@ def test_a_link_in_a_layer_is_no_way_out_of_its_folder(tmp_path):
     root.mkdir()
     outside.mkdir()
     (outside / "kept").write_bytes(b"as it was")
-    entries = [("door", tarfile.SYMTYPE, str(outside), b""), ("door/kept", tarfile.REGTYPE, "", b"changed"), ("kept", tarfile.SYMTYPE, str(outside / "kept"), b""), ("kept", tarfile.REGTYPE, "", b"mine")]
+    entries = [
+        ("door", tarfile.SYMTYPE, str(outside), b""),
+        ("door/kept", tarfile.REGTYPE, "", b"changed"),
+        ("kept", tarfile.SYMTYPE, str(outside / "kept"), b""),
+        ("kept", tarfile.REGTYPE, "", b"mine"),
+    ]
     with open(layer_of(entries, tmp_path / "layer"), "rb") as layer:
         zygote.unpack(layer.fileno(), os.fsencode(root), True)
     assert (outside / "kept").read_bytes() == b"as it was"

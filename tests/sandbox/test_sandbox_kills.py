@@ -1,4 +1,5 @@
 """`kill -9` of whatever belongs to a run, while its programs run and sandboxes are open: soon nothing of it is left."""
+
 import json
 import os
 from pathlib import Path
@@ -10,8 +11,8 @@ from patience import until
 import rlbench as rl
 from rlbench.base.ledger import living, read_json, read_table
 from rlbench.sandbox.pool import Pool
-from rlbench.sandbox.types import End, Program
 from rlbench.sandbox.sweep import PROCESSES, kill_all, marked
+from rlbench.sandbox.types import End, Program
 
 # A program with two daemons in sessions of their own, of which one spins; without namespaces it may start none and sleeps.
 WRAP = """
@@ -29,7 +30,16 @@ time.sleep(600)
 # {answer}
 """
 TABLE = json.dumps({"kind": "function", "function": "solve", "wrap": WRAP, "tests": [{"expected": 1}]})
-CODED = {"steps": 100, "batch": 32, "group": 8, "preflight": 0, "eval": [], "reward": "tests", "score_deadline": 300.0, "verifier": {"name": "code", "cpu_s": 200.0, "wall_s": 250.0}}
+CODED = {
+    "steps": 100,
+    "batch": 32,
+    "group": 8,
+    "preflight": 0,
+    "eval": [],
+    "reward": "tests",
+    "score_deadline": 300.0,
+    "verifier": {"name": "code", "cpu_s": 200.0, "wall_s": 250.0},
+}
 MOUNTS = Path("/proc/mounts")
 
 
@@ -70,9 +80,15 @@ class Scene:
 
     def left(self) -> list:
         "What is still there of the pool: processes, marks, folders, mounts, cgroups."
-        groups = [path for path in Path("/sys/fs/cgroup").glob("**/*rlbench*")]
-        return [*living(self.family), *marked(self.folder), *(p for p in self.places if p.exists()), *groups, *(["socket"] if (self.folder / "socket").exists() else []),
-                *(["mounts"] if MOUNTS.read_text().count("\n") > self.mounts else [])]
+        groups = list(Path("/sys/fs/cgroup").glob("**/*rlbench*"))
+        return [
+            *living(self.family),
+            *marked(self.folder),
+            *(p for p in self.places if p.exists()),
+            *groups,
+            *(["socket"] if (self.folder / "socket").exists() else []),
+            *(["mounts"] if MOUNTS.read_text().count("\n") > self.mounts else []),
+        ]
 
 
 @pytest.fixture
@@ -159,7 +175,10 @@ def test_a_kernel_that_is_killed(script, tmp_path):
         until(lambda: mine.status().sessions == 0, 30)
         controller = psutil.Process(mine.status().pid)
         until(lambda: run.status.version >= 1, 90)
-    family, run_processes = controller.parent().children(recursive=True), psutil.Process(run.status.supervisor).children(recursive=True)
+    family, run_processes = (
+        controller.parent().children(recursive=True),
+        psutil.Process(run.status.supervisor).children(recursive=True),
+    )
     version = run.status.version
     until(lambda: run.status.version > version, 30)
     run.stop()

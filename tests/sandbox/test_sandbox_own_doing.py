@@ -1,4 +1,5 @@
 """Whose failure it is: what an answer's own bytes, paths, values, sleep and leavings bring about is the answer's, in both tiers, as root and as an ordinary user, and the workspace and the next program are well."""
+
 import asyncio
 import json
 import os
@@ -16,20 +17,19 @@ from jailer import USERS, prison
 from sandbox_runs import ANSWER, Quick
 
 import rlbench as rl
-from rlbench.environments.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.base.ledger import read_status, read_table
+from rlbench.environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
+from rlbench.environments.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.records import Outcome, Rollout, Task
-from rlbench.environments.code_verifier import CODE_VERIFIERS
-from rlbench.environments.code_verifier import CODE_REWARDS
 from rlbench.reward import REWARDS, VERIFIERS, final_answer
 from rlbench.sandbox import zygote
-from rlbench.sandbox.inspect_adapter import Asked
 from rlbench.sandbox.grade import grade
-from rlbench.sandbox.hacks import PRETENDED, hacked_task
-from rlbench.sandbox.pool_rules import settle_lateness
-from rlbench.sandbox.pool import stop_pool
-from rlbench.sandbox.types import End, Execution, Limits, Program
 from rlbench.sandbox.grading_task import read_code_task
+from rlbench.sandbox.hacks import PRETENDED, hacked_task
+from rlbench.sandbox.inspect_adapter import Asked
+from rlbench.sandbox.pool import stop_pool
+from rlbench.sandbox.pool_rules import settle_lateness
+from rlbench.sandbox.types import End, Execution, Limits, Program
 
 PLACES = [(tier, user) for tier in ("bwrap-zygote", "landlock") for user in USERS]
 SMALL = Limits(**LIMITS | {"wall_s": 4, "cpu_s": 1})
@@ -81,25 +81,62 @@ def of_model(said: str) -> bool:
     return said.split()[0] in ("done", "missing") or End(said.split()[0]).of_model
 
 
-@pytest.mark.parametrize("cell, name", [(place, name) for place in PLACES for name in LEAVINGS], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
+@pytest.mark.parametrize(
+    "cell, name",
+    [(place, name) for place in PLACES for name in LEAVINGS],
+    ids=lambda each: each if isinstance(each, str) else "-".join(each),
+    indirect=["cell"],
+)
 def test_what_a_program_leaves_is_its_own_doing(cell, name):
     "Whatever it left, nothing that follows is the machine's failure; the workspace can be put back, what was kept can be had again, and the next program is well."
     told = cell.turns(Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL)
     assert all(map(of_model, told.values())), told
     assert told["back"] == told["close"] == "done" and told["after back"].startswith("exited 0"), told
-    too_full = cell.tier == "landlock" and name == "a full disk"  # it has no disk of its own: a look ends whatever program it meets in a workspace that is too full
-    assert "next again" not in told or told["open again"] == "done" and told["next again"].startswith(("exited 0", "output_limit") if too_full else "exited 0"), told
+    too_full = (
+        cell.tier == "landlock" and name == "a full disk"
+    )  # it has no disk of its own: a look ends whatever program it meets in a workspace that is too full
+    assert (
+        "next again" not in told
+        or told["open again"] == "done"
+        and told["next again"].startswith(("exited 0", "output_limit") if too_full else "exited 0")
+    ), told
     assert cell.left() == 0
     after = cell.run(Program("print(6 * 7)"), Limits())
     assert (after.end, after.stdout) == (End.EXITED, b"42\n")
 
 
-PROJECT = read_code_task(json.dumps({"kind": "repository", "files": {"src/shapes.py": "def area(a, b):\n    return a + b\n", "tests/test_shapes.py": "from shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n"},
-                                     "editable": ["*"], "tests": ["tests/test_shapes.py::test_area"], "reference": "```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n"}))
+PROJECT = read_code_task(
+    json.dumps(
+        {
+            "kind": "repository",
+            "files": {
+                "src/shapes.py": "def area(a, b):\n    return a + b\n",
+                "tests/test_shapes.py": "from shapes import area\n\ndef test_area():\n    assert area(2, 3) == 6\n",
+            },
+            "editable": ["*"],
+            "tests": ["tests/test_shapes.py::test_area"],
+            "reference": "```python src/shapes.py\ndef area(a, b):\n    return a * b\n```\n",
+        }
+    )
+)
 PATHS = {
-    "a path too long": {"x" * 300: ""}, "a path longer than any": {"/".join(["x" * 200] * 30): ""}, "too deep": {"d/" * 1500 + "x": ""}, "a file that is a folder": {"src/shapes.py/x": "", "src": ""}, "a folder that is a file": {"a": "", "a/b": "", "a/b/c": ""},
-    "too many": {f"f{i}": "" for i in range(3000)}, "too large": {"x": "1" * (20 << 20)}, "half a surrogate in a name": {"a\ud800": "", "\udcff": ""}, "half a surrogate in a file": {"src/shapes.py": "x = '\ud800'"},
-    "names of the system": {"src/\n": "", "src/a=b": "", "a\n\nb": "", "-": ""}, "its modules": {"src/os.py": "raise SystemExit", "os.py": "import sys; sys.exit(0)", "json.py": "", "shapes/__init__.py": "x"}}
+    "a path too long": {"x" * 300: ""},
+    "a path longer than any": {"/".join(["x" * 200] * 30): ""},
+    "too deep": {"d/" * 1500 + "x": ""},
+    "a file that is a folder": {"src/shapes.py/x": "", "src": ""},
+    "a folder that is a file": {"a": "", "a/b": "", "a/b/c": ""},
+    "too many": {f"f{i}": "" for i in range(3000)},
+    "too large": {"x": "1" * (20 << 20)},
+    "half a surrogate in a name": {"a\ud800": "", "\udcff": ""},
+    "half a surrogate in a file": {"src/shapes.py": "x = '\ud800'"},
+    "names of the system": {"src/\n": "", "src/a=b": "", "a\n\nb": "", "-": ""},
+    "its modules": {
+        "src/os.py": "raise SystemExit",
+        "os.py": "import sys; sys.exit(0)",
+        "json.py": "",
+        "shapes/__init__.py": "x",
+    },
+}
 
 
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
@@ -111,7 +148,15 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (name, verdict.ends, verdict.message)
         assert grade(cell, PROJECT, {"src/shapes.py": "def area(a, b):\n    return a * b\n"}, limits).score == 1, name
     prints = read_code_task(json.dumps({"kind": "stdio", "tests": [{"stdin": "3", "stdout": "9"}]}))
-    for code in ("print('\ud800')", "\udcff", "\0", "print(9)\0", "#" * (9 << 20), "(" * 9999, "print(" * 99 + ")" * 99):
+    for code in (
+        "print('\ud800')",
+        "\udcff",
+        "\0",
+        "print(9)\0",
+        "#" * (9 << 20),
+        "(" * 9999,
+        "print(" * 99 + ")" * 99,
+    ):
         verdict = grade(cell, prints, code, limits)
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (code[:20], verdict.ends, verdict.message)
 
@@ -119,6 +164,7 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
 def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
     "Half a surrogate in a command, its input, its environment, in a file's name and content: never an error of the machine, nor of the caller."
+
     class Box:
         def exec(self, program, limits):
             return cell.run(program, limits)
@@ -128,7 +174,13 @@ def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
 
     written, asked = [], Asked(Box(), Limits(**LIMITS | {"processes": 1}))
     bad = "a\ud800b"
-    for how in ({"cmd": ["cat"], "input": bad}, {"cmd": ["echo", bad]}, {"cmd": [bad]}, {"cmd": ["env"], "env": {"X": bad}}, {"cmd": ["cat", "a\0b"]}):
+    for how in (
+        {"cmd": ["cat"], "input": bad},
+        {"cmd": ["echo", bad]},
+        {"cmd": [bad]},
+        {"cmd": ["env"], "env": {"X": bad}},
+        {"cmd": ["cat", "a\0b"]},
+    ):
         told = asyncio.run(asked.exec(**how))
         assert isinstance(told.returncode, int), how
     asyncio.run(asked.write_file("x", bad))
@@ -136,12 +188,25 @@ def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
     assert asyncio.run(asked.exec(["echo", "well"])).stdout == "well\n"
 
 
-@pytest.mark.parametrize("cell, name", [(place, hack.name) for place in PLACES for hack in PRETENDED], ids=lambda each: each if isinstance(each, str) else "-".join(each), indirect=["cell"])
+@pytest.mark.parametrize(
+    "cell, name",
+    [(place, hack.name) for place in PLACES for hack in PRETENDED],
+    ids=lambda each: each if isinstance(each, str) else "-".join(each),
+    indirect=["cell"],
+)
 def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
     "Neither masked nor paid, and the next program is paid what it is worth."
     code = next(hack.code for hack in PRETENDED if hack.name == name)
-    verdict = grade(cell, hacked_task(), code, Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128))
-    assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (verdict.ends, verdict.message)
+    verdict = grade(
+        cell,
+        hacked_task(),
+        code,
+        Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128),
+    )
+    assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (
+        verdict.ends,
+        verdict.message,
+    )
     assert grade(cell, hacked_task(), hacked_task().reference, Limits()).score == 1
 
 
@@ -152,10 +217,15 @@ PINNED = "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
 WAITERS = {
     "children that share a core": SPEND + PINNED + FORK.format(number=13, work="spend(0.01, time.process_time)"),
     "children that share the cores": SPEND + FORK.format(number=13, work="spend(0.01, time.process_time)"),
-    "threads that compute": SPEND + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
-    "threads on a core": SPEND + PINNED + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "threads that compute": SPEND
+    + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
+    "threads on a core": SPEND
+    + PINNED
+    + "for i in range(13): threading.Thread(target=spend, args=(0.01, time.thread_time)).start()\ntime.sleep(60)\n",
     "a file that is written and synced": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nwhile True: os.pwrite(file, bytes(4096), 0); os.fsync(file)\n",
-    "a little work, a little sleep": SPEND + PINNED + "while True: spend(0.0005, time.process_time); time.sleep(0.05)\n",
+    "a little work, a little sleep": SPEND
+    + PINNED
+    + "while True: spend(0.0005, time.process_time); time.sleep(0.05)\n",
 }
 
 
@@ -171,15 +241,25 @@ def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
 def test_the_wait_for_a_processor_is_that_of_one_thread():
     "However many wait for each other, none waits longer than the clock runs; one that keeps itself to a processor waits by its own choice."
     began = time.monotonic()
-    spin = SPEND + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), daemon=True).start()\ntime.sleep(60)\n"
+    spin = (
+        SPEND
+        + "for i in range(13): threading.Thread(target=spend, args=(60, time.thread_time), daemon=True).start()\ntime.sleep(60)\n"
+    )
     for code, pinned in ((spin, False), (SPEND + PINNED + spin, True)):
         with subprocess.Popen([sys.executable, "-c", code]) as process:
             time.sleep(1)
-            run, place = SimpleNamespace(runnable=-1.0, pinned=False), SimpleNamespace(everywhere=os.sched_getaffinity(0))
+            run, place = (
+                SimpleNamespace(runnable=-1.0, pinned=False),
+                SimpleNamespace(everywhere=os.sched_getaffinity(0)),
+            )
             assert zygote.measure(place, run, [(process.pid,)], time.monotonic())
             process.kill()
         assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.everywhere) > 1)
-    for run, cpu, expected in ((SimpleNamespace(runnable=0.7, pinned=False), 0.7, 3.3), (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0), (SimpleNamespace(runnable=3.0, pinned=True), 0.2, 3.8)):
+    for run, cpu, expected in (
+        (SimpleNamespace(runnable=0.7, pinned=False), 0.7, 3.3),
+        (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0),
+        (SimpleNamespace(runnable=3.0, pinned=True), 0.2, 3.8),
+    ):
         assert zygote.slept(run, 10.0, 14.0, cpu) == pytest.approx(expected)
 
 
@@ -201,10 +281,21 @@ def test_a_late_program_is_compared_with_a_known_good_one():
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
 def test_a_sleeper_is_late_once_for_all_its_tests(cell):
     "Several tests, each with a wall limit; the program has one for all of its sleep."
-    prints = read_code_task(json.dumps({"kind": "stdio", "tests": [{"id": str(n), "stdin": str(n), "stdout": str(n)} for n in range(6)]}))
-    for code in ("import time\ntime.sleep(60)", "import time\nn = input()\nif n == '1': time.sleep(60)\nprint(n)", "import time\ntime.sleep(0.6)"):
+    prints = read_code_task(
+        json.dumps({"kind": "stdio", "tests": [{"id": str(n), "stdin": str(n), "stdout": str(n)} for n in range(6)]})
+    )
+    for code in (
+        "import time\ntime.sleep(60)",
+        "import time\nn = input()\nif n == '1': time.sleep(60)\nprint(n)",
+        "import time\ntime.sleep(0.6)",
+    ):
         verdict = grade(cell, prints, code, Limits(**LIMITS | {"cpu_s": 0.3, "wall_s": 1.0}))
-        assert verdict.score == 0 and verdict.ends[-1] == "wall_limit" and verdict.ends.count("wall_limit") == 1 and verdict.runs <= 3, verdict
+        assert (
+            verdict.score == 0
+            and verdict.ends[-1] == "wall_limit"
+            and verdict.ends.count("wall_limit") == 1
+            and verdict.runs <= 3
+        ), verdict
 
 
 def test_waiting_for_a_canary_is_no_standstill():
@@ -216,7 +307,9 @@ def test_waiting_for_a_canary_is_no_standstill():
             if owner.endswith("canary"):
                 assert opened.wait(60)
                 return super().run(program, limits, owner)
-            return Execution(End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake")
+            return Execution(
+                End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake"
+            )
 
     actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Taken(), 4, "monday"))
     actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2")) for i in range(4)])
@@ -231,7 +324,9 @@ def test_waiting_for_a_canary_is_no_standstill():
     opened.set()
     done = {}
     while not actor.idle:
-        done |= {said.key[0]: (said.judged.reward, said.judged.outcome) for said in actor.turn() if hasattr(said, "judged")}
+        done |= {
+            said.key[0]: (said.judged.reward, said.judged.outcome) for said in actor.turn() if hasattr(said, "judged")
+        }
     assert done == dict.fromkeys(range(3), (0.0, Outcome.OK))
 
 
@@ -248,6 +343,7 @@ def judge_each(actor, rollouts, pause=0.0):
 
 def test_who_is_masked_again_and_again_is_punished():
     "On every worker, while others and the canary get on: the third time it is zero, and a tripwire."
+
     class Fooled(Quick):
         fooled = 0
 
@@ -258,9 +354,19 @@ def test_who_is_masked_again_and_again_is_punished():
             return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.fooled % 2}", message="played")
 
     actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
-    told = judge_each(actor, [Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text) for id, text in enumerate(["1 2"] * 12 + ["evil"] * 4)])
+    told = judge_each(
+        actor,
+        [
+            Rollout(id, 0, 0, 0, Task("a", "b", ANSWER.replace("1 2 3", "1 2 3" + " " * (text == "evil"))), text=text)
+            for id, text in enumerate(["1 2"] * 12 + ["evil"] * 4)
+        ],
+    )
     assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0]
-    assert "masked" in told[-1].verdict.tripwires and told[-1].correct is False and "verdicts of this program are missing" in told[-1].verdict.message
+    assert (
+        "masked" in told[-1].verdict.tripwires
+        and told[-1].correct is False
+        and "verdicts of this program are missing" in told[-1].verdict.message
+    )
 
 
 class Brittle:
@@ -283,12 +389,17 @@ def slow(response, answer):
     return response == answer
 
 
-@pytest.mark.parametrize("verifier, environment", [(slow, SingleTurn), (VERIFIERS["exact"], Brittle)], ids=["function", "episode"])
+@pytest.mark.parametrize(
+    "verifier, environment", [(slow, SingleTurn), (VERIFIERS["exact"], Brittle)], ids=["function", "episode"]
+)
 def test_episodes_and_functions_are_guarded_too(verifier, environment):
     "The third time an answer leaves them without a verdict, while others get theirs, it is zero."
     actor = EnvironmentActor(verifier, REWARDS["correct"], environment)
     answers = ["2"] * 12 + ["late"] * 4
-    rollouts = [Rollout(id, 0, 0, 0, Task("a" if text == "2" else "b", "1+1=", "2"), text=text) for id, text in enumerate(answers)]
+    rollouts = [
+        Rollout(id, 0, 0, 0, Task("a" if text == "2" else "b", "1+1=", "2"), text=text)
+        for id, text in enumerate(answers)
+    ]
     told = []
     for rollout in rollouts:
         actor.receive([ScoreRequest(rollout, deadline=0.05)])
@@ -298,7 +409,9 @@ def test_episodes_and_functions_are_guarded_too(verifier, environment):
     assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0], told
     assert told[-1].correct is False and told[-1].message.startswith("masked: 4 of 4 verdicts of this program")
     if environment is Brittle:
-        broken = judge_each(actor, [Rollout(99 + n, 0, 0, 0, Task("broken", "1+1=", "2"), text="2") for n in range(4)], 0.4)
+        broken = judge_each(
+            actor, [Rollout(99 + n, 0, 0, 0, Task("broken", "1+1=", "2"), text="2") for n in range(4)], 0.4
+        )
         assert {each.reward for each in broken} == {None}, "it fails before the policy has said anything"
     actor.close()
 
@@ -321,7 +434,16 @@ def naughty(*, split="train", seed=0, count=64):
     return [Task(f"naughty/{split}/{i}", f"{i}=", NAUGHTY_ANSWER, 1, "naughty") for i in range(count)]
 
 
-NAUGHTY_ANSWER = json.dumps({"kind": "function", "function": "solve", "wrap": NAUGHTY, "tests": [{"id": str(n), "expected": 1} for n in range(3)], "reference": "1", "bad": "11"})
+NAUGHTY_ANSWER = json.dumps(
+    {
+        "kind": "function",
+        "function": "solve",
+        "wrap": NAUGHTY,
+        "tests": [{"id": str(n), "expected": 1} for n in range(3)],
+        "reference": "1",
+        "bad": "11",
+    }
+)
 
 
 def assert_each_kind_failed_by_itself(verdicts, rollouts):
@@ -329,7 +451,9 @@ def assert_each_kind_failed_by_itself(verdicts, rollouts):
     texts = dict(rollouts.select("rollout", "text").iter_rows())
     ends = {kind: [] for kind in ("sleeps", "kills itself", "lowers its limit", "plain")}
     for rollout, score, last in verdicts.select("rollout", "score", pl.col("ends").list.last()).iter_rows():
-        kind = {0: "sleeps", 3: "kills itself", 6: "lowers its limit"}.get(sum(map(ord, final_answer(texts[rollout]))) % 8, "plain")
+        kind = {0: "sleeps", 3: "kills itself", 6: "lowers its limit"}.get(
+            sum(map(ord, final_answer(texts[rollout]))) % 8, "plain"
+        )
         ends[kind].append(last)
         assert kind == "plain" or score == 0.0, (kind, score, last)
     naughty = sum(len(ends[kind]) for kind in ends if kind != "plain")
@@ -342,14 +466,40 @@ def assert_each_kind_failed_by_itself(verdicts, rollouts):
 def test_a_run_of_which_a_third_sleeps_or_kills_itself_trains_on(tmp_path, monkeypatch, tier):
     "Twenty steps of a model, processes and sandboxes: books closed, and nothing masked."
     monkeypatch.chdir(tmp_path)
-    pool = {"sandbox.folder": str(tmp_path / "pool"), "sandbox.tier": tier, "verifier.cpu_s": 0.3, "verifier.wall_s": 0.6}
+    pool = {
+        "sandbox.folder": str(tmp_path / "pool"),
+        "sandbox.tier": tier,
+        "verifier.cpu_s": 0.3,
+        "verifier.wall_s": 0.6,
+    }
     try:
-        run = rl.run("tiny", name="naughty", steps=20, batch=8, group=4, preflight=0, eval=[], tasks=naughty, verifier="code", reward="tests", alerts=False, max_tokens=8, **pool)
+        run = rl.run(
+            "tiny",
+            name="naughty",
+            steps=20,
+            batch=8,
+            group=4,
+            preflight=0,
+            eval=[],
+            tasks=naughty,
+            verifier="code",
+            reward="tests",
+            alerts=False,
+            max_tokens=8,
+            **pool,
+        )
         while run.state not in ("finished", "failed"):
             time.sleep(0.2)
-        status, verdicts, rollouts = read_status(Path(run.folder)), *(read_table(run.folder, table) for table in ("verdicts", "rollouts"))
+        status, verdicts, rollouts = (
+            read_status(Path(run.folder)),
+            *(read_table(run.folder, table) for table in ("verdicts", "rollouts")),
+        )
         assert run.state == "finished" and status.books_closed, (Path(run.folder) / "run.log").read_text()[-2000:]
-        assert len(read_table(run.folder, "steps")) == 20 and verdicts["score"].null_count() == 0 and not (rollouts["outcome"] == "environment_error").any()
+        assert (
+            len(read_table(run.folder, "steps")) == 20
+            and verdicts["score"].null_count() == 0
+            and not (rollouts["outcome"] == "environment_error").any()
+        )
         assert_each_kind_failed_by_itself(verdicts, rollouts)
     finally:
         stop_pool(tmp_path / "pool")

@@ -1,4 +1,5 @@
 """The pool of sandboxes under what notebooks cannot show: processes that are killed or stopped, clients that vanish, a full disk, and a thousand at once."""
+
 import json
 import os
 import signal
@@ -13,11 +14,11 @@ import pytest
 from patience import until
 
 from rlbench.base.ledger import alive, count_rows, living, read_table
-from rlbench.sandbox.pool_rules import Policy, PoolSpec
 from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.types import End, Fault, Limits, Program
-from rlbench.sandbox.sweep import LOCK, marked, remembered, sweep
+from rlbench.sandbox.pool_rules import Policy, PoolSpec
 from rlbench.sandbox.protocol import connect
+from rlbench.sandbox.sweep import LOCK, marked, remembered, sweep
+from rlbench.sandbox.types import End, Fault, Limits, Program
 
 PROCESSES = PoolSpec("fake", workers=2, processes=True)
 
@@ -88,7 +89,11 @@ def test_a_client_that_is_killed_leaves_nothing(pool_at, script):
     until(lambda: count_rows(pool.folder, "executions") >= 4, 20)
     rows = read_table(pool.folder, "executions", ["fate", "owner"])
     assert Counter(rows["fate"].to_list()) == {"cancelled": 3, "answered": 1}
-    assert {row[2] for row in read_table(pool.folder, "sandboxes", ["kind", "owner", "state"]).iter_rows() if row[0] == "session" and row[1].startswith("dead")} >= {"closed"}
+    assert {
+        row[2]
+        for row in read_table(pool.folder, "sandboxes", ["kind", "owner", "state"]).iter_rows()
+        if row[0] == "session" and row[1].startswith("dead")
+    } >= {"closed"}
 
 
 def test_a_controller_outlives_who_started_it(tmp_path, script, pool_at):
@@ -228,7 +233,11 @@ def test_two_who_come_at_once_find_one(tmp_path):
         thread.join(60)
     try:
         assert len(pools) == 8 and len({pool.status().pid for pool in pools}) == 1
-        there = [p for p in psutil.process_iter(["cmdline"]) if "rlbench.sandbox.controller" in (p.info["cmdline"] or []) and str(folder) in p.info["cmdline"]]
+        there = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if "rlbench.sandbox.controller" in (p.info["cmdline"] or []) and str(folder) in p.info["cmdline"]
+        ]
         assert len(there) == 2 and pools[0].status().pid in {p.pid for p in there}, "one controller and its guardian"
     finally:
         for pool in pools:
@@ -239,7 +248,14 @@ def test_two_who_come_at_once_find_one(tmp_path):
 def test_a_stranger_who_talks_nonsense(pool_at):
     "Is dropped; nothing that was said is run, and others are served."
     pool = pool_at()
-    for nonsense in (b"\x80\x04\x95not a pickle we read\n", b"[" * 200_000 + b"\n", b'{"id": 1, "do": "exec", "program": 3}\n', b'{"id": {}, "do": "open"}\n', b'{"do": "cancel"}\n', b'{"do": "extend", "seconds": "x", "session": []}\n'):
+    for nonsense in (
+        b"\x80\x04\x95not a pickle we read\n",
+        b"[" * 200_000 + b"\n",
+        b'{"id": 1, "do": "exec", "program": 3}\n',
+        b'{"id": {}, "do": "open"}\n',
+        b'{"do": "cancel"}\n',
+        b'{"do": "extend", "seconds": "x", "session": []}\n',
+    ):
         with connect(pool.folder) as stranger:
             stranger.sendall(nonsense)
             stranger.settimeout(10)
@@ -292,18 +308,43 @@ def test_a_controller_that_hangs(pool_at, monkeypatch):
 
 def test_a_bad_day_of_960(pool_at):
     "960 sandboxes and 960 programs at once while workers die and orders fail: everything is answered once, no fault is told as the model's, every attempt has a row."
-    faults = {"ends": {"quota": 0.02, "host_oom": 0.02, "protocol_error": 0.02, "start_failed": 0.02, "host_disk_full": 0.02}, "lost": 0.002, "late": 0.002, "late_s": 2.0, "dead": 0.1, "slow": 0.1, "slow_s": 1.0}
-    pool = pool_at(PoolSpec("fake", workers=4, seed=5, faults=faults, policy=Policy(hedge_floor_s=0.5, start_s=5, quota_s=0.05, grace_s=3)), "bad")
+    faults = {
+        "ends": {"quota": 0.02, "host_oom": 0.02, "protocol_error": 0.02, "start_failed": 0.02, "host_disk_full": 0.02},
+        "lost": 0.002,
+        "late": 0.002,
+        "late_s": 2.0,
+        "dead": 0.1,
+        "slow": 0.1,
+        "slow_s": 1.0,
+    }
+    pool = pool_at(
+        PoolSpec(
+            "fake",
+            workers=4,
+            seed=5,
+            faults=faults,
+            policy=Policy(hedge_floor_s=0.5, start_s=5, quota_s=0.05, grace_s=3),
+        ),
+        "bad",
+    )
     began = time.monotonic()
     boxes = [pool.submit_open(owner=f"day/{i}") for i in range(960)]
-    programs = [pool.submit(Program(f"# fake: wall=0.002 status={i % 3} say={i}"), Limits(cpu_s=0.5, wall_s=1), owner=f"day/{i}") for i in range(960)]
+    programs = [
+        pool.submit(
+            Program(f"# fake: wall=0.002 status={i % 3} say={i}"), Limits(cpu_s=0.5, wall_s=1), owner=f"day/{i}"
+        )
+        for i in range(960)
+    ]
     wait([*boxes, *programs], timeout=100)
     assert all(future.done() for future in (*boxes, *programs)) and time.monotonic() - began < 100
     for number, future in enumerate(programs):
         e = future.result()
         assert not e.end.of_model or (e.end, e.status, e.stdout) == (End.EXITED, number % 3, str(number).encode())
     assert sum(future.result().end.of_model for future in programs) > 940
-    assert all(isinstance(future.exception(), Fault | None) for future in boxes) and sum(future.exception() is None for future in boxes) > 900
+    assert (
+        all(isinstance(future.exception(), Fault | None) for future in boxes)
+        and sum(future.exception() is None for future in boxes) > 900
+    )
     told = pool.status()
     assert told.executions == 960 and told.again > 50 and told.lost > 0
     time.sleep(1.5)  # rows are written twice a second
@@ -366,10 +407,16 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     pool = pool_at(PoolSpec(tier, workers=2, allow_unsafe=True), tier)
     box = pool.open()
     box.write("a", b"1")
-    running = [pool.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)), box.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64))]
+    running = [
+        pool.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)),
+        box.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)),
+    ]
     until(lambda: pool.status().busy == 2, 20)
     time.sleep(1)
-    pid, scratch = pool.status().pid, [Path(place) for place in json.loads((pool.folder / "processes.json").read_text())["places"]]
+    pid, scratch = (
+        pool.status().pid,
+        [Path(place) for place in json.loads((pool.folder / "processes.json").read_text())["places"]],
+    )
     family = until(lambda: len(found := below(pid)) >= 4 and found, 20)
     assert (tier == "bwrap-zygote") == (not scratch) and all(place.is_dir() for place in scratch)
     pool.close()
@@ -378,7 +425,11 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     assert [e.end for e in ends] == [End.BACKEND_LOST] * 2, ends
     gone(family, 60)
     until(lambda: not (pool.folder / "socket").exists(), 20)  # the guardian has come to the end
-    assert not marked(pool.folder) and not any(place.exists() for place in scratch) and not (pool.folder / "socket").exists()
+    assert (
+        not marked(pool.folder)
+        and not any(place.exists() for place in scratch)
+        and not (pool.folder / "socket").exists()
+    )
 
 
 def test_a_zygote_that_is_killed(pool_at):
@@ -387,7 +438,10 @@ def test_a_zygote_that_is_killed(pool_at):
     workers = workers_of(pool)
     base = pool.keep({"src/a.py": b"A = 1\n"})
     box, lost = pool.open(base), pool.open(base)
-    assert box.exec(Program("open('b', 'w').write(open('src/a.py').read())")).ok and lost.exec(Program("open('c', 'w')")).ok
+    assert (
+        box.exec(Program("open('b', 'w').write(open('src/a.py').read())")).ok
+        and lost.exec(Program("open('c', 'w')")).ok
+    )
     layer = box.snapshot(turn=1, version=4)
     running = pool.submit(Program("import time; time.sleep(1); print('done')"))
     until(lambda: pool.status().busy == 1, 20)

@@ -1,31 +1,20 @@
 """Remote sandboxes against servers that are nowhere near: a server of the plain interface, one of SandboxFusion's, and what they do on a bad day."""
-from remote_sandboxes import Plain, TOKEN, run_code, serve
+
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from patience import until
+from remote_sandboxes import TOKEN, Plain, run_code
 
-from rlbench.sandbox.faults import FakeWorker
-from rlbench.sandbox.pool_rules import Policy, PoolSpec
 from rlbench.sandbox.pool import Pool, stop_pool
+from rlbench.sandbox.pool_rules import Policy, PoolSpec
 from rlbench.sandbox.remote import account
-from rlbench.sandbox.types import End, Fault, Limits, Program, Reply
-from rlbench.sandbox.protocol import order_of, reply_json
+from rlbench.sandbox.types import End, Fault, Limits, Program
 
 QUICK = Policy(quota_s=0.05, start_s=5, hedge_floor_s=30, wait_s=5)
-
-
-
-
-
-
 
 
 @pytest.fixture
@@ -34,7 +23,12 @@ def pool_at(tmp_path):
     made = []
 
     def at(url: str, **options) -> Pool:
-        made.append(Pool.connect(tmp_path / f"pool-{len(made)}", PoolSpec("remote", url=url, **{"token": f"${TOKEN}", "policy": QUICK, **options})))
+        made.append(
+            Pool.connect(
+                tmp_path / f"pool-{len(made)}",
+                PoolSpec("remote", url=url, **{"token": f"${TOKEN}", "policy": QUICK, **options}),
+            )
+        )
         return made[-1]
 
     yield at
@@ -60,7 +54,18 @@ def test_the_plain_interface_does_all_that_a_sandbox_does(serve, pool_at):
             assert branch.read("a/b") == b"\x00one"
 
 
-@pytest.mark.parametrize("status, body, end", [(429, b"slow down", End.QUOTA), (402, b"no credit", End.QUOTA), (403, b"not yours", End.AUTH), (500, b"oops", End.BACKEND_LOST), (507, b"", End.HOST_DISK_FULL), (200, b"<html>", End.PROTOCOL_ERROR), (200, b'{"execution": {"end": "perfect"}}', End.PROTOCOL_ERROR)])
+@pytest.mark.parametrize(
+    "status, body, end",
+    [
+        (429, b"slow down", End.QUOTA),
+        (402, b"no credit", End.QUOTA),
+        (403, b"not yours", End.AUTH),
+        (500, b"oops", End.BACKEND_LOST),
+        (507, b"", End.HOST_DISK_FULL),
+        (200, b"<html>", End.PROTOCOL_ERROR),
+        (200, b'{"execution": {"end": "perfect"}}', End.PROTOCOL_ERROR),
+    ],
+)
 def test_every_refusal_is_of_the_machine(serve, pool_at, status, body, end):
     "Each is tried again (but a refused key is not), and told as what it is; once it is over, the next attempt is well."
     plain = Plain()
@@ -111,7 +116,12 @@ def test_sandboxfusion(serve, pool_at):
     pool = pool_at(serve(run_code), api="sandboxfusion")
     echo = "import os\nfor line in os.fdopen(3):\n    print('seen', line.strip(), flush=True)\n    os.write(4, (str(int(line) ** 2) + chr(10)).encode())"
     e = pool.run(Program(echo, calls=("3", "4"), files={"data/x": b"1"}))
-    assert (e.end, e.answers, e.stdout, e.tier) == (End.EXITED, ("9", "16"), b"seen 3\nseen 4\n", "remote") and e.cpu_s > 0
+    assert (e.end, e.answers, e.stdout, e.tier) == (
+        End.EXITED,
+        ("9", "16"),
+        b"seen 3\nseen 4\n",
+        "remote",
+    ) and e.cpu_s > 0
     assert pool.run(Program("while True: pass"), Limits(cpu_s=1)).end is End.CPU_LIMIT
     late = pool.run(Program("import time; time.sleep(30)"), Limits(cpu_s=0.5, wall_s=1))
     assert late.end is End.WALL_LIMIT and late.tries == 2
@@ -122,13 +132,26 @@ def test_sandboxfusion(serve, pool_at):
 def test_sandboxfusion_in_trouble(serve, pool_at):
     "Its own errors, and answers that are none, are of the machine."
     said = iter([])
+
     def answer(path, body, head):
-        return 200, next(said, json.dumps({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}}).encode())
+        return 200, next(
+            said,
+            json.dumps(
+                {
+                    "status": "Success",
+                    "run_result": {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""},
+                }
+            ).encode(),
+        )
 
     pool = pool_at(serve(answer), api="sandboxfusion", policy=Policy(retries=0, hedge_floor_s=30))
     until(lambda: pool.status().workers, 10)
-    for body, end in ((b'{"status": "SandboxError", "message": "no cgroup"}', End.BACKEND_LOST), (b"[]", End.PROTOCOL_ERROR), (b'{"status": "Success", "run_result": 7}', End.PROTOCOL_ERROR),
-                      (b'{"status": "Failed", "run_result": {"status": "Error", "stderr": "no pod"}}', End.BACKEND_LOST)):
+    for body, end in (
+        (b'{"status": "SandboxError", "message": "no cgroup"}', End.BACKEND_LOST),
+        (b"[]", End.PROTOCOL_ERROR),
+        (b'{"status": "Success", "run_result": 7}', End.PROTOCOL_ERROR),
+        (b'{"status": "Failed", "run_result": {"status": "Error", "stderr": "no pod"}}', End.BACKEND_LOST),
+    ):
         said = iter([body])
         assert pool.run(Program("pass")).end is end
     forged = pool.run(Program("pass"))  # nothing from the runner: that is the program's doing

@@ -1,4 +1,5 @@
 """The same verdicts wherever programs run: in both tiers, as root and as an ordinary user, on somebody else's machine by either interface."""
+
 import json
 import os
 import subprocess
@@ -15,17 +16,16 @@ from jailer import NOBODY, USERS, become
 from remote_sandboxes import TOKEN, Plain, run_code, serve  # noqa: F401  (serve is a fixture)
 from sandbox_runs import SMALL, even
 
-from rlbench.environments.code_datasets import read_code
 from rlbench.base.ledger import read_table
+from rlbench.environments.code_datasets import read_code
 from rlbench.environments.code_verifier import code
-from rlbench.sandbox import controller
-from rlbench.sandbox import pool
+from rlbench.sandbox import controller, pool
 from rlbench.sandbox.grade import known_bad
-from rlbench.sandbox.jail import PROFILES, Jail, load_filter, zygote_source
-from rlbench.sandbox.pool_rules import PoolSpec
-from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.types import End, Program, Tier
 from rlbench.sandbox.grading_task import read_code_task
+from rlbench.sandbox.jail import PROFILES, Jail, load_filter, zygote_source
+from rlbench.sandbox.pool import Pool, stop_pool
+from rlbench.sandbox.pool_rules import PoolSpec
+from rlbench.sandbox.types import End, Program, Tier
 
 NOTHING = "this is no Python"
 
@@ -42,10 +42,16 @@ def one_of_each() -> list:
 
 def verdicts(runner) -> list[tuple]:
     "(task, solution, score, test by test, how its executions ended) of each task's reference, a wrong solution, and a text that is none."
-    asked = [(task, name, text) for task, each in one_of_each() for name, text in (("reference", each.reference), ("bad", known_bad(each)), ("nothing", NOTHING))]
+    asked = [
+        (task, name, text)
+        for task, each in one_of_each()
+        for name, text in (("reference", each.reference), ("bad", known_bad(each)), ("nothing", NOTHING))
+    ]
     with ThreadPoolExecutor(4) as threads:
         judged = list(threads.map(lambda each: code(each[2], each[0].answer, pool=runner), asked))
-    return [(task.id, name, v.score, tuple(c.passed for c in v.checks), v.ends) for (task, name, _), v in zip(asked, judged)]
+    return [
+        (task.id, name, v.score, tuple(c.passed for c in v.checks), v.ends) for (task, name, _), v in zip(asked, judged)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,9 @@ def expected(tmp_path_factory) -> list[tuple]:
     with Pool.connect(folder, PoolSpec(Tier.BWRAP)) as runner:
         found = verdicts(runner)
     stop_pool(folder)
-    assert {(name, score) for _, name, score, *_ in found} == {("reference", 1.0), ("bad", 0.0), ("nothing", 0.0)}, found
+    assert {(name, score) for _, name, score, *_ in found} == {("reference", 1.0), ("bad", 0.0), ("nothing", 0.0)}, (
+        found
+    )
     return found
 
 
@@ -89,11 +97,15 @@ def test_verdicts_are_the_same_in_every_tier_for_every_user(expected, tmp_path, 
         with Pool.connect(tmp_path / "pool", PoolSpec(tier)) as runner:
             assert verdicts(runner) == expected
             refused = runner.run(Program(argv=("sh", "-c", "true")))
-            assert (refused.end is End.GRADER_ERROR and "give processes = 1" in refused.message) == (tier == Tier.LANDLOCK)
+            assert (refused.end is End.GRADER_ERROR and "give processes = 1" in refused.message) == (
+                tier == Tier.LANDLOCK
+            )
         stop_pool(tmp_path / "pool")
         return
     script = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / 'helpers')]!r}\nfrom test_sandbox_tiers import elsewhere\nelsewhere({str(tier)!r})"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)  # none that was forked from this one, whose threads would be missing there
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )  # none that was forked from this one, whose threads would be missing there
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout.splitlines()[-1]) == json.loads(json.dumps(expected))
 
@@ -121,11 +133,27 @@ def server(serve, request):  # noqa: F811
     plain.worker.close()
 
 
-@pytest.mark.parametrize("server, api", [("http", "http"), ("sandboxfusion", "sandboxfusion")], indirect=["server"], ids=["http", "sandboxfusion"])
+@pytest.mark.parametrize(
+    "server, api",
+    [("http", "http"), ("sandboxfusion", "sandboxfusion")],
+    indirect=["server"],
+    ids=["http", "sandboxfusion"],
+)
 def test_verdicts_are_the_same_far_away(expected, tmp_path, server, api):
     "Over the network with calls one at a time, and in a run whose every verdict comes from there."
-    table = {"tier": "remote", "url": server, "api": api, "token": f"${TOKEN}", "folder": str(tmp_path / "pool"), "canaries": 1}
-    near = inline_run(tmp_path / "near", "near", {**SMALL, "tasks": even, "steps": 1, "sandbox": {"folder": str(tmp_path / "near-pool"), "canaries": 1}})
+    table = {
+        "tier": "remote",
+        "url": server,
+        "api": api,
+        "token": f"${TOKEN}",
+        "folder": str(tmp_path / "pool"),
+        "canaries": 1,
+    }
+    near = inline_run(
+        tmp_path / "near",
+        "near",
+        {**SMALL, "tasks": even, "steps": 1, "sandbox": {"folder": str(tmp_path / "near-pool"), "canaries": 1}},
+    )
     far = inline_run(tmp_path / "far", "far", {**SMALL, "tasks": even, "steps": 1, "sandbox": table})
     assert far.state.phase == "done" and far.state.digest == near.state.digest
     told = read_table(far.folder, "verdicts")
@@ -138,7 +166,19 @@ def test_verdicts_are_the_same_far_away(expected, tmp_path, server, api):
 
 def test_a_run_without_namespaces_is_the_same_run(tmp_path):
     "Tier landlock under a whole run."
-    made = {tier: inline_run(tmp_path, str(tier), {**SMALL, "tasks": even, "steps": 1, "sandbox": {"tier": str(tier), "folder": str(tmp_path / f"pool-{tier}")}}) for tier in (Tier.BWRAP, Tier.LANDLOCK)}
+    made = {
+        tier: inline_run(
+            tmp_path,
+            str(tier),
+            {
+                **SMALL,
+                "tasks": even,
+                "steps": 1,
+                "sandbox": {"tier": str(tier), "folder": str(tmp_path / f"pool-{tier}")},
+            },
+        )
+        for tier in (Tier.BWRAP, Tier.LANDLOCK)
+    }
     for tier, driver in made.items():
         assert set(read_table(driver.folder, "verdicts")["tier"]) == {tier}
         stop_pool(tmp_path / f"pool-{tier}")

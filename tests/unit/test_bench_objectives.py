@@ -1,4 +1,5 @@
 """The bench of all objectives, on a toy budget."""
+
 import json
 from dataclasses import asdict
 
@@ -28,10 +29,20 @@ def test_it_runs_and_goes_on(tmp_path):
     name, said = "RLOO", []
     first = b.bench_objectives(tmp_path, 1, 1, (name,), said.append)
     (row,) = first.rows
-    assert row.objective == name and 0 < row.solve_rate < 1 and row.gpu_or_cpu_s > 0 and row.peak_mb > 50 and name in said[0]
+    assert (
+        row.objective == name
+        and 0 < row.solve_rate < 1
+        and row.gpu_or_cpu_s > 0
+        and row.peak_mb > 50
+        and name in said[0]
+    )
     runs = sorted((tmp_path / "runs").iterdir())
-    assert b.bench_objectives(tmp_path, 1, 1, (name,)).rows == first.rows and sorted((tmp_path / "runs").iterdir()) == runs
-    assert {"objective", "solve_rate", "low", "high", "gpu_or_cpu_s", "peak_mb"} <= json.loads(json.dumps(asdict(first)))["rows"][0].keys()
+    assert (
+        b.bench_objectives(tmp_path, 1, 1, (name,)).rows == first.rows and sorted((tmp_path / "runs").iterdir()) == runs
+    )
+    assert {"objective", "solve_rate", "low", "high", "gpu_or_cpu_s", "peak_mb"} <= json.loads(
+        json.dumps(asdict(first))
+    )["rows"][0].keys()
     with pytest.raises(ValueError, match="is not an arm; there are"):
         b.bench_objectives(tmp_path, only=("grpoo",))
     with pytest.raises(ValueError, match="give 1 or more"):

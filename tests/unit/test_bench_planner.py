@@ -6,18 +6,41 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from rlbench.bench.planner import HEAD, REGIMES, Drawn, bench_of, bench_planner, bench_virtual, drawn, moved, row_of, settled, valid, virtual_of
+from rlbench.bench.planner import (
+    HEAD,
+    REGIMES,
+    Drawn,
+    bench_of,
+    bench_planner,
+    bench_virtual,
+    drawn,
+    moved,
+    row_of,
+    settled,
+    valid,
+    virtual_of,
+)
 from rlbench.runtime.forecasts import Figures, Prediction
 
 
 class Live:
     "A run that makes a version of 32 rollouts in half a second, and for half of that its trainer waits; each look finds it 25 versions on."
+
     name = "made up"
 
     def __init__(self, versions):
         rows = range(1, versions + 1)
-        self.steps = pl.DataFrame({"version": list(rows), "at": [v / 2 for v in rows], "seconds": [0.5] * versions, "trained_rollouts": [32] * versions, "trainer_wait": [0.25] * versions,
-                                   "lag_in_flight": [1.0 + v % 2 for v in rows], "lag_in_queue": [0.5] * versions})
+        self.steps = pl.DataFrame(
+            {
+                "version": list(rows),
+                "at": [v / 2 for v in rows],
+                "seconds": [0.5] * versions,
+                "trained_rollouts": [32] * versions,
+                "trainer_wait": [0.25] * versions,
+                "lag_in_flight": [1.0 + v % 2 for v in rows],
+                "lag_in_queue": [0.5] * versions,
+            }
+        )
         self.told, self.version = [], -20
 
     def set(self, **knobs):
@@ -41,7 +64,11 @@ def test_what_a_run_did_has_an_error_of_its_own():
         settled(Live(40), 39)
 
 
-@pytest.mark.parametrize(("regime", "move"), [(regime, move) for regime in REGIMES for move in ("as it is", *regime.moves)], ids=lambda part: getattr(part, "name", part))
+@pytest.mark.parametrize(
+    ("regime", "move"),
+    [(regime, move) for regime in REGIMES for move in ("as it is", *regime.moves)],
+    ids=lambda part: getattr(part, "name", part),
+)
 def test_a_change_is_made_looked_at_and_taken_back(regime, move):
     live, base, knobs = Live(40), regime.knobs, regime.moves.get(move, {})
     figures, _, versions = moved(live, base, knobs, 0.0)
@@ -51,29 +78,66 @@ def test_a_change_is_made_looked_at_and_taken_back(regime, move):
 
 def test_five_changes_of_each_run_change_something():
     for regime in REGIMES:
-        assert len(regime.moves) == 5 and all(regime.knobs[knob] != value for knobs in regime.moves.values() for knob, value in knobs.items())
+        assert len(regime.moves) == 5 and all(
+            regime.knobs[knob] != value for knobs in regime.moves.values() for knob, value in knobs.items()
+        )
 
 
 def test_only_changes_are_counted():
     came = settled(Live(40), 8)
-    row = lambda name, *figures, kind="move", regime="tools": row_of(regime, name, {}, [(said(*figures), came)], kind)
+
+    def row(name, *figures, kind="move", regime="tools"):
+        return row_of(regime, name, {}, [(said(*figures), came)], kind)
+
     rows = [row("as it is", 0.9, 99.0, 0.0, kind="unchanged")]
     rows += [row(name, 0.54, 3840.0 * 1.09, 2.29) for name in ("one", "two", "three")]
-    rows += [row("too much wait", 0.56, 3840.0, 2.0), row("too slow", 0.5, 3840.0 * 0.89, 2.0), row("too old", 0.5, 3840.0, 2.31)]
-    part = lambda rows: {"rows": [asdict(row) for row in rows], "fitted": {}, "seconds": {"simulated": 1.25, "formula": 0.002}}
-    other = [row("one", 0.5, 3840.0, 2.0, regime="processor"), row("as it is", 0.5, 3840.0, 2.0, kind="unchanged", regime="processor")]
-    found = bench_of([part(rows), part(other)], asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting", regime="processor")), {})
-    assert found.inside == {"tools": 3, "processor": 1} and found.moves == {"tools": 6, "processor": 1} and [row.inside for row in found.rows[:7]] == [False, True, True, True, False, False, False]
+    rows += [
+        row("too much wait", 0.56, 3840.0, 2.0),
+        row("too slow", 0.5, 3840.0 * 0.89, 2.0),
+        row("too old", 0.5, 3840.0, 2.31),
+    ]
+
+    def part(rows):
+        return {"rows": [asdict(row) for row in rows], "fitted": {}, "seconds": {"simulated": 1.25, "formula": 0.002}}
+
+    other = [
+        row("one", 0.5, 3840.0, 2.0, regime="processor"),
+        row("as it is", 0.5, 3840.0, 2.0, kind="unchanged", regime="processor"),
+    ]
+    found = bench_of(
+        [part(rows), part(other)], asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting", regime="processor")), {}
+    )
+    assert (
+        found.inside == {"tools": 3, "processor": 1}
+        and found.moves == {"tools": 6, "processor": 1}
+        and [row.inside for row in found.rows[:7]] == [False, True, True, True, False, False, False]
+    )
     told = str(found).splitlines()
-    assert "\n".join(told[:2]) == HEAD and told[3] == "tools: 3 of 6 inside; an answer took 1.25 s, by formula 2 ms" and told[12].startswith("processor: 1 of 1 inside") and told[-1].endswith("inside, not counted")
+    assert (
+        "\n".join(told[:2]) == HEAD
+        and told[3] == "tools: 3 of 6 inside; an answer took 1.25 s, by formula 2 ms"
+        and told[12].startswith("processor: 1 of 1 inside")
+        and told[-1].endswith("inside, not counted")
+    )
 
 
 def test_a_move_is_judged_by_the_mean_of_its_turns():
     "Each turn alone is off by more than is allowed, the mean is not; and both are told."
     value, wrong, count = settled(Live(40), 8)
-    row = row_of("tools", "twice", {}, [(said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)), (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count))])
+    row = row_of(
+        "tools",
+        "twice",
+        {},
+        [
+            (said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)),
+            (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count)),
+        ],
+    )
     assert row.inside and (row.wait_error, row.rate_error, row.versions) == (0.0, 0.0, 64)
-    assert row.turns == ((pytest.approx(0.08), pytest.approx(0.2), 0.0), (pytest.approx(-0.08), pytest.approx(-0.2), 0.0))
+    assert row.turns == (
+        (pytest.approx(0.08), pytest.approx(0.2), 0.0),
+        (pytest.approx(-0.08), pytest.approx(-0.2), 0.0),
+    )
     assert row.error.staleness == pytest.approx(wrong.staleness / 2**0.5)
 
 
@@ -87,18 +151,45 @@ def test_drawn_runs_are_valid_and_always_the_same():
     for index in range(12):
         table, moves = drawn(index, 4)
         assert (table, moves) == drawn(index, 4) and valid(table) and len(moves) == 4
-        assert all(valid({**table, **move}) and any(table[knob] != value for knob, value in move.items()) for move in moves)
+        assert all(
+            valid({**table, **move}) and any(table[knob] != value for knob, value in move.items()) for move in moves
+        )
 
 
 def test_what_came_is_counted_against_the_range():
-    at = lambda wait, rate, staleness: Figures(wait, rate, staleness)
-    row = lambda knobs, came: Drawn(0, knobs, at(0.5, 100.0, 2.0), at(0.45, 95.0, 1.9), at(0.55, 105.0, 2.1), at(0.6, 110.0, 2.5), came)
-    found = virtual_of([row({}, at(0.52, 102.0, 2.1)), row({}, at(0.54, 100.0, 2.0)), row({"batch": 8}, at(0.5, 100.0, 2.0)), row({"batch": 4}, at(0.6, 100.0, 2.0))], {})
-    assert found.as_it_is == 0.5 and found.coverage == pytest.approx(5 / 6, abs=1e-4) and found.width == {"wait": 0.1, "rate": 0.1, "staleness": 0.2}
+    def at(wait, rate, staleness):
+        return Figures(wait, rate, staleness)
+
+    def row(knobs, came):
+        return Drawn(
+            0, knobs, at(0.5, 100.0, 2.0), at(0.45, 95.0, 1.9), at(0.55, 105.0, 2.1), at(0.6, 110.0, 2.5), came
+        )
+
+    found = virtual_of(
+        [
+            row({}, at(0.52, 102.0, 2.1)),
+            row({}, at(0.54, 100.0, 2.0)),
+            row({"batch": 8}, at(0.5, 100.0, 2.0)),
+            row({"batch": 4}, at(0.6, 100.0, 2.0)),
+        ],
+        {},
+    )
+    assert (
+        found.as_it_is == 0.5
+        and found.coverage == pytest.approx(5 / 6, abs=1e-4)
+        and found.width == {"wait": 0.1, "rate": 0.1, "staleness": 0.2}
+    )
     assert found.as_predicted == found.as_it_is  # what was not made again counts as predicted
-    again = virtual_of([replace(row({}, at(0.52, 102.0, 2.1)), replayed=at(0.6, 102.0, 2.1)), row({"batch": 8}, at(0.5, 100.0, 2.0))], {})
+    again = virtual_of(
+        [replace(row({}, at(0.52, 102.0, 2.1)), replayed=at(0.6, 102.0, 2.1)), row({"batch": 8}, at(0.5, 100.0, 2.0))],
+        {},
+    )
     assert again.as_it_is == 0.0 and again.as_predicted == 1.0
-    assert found.runs == found.changes == 2 and found.covered == {"wait": 0.5, "rate": 1.0, "staleness": 1.0} and "as it is: 50.0% of 2 runs" in str(found)
+    assert (
+        found.runs == found.changes == 2
+        and found.covered == {"wait": 0.5, "rate": 1.0, "staleness": 1.0}
+        and "as it is: 50.0% of 2 runs" in str(found)
+    )
 
 
 def test_a_drawn_run_is_predicted_made_and_kept(tmp_path):

@@ -1,4 +1,5 @@
 """What a panel shows, against run folders: read bit by bit or at once, long histories, damaged and empty ones; the frame stays small and well formed."""
+
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -9,10 +10,10 @@ import pytest
 from fake_run import eval_rows, fake_run, rollout_row, step_row
 from inline import inline_run
 
-from rlbench.views.cards import CARDS, card_html, light, still_html, strip_html, style_html
 from rlbench.base.charts import solve_rate, to_svg
 from rlbench.base.ledger import Ledger, read_table
 from rlbench.runtime.run_reader import COMMANDS, RECENT, ROLLOUTS, View
+from rlbench.views.cards import CARDS, card_html, light, still_html, strip_html, style_html
 
 LONG = 100_000
 
@@ -39,10 +40,30 @@ def written(ledger: Ledger, versions: range, rng: np.random.Generator) -> None:
         for i in range(16 * v, 16 * v + 16):
             row = rollout_row(i, v, learned, rng, 1.5) | {"part_names": ["correct"], "part_values": [0.5]}
             ledger.append("rollouts", **row)
-            ledger.append("tokens", at=1.5 * v, rollout=i, **{"try": 0}, prompt_tokens=[1], tokens=[5] * 9, logprobs=[-0.1] * 9, versions=[max(0, v - 2)] * 4 + [v - 1] * 5, mask=[1] * 9)
+            ledger.append(
+                "tokens",
+                at=1.5 * v,
+                rollout=i,
+                **{"try": 0},
+                prompt_tokens=[1],
+                tokens=[5] * 9,
+                logprobs=[-0.1] * 9,
+                versions=[max(0, v - 2)] * 4 + [v - 1] * 5,
+                mask=[1] * 9,
+            )
         ledger.append("groups", at=1.5 * v, group=v, fate="trained" if v % 5 else "filtered", size=16, tokens=300)
         if v % 30 == 0:
-            ledger.append("commands", at=1.5 * v, command=str(v), author="ada", knob="temperature", value="0.9", over=v % 20, status="applied", version=v)
+            ledger.append(
+                "commands",
+                at=1.5 * v,
+                command=str(v),
+                author="ada",
+                knob="temperature",
+                value="0.9",
+                over=v % 20,
+                status="applied",
+                version=v,
+            )
         if v % 20 == 0:
             ledger.extend("evals", eval_rows(v, 20, 1.5)[-1:])
 
@@ -64,18 +85,46 @@ def test_bit_by_bit_shows_the_same_as_at_once(tmp_path):
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     "A history of 100,000 steps in sealed segments, and more rollouts than a view keeps."
-    folder, rng = fake_run(tmp_path_factory.mktemp("runs"), "long", batches=0, planned=2 * LONG, state="running", closed=False), np.random.default_rng(0)
+    folder, rng = (
+        fake_run(tmp_path_factory.mktemp("runs"), "long", batches=0, planned=2 * LONG, state="running", closed=False),
+        np.random.default_rng(0),
+    )
     ledger, some = Ledger(folder, 0), [step_row(v, 1 - np.exp(-v / 900), rng, 1.5) for v in range(1, 2001)]
     for v in range(1, LONG + 1):
-        ledger.append("steps", **some[v % 2000] | {"version": v, "at": 1.5 * v, "optimizer_steps": v, "generated_tokens": 1000})
+        ledger.append(
+            "steps", **some[v % 2000] | {"version": v, "at": 1.5 * v, "optimizer_steps": v, "generated_tokens": 1000}
+        )
         if v % 4096 == 0:
             ledger.flush()
     ledger.extend("evals", eval_rows(LONG, 20, 1.5))
-    ledger.extend("commands", [{"at": 1500.0 * i, "command": str(i), "author": "ada", "knob": "temperature", "value": "0.9", "over": 0, "status": "applied", "version": 100 * i} for i in range(1, 1000)])
+    ledger.extend(
+        "commands",
+        [
+            {
+                "at": 1500.0 * i,
+                "command": str(i),
+                "author": "ada",
+                "knob": "temperature",
+                "value": "0.9",
+                "over": 0,
+                "status": "applied",
+                "version": 100 * i,
+            }
+            for i in range(1, 1000)
+        ],
+    )
     for i in range(ROLLOUTS + 5000):
         v = LONG - (ROLLOUTS + 5000) // 256 + i // 256
         ledger.append("rollouts", **rollout_row(i, v, 0.9, rng, 1.5) | {"trained_at": v})
-        ledger.append("tokens", at=1.5 * v, rollout=i, **{"try": 0}, tokens=[5] * 9, versions=[v - 2] * 4 + [v - 1] * 5, mask=[1] * 9)
+        ledger.append(
+            "tokens",
+            at=1.5 * v,
+            rollout=i,
+            **{"try": 0},
+            tokens=[5] * 9,
+            versions=[v - 2] * 4 + [v - 1] * 5,
+            mask=[1] * 9,
+        )
     ledger.close()
     return folder
 
@@ -85,9 +134,23 @@ def test_a_long_history_is_kept_thin_and_drawn_small(long_run):
     view = View(long_run)
     snapshot = view.poll()
     assert snapshot.version == LONG and len(list(long_run.glob("ledger/steps/*.parquet"))) > 10
-    assert 120 < len(snapshot.steps["version"]) <= 240 and snapshot.steps["version"][-1] == LONG and snapshot.steps["tokens_so_far"][-1] == 1000 * LONG
-    assert len(snapshot.recent["version"]) == RECENT and len(snapshot.commands) == COMMANDS and len(snapshot.evals) <= 242 and snapshot.evals["version"][-1] == LONG
-    assert len(view.frames["rollouts"]) == ROLLOUTS and len(view.frames["tokens"]) <= 8192 and snapshot.batch == LONG and len(snapshot.ribbons) == 8
+    assert (
+        120 < len(snapshot.steps["version"]) <= 240
+        and snapshot.steps["version"][-1] == LONG
+        and snapshot.steps["tokens_so_far"][-1] == 1000 * LONG
+    )
+    assert (
+        len(snapshot.recent["version"]) == RECENT
+        and len(snapshot.commands) == COMMANDS
+        and len(snapshot.evals) <= 242
+        and snapshot.evals["version"][-1] == LONG
+    )
+    assert (
+        len(view.frames["rollouts"]) == ROLLOUTS
+        and len(view.frames["tokens"]) <= 8192
+        and snapshot.batch == LONG
+        and len(snapshot.ribbons) == 8
+    )
     frame = still_html(snapshot, light(snapshot))
     assert len(frame.encode()) < 45_000
     assert all(len(card_html(key, snapshot)) < 20_000 for key in CARDS)
@@ -113,7 +176,10 @@ def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
     watched.poll()
     for rows in (batch, filtered[:4000], filtered[4000:]):
         ledger.extend("rollouts", rows)
-        ledger.extend("tokens", [{"at": 10.0, "rollout": row["rollout"], "try": 0, "versions": [5, 6], "mask": [1, 1]} for row in rows])
+        ledger.extend(
+            "tokens",
+            [{"at": 10.0, "rollout": row["rollout"], "try": 0, "versions": [5, 6], "mask": [1, 1]} for row in rows],
+        )
         ledger.flush()
         seen = [watched.poll(), View(folder).poll()]
         assert [(s.batch, s.lags.tolist(), len(s.ribbons)) for s in seen] == [(7, [64, 64], 8)] * 2
@@ -122,8 +188,11 @@ def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
 
 
 KINDS = {
-    "finished": {}, "live": {"batches": 31, "state": "running", "closed": False}, "one": {"batches": 1, "planned": 1, "rollouts": 1, "every": 1},
-    "nothing": {"batches": 0, "state": "starting", "evals": False, "rollouts": 0}, "failed": {"batches": 0, "state": "failed", "reason": "trainer: out of <memory> & 'more'", "evals": False},
+    "finished": {},
+    "live": {"batches": 31, "state": "running", "closed": False},
+    "one": {"batches": 1, "planned": 1, "rollouts": 1, "every": 1},
+    "nothing": {"batches": 0, "state": "starting", "evals": False, "rollouts": 0},
+    "failed": {"batches": 0, "state": "failed", "reason": "trainer: out of <memory> & 'more'", "evals": False},
     "evaluated": {"batches": 0, "state": "running", "closed": False},
 }
 WORDS = {"finished": "finished", "one": "finished", "nothing": "starting", "failed": "failed"}
@@ -161,7 +230,9 @@ def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
     ledger = Ledger(folder, 0)
     rows = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
     filtered = rollout_row(64, 7, 0.5, rng, 1.5) | {"fate": "filtered", "trained_at": -1}
-    ledger.extend("tokens", [{"at": 10.0, "rollout": i, "try": 0, "versions": [5, 6], "mask": [1, 1]} for i in range(64)])
+    ledger.extend(
+        "tokens", [{"at": 10.0, "rollout": i, "try": 0, "versions": [5, 6], "mask": [1, 1]} for i in range(64)]
+    )
     ledger.extend("rollouts", [*rows, *({**filtered, "rollout": i} for i in range(64, 64 + ROLLOUTS + 10))])
     ledger.close()
     snapshot = View(folder).poll()
@@ -173,12 +244,26 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
     "Versions at which nothing was served leave no hole; what was trained is drawn for every version; a folder without its columns opens as before."
     folder = fake_run(tmp_path, "gaps", batches=0, state="running", closed=False, evals=False)
     rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
-    served = ("solve_rate", "solve_levels", "solve_rates", "length_p10", "length_p25", "length_p50", "length_p75", "length_p90", "truncated")
+    served = (
+        "solve_rate",
+        "solve_levels",
+        "solve_rates",
+        "length_p10",
+        "length_p25",
+        "length_p50",
+        "length_p75",
+        "length_p90",
+        "truncated",
+    )
     for v in range(1, 13):
         row = step_row(v, 0.5, rng, 1.5)
         if v == 6:
             row = {name: value for name, value in row.items() if name not in served}
-        ledger.append("steps", **row, **({} if v < 4 else {"trained_solve_rate": 0.5, "trained_length": 20.0, "trained_reward": 0.5}))
+        ledger.append(
+            "steps",
+            **row,
+            **({} if v < 4 else {"trained_solve_rate": 0.5, "trained_length": 20.0, "trained_reward": 0.5}),
+        )
     ledger.close()
     snapshot = View(folder).poll()
     assert np.isnan(snapshot.steps["solve_rate"][5]) and snapshot.steps["trained_solve_rate"][5] == 0.5
@@ -187,7 +272,10 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
     for chart in CARDS["length"].charts(snapshot):
         lines = re.findall(r"<path d='([^']*)' fill='none' stroke='var\(--rl-[^>]*stroke-linejoin", to_svg(chart))
         assert lines and all(line.count("M") == 1 for line in lines)
-    whole, older = to_svg(solve_rate(snapshot.steps)), {name: y for name, y in snapshot.steps.items() if "trained" not in name}
+    whole, older = (
+        to_svg(solve_rate(snapshot.steps)),
+        {name: y for name, y in snapshot.steps.items() if "trained" not in name},
+    )
     assert "trained" in whole and "trained" not in to_svg(solve_rate(older))
 
 

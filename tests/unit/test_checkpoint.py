@@ -1,7 +1,6 @@
 """The whole loop saved, and resumed: from a random moment on the virtual clock, and from killed processes."""
-from resumed_runs import SYNC, a_run, check_resumed, taken_up
+
 import json
-import random
 import re
 import shutil
 from dataclasses import replace
@@ -12,31 +11,29 @@ import pytest
 from hypothesis import given
 from inline import Told, inline_run
 from properties import RANDOMS, examples
+from resumed_runs import SYNC, a_run, check_resumed, taken_up
 from small_loops import a_command, a_config
 
+from rlbench.base.ledger import read_json, read_resumes, read_status, read_table, write_status
 from rlbench.bench.crashes import PHASES, SETTINGS, crash, untouched
-from rlbench.runtime.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint, read_manifest
-from rlbench.loop.config import captured_functions, make_config, read_config, to_toml
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.workbench.fork import prepare_fork
-from rlbench.base.ledger import create_run_folder, read_json, read_resumes, read_status, read_table, write_status
-from rlbench.runtime.lineage import BY_PLACE, said_of
+from rlbench.loop.config import captured_functions, make_config, read_config
 from rlbench.loop.loop import FINISHED
-from rlbench.workbench.supervisor import newest
+from rlbench.runtime.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint, read_manifest
+from rlbench.runtime.driver import Driver, drive, make_pools
+from rlbench.runtime.lineage import BY_PLACE, said_of
+from rlbench.workbench.fork import prepare_fork
 from rlbench.workbench.handle import check_resumable
+from rlbench.workbench.supervisor import newest
 
 
-
-
-
-
-
-
-
-
-
-
-@pytest.mark.parametrize("table", [{"generator": "scripted"}, {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1}], ids=["scripted", "tiny"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"generator": "scripted"},
+        {"generator": "torch", "model": "tiny", "max_tokens": 24, "steps": 4, "filter": "none", "checkpoint_every": 1},
+    ],
+    ids=["scripted", "tiny"],
+)
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_a_resumed_synchronous_run_is_the_same_run(tmp_path, table, placement):
     "Killed at some moments and resumed, once again killed on the way: digest, steps and trained rollouts of the run that nobody touched."
@@ -68,11 +65,47 @@ class KilledAtCheckpoint(Told):
             shutil.copytree(self.folder, self.copies.pop(0))
 
 
-@pytest.mark.parametrize("moment, table", [
-    (196, {"placement": "colocated", "staleness": 2, "concurrency": 32, "checkpoint_every": 1, "seed": 248, "virtual": {"train": 0.1, "publish": 0.01}}),
-    (205, {"placement": "split", "staleness": 2, "concurrency": 32, "checkpoint_every": 2, "seed": 226, "eval": [], "virtual": {"train": 0.0001, "publish": 0.5}}),
-    (267, {"placement": "colocated", "staleness": 1, "concurrency": 8, "checkpoint_every": 1, "seed": 257, "eval": [], "virtual": {"train": 0.0001, "publish": 0.01}}),
-], ids=["slow trainer", "slow publish", "few slots"])
+@pytest.mark.parametrize(
+    "moment, table",
+    [
+        (
+            196,
+            {
+                "placement": "colocated",
+                "staleness": 2,
+                "concurrency": 32,
+                "checkpoint_every": 1,
+                "seed": 248,
+                "virtual": {"train": 0.1, "publish": 0.01},
+            },
+        ),
+        (
+            205,
+            {
+                "placement": "split",
+                "staleness": 2,
+                "concurrency": 32,
+                "checkpoint_every": 2,
+                "seed": 226,
+                "eval": [],
+                "virtual": {"train": 0.0001, "publish": 0.5},
+            },
+        ),
+        (
+            267,
+            {
+                "placement": "colocated",
+                "staleness": 1,
+                "concurrency": 8,
+                "checkpoint_every": 1,
+                "seed": 257,
+                "eval": [],
+                "virtual": {"train": 0.0001, "publish": 0.01},
+            },
+        ),
+    ],
+    ids=["slow trainer", "slow publish", "few slots"],
+)
 def test_killed_again_right_after_the_checkpoint_that_follows_a_resume(tmp_path, moment, table):
     "What the first kill lost is not all dispatched again by then: its attempts get numbers that none of before the first kill has."
     drive(a_run(tmp_path / "first", SYNC | table, {moment: tmp_path / "killed"}))
@@ -80,7 +113,9 @@ def test_killed_again_right_after_the_checkpoint_that_follows_a_resume(tmp_path,
     again.__class__, again.copies = KilledAtCheckpoint, [tmp_path / "again"]
     drive(again)
     second = taken_up(tmp_path / "again", 2)
-    assert any(rollout >= second.state.next_rollout for rollout in second.state.saves.tries), "an attempt of before the first kill waits to be dispatched again"
+    assert any(rollout >= second.state.next_rollout for rollout in second.state.saves.tries), (
+        "an attempt of before the first kill waits to be dispatched again"
+    )
     drive(second)
     check_resumed(second)
 
@@ -103,15 +138,30 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_pa
         check_resumable(folder, {})
 
 
-@pytest.mark.parametrize("table", [{"stragglers": "partial"}, {"environment": "scripted", "max_turns": 4}, {"stragglers": "requeue", "straggler_unit": "rollout"}], ids=["partial", "episodes", "requeue"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"stragglers": "partial"},
+        {"environment": "scripted", "max_turns": 4},
+        {"stragglers": "requeue", "straggler_unit": "rollout"},
+    ],
+    ids=["partial", "episodes", "requeue"],
+)
 def test_a_fork_in_the_middle_of_things_closes_its_books(tmp_path, table):
     "What was written of rollouts that are alive is the fork's, whatever they are waiting for."
-    run = a_run(tmp_path / "run", SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 1, "checkpoints_kept": 9} | table)
+    run = a_run(
+        tmp_path / "run", SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 1, "checkpoints_kept": 9} | table
+    )
     drive(run)
     begun = set()
     for folder in checkpoint_folders(run.folder)[:-1]:
         child = prepare_fork(run.folder, f"of-{folder.name}", read_manifest(folder).version)
-        driver = Driver(child, read_config(child), make_pools(read_config(child)), load_checkpoint(find_checkpoint(child), captured_functions(child)))
+        driver = Driver(
+            child,
+            read_config(child),
+            make_pools(read_config(child)),
+            load_checkpoint(find_checkpoint(child), captured_functions(child)),
+        )
         begun |= {member.status for member in driver.state.members.values() if member.tokens}
         drive(driver)
         assert read_status(child).books_closed and driver.state.version == 8
@@ -121,7 +171,12 @@ def test_a_fork_in_the_middle_of_things_closes_its_books(tmp_path, table):
 def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
     "Undone with what it did, and asked for still: the journal says so, and nobody has to ask again."
     for heard in range(60, 400, 3):
-        run = a_run(tmp_path / f"run-{heard}", SYNC, {heard + 25: tmp_path / f"killed-{heard}"}, told=[(heard, "temperature", 0.5, 0)])
+        run = a_run(
+            tmp_path / f"run-{heard}",
+            SYNC,
+            {heard + 25: tmp_path / f"killed-{heard}"},
+            told=[(heard, "temperature", 0.5, 0)],
+        )
         drive(run)
         killed = tmp_path / f"killed-{heard}"
         last = load_checkpoint(find_checkpoint(killed)) if killed.exists() and checkpoint_folders(killed) else None
@@ -130,7 +185,9 @@ def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
     driver = taken_up(killed)
     drive(driver)
     journal = read_table(killed, "commands").filter(pl.col("knob") == "temperature")
-    assert journal["status"].to_list() == ["applied", "lost", "applied"] and journal["reason"][1].endswith("it takes effect once more")
+    assert journal["status"].to_list() == ["applied", "lost", "applied"] and journal["reason"][1].endswith(
+        "it takes effect once more"
+    )
     assert driver.state.config.temperature == 0.5 and driver.state.digest == run.state.digest
     assert [said.knob for said in said_of(read_table(killed, "commands"), BY_PLACE, 8)] == ["temperature"]
 
@@ -140,9 +197,19 @@ def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
 def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_factory):
     "Whatever the configuration and the commands: what is resumed ends with closed books, and resumed again, too."
     folder = tmp_path_factory.mktemp("resumed")
-    table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))},
-                           "checkpoint_every": r.choice((1, 1, 2, 3)), "after_resume": r.choice(("keep", "keep", "drop")), "checkpoints_kept": r.choice((1, 2, 5))}
-    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [(r.randint(20, 200), "checkpoint", None, 0)] * r.choice((0, 1))
+    table = a_config(r) | {
+        "virtual": {
+            "scripted_errors": r.choice((0.0, 0.2)),
+            "train": r.choice((0.0001, 0.002)),
+            "publish": r.choice((0.01, 0.5)),
+        },
+        "checkpoint_every": r.choice((1, 1, 2, 3)),
+        "after_resume": r.choice(("keep", "keep", "drop")),
+        "checkpoints_kept": r.choice((1, 2, 5)),
+    }
+    told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))] + [
+        (r.randint(20, 200), "checkpoint", None, 0)
+    ] * r.choice((0, 1))
     copies = {r.randint(30, 300): folder / f"copy-{i}" for i in range(2)}
     drive(a_run(folder / "run", table, copies, told))
     for copy in [copy for copy in copies.values() if copy.exists() and checkpoint_folders(copy)]:
@@ -176,20 +243,45 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
     monkeypatch.setattr(d, "begin_checkpoint", full)
     drive(driver := a_run(tmp_path / "full", SYNC))
     refused = read_table(driver.folder, "commands").filter(pl.col("knob") == "checkpoint")
-    assert refused["status"].to_list() == ["refused"] * 2 and all("dropped: No space left" in reason for reason in refused["reason"])
-    assert driver.state.digest == whole.state.digest and len(saves) == 7 and not list((driver.folder / "checkpoints").glob(".*"))
+    assert refused["status"].to_list() == ["refused"] * 2 and all(
+        "dropped: No space left" in reason for reason in refused["reason"]
+    )
+    assert (
+        driver.state.digest == whole.state.digest
+        and len(saves) == 7
+        and not list((driver.folder / "checkpoints").glob(".*"))
+    )
     monkeypatch.setattr(d, "begin_checkpoint", begin)
-    monkeypatch.setattr(w, "scripted_learner", lambda: w.Learner(lambda groups, version: (w.TrainMetrics(), {}, 0.0, {}), *[lambda *_: None] * 3, checkpoint=lambda folder: finish(Path(folder) / "nowhere", None)))
+    monkeypatch.setattr(
+        w,
+        "scripted_learner",
+        lambda: w.Learner(
+            lambda groups, version: (w.TrainMetrics(), {}, 0.0, {}),
+            *[lambda *_: None] * 3,
+            checkpoint=lambda folder: finish(Path(folder) / "nowhere", None),
+        ),
+    )
     drive(driver := a_run(tmp_path / "trainer", SYNC))
-    assert driver.state.digest == whole.state.digest and not checkpoint_folders(driver.folder) and len(read_table(driver.folder, "commands")) == 7
+    assert (
+        driver.state.digest == whole.state.digest
+        and not checkpoint_folders(driver.folder)
+        and len(read_table(driver.folder, "commands")) == 7
+    )
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     "Saved before the stop, with its queue; resumed, it ends with the steps it was asked for. A command that took effect after the checkpoint is undone and says so."
     table = SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 100}
-    stopped = a_run(tmp_path / "run", table, told=[(150, "checkpoint", None, 0), (220, "temperature", 0.5, 0), (300, "stop", None, 0)])
+    stopped = a_run(
+        tmp_path / "run",
+        table,
+        told=[(150, "checkpoint", None, 0), (220, "temperature", 0.5, 0), (300, "stop", None, 0)],
+    )
     drive(stopped)
-    assert stopped.state.reason.startswith("stopped") and [f.name for f in checkpoint_folders(stopped.folder)][-1] == find_checkpoint(stopped.folder).name
+    assert (
+        stopped.state.reason.startswith("stopped")
+        and [f.name for f in checkpoint_folders(stopped.folder)][-1] == find_checkpoint(stopped.folder).name
+    )
     last = load_checkpoint(find_checkpoint(stopped.folder))
     assert last.manifest.reason == "before a stop" and last.state.config.temperature == 0.5 and last.state.groups
     shutil.copytree(tmp_path / "run", tmp_path / "early")
@@ -209,7 +301,13 @@ def test_kill_9_in_three_phases(tmp_path):
     "A real synchronous run, its run process or all of its processes killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
     settings = SETTINGS | {"steps": 4, "batch": 16, "preflight": 0, "eval": []}
     done = crash(2, PHASES, tmp_path, untouched(tmp_path, settings), settings, seed=25)
-    assert [(kill.meant, kill.victim) for kill in done.kills] == list(zip(PHASES, ("everything", "run process", "everything"))) and done.state == "finished" and done.exact == done.books == () and done.equal, done
+    assert (
+        [(kill.meant, kill.victim) for kill in done.kills]
+        == list(zip(PHASES, ("everything", "run process", "everything")))
+        and done.state == "finished"
+        and done.exact == done.books == ()
+        and done.equal
+    ), done
 
 
 def aged(folder: Path) -> Path:
@@ -230,7 +328,9 @@ def aged(folder: Path) -> Path:
     lines, keep = (folder / "config.toml").read_text().splitlines(), []
     for line in lines:
         keep.append(not line.startswith("[sandbox") if line.startswith("[") else (keep[-1] if keep else True))
-    (folder / "config.toml").write_text("\n".join(line for line, kept in zip(lines, keep) if kept and not line.startswith("infra_")))
+    (folder / "config.toml").write_text(
+        "\n".join(line for line, kept in zip(lines, keep) if kept and not line.startswith("infra_"))
+    )
     return place
 
 
@@ -243,7 +343,12 @@ def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
     place = aged(copy)
     assert '"infra":' not in (place / "state.json").read_text() and "infra" not in (copy / "config.toml").read_text()
     resumed = taken_up(copy)
-    assert (resumed.state.infra, resumed.state.infra_told, resumed.memory.verdicts, resumed.state.config.infra_stop) == ((0, 0, 0, 0), False, (0, 0, 0), 0.2)
+    assert (
+        resumed.state.infra,
+        resumed.state.infra_told,
+        resumed.memory.verdicts,
+        resumed.state.config.infra_stop,
+    ) == ((0, 0, 0, 0), False, (0, 0, 0), 0.2)
     drive(resumed)
     check_resumed(resumed)
     assert resumed.state.digest == whole.state.digest and read_table(copy, "steps")["infra_masked"].to_list()[-1] == 0.0
@@ -260,7 +365,16 @@ def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
 
 def test_responses_of_an_older_rlbench_under_top_p_are_said_at_resume(tmp_path, capsys):
     "Its checkpoints have no sampling masks, and no field for them; one of today, or one drawn from all tokens, says nothing."
-    table = {"group": 4, "batch": 16, "steps": 4, "concurrency": 32, "preflight": 0, "eval": [], "staleness": 2, "checkpoint_every": 2}
+    table = {
+        "group": 4,
+        "batch": 16,
+        "steps": 4,
+        "concurrency": 32,
+        "preflight": 0,
+        "eval": [],
+        "staleness": 2,
+        "checkpoint_every": 2,
+    }
     said = {}
     for name, change in {"cut": {"top_p": 0.8}, "whole": {}}.items():
         place = inline_run(tmp_path, name, table | change).folder / "checkpoints" / "v000002"
@@ -278,6 +392,8 @@ def test_responses_of_an_older_rlbench_under_top_p_are_said_at_resume(tmp_path, 
         (place / "manifest.json").write_text(json.dumps(told))
         newest(place.parent.parent, {})
         said[name] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-        assert check_resumable(place.parent.parent, {"steps": 6}) == [line.removeprefix("note: ") for line in said[name]]
+        assert check_resumable(place.parent.parent, {"steps": 6}) == [
+            line.removeprefix("note: ") for line in said[name]
+        ]
     (line,) = said["cut"]
     assert line.startswith(f"note: top_p: {count} responses in v000002 are of an older rlbench") and said["whole"] == []

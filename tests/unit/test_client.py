@@ -1,4 +1,5 @@
 """The client in the manner of OpenAI's: many calls at once, cancelled ones, seeds, and what a trainer reads from an answer."""
+
 import asyncio
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from rlbench.engines.openai_client import Client, policy_client
-from rlbench.generator import PlayedGenerator, Request, Script
 from rlbench.engines.torch import TorchGenerator
+from rlbench.generator import PlayedGenerator, Request, Script
 from rlbench.models.model import encode_prompt, load_policy
 from rlbench.records import Sampling, StopReason, stream_key
 
@@ -34,26 +35,48 @@ def test_many_calls_share_the_batch(policy, client):
     prompts = [f"{i}+{i + 3}=" for i in range(32)]
 
     async def all_at_once():
-        return await asyncio.gather(*(client.chat.completions.create(model="m", messages=user(each), max_tokens=48, seed=i, logprobs=True) for i, each in enumerate(prompts)))
+        return await asyncio.gather(
+            *(
+                client.chat.completions.create(model="m", messages=user(each), max_tokens=48, seed=i, logprobs=True)
+                for i, each in enumerate(prompts)
+            )
+        )
 
     answers = asyncio.run(all_at_once())
     alone = TorchGenerator(policy.model, max_length=128, slots=1, version=3)
-    alone.submit(Request((i, 0), encode_prompt(policy, each), Sampling(max_tokens=48), stream_key(i, "client", 0), policy.stop_ids) for i, each in enumerate(prompts))
+    alone.submit(
+        Request(
+            (i, 0), encode_prompt(policy, each), Sampling(max_tokens=48), stream_key(i, "client", 0), policy.stop_ids
+        )
+        for i, each in enumerate(prompts)
+    )
     wanted = {result.key[0]: result for result in alone.step(10_000)}
     for i, answer in enumerate(answers):
         choice, result = answer.choices[0], wanted[i]
-        assert type(answer) is ChatCompletion and answer.prompt_token_ids == encode_prompt(policy, prompts[i]).tolist() and answer.model == "m"
+        assert (
+            type(answer) is ChatCompletion
+            and answer.prompt_token_ids == encode_prompt(policy, prompts[i]).tolist()
+            and answer.model == "m"
+        )
         assert choice.token_ids == result.segment.tokens.tolist() and choice.versions == [3] * len(choice.token_ids)
-        assert np.allclose(choice.token_logprobs, result.segment.logprobs, atol=1e-4) and [each.logprob for each in choice.logprobs.content] == choice.token_logprobs
+        assert (
+            np.allclose(choice.token_logprobs, result.segment.logprobs, atol=1e-4)
+            and [each.logprob for each in choice.logprobs.content] == choice.token_logprobs
+        )
         assert choice.finish_reason == result.reason.value and answer.usage.completion_tokens == len(choice.token_ids)
-    assert client.generator.idle and client.generator.stats().decode_tokens == sum(len(a.choices[0].token_ids) for a in answers)
+    assert client.generator.idle and client.generator.stats().decode_tokens == sum(
+        len(a.choices[0].token_ids) for a in answers
+    )
 
 
 def test_a_cancelled_call_leaves_the_generator(client):
     "And the calls beside it do not notice."
+
     async def talk():
         beside = asyncio.create_task(client.chat.completions.create(messages=user("17+25="), seed=1))
-        endless = asyncio.create_task(client.chat.completions.create(messages=user("3+4="), seed=2, n=3, extra_body={"ignore_eos": True}))
+        endless = asyncio.create_task(
+            client.chat.completions.create(messages=user("3+4="), seed=2, n=3, extra_body={"ignore_eos": True})
+        )
         while client.generator.running < 4:
             await asyncio.sleep(0)
         endless.cancel()
@@ -66,41 +89,81 @@ def test_a_cancelled_call_leaves_the_generator(client):
 
     answer = asyncio.run(talk())
     assert client.generator.idle and client.open == {}
-    assert answer.choices[0].token_ids == asyncio.run(client.chat.completions.create(messages=user("17+25="), seed=1)).choices[0].token_ids  # in another loop
+    assert (
+        answer.choices[0].token_ids
+        == asyncio.run(client.chat.completions.create(messages=user("17+25="), seed=1)).choices[0].token_ids
+    )  # in another loop
 
 
 def test_seeds(policy, client):
     "A seed repeats, its choices differ; calls without one differ, and another client repeats them in their order."
+
     async def draw(c):
         calls = ({"seed": 5}, {"seed": 5}, {}, {})
-        return [[choice.token_ids for choice in (await c.completions.create(prompt="52+47=", n=4, temperature=2.0, **call)).choices] for call in calls]
+        return [
+            [
+                choice.token_ids
+                for choice in (await c.completions.create(prompt="52+47=", n=4, temperature=2.0, **call)).choices
+            ]
+            for call in calls
+        ]
 
     one, same, free, freer = drawn = asyncio.run(draw(client))
-    assert one == same and len({tuple(each) for each in one}) > 1 and len({str(each) for each in (one, free, freer)}) == 3
-    assert asyncio.run(draw(policy_client(policy, client.generator))) == drawn != asyncio.run(draw(policy_client(policy, client.generator, seed=1)))
+    assert (
+        one == same and len({tuple(each) for each in one}) > 1 and len({str(each) for each in (one, free, freer)}) == 3
+    )
+    assert (
+        asyncio.run(draw(policy_client(policy, client.generator)))
+        == drawn
+        != asyncio.run(draw(policy_client(policy, client.generator, seed=1)))
+    )
 
 
 def test_completions(policy, client):
     "A text, tokens, several of them; stops of a text are cut off and its tokens kept up to where it ends."
+
     async def all_of():
         create, ids = client.completions.create, encode_prompt(policy, "17+25=").tolist()
-        return await asyncio.gather(create(prompt="17+25=", seed=1, logprobs=0), create(prompt=ids, seed=1), create(prompt=["17+25=", ids], seed=1, n=2), create(prompt="17+25=", seed=1, stop=":"))
+        return await asyncio.gather(
+            create(prompt="17+25=", seed=1, logprobs=0),
+            create(prompt=ids, seed=1),
+            create(prompt=["17+25=", ids], seed=1, n=2),
+            create(prompt="17+25=", seed=1, stop=":"),
+        )
 
     text, tokens, several, stopped = asyncio.run(all_of())
-    assert type(text) is Completion and text.choices[0].text == tokens.choices[0].text and text.choices[0].prompt_token_ids == text.prompt_token_ids
-    assert text.choices[0].logprobs.token_logprobs == text.choices[0].token_logprobs and "".join(text.choices[0].logprobs.tokens).startswith(text.choices[0].text)
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3] and several.choices[0].token_ids == several.choices[2].token_ids == text.choices[0].token_ids
+    assert (
+        type(text) is Completion
+        and text.choices[0].text == tokens.choices[0].text
+        and text.choices[0].prompt_token_ids == text.prompt_token_ids
+    )
+    assert text.choices[0].logprobs.token_logprobs == text.choices[0].token_logprobs and "".join(
+        text.choices[0].logprobs.tokens
+    ).startswith(text.choices[0].text)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3] and several.choices[
+        0
+    ].token_ids == several.choices[2].token_ids == text.choices[0].token_ids
     whole = text.choices[0].text
-    assert ":" in whole and stopped.choices[0].text == whole.partition(":")[0] and stopped.choices[0].finish_reason == "stop"
+    assert (
+        ":" in whole
+        and stopped.choices[0].text == whole.partition(":")[0]
+        and stopped.choices[0].finish_reason == "stop"
+    )
     assert stopped.choices[0].token_ids == text.choices[0].token_ids[: len(stopped.choices[0].token_ids)]
 
 
 def test_bad_requests_are_openais(client):
     "Caught as openai.BadRequestError and as ValueError, naming the field; nothing is left in the generator."
+
     async def refused(field, **fields):
         with pytest.raises(openai.BadRequestError) as told:
             await client.chat.completions.create(**{"messages": user("1+1="), **fields})
-        assert told.value.param == field and told.value.status_code == 400 and isinstance(told.value, ValueError) and str(told.value).startswith(field)
+        assert (
+            told.value.param == field
+            and told.value.status_code == 400
+            and isinstance(told.value, ValueError)
+            and str(told.value).startswith(field)
+        )
         return told.value
 
     async def all_of():
@@ -123,24 +186,45 @@ def test_what_the_generator_raises_reaches_every_call(client, monkeypatch):
     monkeypatch.setattr(client.generator, "step", broken)
 
     async def all_of():
-        return await asyncio.gather(*(client.chat.completions.create(messages=user(each)) for each in ("1+1=", "2+2=")), return_exceptions=True)
+        return await asyncio.gather(
+            *(client.chat.completions.create(messages=user(each)) for each in ("1+1=", "2+2=")), return_exceptions=True
+        )
 
     assert [str(each) for each in asyncio.run(all_of())] == ["the device is gone"] * 2
 
 
 def test_routes_of_a_server(client):
     "Environments that post for themselves: raw JSON, a prompt of tokens, the tokenizer."
+
     class Response:
         "A stand-in for the class of an HTTP library."
 
     async def all_of():
         ids = await client.with_options(base_url="x").post("/tokenize", body={"messages": user("17+25="), "model": "m"})
-        body = {"model": "m", "messages": user("17+25="), "seed": 1, "logprobs": True, "max_completion_tokens": 40, "tools": None, "return_token_ids": True}
-        return ids, await client.post("/chat/completions", body=body, cast_to=Response, options={}), await client.post("/chat/completions/tokens", body={**body, "tokens": ids["tokens"]}, cast_to=ChatCompletion)
+        body = {
+            "model": "m",
+            "messages": user("17+25="),
+            "seed": 1,
+            "logprobs": True,
+            "max_completion_tokens": 40,
+            "tools": None,
+            "return_token_ids": True,
+        }
+        return (
+            ids,
+            await client.post("/chat/completions", body=body, cast_to=Response, options={}),
+            await client.post(
+                "/chat/completions/tokens", body={**body, "tokens": ids["tokens"]}, cast_to=ChatCompletion
+            ),
+        )
 
     ids, raw, typed = asyncio.run(all_of())
     parsed = ChatCompletion.model_validate_json(raw.content)
-    assert parsed.prompt_token_ids == ids["tokens"] == typed.prompt_token_ids and ids["count"] == 6 and parsed.choices[0].token_ids == typed.choices[0].token_ids
+    assert (
+        parsed.prompt_token_ids == ids["tokens"] == typed.prompt_token_ids
+        and ids["count"] == 6
+        and parsed.choices[0].token_ids == typed.choices[0].token_ids
+    )
     assert parsed.choices[0].model_extra["versions"] == [3] * len(typed.choices[0].token_ids)
     with pytest.raises(openai.BadRequestError, match="path: '/embeddings'"):
         asyncio.run(client.post("/embeddings", body={}))
@@ -154,13 +238,21 @@ def test_a_chat_of_three_turns_keeps_its_tokens():
         ids = []
         while text:
             ids.append(next(i for i in (0, 3, 1, 2, 4) if text.startswith(words[i])))
-            text = text[len(words[ids[-1]]):]
+            text = text[len(words[ids[-1]]) :]
         return ids
 
     spell = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
     render = lambda said, **_: "".join(m["content"] + "<end>" * (m["role"] == "assistant") for m in said)  # noqa: E731
     script = Script(np.array([1, 2, 0], np.int32), np.zeros(3, np.float32), StopReason.STOP)
-    client = Client(PlayedGenerator(lambda request: script), encode, lambda ids: spell([i for i in ids if i]), [0], context=99, spell=spell, render=render)
+    client = Client(
+        PlayedGenerator(lambda request: script),
+        encode,
+        lambda ids: spell([i for i in ids if i]),
+        [0],
+        context=99,
+        spell=spell,
+        render=render,
+    )
 
     async def talk():
         said, prompts = [], []
@@ -181,5 +273,9 @@ def test_a_chat_of_three_turns_keeps_its_tokens():
 def test_without_the_package_answers_look_the_same(client, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "openai.types", None)
     answer = asyncio.run(client.chat.completions.create(messages=user("17+25="), seed=1))
-    assert isinstance(answer, SimpleNamespace) and not isinstance(answer, openai.BaseModel) and answer.choices[0].message.role == "assistant"
+    assert (
+        isinstance(answer, SimpleNamespace)
+        and not isinstance(answer, openai.BaseModel)
+        and answer.choices[0].message.role == "assistant"
+    )
     assert answer.model_dump()["choices"][0]["token_ids"] == answer.choices[0].token_ids

@@ -10,55 +10,149 @@ import numpy as np
 import pytest
 from fake_run import fake_run, step_row
 
-from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
-from rlbench.views.cards import light, turn_text
-from rlbench.cli.main import disk_text
-from rlbench.runtime.diagnosis import Change, Course, Exams, Unused, diagnose
-from rlbench.loop.guards import ALERTS, first_guards, short_names, without
 from rlbench.base.ledger import Ledger, read_json, read_status
-from rlbench.workbench.supervisor import note_diagnosis
-from rlbench.views.report import preflight_in_words, summary, write_report
+from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
+from rlbench.cli.main import disk_text
+from rlbench.loop.guards import ALERTS, first_guards, short_names, without
+from rlbench.runtime.diagnosis import Change, Course, Exams, Unused, diagnose
 from rlbench.runtime.run_reader import View
+from rlbench.views.cards import light, turn_text
+from rlbench.views.report import preflight_in_words, summary, write_report
 from rlbench.views.why import why
+from rlbench.workbench.supervisor import note_diagnosis
 
-SETTINGS = {"learning_rate": 5e-4, "staleness": 1, "correction": {"name": "tis"}, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "kl": {"name": "none"}, "kl_weight": 0.01, "entropy_weight": 0.0, "batch": 256, "group": 16}
+SETTINGS = {
+    "learning_rate": 5e-4,
+    "staleness": 1,
+    "correction": {"name": "tis"},
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "kl": {"name": "none"},
+    "kl_weight": 0.01,
+    "entropy_weight": 0.0,
+    "batch": 256,
+    "group": 16,
+}
 
 
 def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> Course:
     "A course of 20 versions: figures are lists of corners, between which they are straight; exams by version, of 512 tasks."
     versions = np.arange(1, 21)
-    healthy = {"entropy": [0.4, 0.05], "grad_norm": [0.5, 0.4], "kl_sampler": [0.001], "ess": [0.99], "logprob_diff_mean": [1e-6], "lag_max": [1], "solve_rate": [0.3, 0.6],
-               "reward_mean": [0.3, 0.6], "length_mean": [10, 25], "truncated": [0.0], "all_pass": [0.0, 0.3], "all_fail": [0.05]}
-    column = lambda corners: np.interp(np.linspace(0, 1, 20), np.linspace(0, 1, max(2, len(corners))), corners * 2 if len(corners) == 1 else corners)
+    healthy = {
+        "entropy": [0.4, 0.05],
+        "grad_norm": [0.5, 0.4],
+        "kl_sampler": [0.001],
+        "ess": [0.99],
+        "logprob_diff_mean": [1e-6],
+        "lag_max": [1],
+        "solve_rate": [0.3, 0.6],
+        "reward_mean": [0.3, 0.6],
+        "length_mean": [10, 25],
+        "truncated": [0.0],
+        "all_pass": [0.0, 0.3],
+        "all_fail": [0.05],
+    }
+
+    def column(corners):
+        return np.interp(
+            np.linspace(0, 1, 20),
+            np.linspace(0, 1, max(2, len(corners))),
+            corners * 2 if len(corners) == 1 else corners,
+        )
+
     mean, when = np.array(list(exams.values())), np.array(list(exams))
     half = 2 * np.sqrt(np.maximum(mean * (1 - mean), 0.002) / 512)
-    return Course(versions, {name: column(corners) for name, corners in {**healthy, **figures}.items()}, Exams(when, mean, mean - half, mean + half), {**SETTINGS, **(settings or {})}, changes)
+    return Course(
+        versions,
+        {name: column(corners) for name, corners in {**healthy, **figures}.items()},
+        Exams(when, mean, mean - half, mean + half),
+        {**SETTINGS, **(settings or {})},
+        changes,
+    )
 
 
 def until(whole: Course, version: int) -> Course:
     "What was known of a course at a version."
     seen = whole.exams.versions <= version
-    exams = Exams(*(values[seen] for values in (whole.exams.versions, whole.exams.mean, whole.exams.low, whole.exams.high)))
-    return replace(whole, versions=whole.versions[:version], figures={name: values[:version] for name, values in whole.figures.items()}, exams=exams)
+    exams = Exams(
+        *(values[seen] for values in (whole.exams.versions, whole.exams.mean, whole.exams.low, whole.exams.high))
+    )
+    return replace(
+        whole,
+        versions=whole.versions[:version],
+        figures={name: values[:version] for name, values in whole.figures.items()},
+        exams=exams,
+    )
 
 
 LEARNS, FALLS = {0: 0.26, 5: 0.5, 10: 0.66, 15: 0.8, 20: 0.9}, {0: 0.26, 5: 0.5, 10: 0.3, 15: 0.1, 20: 0.02}
 STANDS = {0: 0.26, 5: 0.27, 10: 0.25, 15: 0.26, 20: 0.27}
 NAMED = {
-    "learning rate": course({0: 0.26, 5: 0.0, 10: 0.0}, {"learning_rate": 2e-2, "correction": {"name": "none"}}, kl_sampler=[0.0, 1.5, 1.0], grad_norm=[0.5, 6.0], solve_rate=[0.3, 0.0], reward_mean=[0.3, 0.0]),
-    "staleness": course(FALLS, {"staleness": 8, "correction": {"name": "none"}}, kl_sampler=[0.0, 0.25, 0.35, 0.3], lag_max=[2, 3, 4, 5], ess=[1.0, 0.7, 0.3], solve_rate=[0.3, 0.7, 0.1], reward_mean=[0.3, 0.7, 0.1]),
-    "entropy": course(FALLS, {"learning_rate": 3e-3}, entropy=[0.3, 0.02, 0.02, 0.03, 0.03], solve_rate=[0.3, 0.8, 0.2], reward_mean=[0.3, 0.8, 0.2], lag_max=[0]),
-    "length": course(FALLS, length_mean=[10, 20, 40, 64], truncated=[0, 0.0, 0.4, 0.9], reward_mean=[0.16, 0.31, 0.625, 1.0], solve_rate=[0.3, 0.5, 0.0]),
-    "reward hacking": course(FALLS, reward_mean=[0.1, 0.15, 0.5, 0.9], solve_rate=[0.3, 0.6, 0.0], length_mean=[10, 30, 28, 30]),
+    "learning rate": course(
+        {0: 0.26, 5: 0.0, 10: 0.0},
+        {"learning_rate": 2e-2, "correction": {"name": "none"}},
+        kl_sampler=[0.0, 1.5, 1.0],
+        grad_norm=[0.5, 6.0],
+        solve_rate=[0.3, 0.0],
+        reward_mean=[0.3, 0.0],
+    ),
+    "staleness": course(
+        FALLS,
+        {"staleness": 8, "correction": {"name": "none"}},
+        kl_sampler=[0.0, 0.25, 0.35, 0.3],
+        lag_max=[2, 3, 4, 5],
+        ess=[1.0, 0.7, 0.3],
+        solve_rate=[0.3, 0.7, 0.1],
+        reward_mean=[0.3, 0.7, 0.1],
+    ),
+    "entropy": course(
+        FALLS,
+        {"learning_rate": 3e-3},
+        entropy=[0.3, 0.02, 0.02, 0.03, 0.03],
+        solve_rate=[0.3, 0.8, 0.2],
+        reward_mean=[0.3, 0.8, 0.2],
+        lag_max=[0],
+    ),
+    "length": course(
+        FALLS,
+        length_mean=[10, 20, 40, 64],
+        truncated=[0, 0.0, 0.4, 0.9],
+        reward_mean=[0.16, 0.31, 0.625, 1.0],
+        solve_rate=[0.3, 0.5, 0.0],
+    ),
+    "reward hacking": course(
+        FALLS, reward_mean=[0.1, 0.15, 0.5, 0.9], solve_rate=[0.3, 0.6, 0.0], length_mean=[10, 30, 28, 30]
+    ),
     "inverted reward": course({0: 0.26, 5: 0.08, 10: 0.01}, reward_mean=[0.7, 0.86, 1.0], solve_rate=[0.3, 0.14, 0.0]),
-    "mismatch": course(FALLS, {"staleness": 0}, lag_max=[0], logprob_diff_mean=[0.2], solve_rate=[0.3, 0.5, 0.1], reward_mean=[0.3, 0.5, 0.1]),
+    "mismatch": course(
+        FALLS,
+        {"staleness": 0},
+        lag_max=[0],
+        logprob_diff_mean=[0.2],
+        solve_rate=[0.3, 0.5, 0.1],
+        reward_mean=[0.3, 0.5, 0.1],
+    ),
     "sampling": course(STANDS, {"top_p": 0.2}, all_pass=[0.2], all_fail=[0.75], solve_rate=[0.2]),
     "temperature": course(STANDS, {"temperature": 3.0}, all_fail=[0.8], solve_rate=[0.02], all_pass=[0.0]),
     "too hard": course({0: 0.0, 10: 0.0, 20: 0.0}, all_fail=[0.95], solve_rate=[0.01], all_pass=[0.0]),
-    "KL penalty": course(STANDS, {"kl": {"name": "k3"}, "kl_weight": 20.0}, solve_rate=[0.35], reward_mean=[0.35], entropy=[0.4], length_mean=[11]),
+    "KL penalty": course(
+        STANDS,
+        {"kl": {"name": "k3"}, "kl_weight": 20.0},
+        solve_rate=[0.35],
+        reward_mean=[0.35],
+        entropy=[0.4],
+        length_mean=[11],
+    ),
     "saturated": course({0: 0.97, 10: 0.98, 20: 0.98}, all_pass=[0.9], all_fail=[0.0], solve_rate=[0.97]),
 }
-VERDICT = {"sampling": "stalled", "temperature": "stalled", "too hard": "stalled", "KL penalty": "stalled", "saturated": "saturated"}
+VERDICT = {
+    "sampling": "stalled",
+    "temperature": "stalled",
+    "too hard": "stalled",
+    "KL penalty": "stalled",
+    "saturated": "saturated",
+}
 
 
 @pytest.mark.parametrize("cause", NAMED)
@@ -68,8 +162,18 @@ def test_a_cause_is_named_with_what_to_do(cause):
     assert found.remedy and found.text.endswith(".") and found.reason
 
 
-@pytest.mark.parametrize("figures", [{}, {"entropy": [0.4, 0.02]}, {"length_mean": [10, 40]}, {"all_pass": [0.0, 0.6]}, {"kl_sampler": [0.0, 0.03], "lag_max": [4], "ess": [1.0, 0.9]}, {"grad_norm": [0.5, 1.2]}],
-                         ids=["plain", "entropy falls", "longer", "solved groups", "stale", "gradient"])
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {},
+        {"entropy": [0.4, 0.02]},
+        {"length_mean": [10, 40]},
+        {"all_pass": [0.0, 0.6]},
+        {"kl_sampler": [0.0, 0.03], "lag_max": [4], "ess": [1.0, 0.9]},
+        {"grad_norm": [0.5, 1.2]},
+    ],
+    ids=["plain", "entropy falls", "longer", "solved groups", "stale", "gradient"],
+)
 def test_a_run_that_learns_raises_no_alarm_at_any_version(figures):
     "Entropy that falls, responses that grow and groups that are solved belong to learning."
     whole = course(LEARNS, **figures)
@@ -83,12 +187,16 @@ def test_the_first_sign_comes_with_its_version_and_the_change_before_it():
     assert found.signs[0].figure == "kl_sampler" and found.since == found.signs[0].version < 10
     assert found.change == changes[1] and "learning_rate = 0.02 at version 4" in found.text
     assert found.best == 0 or found.best == 5
-    assert "fork at version" in found.text and diagnose(until(NAMED["staleness"], found.since + 3)).verdict == "collapsing"
+    assert (
+        "fork at version" in found.text and diagnose(until(NAMED["staleness"], found.since + 3)).verdict == "collapsing"
+    )
 
 
 def test_a_fall_that_was_made_good_is_forgotten():
     again = {**FALLS, 20: 0.55}
-    assert diagnose(course(again, solve_rate=[0.3, 0.5, 0.1, 0.5], reward_mean=[0.3, 0.5, 0.1, 0.5])).verdict == "learning"
+    assert (
+        diagnose(course(again, solve_rate=[0.3, 0.5, 0.1, 0.5], reward_mean=[0.3, 0.5, 0.1, 0.5])).verdict == "learning"
+    )
 
 
 def test_the_light_and_why_say_it_first_and_a_healthy_run_keeps_its_rate(tmp_path):
@@ -97,7 +205,9 @@ def test_the_light_and_why_say_it_first_and_a_healthy_run_keeps_its_rate(tmp_pat
     snapshot = View(fake_run(tmp_path, "live", batches=31, state="running", closed=False)).poll()
     snapshot = replace(snapshot, alive_at=snapshot.now)
     broken = replace(snapshot, steps={**snapshot.steps, "kl_sampler": np.full(len(snapshot.steps["version"]), 0.8)})
-    assert light(snapshot).word in ("generation-bound", "balanced", "trainer-bound") and light(broken).word == "collapsing"
+    assert (
+        light(snapshot).word in ("generation-bound", "balanced", "trainer-bound") and light(broken).word == "collapsing"
+    )
     assert "nats" in light(broken).reason and light(broken).helps.startswith("Pause, and fork at version")
 
 
@@ -115,7 +225,10 @@ def test_a_run_that_trains_nothing_is_diagnosed_from_the_groups_that_were_filter
 def test_a_cause_that_only_slows_a_run_is_said_beside_learning():
     narrow = course(LEARNS, {"top_p": 0.2}, all_pass=[0.2], all_fail=[0.6])
     half = course(LEARNS, {"correction": {"name": "none"}}, lag_max=[0], logprob_diff_mean=[0.002])
-    assert [(d.verdict, d.cause) for d in map(diagnose, (narrow, half))] == [("learning", "sampling"), ("learning", "mismatch")]
+    assert [(d.verdict, d.cause) for d in map(diagnose, (narrow, half))] == [
+        ("learning", "sampling"),
+        ("learning", "mismatch"),
+    ]
     assert diagnose(replace(half, settings=SETTINGS)).cause == ""  # it is corrected for
 
 
@@ -139,7 +252,9 @@ def add_collapse(folder):
     rows = [{**step_row(v, 0.9, np.random.default_rng(v), 1.5), "kl_sampler": 0.8, "lag_max": 1} for v in range(61, 67)]
     ledger.extend("steps", rows)
     rate = {"avg": 0.01, "avg_se": 0.01, "avg_low": 0.0, "avg_high": 0.03}
-    ledger.extend("evals", [{"at": 99.0, "eval": "held_out", "version": 66, "tasks": 512, "k": 1, "temperature": 1.0, **rate}])
+    ledger.extend(
+        "evals", [{"at": 99.0, "eval": "held_out", "version": 66, "tasks": 512, "k": 1, "temperature": 1.0, **rate}]
+    )
     ledger.close()
 
 
@@ -149,13 +264,20 @@ def test_the_end_of_a_failed_run_repeats_the_diagnosis(tmp_path, capfd):
     note_diagnosis(folder)
     assert read_status(folder).reason == "320 groups in a row were left no reward" and not capfd.readouterr().err
     add_collapse(folder)
-    assert light(View(folder).poll()).word == "failed" and light(View(folder).poll()).reason.startswith("collapsing: held-out")
+    assert light(View(folder).poll()).word == "failed" and light(View(folder).poll()).reason.startswith(
+        "collapsing: held-out"
+    )
     note_diagnosis(folder)
     reason = read_status(folder).reason
-    assert reason.startswith("320 groups in a row were left no reward. This run collapses: held-out") and "learning_rate from 0.0005" in reason
+    assert (
+        reason.startswith("320 groups in a row were left no reward. This run collapses: held-out")
+        and "learning_rate from 0.0005" in reason
+    )
     assert "diagnosis: This run collapses" in capfd.readouterr().err
     assert str(why(folder)).count("This run collapses") == 1 and ".." not in str(why(folder))
-    assert summary(folder).diagnosis in reason and "This run collapses" in write_report(folder).read_text(encoding="utf-8")
+    assert summary(folder).diagnosis in reason and "This run collapses" in write_report(folder).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_run_that_solves_nothing_is_told_so_from_the_preflight():
@@ -185,7 +307,9 @@ def test_a_full_disk_is_visible_in_the_terminal(tmp_path):
     (tmp_path / "there").mkdir()
     look = "from pathlib import Path; from rlbench.cli.main import disk_text; print(disk_text(Path('there')))"
     script = f'mount -t tmpfs -o size=256k none there && {sys.executable} -c "{look}"'
-    done = subprocess.run(["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.startswith("full: rows wait in memory"), done.stderr
 
 

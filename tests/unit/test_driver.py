@@ -1,17 +1,18 @@
 """What the driver takes as owed, and how long it waits for it; and what it does on a full disk."""
+
 import pytest
 from inline import Told, check_books, inline_run
 
 import rlbench.runtime.driver
-from rlbench.loop.config import make_config, to_toml
-from rlbench.workbench.drill import switch
-from rlbench.runtime.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
-from rlbench.environments.environment import ScoreRequest
 from rlbench.base.ledger import FAULTS, FULL_DISK, create_run_folder, read_table
+from rlbench.environments.environment import ScoreRequest
+from rlbench.loop.config import make_config, to_toml
 from rlbench.loop.loop import step
-from rlbench.records import Rollout, Task, response_segment
 from rlbench.loop.state import Publish, Started
+from rlbench.records import Rollout, Task, response_segment
+from rlbench.runtime.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
 from rlbench.runtime.worker import LoadJob, PublishJob, WeightsLoaded, WeightsWritten
+from rlbench.workbench.drill import switch
 
 
 class Recorder:
@@ -32,7 +33,16 @@ class Recorder:
 def a_driver(root, placement: str, generators: int = 1) -> Driver:
     "A driver whose actors are up, and nothing more."
     folder = create_run_folder(root, placement)
-    config = make_config({"placement": placement, "generators": generators, "preflight": 0, "eval": [], "checkpoint_every": 0, "deadlines": {"publish": 5.0, "generate": 30.0}})
+    config = make_config(
+        {
+            "placement": placement,
+            "generators": generators,
+            "preflight": 0,
+            "eval": [],
+            "checkpoint_every": 0,
+            "deadlines": {"publish": 5.0, "generate": 30.0},
+        }
+    )
     (folder / "config.toml").write_text(to_toml(config))
     driver = Driver(folder, config, make_pools(config))
     driver.state.paused = True  # nothing is dispatched
@@ -59,20 +69,29 @@ def test_the_trainer_writes_once_and_every_generator_loads(tmp_path):
     assert driver.handles["trainer"].given == [PublishJob(3)] and owed(driver, "trainer") == ["publish"]
     assert owed(driver, "generator-1") == []  # the trainer owes, not they
     list(heard_weights(driver, "trainer", WeightsWritten(3, 0.0)))
-    assert all(driver.handles[g].given == [LoadJob(3)] and owed(driver, g) == ["publish"] for g in ("generator-1", "generator-2"))
+    assert all(
+        driver.handles[g].given == [LoadJob(3)] and owed(driver, g) == ["publish"]
+        for g in ("generator-1", "generator-2")
+    )
     list(heard_loaded(driver, "generator-1", WeightsLoaded(3, 0.0)))
     carry_publish(driver, Publish("generator-1", 3))  # started again: it is in the file already
-    assert driver.handles["trainer"].given == [PublishJob(3)] and driver.handles["generator-1"].given == [LoadJob(3)] * 2
+    assert (
+        driver.handles["trainer"].given == [PublishJob(3)] and driver.handles["generator-1"].given == [LoadJob(3)] * 2
+    )
 
 
-@pytest.mark.parametrize(("unmoved", "unheard", "words"), [(4.0, 1.0, ""), (6.0, 1.0, "asked to publish"), (4.0, 20.0, "no sign of life")])
+@pytest.mark.parametrize(
+    ("unmoved", "unheard", "words"), [(4.0, 1.0, ""), (6.0, 1.0, "asked to publish"), (4.0, 20.0, "no sign of life")]
+)
 def test_a_worker_is_given_up_at_its_deadline_or_after_a_silence(tmp_path, unmoved, unheard, words):
     driver = a_driver(tmp_path, "colocated")
     carry_publish(driver, Publish("generator", 1))
     now, handle = driver.clock.now(), driver.handles["worker"]
     handle.moved_at, handle.heard_at = now - unmoved, now - unheard
     found = overdue(driver, "worker")
-    assert [e.actor for e in found] == (["trainer", "generator"] if words else []) and all(words in e.cause for e in found)
+    assert [e.actor for e in found] == (["trainer", "generator"] if words else []) and all(
+        words in e.cause for e in found
+    )
     assert handle.lost == bool(words) and overdue(driver, "worker") == []
 
 
@@ -88,7 +107,18 @@ def test_an_environment_has_the_time_to_rebuild_episodes(tmp_path, turns, hangs)
     assert bool(overdue(driver, "environment")) == hangs
 
 
-SHORT = {"group": 4, "batch": 16, "steps": 6, "concurrency": 16, "max_tokens": 80, "preflight": 0, "eval": [], "checkpoint_every": 0, "staleness": 1, "filter": "none"}
+SHORT = {
+    "group": 4,
+    "batch": 16,
+    "steps": 6,
+    "concurrency": 16,
+    "max_tokens": 80,
+    "preflight": 0,
+    "eval": [],
+    "checkpoint_every": 0,
+    "staleness": 1,
+    "filter": "none",
+}
 
 
 def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list[tuple[int, str]]:
@@ -109,7 +139,9 @@ def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list
     return said
 
 
-@pytest.mark.parametrize(("seconds", "reserve", "until", "stands"), [(1.5, 1, 1000, True), (1000.0, 4_000_000, 4, False)])
+@pytest.mark.parametrize(
+    ("seconds", "reserve", "until", "stands"), [(1.5, 1, 1000, True), (1000.0, 4_000_000, 4, False)]
+)
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, seconds, reserve, until, stands):
     "It trains on while the reserve can take the rows that wait, and stands still when it cannot; the tables are those of a run that always had room."
     whole = inline_run(tmp_path, "whole", SHORT)
@@ -117,10 +149,17 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, 
     driver = inline_run(tmp_path, "full", SHORT)
     (before, full), (after, room) = said
     assert "the disk is full" in full and "has room again" in room and (before == after) == stands
-    assert driver.state.phase == "done" and driver.state.version == 6 and driver.state.digest == whole.state.digest and not driver.full_since
+    assert (
+        driver.state.phase == "done"
+        and driver.state.version == 6
+        and driver.state.digest == whole.state.digest
+        and not driver.full_since
+    )
     check_books(driver)
     for table in ("steps", "groups", "rollouts", "tokens", "events"):
-        had, has = (read_table(run.folder, table).drop("score_seconds", "fields", strict=False) for run in (whole, driver))  # what is measured
+        had, has = (
+            read_table(run.folder, table).drop("score_seconds", "fields", strict=False) for run in (whole, driver)
+        )  # what is measured
         assert len(had) and had.equals(has), table
 
 
@@ -129,6 +168,8 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(rlbench.runtime.driver, "FULL_SECONDS", 0.5)
     said = filled(monkeypatch, 1000.0, 1)
     driver = inline_run(tmp_path, "full", SHORT)
-    assert "the disk is full" in said[0][1] and driver.state.version == 2 and "the disk is full" in driver.state.reason, (said, driver.state.reason)
+    assert (
+        "the disk is full" in said[0][1] and driver.state.version == 2 and "the disk is full" in driver.state.reason
+    ), (said, driver.state.reason)
     assert not driver.ballast.held and not (driver.folder / FAULTS / FULL_DISK).exists()
     check_books(driver)

@@ -1,17 +1,33 @@
 """Generators at length: independence over 200 rollouts, the protocol for several model shapes, rebuilds against a fresh forward pass."""
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from rlbench.models.hardware import kv_bytes_per_token
-from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, conformance, drain, record
 from rlbench.engines.torch import TorchGenerator, fuse, load_weights
+from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, conformance, drain, record
+from rlbench.models.hardware import kv_bytes_per_token
 from rlbench.records import Sampling, stream_key
 
-SMALL = dict(vocab_size=32, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=512, initializer_range=0.15)
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 SHAPES = {
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen3 wide heads": lambda: Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=False),
@@ -36,7 +52,16 @@ def build(shape: str = "qwen3", seed: int = 0):
 def requests(n: int, limit: int = 24, group: int = 4, **sampling) -> list[Request]:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 32, rng.integers(1, 12)) for _ in range(n)]
-    return [Request((i, 0), prompts[i // group], Sampling(max_tokens=limit, **sampling), stream_key(0, f"t{i // group}", i), stop=(1, 2)) for i in range(n)]
+    return [
+        Request(
+            (i, 0),
+            prompts[i // group],
+            Sampling(max_tokens=limit, **sampling),
+            stream_key(0, f"t{i // group}", i),
+            stop=(1, 2),
+        )
+        for i in range(n)
+    ]
 
 
 def logprobs(model, request: Request, tokens: np.ndarray) -> np.ndarray:
@@ -66,14 +91,22 @@ def test_same_distribution_as_the_model(shape):
 @pytest.mark.parametrize("shape", ["qwen3", "qwen2", "llama", "mistral"])
 def test_conformance_torch(shape):
     model, other = build(shape), build(shape, seed=1)
-    subject = Subject(lambda slots: TorchGenerator(model, max_length=64, slots=slots), tuple(requests(12)), lambda version: other.state_dict())
+    subject = Subject(
+        lambda slots: TorchGenerator(model, max_length=64, slots=slots),
+        tuple(requests(12)),
+        lambda version: other.state_dict(),
+    )
     assert conformance(subject) == []
 
 
 def test_conformance_with_every_sampling():
     model, other = build(), build(seed=1)
     for sampling in (dict(temperature=0.7), dict(top_p=0.8), dict(top_k=5), dict(temperature=1.3, top_p=0.9, top_k=20)):
-        subject = Subject(lambda slots: TorchGenerator(model, max_length=64, slots=slots), tuple(requests(12, **sampling)), lambda version: other.state_dict())
+        subject = Subject(
+            lambda slots: TorchGenerator(model, max_length=64, slots=slots),
+            tuple(requests(12, **sampling)),
+            lambda version: other.state_dict(),
+        )
         assert conformance(subject) == [], sampling
 
 
@@ -123,7 +156,9 @@ def test_rebuild_is_exact_and_keep_is_labelled(shape):
             segment = results[request.key].segment
             first = int((segment.versions == 0).sum())
             np.testing.assert_array_equal(segment.logprobs[:first], before[request.key].segment.logprobs[:first])
-            errors.append(float(np.abs(logprobs(other, request, segment.tokens) - segment.logprobs)[first:].max(initial=0)))
+            errors.append(
+                float(np.abs(logprobs(other, request, segment.tokens) - segment.logprobs)[first:].max(initial=0))
+            )
             if 0 < first < len(segment):
                 assert segment.cache == cache
         assert (max(errors) < 1e-4) == (cache == "rebuild")
@@ -132,12 +167,19 @@ def test_rebuild_is_exact_and_keep_is_labelled(shape):
 def test_many_slots_with_a_long_tail_stay_in_order():
     model = build()
     rng = np.random.default_rng(0)
-    asked = [Request((i, 0), [3 + i % 20, 4, 5], Sampling(max_tokens=int(n)), i) for i, n in enumerate(rng.lognormal(3, 1, 400).clip(1, 240))]
+    asked = [
+        Request((i, 0), [3 + i % 20, 4, 5], Sampling(max_tokens=int(n)), i)
+        for i, n in enumerate(rng.lognormal(3, 1, 400).clip(1, 240))
+    ]
     wide, narrow = (TorchGenerator(model, max_length=256, slots=s) for s in (128, 8))
     wide.submit(asked)
     narrow.submit(asked)
     a, b = by_key(drain(wide)), by_key(drain(narrow))
-    assert all(a[r.key].segment.tokens.tolist() == b[r.key].segment.tokens.tolist() and len(a[r.key].segment) == r.sampling.max_tokens for r in asked)
+    assert all(
+        a[r.key].segment.tokens.tolist() == b[r.key].segment.tokens.tolist()
+        and len(a[r.key].segment) == r.sampling.max_tokens
+        for r in asked
+    )
 
 
 def test_a_shared_budget_preempts_and_changes_no_token():
@@ -156,7 +198,10 @@ def test_a_shared_budget_preempts_and_changes_no_token():
     want = by_key(drain(roomy))
     assert tight.preempted > 0 and most > 200 // 50
     assert all(r.segment.tokens.tolist() == want[r.key].segment.tokens.tolist() for r in results)
-    assert sum(r.decode_tokens for r in results) == tight.decoded and sum(r.prefill_tokens for r in results) == tight.prefilled
+    assert (
+        sum(r.decode_tokens for r in results) == tight.decoded
+        and sum(r.prefill_tokens for r in results) == tight.prefilled
+    )
     tight.submit(asked[:20])
     tight.step(25)
     tight.load(1, other.state_dict())
@@ -179,7 +224,11 @@ def test_random_traffic_keeps_the_books():
                 generator.submit(batch)
             results = generator.step(int(rng.integers(1, 4)))
             if rng.random() < 0.1:
-                generator.load(generator.version + 1, weights[generator.version % 2], cache=("keep", "rebuild")[int(rng.integers(2))])
+                generator.load(
+                    generator.version + 1,
+                    weights[generator.version % 2],
+                    cache=("keep", "rebuild")[int(rng.integers(2))],
+                )
             if rng.random() < 0.1:
                 generator.concurrency = int(rng.integers(1, 13))
             if rng.random() < 0.15:
@@ -187,7 +236,14 @@ def test_random_traffic_keeps_the_books():
                 aborted = generator.abort([keys[i] for i in rng.permutation(len(keys))[:6]])
                 results += aborted
                 for r in aborted:
-                    again = Request((r.key[0], r.key[1] + 1), pending[r.key].prompt, pending[r.key].sampling, pending[r.key].stream, (1, 2), r.segment if len(r.segment) else None)
+                    again = Request(
+                        (r.key[0], r.key[1] + 1),
+                        pending[r.key].prompt,
+                        pending[r.key].sampling,
+                        pending[r.key].stream,
+                        (1, 2),
+                        r.segment if len(r.segment) else None,
+                    )
                     pending[again.key] = again
                     queue.append(again)
             for r in results:

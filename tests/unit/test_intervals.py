@@ -1,18 +1,32 @@
 """Intervals of paired differences hold the truth as often as they say, and several comparisons are counted."""
+
 import math
 
 import numpy as np
 import pytest
 
-from rlbench.workbench.ablation import (
-    Ablation, Arm, Trial, adjust_differences, comparisons_in_words, holm, interval, p_value, paired, t_quantile, widening,
-)
 from rlbench.studies.study import differences, differences_table
+from rlbench.workbench.ablation import (
+    Ablation,
+    Arm,
+    Trial,
+    adjust_differences,
+    comparisons_in_words,
+    holm,
+    interval,
+    p_value,
+    paired,
+    t_quantile,
+    widening,
+)
 
 KINDS = {
     "normal": (lambda random, shape: random.normal(size=shape), 0.0),
     "lognormal(.5)": (lambda random, shape: random.lognormal(0, 0.5, shape), math.exp(0.125)),
-    "difference of two lognormal(.5)": (lambda random, shape: random.lognormal(0, 0.5, shape) - random.lognormal(0, 0.5, shape), 0.0),
+    "difference of two lognormal(.5)": (
+        lambda random, shape: random.lognormal(0, 0.5, shape) - random.lognormal(0, 0.5, shape),
+        0.0,
+    ),
 }
 
 
@@ -67,36 +81,102 @@ def made_arm(points, name):
 
 def test_marks_survive_only_holm():
     "An interval that leaves out 0 is light among several arms, dark alone; null arms and equal pairs are not counted."
-    strong, weak, nothing, again = [1.0, 1.1, 0.9, 1.0, 1.05], [0.1, 0.2, 0.3, 0.1, 0.4], [0.1, -0.1, 0.2, 0.0, -0.1], [0.0] * 5
-    found = adjust_differences([made_arm(p, n) for p, n in ((strong, "strong"), (weak, "weak"), (nothing, "nothing"), (again, "again"), (nothing, "null"))], nulls=("null",))
+    strong, weak, nothing, again = (
+        [1.0, 1.1, 0.9, 1.0, 1.05],
+        [0.1, 0.2, 0.3, 0.1, 0.4],
+        [0.1, -0.1, 0.2, 0.0, -0.1],
+        [0.0] * 5,
+    )
+    found = adjust_differences(
+        [
+            made_arm(p, n)
+            for p, n in ((strong, "strong"), (weak, "weak"), (nothing, "nothing"), (again, "again"), (nothing, "null"))
+        ],
+        nulls=("null",),
+    )
     assert [d.comparisons for d in found] == [3, 3, 3, 1, 1]
-    assert [d.clear for d in found[:3]] == [True, True, False] and [d.significant for d in found[:3]] == [True, False, False]
+    assert [d.clear for d in found[:3]] == [True, True, False] and [d.significant for d in found[:3]] == [
+        True,
+        False,
+        False,
+    ]
     assert made_arm(weak, "weak").significant  # taken alone it does
     chart = differences("t", found, "x", ("null",))
-    assert chart.series[0].roles == ("blue", "sky", "sky", "grey", "grey") and "after Holm's adjustment for 3 comparisons" in chart.subtitle
+    assert (
+        chart.series[0].roles == ("blue", "sky", "sky", "grey", "grey")
+        and "after Holm's adjustment for 3 comparisons" in chart.subtitle
+    )
     table = differences_table(found)
     assert table["Holm's p"][1] == pytest.approx(found[1].adjusted, rel=0.05) and table["Holm's p"][1] > 0.05
     words = comparisons_in_words(found)
-    assert words == "3 comparisons, Holm-adjusted: strong differs from 0; the interval of weak leaves out 0 only taken alone."
+    assert (
+        words
+        == "3 comparisons, Holm-adjusted: strong differs from 0; the interval of weak leaves out 0 only taken alone."
+    )
 
 
 def made_ablation(gains: dict[str, list[float]]) -> Ablation:
     "An ablation whose arms have these held-out rates over a base of 0.5, with a null arm."
     scatter = [0.01, -0.01, 0.0, 0.02, -0.02]
-    trial = lambda name, seed, rate, again=False: Trial(name, seed, again, "r", "finished", "", f"{name}{seed}", (0, 10), (0.2, rate), (0.0, 1e4), (0.0, 5.0), 30_000, 10.0, {}, {})
+
+    def trial(name, seed, rate, again=False):
+        return Trial(
+            name,
+            seed,
+            again,
+            "r",
+            "finished",
+            "",
+            f"{name}{seed}",
+            (0, 10),
+            (0.2, rate),
+            (0.0, 1e4),
+            (0.0, 5.0),
+            30_000,
+            10.0,
+            {},
+            {},
+        )
+
     trials = [trial("base", s, 0.5 + x, again) for again in (False, True) for s, x in enumerate(scatter)]
-    trials += [trial(name, s, 0.5 + x + g) for name, each in gains.items() for s, (x, g) in enumerate(zip(scatter, each, strict=True))]
-    return Ablation(tuple(Arm(name, {}, name) for name in ("base", *gains)), tuple(trials), {"name": "held_out"}, exact=True)
+    trials += [
+        trial(name, s, 0.5 + x + g)
+        for name, each in gains.items()
+        for s, (x, g) in enumerate(zip(scatter, each, strict=True))
+    ]
+    return Ablation(
+        tuple(Arm(name, {}, name) for name in ("base", *gains)), tuple(trials), {"name": "held_out"}, exact=True
+    )
 
 
 def test_an_ablation_says_how_many_comparisons_and_marks_by_holm():
     "In the chart, the table, the words and the page; the null arm is not counted."
-    gains = {"strong": [0.2, 0.21, 0.19, 0.2, 0.2], "weak": [0.01, 0.02, 0.03, 0.01, 0.04], "idle": [0.02, -0.02, 0.0, 0.01, -0.01]}
+    gains = {
+        "strong": [0.2, 0.21, 0.19, 0.2, 0.2],
+        "weak": [0.01, 0.02, 0.03, 0.01, 0.04],
+        "idle": [0.02, -0.02, 0.0, 0.01, -0.01],
+    }
     ablation = made_ablation(gains)
-    assert [d.clear for d in ablation.differences] == [True, True, False] and [d.significant for d in ablation.differences] == [True, False, False]
+    assert [d.clear for d in ablation.differences] == [True, True, False] and [
+        d.significant for d in ablation.differences
+    ] == [True, False, False]
     chart = ablation.chart()
-    assert chart.series[0].roles == ("grey", "blue", "sky", "sky") and "Holm's adjustment for 3 comparisons" in chart.subtitle
-    assert ablation.table()["p_holm"].to_list() == [None, None, *(pytest.approx(d.adjusted) for d in ablation.differences)]
-    assert "3 comparisons, Holm-adjusted: strong differs from 0; the interval of weak" in repr(ablation) and "3 comparisons" in ablation._repr_html_()
+    assert (
+        chart.series[0].roles == ("grey", "blue", "sky", "sky")
+        and "Holm's adjustment for 3 comparisons" in chart.subtitle
+    )
+    assert ablation.table()["p_holm"].to_list() == [
+        None,
+        None,
+        *(pytest.approx(d.adjusted) for d in ablation.differences),
+    ]
+    assert (
+        "3 comparisons, Holm-adjusted: strong differs from 0; the interval of weak" in repr(ablation)
+        and "3 comparisons" in ablation._repr_html_()
+    )
     alone = made_ablation({"weak": gains["weak"]})
-    assert alone.differences[0].significant and "1 comparison: it differs from 0." in repr(alone) and "dark: it leaves out 0" in alone.chart().subtitle
+    assert (
+        alone.differences[0].significant
+        and "1 comparison: it differs from 0." in repr(alone)
+        and "dark: it leaves out 0" in alone.chart().subtitle
+    )

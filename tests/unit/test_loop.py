@@ -1,5 +1,5 @@
 """The loop over random configurations: books that close, no deadlock, nothing trained over the bound, and the same run twice."""
-from small_loops import a_command, a_config, a_world
+
 import random
 import time
 
@@ -8,22 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inline import check_books, inline_run
 from properties import RANDOMS, examples
+from small_loops import a_command, a_config, a_world
 from world import World
 
-from rlbench.loop.config import RunConfig, make_config, to_toml
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.environments.environment import EnvironmentActor
 from rlbench.base.ledger import create_run_folder, read_status, read_table, send_command
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.loop.config import RunConfig, make_config, to_toml
 from rlbench.loop.loop import abandon, step
 from rlbench.loop.state import Commanded, Lost, Started, books_closed, start_state
 from rlbench.records import Fate
+from rlbench.runtime.driver import Driver, drive, make_pools
 from rlbench.runtime.worker import TrainJob
-
-
-
-
-
-
 
 
 @examples(150)
@@ -39,16 +34,26 @@ def test_books_bound_and_repeat(r, trouble):
         if config.staleness == 0:
             assert set(world.watch.lags) <= {0}
         if config.stragglers in ("wait", "requeue") and world.turns == 1:
-            assert all(oldest == newest for _, oldest, newest in world.watch.told.values()), "a response of two versions"
+            assert all(oldest == newest for _, oldest, newest in world.watch.told.values()), (
+                "a response of two versions"
+            )
         if config.overdue == "wait" and config.backlog == "hold" and not config.oversample:
             assert Fate.STALE not in world.watch.fates.values()
-        assert {(row.eval, row.version) for row in world.watch.evals} >= {(e.name, v) for e in config.eval for v in (0, world.state.version)}
+        assert {(row.eval, row.version) for row in world.watch.evals} >= {
+            (e.name, v) for e in config.eval for v in (0, world.state.version)
+        }
     assert a_world(seed, commands, faults).run().record() == world.record()
 
 
 def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
     "A table, and commands at stated events."
-    table = a_config(r) | {"virtual": {"scripted_errors": r.choice((0.0, 0.2)), "train": r.choice((0.0001, 0.002)), "publish": r.choice((0.01, 0.5))}}
+    table = a_config(r) | {
+        "virtual": {
+            "scripted_errors": r.choice((0.0, 0.2)),
+            "train": r.choice((0.0001, 0.002)),
+            "publish": r.choice((0.01, 0.5)),
+        }
+    }
     told = [(r.randint(1, 300), *a_command(r, make_config(table))) for _ in range(r.choice((0, 4, 8)))]
     told += [(r.randint(1, 300), "stop", None, 0)] if told and r.random() < 0.3 else []
     return table, told
@@ -67,14 +72,25 @@ def test_driver_tables_close_and_repeat(r, tmp_path_factory):
     assert read_table(first.folder, "rollouts").equals(read_table(second.folder, "rollouts"))
     if not told:
         assert (steps["lag_max"] <= table["staleness"]).all()
-        assert {*read_table(first.folder, "evals").select("eval", "version").rows()} >= {(e["name"], v) for e in table["eval"] for v in (0, first.state.version)}
+        assert {*read_table(first.folder, "evals").select("eval", "version").rows()} >= {
+            (e["name"], v) for e in table["eval"] for v in (0, first.state.version)
+        }
     commands = read_table(first.folder, "commands")
     assert commands["command"].str.starts_with("told").sum() == first.said
     refused = commands.filter(commands["status"] == "refused")
     assert refused["reason"].str.len_chars().min() is None or refused["reason"].str.len_chars().min() > 10
 
 
-SMALL = {"clock": "virtual", "generator": "scripted", "group": 4, "batch": 16, "steps": 4, "preflight": 6, "preflight_k": 2, "eval": [{"count": 6, "every": 2}]}
+SMALL = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "group": 4,
+    "batch": 16,
+    "steps": 4,
+    "preflight": 6,
+    "preflight_k": 2,
+    "eval": [{"count": 6, "every": 2}],
+}
 
 
 def small(**changes) -> RunConfig:
@@ -87,7 +103,9 @@ def test_a_run_on_the_virtual_clock_does_not_notice_a_slow_machine(tmp_path, mon
     usual = inline_run(tmp_path, "usual", table, told)
     monkeypatch.setattr(EnvironmentActor, "moment", lambda actor: 300 * time.monotonic())
     slow = inline_run(tmp_path, "slow", table, told)
-    assert slow.state.digest == usual.state.digest and read_table(slow.folder, "steps").equals(read_table(usual.folder, "steps"))
+    assert slow.state.digest == usual.state.digest and read_table(slow.folder, "steps").equals(
+        read_table(usual.folder, "steps")
+    )
 
 
 @examples(20)
@@ -102,9 +120,14 @@ def test_a_failing_process_still_closes_the_books(r, event):
             return type(world).step(world, event)
         for action in abandon(world.state, "broken"):
             world.watch.write(action.row, world)
+
     world.step = broken
     world.run(closing=False)
-    assert world.state.phase in ("failed", "done") and books_closed(world.state) and len(world.watch.fates) == world.state.dispatched
+    assert (
+        world.state.phase in ("failed", "done")
+        and books_closed(world.state)
+        and len(world.watch.fates) == world.state.dispatched
+    )
 
 
 def test_stop_during_preflight_leaves_no_result():
@@ -129,7 +152,11 @@ def test_a_pause_lets_evaluations_finish():
 def test_a_budget_reached_during_an_evaluation_lets_it_finish():
     "Minutes over while the first evaluation runs: it gets its row, nothing is trained, the books close."
     world = World(small(minutes=0.05, eval=[{"count": 10, "k": 8}], concurrency=1), 1).run()
-    assert world.state.reason.startswith("minutes") and {row.eval for row in world.watch.evals} == {"preflight", "held_out"} and world.state.version == 0
+    assert (
+        world.state.reason.startswith("minutes")
+        and {row.eval for row in world.watch.evals} == {"preflight", "held_out"}
+        and world.state.version == 0
+    )
 
 
 def test_a_generator_lost_at_the_end_comes_back_for_the_last_evaluation():
@@ -144,8 +171,16 @@ def test_knobs_changed_under_queued_groups():
     "Groups of the old size stay whole: batches count groups, and rows keep the sizes."
     changes = {60: [("a", "test", "group", 8)], 80: [("b", "test", "batch", 32)], 160: [("c", "test", "group", 2)]}
     world = World(small(steps=8, staleness=2, preflight=0, eval=[]), 5, (8, 8), changes).run()
-    sizes = {len([key for key, item in world.watch.sent.items() if item.group == g]) for row in world.watch.steps for g in row.groups}
-    assert {c.status for c in world.watch.commands if c.knob != "checkpoint"} == {"applied"} and sizes == {2, 4, 8} and world.state.version == 8
+    sizes = {
+        len([key for key, item in world.watch.sent.items() if item.group == g])
+        for row in world.watch.steps
+        for g in row.groups
+    }
+    assert (
+        {c.status for c in world.watch.commands if c.knob != "checkpoint"} == {"applied"}
+        and sizes == {2, 4, 8}
+        and world.state.version == 8
+    )
 
 
 def test_a_member_without_reward_leaves_its_group_trained():
@@ -171,7 +206,11 @@ def test_lost_before_it_ever_started():
     step(state, Started("environment", "environment"))
     step(state, Lost("trainer", "the model is not there"))
     assert (state.phase, state.reason) == ("failed", "trainer lost: the model is not there") and books_closed(state)
-    assert step(state, Lost("generator", "the model is not there")) == [] and step(state, Started("generator", "generator", 4)) == [] and state.phase == "failed"
+    assert (
+        step(state, Lost("generator", "the model is not there")) == []
+        and step(state, Started("generator", "generator", 4)) == []
+        and state.phase == "failed"
+    )
     (write,) = step(state, Commanded("late", "somebody", "temperature", 0.5))
     assert write.row.status == "refused" and "already failed" in write.row.reason and state.config.temperature == 1.0
 
@@ -187,10 +226,17 @@ def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
     folder, config = create_run_folder(tmp_path, "a"), small(preflight=0, eval=[])
     (folder / "config.toml").write_text(to_toml(config))
     driver = Forgetful(folder, config, make_pools(config))
-    with pytest.raises(RuntimeError, match=r"stuck at version 0: phase running, .* training \[\d.*'generator', True, 0, 0"):
+    with pytest.raises(
+        RuntimeError, match=r"stuck at version 0: phase running, .* training \[\d.*'generator', True, 0, 0"
+    ):
         drive(driver)
     status = read_status(folder)
-    assert status.state == "failed" and status.books_closed and "stuck" in status.reason and set(status.books) <= {"left_at_stop", "filtered"}
+    assert (
+        status.state == "failed"
+        and status.books_closed
+        and "stuck" in status.reason
+        and set(status.books) <= {"left_at_stop", "filtered"}
+    )
     check_books(driver)
 
 
@@ -204,12 +250,24 @@ def test_refused_commands_have_their_reason_in_the_table(tmp_path):
     drive(Driver(folder, small(), make_pools(small())))
     rows = read_table(folder, "commands").select("knob", "status", "reason", "author").rows()
     told = {(knob, status): reason for knob, status, reason, _ in rows}
-    assert len(rows) == 6 and told["temperature", "applied"] == "" and all(reason for (_, status), reason in told.items() if status == "refused")
-    assert "did you mean 'temperature'" in told["temprature", "refused"] and "fixed" in told["seed", "refused"] and "whole number of groups" in told["batch", "refused"]
+    assert (
+        len(rows) == 6
+        and told["temperature", "applied"] == ""
+        and all(reason for (_, status), reason in told.items() if status == "refused")
+    )
+    assert (
+        "did you mean 'temperature'" in told["temprature", "refused"]
+        and "fixed" in told["seed", "refused"]
+        and "whole number of groups" in told["batch", "refused"]
+    )
 
 
 def test_what_the_generators_were_not_built_for_is_refused(tmp_path):
     "A longer response than there is room for would be lost again and again; a shorter one is a knob like any other, and so is the way back."
     told = [(10, "max_tokens", 128, 0), (20, "max_tokens", 16, 0), (30, "max_tokens", 64, 0)]
     rows = read_table(inline_run(tmp_path, "room", SMALL, told).folder, "commands").to_dicts()
-    assert [(r["value"], r["status"]) for r in rows] == [("128", "refused"), ("16", "applied"), ("64", "applied")] and "use at most 64" in rows[0]["reason"]
+    assert [(r["value"], r["status"]) for r in rows] == [
+        ("128", "refused"),
+        ("16", "applied"),
+        ("64", "applied"),
+    ] and "use at most 64" in rows[0]["reason"]

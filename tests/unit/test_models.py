@@ -1,15 +1,25 @@
 """Checkpoints of several families, from the Hub's format to a trained policy and back, and what the output layer costs."""
+
 import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, SHAPE, checkpoint
-from rlbench.models.model import base_weights, encode_observation, encode_prompt, fp32_head, load_policy, save_policy, token_logprobs
-from rlbench.objective.objective import objective
-from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
-from rlbench.training.trainer import Trainer, TrainerConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlbench.models.model import (
+    base_weights,
+    encode_observation,
+    encode_prompt,
+    fp32_head,
+    load_policy,
+    save_policy,
+    token_logprobs,
+)
+from rlbench.objective.objective import objective
+from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
+from rlbench.training.trainer import Trainer, TrainerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +38,10 @@ def made_group(policy, size: int = 4) -> Group:
         tokens = torch.as_tensor(np.concatenate([prompt, answer]))[None].long()
         with torch.no_grad():
             logprobs_RT, _ = token_logprobs(policy.model, tokens, torch.tensor([tokens.shape[1]]))
-        segments = (prompt_segment(prompt), response_segment(answer, logprobs_RT[0, len(prompt):].numpy(), np.zeros(len(answer))))
+        segments = (
+            prompt_segment(prompt),
+            response_segment(answer, logprobs_RT[0, len(prompt) :].numpy(), np.zeros(len(answer))),
+        )
         members.append(Rollout(k, 0, 0, k, task, segments, reward=float(k % 2)))
     return Group(0, task, tuple(members))
 
@@ -48,7 +61,9 @@ def test_a_checkpoint_of_a_family_is_loaded_trained_and_saved(name, tmp_path):
     assert next(policy.model.parameters()).dtype == torch.float32 and policy.stop_ids == (1,) and policy.context == 128
     text = policy.tokenizer.decode(encode_prompt(policy, "1+2=").tolist())
     assert text == ("x1+2=yz" if family.template else "1+2=")
-    assert policy.tokenizer.decode(encode_observation(policy, "3+4=").tolist()) == ("x3+4=yz" if family.template else "3+4=")
+    assert policy.tokenizer.decode(encode_observation(policy, "3+4=").tolist()) == (
+        "x3+4=yz" if family.template else "3+4="
+    )
 
     tokens_RT = torch.randint(3, 20, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -75,11 +90,14 @@ def test_a_saved_mixture_of_experts_has_the_names_of_its_checkpoint(name, tmp_pa
     from safetensors import safe_open
 
     def names(folder):
-        return sorted(key for path in folder.glob("*.safetensors") for key in safe_open(path, "pt").keys())
+        files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
+        return sorted(key for file in files for key in file.keys())  # noqa: SIM118 - a file is no dict
 
     folder = checkpoint(name, tmp_path / "hub")
     policy = load_policy(str(folder))
-    assert any(".experts.3." in key for key in names(folder)) and not any(".experts.3." in key for key in base_weights(policy.model))
+    assert any(".experts.3." in key for key in names(folder)) and not any(
+        ".experts.3." in key for key in base_weights(policy.model)
+    )
     assert names(save_policy(policy, tmp_path / "policy")) == names(folder)
 
 
@@ -93,7 +111,12 @@ class Widest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == SHAPE["vocab_size"] and tensor.shape[0] != SHAPE["hidden_size"]:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.ndim
+                and tensor.shape[-1] == SHAPE["vocab_size"]
+                and tensor.shape[0] != SHAPE["hidden_size"]
+            ):
                 self.most = max(self.most, tensor.numel())
         return result
 
@@ -102,7 +125,10 @@ class Widest(TorchDispatchMode):
 def test_never_more_logits_than_asked_for_in_forward_and_backward(wide, tmp_path):
     policy = load_policy(str(checkpoint("llama", tmp_path / "hub")))
     model = fp32_head(policy.model) if wide else policy.model
-    tokens_RT, lengths_R = torch.randint(3, 20, (4, 50), generator=torch.Generator().manual_seed(1)), torch.tensor([50, 50, 20, 3])
+    tokens_RT, lengths_R = (
+        torch.randint(3, 20, (4, 50), generator=torch.Generator().manual_seed(1)),
+        torch.tensor([50, 50, 20, 3]),
+    )
     seen = []
     for elements in (7 * 48, 2**24):
         with Widest() as widest:

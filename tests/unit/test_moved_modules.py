@@ -1,4 +1,5 @@
 """Functions that a run captured before modules moved still load."""
+
 import ast
 import tomllib
 from importlib import import_module

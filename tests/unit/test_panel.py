@@ -1,4 +1,5 @@
 """The panel without a browser: frames of real runs, handlers from any thread, what the journal says of them."""
+
 import threading
 import time
 from dataclasses import asdict, replace
@@ -9,21 +10,41 @@ from fake_run import eval_rows, fake_run, step_row
 from patience import stands, until
 from scripted import WITHOUT_MODEL
 
-from rlbench.runtime.checkpoint import CHECKPOINTS, MANIFEST, Manifest
-from rlbench.loop.config import load_config, to_toml
 from rlbench.base.labels import Labels, read_labels, write_labels
 from rlbench.base.ledger import Ledger, read_commands, send_command, write_json
 from rlbench.base.neighbours import Neighbours
+from rlbench.loop.config import load_config, to_toml
+from rlbench.runtime.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.views.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.workbench.handle import attach, run
 
-SCRIPTED = {"generator": "scripted", "clock": "virtual", "group": 4, "batch": 32, "staleness": 2, "preflight": 0, "eval": [], "concurrency": 16}
+SCRIPTED = {
+    "generator": "scripted",
+    "clock": "virtual",
+    "group": 4,
+    "batch": 32,
+    "staleness": 2,
+    "preflight": 0,
+    "eval": [],
+    "concurrency": 16,
+}
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     "A run in real processes, without a model, that goes on until it is stopped."
-    r = run("tiny", runs=tmp_path_factory.mktemp("runs"), name="live", steps=10_000, preflight=0, eval=[], filter="none", batch=64, group=8, **WITHOUT_MODEL)
+    r = run(
+        "tiny",
+        runs=tmp_path_factory.mktemp("runs"),
+        name="live",
+        steps=10_000,
+        preflight=0,
+        eval=[],
+        filter="none",
+        batch=64,
+        group=8,
+        **WITHOUT_MODEL,
+    )
     until(lambda: r.status and r.status.version >= 2, 120)
     yield r
     if r.state in ("running", "paused", "starting"):
@@ -48,13 +69,26 @@ def finished_run(root, name: str):
 def test_the_panel_shows_a_live_run(live):
     "Strip, default cards, knobs in force; hidden cards are not drawn until they are asked for."
     panel = frame(Panel(live.folder))
-    assert panel.parts["state"].value and "version" in panel.parts["numbers"].value and "<svg" in panel.parts["queue"].value and panel.parts["health"].value == ""
+    assert (
+        panel.parts["state"].value
+        and "version" in panel.parts["numbers"].value
+        and "<svg" in panel.parts["queue"].value
+        and panel.parts["health"].value == ""
+    )
     panel.parts["toggles"]["health"].value = True
     assert "<svg" in panel.parts["health"].value
     assert panel.knobs.rows["staleness"].control.value == live.settings.staleness
     assert "loss.high" not in panel.knobs.rows  # made when they are looked at
     panel.knobs.more.value = True
-    assert set(panel.knobs.rows) >= {"staleness", "band", "temperature", "loss", "loss.high", "sampler.unexplored", "learning_rate"}
+    assert set(panel.knobs.rows) >= {
+        "staleness",
+        "band",
+        "temperature",
+        "loss",
+        "loss.high",
+        "sampler.unexplored",
+        "learning_rate",
+    }
 
 
 def test_a_slider_moves_the_run_from_any_thread(live):
@@ -78,8 +112,17 @@ def test_two_panels_and_the_command_line_agree(live):
     first.knobs.rows["staleness"].control.value = 3
     until(lambda: frame(second).knobs.rows["staleness"].control.value == 3, 30)
     live.set(staleness=2, author="script")
-    until(lambda: frame(first).knobs.rows["staleness"].control.value == 2 and frame(second).knobs.rows["staleness"].control.value == 2, 30)
-    assert [(c["author"], c["knob"]) for c in live.commands.to_dicts()[before:]] == [("anna", "staleness"), ("script", "staleness")]
+    until(
+        lambda: (
+            frame(first).knobs.rows["staleness"].control.value == 2
+            and frame(second).knobs.rows["staleness"].control.value == 2
+        ),
+        30,
+    )
+    assert [(c["author"], c["knob"]) for c in live.commands.to_dicts()[before:]] == [
+        ("anna", "staleness"),
+        ("script", "staleness"),
+    ]
     assert "anna" in frame(second).parts["log"].value and "script" in second.parts["log"].value
 
 
@@ -235,7 +278,10 @@ def test_the_panel_names_the_other_live_runs(tmp_path):
 def test_pause_step_go_and_stop(live):
     "Pause holds the version, a checkpoint is written at once, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
-    click = lambda verb: frame(panel).buttons.all[verb].click()
+
+    def click(verb):
+        return frame(panel).buttons.all[verb].click()
+
     click("pause")
     until(lambda: live.state == "paused", 30)
     held = live.status.version
@@ -268,7 +314,11 @@ def test_who_only_looks_has_no_controls(live):
     while queue:
         found.append(queue.pop())
         queue += getattr(found[-1], "children", ())
-    assert not [x for x in found if isinstance(x, (w.IntSlider, w.FloatSlider, w.FloatRangeSlider, w.Dropdown, w.BoundedIntText, w.Text))]
+    assert not [
+        x
+        for x in found
+        if isinstance(x, (w.IntSlider, w.FloatSlider, w.FloatRangeSlider, w.Dropdown, w.BoundedIntText, w.Text))
+    ]
     assert "no tags, no note" in panel.labels.shown.value and panel.labels.edit not in found
     for button in (x for x in found if isinstance(x, w.Button)):
         button.click()
@@ -301,8 +351,18 @@ def test_all_live_knobs_have_a_control():
     from rlbench.views.panel import KnobRow
 
     reference = {"reference": "start"}
-    needed = {"gae": {"critic": True}, "distill": {"teacher": "tiny"}, "scored": {"reward_model": "tiny"}, "k1": {**reference, "kl_in": "reward"}, "k2": reference, "k3": reference, "weighted_k3": reference,
-              "tests": {"verifier": "code", "tasks": "expressions"}, "code": {"verifier": "code", "tasks": "expressions"}, "verifiers": {"environment": {"name": "verifiers", "id": "a_module"}, "tasks": "verifiers"}}
+    needed = {
+        "gae": {"critic": True},
+        "distill": {"teacher": "tiny"},
+        "scored": {"reward_model": "tiny"},
+        "k1": {**reference, "kl_in": "reward"},
+        "k2": reference,
+        "k3": reference,
+        "weighted_k3": reference,
+        "tests": {"verifier": "code", "tasks": "expressions"},
+        "code": {"verifier": "code", "tasks": "expressions"},
+        "verifiers": {"environment": {"name": "verifiers", "id": "a_module"}, "tasks": "verifiers"},
+    }
     rows = 0
     for field, functions in FUNCTIONS.items():
         for name in functions:
@@ -327,7 +387,11 @@ def test_a_name_used_again_is_another_run(tmp_path):
     assert "is gone" in panel.parts["message"].value
     assert run(SCRIPTED, runs=tmp_path, name="again", steps=2).wait(60) == "finished"
     frame_of = frame(panel)
-    assert frame_of.snapshot.version == 2 and frame_of.snapshot.seen["steps"] == 2 and frame_of.parts["message"].value == ""
+    assert (
+        frame_of.snapshot.version == 2
+        and frame_of.snapshot.seen["steps"] == 2
+        and frame_of.parts["message"].value == ""
+    )
 
 
 def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path):
@@ -337,7 +401,12 @@ def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path):
     rng, ledger = np.random.default_rng(0), Ledger(folder, 0)
     for v in range(1, 13):
         falls = {"solve_rate": 0.6 if v < 6 else 0.02, "entropy": 0.8, "grad_norm": 0.5 if v < 6 else 9.0}
-        ledger.append("steps", **step_row(v, 0.5, rng, 1.5) | falls | {"kl_sampler": 0.001 if v < 6 else 1.3, "ess": 0.9 if v < 6 else 0.2})
+        ledger.append(
+            "steps",
+            **step_row(v, 0.5, rng, 1.5)
+            | falls
+            | {"kl_sampler": 0.001 if v < 6 else 1.3, "ess": 0.9 if v < 6 else 0.2},
+        )
     ledger.extend("evals", [row | {"avg": 0.5 if row["version"] < 6 else 0.01} for row in eval_rows(12, 3, 1.5)])
     ledger.close()
     assert frame(Panel(folder, fork=lambda at: None)).parts["fork"].layout.display == "none"

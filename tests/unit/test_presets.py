@@ -1,4 +1,5 @@
 """Every preset that comes with the package loads, and its memory plan fits the hardware that its first line names."""
+
 import json
 import re
 from pathlib import Path
@@ -6,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlbench.models.hardware import MODELS
 from rlbench.cli.main import app
 from rlbench.loop.config import load_config, notes_on, presets
+from rlbench.models.hardware import MODELS
 from rlbench.runtime.memory_plan import facts_of, machine_named, memory_plan, plan_of
 
 PRESETS = Path(__file__).parents[2] / "data" / "presets"
@@ -33,7 +34,10 @@ def test_preset_fits_its_hardware(name):
     assert plan.fits, str(plan)
     assert plan.average >= config.concurrency, str(plan)
     assert max(plan.needed(place) / place.free for place in machine.gpus) > 0.7, str(plan)
-    assert f'--on "{hardware(name)}"' in (text := (PRESETS / f"{name}.toml").read_text()) or f"--on {hardware(name)}" in text
+    assert (
+        f'--on "{hardware(name)}"' in (text := (PRESETS / f"{name}.toml").read_text())
+        or f"--on {hardware(name)}" in text
+    )
 
 
 def test_a_smaller_machine_is_refused_in_words():
@@ -56,23 +60,46 @@ def test_a_dry_run_starts_nothing(tmp_path, monkeypatch):
         return done.stdout if code < 2 else done.stderr
 
     told = dry("two-gpus", "--dry-run", "--on", "A100 x 2", code=0)
-    assert "GPU 0, A100" in told and "GPU 1, A100" in told and "It fits." in told and "as the Hub does not answer" in told
+    assert (
+        "GPU 0, A100" in told and "GPU 1, A100" in told and "It fits." in told and "as the Hub does not answer" in told
+    )
     plan = json.loads(dry("qwen3-4b", "--dry-run", "--on", "RTX 4090", "--on", "L4", "--json", code=1))
-    assert plan["fits"] is False and plan["places"][0]["place"] == "GPU 0, RTX 4090" and plan["parameters"] == 4_022_468_096
+    assert (
+        plan["fits"] is False
+        and plan["places"][0]["place"] == "GPU 0, RTX 4090"
+        and plan["parameters"] == 4_022_468_096
+    )
     assert "did you mean 'H100'" in dry("tiny", "--dry-run", "--on", "H10", code=2)
     assert "add --dry-run" in dry("tiny", "--on", "H100", code=2)
     assert "It fits." in dry("tiny", "--dry-run", code=0)
-    assert 'note: critic: advantage "grpo" does not ask' in dry("tiny", "--dry-run", "--set", "critic=true", code=0) and json.loads(dry("tiny", "--dry-run", "--set", "optimizer_steps=2", "--json", code=0))["notes"] == []
+    assert (
+        'note: critic: advantage "grpo" does not ask' in dry("tiny", "--dry-run", "--set", "critic=true", code=0)
+        and json.loads(dry("tiny", "--dry-run", "--set", "optimizer_steps=2", "--json", code=0))["notes"] == []
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_configuration_whose_tokens_are_of_another_policy_is_told():
     "Older tokens that nothing weighs, and tokens left out by `top_p` or `top_k` where the generator does not say which. No preset does either."
-    told = lambda **table: [note.fields for note in notes_on(load_config("tiny", {"optimizer_steps": 2, **table}))]
+
+    def told(**table):
+        return [note.fields for note in notes_on(load_config("tiny", {"optimizer_steps": 2, **table}))]
+
     scripted = {"generator": "scripted", "clock": "virtual"}
-    assert told(staleness=2, correction="none") == [("staleness", "correction")] == told(staleness=8, correction="none", loss="reinforce")[-1:]
-    assert not told(staleness=1, correction="none") and not told(staleness=2) and not told(staleness=2, correction="none", old="sampler") and not told(staleness=2, correction="none", loss="dppo_tv")
-    assert told(**scripted, top_p=0.8) == [("top_p", "correction")] and told(**scripted, top_k=5, top_p=0.8) == [("top_p", "top_k", "correction")]
+    assert (
+        told(staleness=2, correction="none")
+        == [("staleness", "correction")]
+        == told(staleness=8, correction="none", loss="reinforce")[-1:]
+    )
+    assert (
+        not told(staleness=1, correction="none")
+        and not told(staleness=2)
+        and not told(staleness=2, correction="none", old="sampler")
+        and not told(staleness=2, correction="none", loss="dppo_tv")
+    )
+    assert told(**scripted, top_p=0.8) == [("top_p", "correction")] and told(**scripted, top_k=5, top_p=0.8) == [
+        ("top_p", "top_k", "correction")
+    ]
     assert not told(top_p=0.8, top_k=5) and not told(**scripted, top_p=0.8, correction="none")
     about = {field for name in presets() for note in notes_on(load_config(name)) for field in note.fields}
     assert not about & {"staleness", "top_p", "top_k"}

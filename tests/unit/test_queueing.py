@@ -6,9 +6,41 @@ from math import exp, inf
 import pytest
 
 from rlbench.planning.queueing import (
-    admits, barrier_seconds, beta_moment, beta_of, cut_off, dispatch_rate, drain_seconds, drop_oldest_form, drop_share, dropped_latency_of, first_batch_seconds, gpu_seconds, group_loss, group_shares, hit_share,
-    hold_form, last_ready_seconds, latency_of, latency_quantile, lost_time, oldest_of, paused_rate, rate_of, running_of, running_with_drops, sigma_of_first_batch, sigma_of_tail, split_of, staleness_of, sync_of,
-    tail_factor, train_rate, trainer_shares, unfinished_at_fill, waves_of,
+    admits,
+    barrier_seconds,
+    beta_moment,
+    beta_of,
+    cut_off,
+    dispatch_rate,
+    drain_seconds,
+    drop_oldest_form,
+    drop_share,
+    dropped_latency_of,
+    first_batch_seconds,
+    gpu_seconds,
+    group_loss,
+    group_shares,
+    hit_share,
+    hold_form,
+    last_ready_seconds,
+    latency_of,
+    latency_quantile,
+    lost_time,
+    oldest_of,
+    paused_rate,
+    rate_of,
+    running_of,
+    running_with_drops,
+    sigma_of_first_batch,
+    sigma_of_tail,
+    split_of,
+    staleness_of,
+    sync_of,
+    tail_factor,
+    train_rate,
+    trainer_shares,
+    unfinished_at_fill,
+    waves_of,
 )
 
 
@@ -21,15 +53,22 @@ def test_little_in_three_directions():
     assert latency_of(running_of(2, 300), 2) == 300 and rate_of(600, 300) == 2
 
 
-@pytest.mark.parametrize("rate,compute,sync,step,wait,ratio", [
-    (1.95, 512 / 2.75, 0, 262.6, 0.291, 1.41),  # the first published run
-    (0.598, 171.3, 50, 856, 0.74, 5.0),  # the second
-    (0.598, 171.3, 0, 856, 0.80, 5.0),  # without sync: the wait takes its place, the ratio stays
-    (10, 100, 20, 120, 0.0, 1.2),  # the trainer binds
-])
+@pytest.mark.parametrize(
+    "rate,compute,sync,step,wait,ratio",
+    [
+        (1.95, 512 / 2.75, 0, 262.6, 0.291, 1.41),  # the first published run
+        (0.598, 171.3, 50, 856, 0.74, 5.0),  # the second
+        (0.598, 171.3, 0, 856, 0.80, 5.0),  # without sync: the wait takes its place, the ratio stays
+        (10, 100, 20, 120, 0.0, 1.2),  # the trainer binds
+    ],
+)
 def test_shares_of_a_step(rate, compute, sync, step, wait, ratio):
     told = trainer_shares(512, rate, compute, sync)
-    assert told.step == pytest.approx(step, abs=0.5) and told.wait == pytest.approx(wait, abs=0.002) and told.ratio == pytest.approx(ratio, abs=0.01)
+    assert (
+        told.step == pytest.approx(step, abs=0.5)
+        and told.wait == pytest.approx(wait, abs=0.002)
+        and told.ratio == pytest.approx(ratio, abs=0.01)
+    )
     assert told.compute + told.sync + told.wait == pytest.approx(1) and (told.bound == "trainer") == (told.wait == 0)
     assert 512 / told.step == pytest.approx(min(rate, train_rate(512, compute, sync)))
 
@@ -39,7 +78,9 @@ def test_fits_undo_their_forms():
     assert sync_of(told.wait, told.ratio, 171.3) == pytest.approx(50)
     assert sigma_of_tail(5.1, 1) == pytest.approx(0.70, abs=0.01) and sigma_of_tail(3, 3) == 0
     for sigma in (0.2, 0.5):
-        assert sigma_of_first_batch(first_batch_seconds(1178, 512, 604, sigma, 16), 1178, 512, 604, 16) == pytest.approx(sigma, abs=1e-9)
+        assert sigma_of_first_batch(
+            first_batch_seconds(1178, 512, 604, sigma, 16), 1178, 512, 604, 16
+        ) == pytest.approx(sigma, abs=1e-9)
     assert sigma_of_first_batch(931, 1178, 512, 604, 16) == pytest.approx(0.30, abs=0.015)
     for mean in (0.3, 0.8):
         shape = beta_of(mean, 0.25, 8)
@@ -49,7 +90,21 @@ def test_fits_undo_their_forms():
     assert dispatch_rate(1.95, 0.6) == pytest.approx(4.88, abs=0.01)
 
 
-@pytest.mark.parametrize("size,sigma,factor", [(8, 0.3, 1.49), (16, 0.3, 1.65), (8, 0.5, 1.89), (16, 0.5, 2.22), (8, 0.7, 2.33), (16, 0.7, 2.91), (8, 1.0, 3.05), (16, 1.0, 4.1), (1, 2.0, 1.0), (9, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "size,sigma,factor",
+    [
+        (8, 0.3, 1.49),
+        (16, 0.3, 1.65),
+        (8, 0.5, 1.89),
+        (16, 0.5, 2.22),
+        (8, 0.7, 2.33),
+        (16, 0.7, 2.91),
+        (8, 1.0, 3.05),
+        (16, 1.0, 4.1),
+        (1, 2.0, 1.0),
+        (9, 0.0, 1.0),
+    ],
+)
 def test_tail_factor_is_the_published_one(size, sigma, factor):
     assert tail_factor(size, sigma) == pytest.approx(factor, rel=0.025)
 
@@ -59,16 +114,26 @@ def test_tail_factor_of_many_and_of_wide_ones():
     drawn = sum(max(lognormal(chance, 1, 1.3) for _ in range(32)) for _ in range(20_000)) / 20_000
     assert tail_factor(32, 1.3) == pytest.approx(drawn, rel=0.04)
     assert 1 < tail_factor(100_000, 0.3) < exp(0.3 * 5)
-    assert drain_seconds(960, 400, 0.3) == pytest.approx(400 * (tail_factor(960, 0.3) - 1)) and barrier_seconds(960, 400, 0.3) == 400 + drain_seconds(960, 400, 0.3)
+    assert drain_seconds(960, 400, 0.3) == pytest.approx(400 * (tail_factor(960, 0.3) - 1)) and barrier_seconds(
+        960, 400, 0.3
+    ) == 400 + drain_seconds(960, 400, 0.3)
 
 
 def test_staleness_by_discipline():
-    assert staleness_of(0.5, 120, 120) == staleness_of(0.5, 120, 120, 2, "drop_oldest") == 1.5, "below 1 nothing is held and nothing is pushed out"
+    assert staleness_of(0.5, 120, 120) == staleness_of(0.5, 120, 120, 2, "drop_oldest") == 1.5, (
+        "below 1 nothing is held and nothing is pushed out"
+    )
     assert staleness_of(1.5, 120, 120, 2) == hold_form(120, 120, 2) == 3
-    assert staleness_of(1.5, 120, 120, 2, "drop_oldest") == drop_oldest_form(1.5, 120, 120, 2) == pytest.approx(120 / 180 + 4.5 / 3)
+    assert (
+        staleness_of(1.5, 120, 120, 2, "drop_oldest")
+        == drop_oldest_form(1.5, 120, 120, 2)
+        == pytest.approx(120 / 180 + 4.5 / 3)
+    )
     assert staleness_of(0.709, 1178, 512, group=16, sigma=0.3) == pytest.approx(4.5, abs=0.05)
     assert staleness_of(0.2, 1536, 512, group=16, sigma=0.4, acceptance=0.45) == pytest.approx(2.79, abs=0.02)
-    assert staleness_of(1.5, 240, 120, 1, acceptance=0.5) == staleness_of(1.5, 120, 120, 1), "held: half of what is in flight never reaches the trainer"
+    assert staleness_of(1.5, 240, 120, 1, acceptance=0.5) == staleness_of(1.5, 120, 120, 1), (
+        "held: half of what is in flight never reaches the trainer"
+    )
 
 
 def test_how_old_and_how_many_too_old():
@@ -83,24 +148,36 @@ def test_how_old_and_how_many_too_old():
 @pytest.mark.parametrize("sigma,tokens", [(0.3, 0.65), (0.5, 0.67), (0.7, 0.70), (1.0, 0.73)])
 def test_cut_off_oversampling(sigma, tokens):
     told = cut_off(2.5, 604, sigma)
-    assert told.rollouts == 0.6 and told.tokens == pytest.approx(tokens, abs=0.01) and told.seconds == pytest.approx(latency_quantile(0.4, 604, sigma))
+    assert (
+        told.rollouts == 0.6
+        and told.tokens == pytest.approx(tokens, abs=0.01)
+        and told.seconds == pytest.approx(latency_quantile(0.4, 604, sigma))
+    )
     assert cut_off(2.5, 604, sigma, 16).seconds > told.seconds, "a whole group takes longer"
 
 
 def test_three_meters_of_loss():
     assert unfinished_at_fill(1280, 512) == 0.6 and unfinished_at_fill(512, 512) == unfinished_at_fill(96, 512) == 0
-    assert lost_time(1.95, 604, 0.0, 0) == 0 and lost_time(1.95, 604, 0.6, 604) == pytest.approx(0.6), "who lives as long costs as much"
+    assert lost_time(1.95, 604, 0.0, 0) == 0 and lost_time(1.95, 604, 0.6, 604) == pytest.approx(0.6), (
+        "who lives as long costs as much"
+    )
     assert group_loss(0.056, 16) == pytest.approx(0.60, abs=0.005)
 
 
 def test_groups_of_one_kind():
     told = group_shares((1.08, 0.19), 16)
-    assert (told.all_pass, told.all_fail, told.accepted) == (pytest.approx(0.55, abs=0.01), pytest.approx(0.01, abs=0.005), pytest.approx(0.44, abs=0.01))
+    assert (told.all_pass, told.all_fail, told.accepted) == (
+        pytest.approx(0.55, abs=0.01),
+        pytest.approx(0.01, abs=0.005),
+        pytest.approx(0.44, abs=0.01),
+    )
     assert beta_moment(1, 1, 16) == pytest.approx(1 / 17) and beta_moment(3, 2, 1) == pytest.approx(0.6)
     assert [group_shares(p, 4).accepted for p in (0, 1)] == [0, 0] and group_shares(0.5, 4).accepted == 0.875
     chance = random.Random(2)
     rates = [chance.betavariate(0.6, 0.3) for _ in range(100_000)]
-    assert group_shares((0.6, 0.3), 8).accepted == pytest.approx(sum(1 - p**8 - (1 - p) ** 8 for p in rates) / len(rates), abs=0.005)
+    assert group_shares((0.6, 0.3), 8).accepted == pytest.approx(
+        sum(1 - p**8 - (1 - p) ** 8 for p in rates) / len(rates), abs=0.005
+    )
 
 
 def test_a_cold_start_by_drawing():
@@ -124,10 +201,23 @@ def test_a_cold_start_by_drawing():
 
 
 def test_quota_and_stragglers():
-    assert last_ready_seconds(960, 96, 400) == 3600 and last_ready_seconds(96, 96, 400) == 0 and last_ready_seconds(960, 96, 400, 10) == 9 * 410 + 10
-    assert last_ready_seconds(960, 0, 400) == 0 and (waves_of(960, 96), waves_of(961, 96), waves_of(5, 0), waves_of(0, 0)) == (10, 11, 1, 0)
-    assert hit_share(0.001, 96) == pytest.approx(0.09, abs=0.01) and hit_share(0.001, 960) == pytest.approx(0.62, abs=0.01)
-    assert barrier_seconds(960, 400, 0.3, 0.001, 3600) == pytest.approx(0.383 * 400 * tail_factor(960, 0.3) + 0.617 * 3600, rel=0.01)
+    assert (
+        last_ready_seconds(960, 96, 400) == 3600
+        and last_ready_seconds(96, 96, 400) == 0
+        and last_ready_seconds(960, 96, 400, 10) == 9 * 410 + 10
+    )
+    assert last_ready_seconds(960, 0, 400) == 0 and (
+        waves_of(960, 96),
+        waves_of(961, 96),
+        waves_of(5, 0),
+        waves_of(0, 0),
+    ) == (10, 11, 1, 0)
+    assert hit_share(0.001, 96) == pytest.approx(0.09, abs=0.01) and hit_share(0.001, 960) == pytest.approx(
+        0.62, abs=0.01
+    )
+    assert barrier_seconds(960, 400, 0.3, 0.001, 3600) == pytest.approx(
+        0.383 * 400 * tail_factor(960, 0.3) + 0.617 * 3600, rel=0.01
+    )
 
 
 def test_split_of_machines():
@@ -136,42 +226,51 @@ def test_split_of_machines():
     assert (round(told.trainer), round(told.generators), round(told.rate, 1)) == (49, 207, 2.1)
     for rho in (0.6, 1.0, 1.4):
         split = split_of(256, trainer, generator, rho)
-        assert split.trainer + split.generators == pytest.approx(256) and split.generators * generator / (split.trainer * trainer) == pytest.approx(rho)
-        assert split.rate == pytest.approx(256 / gpu_seconds(trainer, generator, rho)) and split.rate <= told.rate + 1e-12
+        assert split.trainer + split.generators == pytest.approx(256) and split.generators * generator / (
+            split.trainer * trainer
+        ) == pytest.approx(rho)
+        assert (
+            split.rate == pytest.approx(256 / gpu_seconds(trainer, generator, rho)) and split.rate <= told.rate + 1e-12
+        )
 
 
 def test_paused_generators():
-    assert paused_rate(0.6, 512, 0) == pytest.approx(0.6) and paused_rate(0.6, 512, 50) == pytest.approx(512 / (512 / 0.6 + 50))
+    assert paused_rate(0.6, 512, 0) == pytest.approx(0.6) and paused_rate(0.6, 512, 50) == pytest.approx(
+        512 / (512 / 0.6 + 50)
+    )
     assert paused_rate(0.6, 512, 50, 5) == pytest.approx(512 / (512 / 0.6 + 10))
 
 
-@pytest.mark.parametrize("call,told", [
-    (lambda: rate_of(-1, 604), "running: -1; give a number above 0"),
-    (lambda: running_of(1.95, 0), "latency: 0; give a number above 0"),
-    (lambda: running_of(inf, 1), "rate: inf; give a number above 0"),
-    (lambda: trainer_shares(512, 0, 186), "rate: 0; give a number above 0"),
-    (lambda: trainer_shares(512, 1, 186, -3), "sync: -3; give a number from 0 up"),
-    (lambda: tail_factor(0, 0.3), "group: 0; give at least one"),
-    (lambda: tail_factor(8, -0.3), "sigma: -0.3; give a number from 0 up"),
-    (lambda: latency_quantile(1, 604, 0.3), "part: 1; give a share between 0 and 1"),
-    (lambda: sigma_of_tail(1, 2), "p99: 1; it is below the median"),
-    (lambda: staleness_of(1, 100, 100, backlog="drop"), "backlog: unknown name 'drop'"),
-    (lambda: staleness_of(1, 100, 100, acceptance=0), "acceptance: 0; give a number above 0"),
-    (lambda: staleness_of(1, 100, 100, acceptance=1.2), "acceptance: 1.2; give a share from 0 to 1"),
-    (lambda: sigma_of_first_batch(900, 512, 512, 604), "batch: 512; with 512 in flight"),
-    (lambda: sigma_of_first_batch(9000, 1178, 512, 604, 16), "seconds: 9000; no shape"),
-    (lambda: cut_off(0.9, 604, 0.3), "over: 0.9; start at least as many"),
-    (lambda: dispatch_rate(1, 1), "dropped: 1; give a share from 0 to below 1"),
-    (lambda: dropped_latency_of(1000, 1.95, 604, 0.6), "running: 1000; what arrives alone keeps 1178"),
-    (lambda: group_shares(-0.1, 8), "solve: -0.1; give a share from 0 to 1"),
-    (lambda: group_shares((0, 1), 8), "a: 0; give a number above 0"),
-    (lambda: beta_of(0.5, 0.9, 8), "all_pass: 0.9; with a mean of 0.5 it lies between"),
-    (lambda: sync_of(0.9, 5, 100), "wait: 0.9; with a ratio of 5 computing takes 20.0%"),
-    (lambda: hit_share(2, 8), "chance: 2; give a share from 0 to 1"),
-    (lambda: waves_of(8, -1), "quota: -1; give a number from 0 up"),
-    (lambda: split_of(0, 1, 1), "gpus: 0; give a number above 0"),
-    (lambda: paused_rate(1, 8, 1, 0), "published: 0; give a number above 0"),
-])
+@pytest.mark.parametrize(
+    "call,told",
+    [
+        (lambda: rate_of(-1, 604), "running: -1; give a number above 0"),
+        (lambda: running_of(1.95, 0), "latency: 0; give a number above 0"),
+        (lambda: running_of(inf, 1), "rate: inf; give a number above 0"),
+        (lambda: trainer_shares(512, 0, 186), "rate: 0; give a number above 0"),
+        (lambda: trainer_shares(512, 1, 186, -3), "sync: -3; give a number from 0 up"),
+        (lambda: tail_factor(0, 0.3), "group: 0; give at least one"),
+        (lambda: tail_factor(8, -0.3), "sigma: -0.3; give a number from 0 up"),
+        (lambda: latency_quantile(1, 604, 0.3), "part: 1; give a share between 0 and 1"),
+        (lambda: sigma_of_tail(1, 2), "p99: 1; it is below the median"),
+        (lambda: staleness_of(1, 100, 100, backlog="drop"), "backlog: unknown name 'drop'"),
+        (lambda: staleness_of(1, 100, 100, acceptance=0), "acceptance: 0; give a number above 0"),
+        (lambda: staleness_of(1, 100, 100, acceptance=1.2), "acceptance: 1.2; give a share from 0 to 1"),
+        (lambda: sigma_of_first_batch(900, 512, 512, 604), "batch: 512; with 512 in flight"),
+        (lambda: sigma_of_first_batch(9000, 1178, 512, 604, 16), "seconds: 9000; no shape"),
+        (lambda: cut_off(0.9, 604, 0.3), "over: 0.9; start at least as many"),
+        (lambda: dispatch_rate(1, 1), "dropped: 1; give a share from 0 to below 1"),
+        (lambda: dropped_latency_of(1000, 1.95, 604, 0.6), "running: 1000; what arrives alone keeps 1178"),
+        (lambda: group_shares(-0.1, 8), "solve: -0.1; give a share from 0 to 1"),
+        (lambda: group_shares((0, 1), 8), "a: 0; give a number above 0"),
+        (lambda: beta_of(0.5, 0.9, 8), "all_pass: 0.9; with a mean of 0.5 it lies between"),
+        (lambda: sync_of(0.9, 5, 100), "wait: 0.9; with a ratio of 5 computing takes 20.0%"),
+        (lambda: hit_share(2, 8), "chance: 2; give a share from 0 to 1"),
+        (lambda: waves_of(8, -1), "quota: -1; give a number from 0 up"),
+        (lambda: split_of(0, 1, 1), "gpus: 0; give a number above 0"),
+        (lambda: paused_rate(1, 8, 1, 0), "published: 0; give a number above 0"),
+    ],
+)
 def test_what_makes_no_sense_is_refused_by_name(call, told):
     with pytest.raises(ValueError) as refusal:
         call()

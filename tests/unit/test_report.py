@@ -1,4 +1,5 @@
 """The report of run folders of every kind: finished, stopped, failed, empty, live, long, damaged; and what is inside the page."""
+
 import json
 import re
 import subprocess
@@ -51,22 +52,56 @@ def test_the_page_stands_alone_and_is_well_formed(kind, tmp_path):
     page = write_report(fake_run(tmp_path, kind, **KINDS[kind])).read_text(encoding="utf-8")
     checked = Checked()
     checked.feed(page)
-    assert not checked.open and not checked.loads and "script" not in checked.tags and "@import" not in page and "url(" not in page
+    assert (
+        not checked.open
+        and not checked.loads
+        and "script" not in checked.tags
+        and "@import" not in page
+        and "url(" not in page
+    )
     for svg in re.findall(r"<svg.*?</svg>", page, re.S):
         root = ElementTree.fromstring(svg)
-        assert root.get("role") == "img" and len(root.get("aria-label")) > 10 and len(svg) < 30_000 and "nan" not in svg.lower().replace("nanos", "")
-    assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page and "@media print" in page and len(page) < 400_000
+        assert (
+            root.get("role") == "img"
+            and len(root.get("aria-label")) > 10
+            and len(svg) < 30_000
+            and "nan" not in svg.lower().replace("nanos", "")
+        )
+    assert (
+        'name="viewport"' in page
+        and "prefers-color-scheme:dark" in page
+        and "@media print" in page
+        and len(page) < 400_000
+    )
     assert not list(tmp_path.glob("*/.report*"))
 
 
 def test_a_finished_run(tmp_path):
     folder = fake_run(tmp_path)
     s = summary(folder)
-    assert (s.state, s.versions, s.evaluations, s.eval, s.books_closed, s.missing) == ("finished", 60, 4, "held_out", True, ())
-    assert s.solve_rate_start == pytest.approx(0.32) and s.solve_rate_end == pytest.approx(0.961, abs=1e-3) and 1.5 < s.length_growth < 2.5 and s.wall_s == pytest.approx(93)
+    assert (s.state, s.versions, s.evaluations, s.eval, s.books_closed, s.missing) == (
+        "finished",
+        60,
+        4,
+        "held_out",
+        True,
+        (),
+    )
+    assert (
+        s.solve_rate_start == pytest.approx(0.32)
+        and s.solve_rate_end == pytest.approx(0.961, abs=1e-3)
+        and 1.5 < s.length_growth < 2.5
+        and s.wall_s == pytest.approx(93)
+    )
     assert json.loads(json.dumps(asdict(s)))["commands"] == 2
     page = write_report(folder).read_text(encoding="utf-8")
-    assert "0.320<small> ± 0.021" in page and "0.961<small> ± 0.009" in page and "temperature" in page and "use group &gt;= 2" in page and "0123456789abcdef01" in page
+    assert (
+        "0.320<small> ± 0.021" in page
+        and "0.961<small> ± 0.009" in page
+        and "temperature" in page
+        and "use group &gt;= 2" in page
+        and "0123456789abcdef01" in page
+    )
     assert page.count("<article>") == 20 and "<script>alert" not in page
 
 
@@ -75,25 +110,52 @@ def test_what_a_response_wrote_is_shown_and_never_run(tmp_path):
     nasty = [r for r in shown_rollouts(folder) if "<script>" in r.text]
     assert nasty
     page = to_html(read_run(folder), nasty * 10)
-    assert "&lt;script&gt;alert" in page and "<script" not in page and "&amp;amp;" in page and "\u2400" in page and "\0" not in page
+    assert (
+        "&lt;script&gt;alert" in page
+        and "<script" not in page
+        and "&amp;amp;" in page
+        and "\u2400" in page
+        and "\0" not in page
+    )
 
 
 def test_scoring_that_failed_is_told_with_its_first_message(tmp_path):
     folder = fake_run(tmp_path)
     failed, shown = failures(folder), [r for r in shown_rollouts(folder) if r.message]
-    assert failed.count == 33 == len(shown) and failed.message.endswith("make it <faster>") and all(r.reward is None for r in shown)
+    assert (
+        failed.count == 33 == len(shown)
+        and failed.message.endswith("make it <faster>")
+        and all(r.reward is None for r in shown)
+    )
     assert "Scoring failed 33 times:" in write_report(folder).read_text(encoding="utf-8")
     page = to_html(read_run(folder), shown * 2)
-    assert page.count("make it &lt;faster&gt;</p>") == 20 and "line 3, in shaky" not in page and "no reward" in page and "Scoring failed" not in page
+    assert (
+        page.count("make it &lt;faster&gt;</p>") == 20
+        and "line 3, in shaky" not in page
+        and "no reward" in page
+        and "Scoring failed" not in page
+    )
     assert "1.1 over 20 versions" in page
     assert failures(create_run_folder(tmp_path, "empty")).count == 0
 
 
-@pytest.mark.parametrize("kind, told", [
-    ("failed", ("failed after 0 finished batches (trainer: out of memory)", "No batch was trained", "configuration names no evaluation set", "books are not closed: 0 of 37")),
-    ("stopped", ("ended after 7 of 60 batches (stopped by ada)",)),
-    ("start_only", ("No batch was trained", "Only one evaluation was finished")),
-    ("live", ("not over when this was written", "books are not closed"))])
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        (
+            "failed",
+            (
+                "failed after 0 finished batches (trainer: out of memory)",
+                "No batch was trained",
+                "configuration names no evaluation set",
+                "books are not closed: 0 of 37",
+            ),
+        ),
+        ("stopped", ("ended after 7 of 60 batches (stopped by ada)",)),
+        ("start_only", ("No batch was trained", "Only one evaluation was finished")),
+        ("live", ("not over when this was written", "books are not closed")),
+    ],
+)
 def test_what_is_missing_is_said(kind, told, tmp_path):
     s = summary(fake_run(tmp_path, kind, **KINDS[kind]))
     for sentence in told:
@@ -102,12 +164,18 @@ def test_what_is_missing_is_said(kind, told, tmp_path):
 
 def test_folders_with_nothing_or_with_damage(tmp_path):
     empty = create_run_folder(tmp_path, "empty")
-    assert "No batch was trained" in write_report(empty).read_text(encoding="utf-8") and "no status.json" in " ".join(summary(empty).missing)
+    assert "No batch was trained" in write_report(empty).read_text(encoding="utf-8") and "no status.json" in " ".join(
+        summary(empty).missing
+    )
     damaged = fake_run(tmp_path, "damaged")
     (damaged / "config.toml").write_text("steps = [", encoding="utf-8")
     (damaged / "provenance.json").write_text("{", encoding="utf-8")
     page = write_report(damaged).read_text(encoding="utf-8")
-    assert "config.toml is missing or cannot be read" in page and "provenance.json is missing or cannot be read" in page and summary(damaged).solve_rate_end is not None
+    assert (
+        "config.toml is missing or cannot be read" in page
+        and "provenance.json is missing or cannot be read" in page
+        and summary(damaged).solve_rate_end is not None
+    )
     with pytest.raises(FileNotFoundError, match="give the path of a run"):
         write_report(tmp_path / "nowhere")
 
@@ -115,10 +183,18 @@ def test_folders_with_nothing_or_with_damage(tmp_path):
 def test_pairs_are_of_one_level_and_of_both_ends(tmp_path):
     folder = fake_run(tmp_path)
     rollouts = shown_rollouts(folder)
-    assert all((r.reward is not None or r.message) and r.fate != "evaluated" for r in rollouts) and len(shown_rollouts(folder, at_most=100)) < 120
+    assert (
+        all((r.reward is not None or r.message) and r.fate != "evaluated" for r in rollouts)
+        and len(shown_rollouts(folder, at_most=100)) < 120
+    )
     from rlbench.views.report import pairs
+
     found = pairs(rollouts)
-    assert len(found) == 10 and all(a.level == b.level and a.rollout < 210 and b.rollout > 1790 for a, b in found) and found == pairs(rollouts)
+    assert (
+        len(found) == 10
+        and all(a.level == b.level and a.rollout < 210 and b.rollout > 1790 for a, b in found)
+        and found == pairs(rollouts)
+    )
 
 
 def test_a_long_run_is_reported_in_seconds(tmp_path):

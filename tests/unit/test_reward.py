@@ -1,4 +1,5 @@
 """Reward and environment where a notebook cell is too short: formulas that never end, threads, many alarms."""
+
 import re
 import signal
 import threading
@@ -7,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from rlbench.environments.environment import DeadlinePassed, EnvironmentActor, ScoreRequest, ScriptedEnvironment, judge, within
+from rlbench.environments.environment import (
+    DeadlinePassed,
+    EnvironmentActor,
+    ScoreRequest,
+    ScriptedEnvironment,
+    judge,
+    within,
+)
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import VERIFIERS, correct, exact, math
 
@@ -21,7 +29,10 @@ def rollout(text: str, id: int = 0, task: Task = TASK) -> Rollout:
 
 def test_an_endless_formula_is_a_timeout_and_the_next_one_is_judged():
     math("1", "1")  # the import is not what is timed
-    monster = rollout(r"\boxed{\int_0^1 \frac{x^{17}\sin(x^{9})}{\sqrt{1+x^{23}}} \cdot 9^{9^{9^{9}}} dx}", task=replace(TASK, answer=r"\frac{\pi^{7^{7^{7^{7}}}}}{3}"))
+    monster = rollout(
+        r"\boxed{\int_0^1 \frac{x^{17}\sin(x^{9})}{\sqrt{1+x^{23}}} \cdot 9^{9^{9^{9}}} dx}",
+        task=replace(TASK, answer=r"\frac{\pi^{7^{7^{7^{7}}}}}{3}"),
+    )
     began = time.monotonic()
     judged = judge(monster, math, correct, deadline=1.0)
     assert time.monotonic() - began < 4
@@ -58,6 +69,7 @@ def test_verifiers_agree_in_a_thread(name):
 
 def test_alarms_leave_nothing_behind():
     "Calls that end right at their deadline: each returns or is stopped, and no alarm is left to hit somebody else."
+
     def spin(seconds):
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -90,7 +102,7 @@ def test_scripted_verdicts_do_not_depend_on_order_or_tries():
     forward, backward = ScriptedEnvironment(seed=1, failures=0.3), ScriptedEnvironment(seed=1, failures=0.3)
     forward.receive(requests)
     backward.receive(requests[::-1])
-    a, b = (dict((r.key, r.judged) for _ in requests for r in environment.turn()) for environment in (forward, backward))
+    a, b = ({r.key: r.judged for _ in requests for r in environment.turn()} for environment in (forward, backward))
     assert a == b and {j.outcome for j in a.values()} == {Outcome.OK, Outcome.ENVIRONMENT_ERROR}
     other = ScriptedEnvironment(seed=2, failures=0.3)
     other.receive(requests)
@@ -104,12 +116,15 @@ def test_a_crashing_function_stops_nobody_else():
     actor = EnvironmentActor(exact, crashes)
     actor.receive([ScoreRequest(rollout(":2", id)) for id in range(6)])
     judged = [r.judged for _ in range(6) for r in actor.turn()]
-    assert [j.outcome for j in judged] == [Outcome.FUNCTION_ERROR] * 6 and all(j.correct and j.reward is None for j in judged)
+    assert [j.outcome for j in judged] == [Outcome.FUNCTION_ERROR] * 6 and all(
+        j.correct and j.reward is None for j in judged
+    )
     assert "reward crashes: raised MemoryError: too much" in judged[0].message
 
 
 def test_what_a_response_makes_a_function_raise_is_the_responses_failure():
     "Tried against the task's own answer: where that is judged, the response is wrong; where that fails, too, the function is, and there is no reward."
+
     def parses(response, answer):
         return int(response) == int(answer)
 
@@ -130,7 +145,11 @@ def test_what_a_response_makes_a_function_raise_is_the_responses_failure():
 
     for verifier in (parses, looks, wants_box):
         judged = judge(rollout("two"), verifier, correct)
-        assert (judged.correct, judged.reward, judged.outcome) == (False, 0.0, Outcome.OK) and "counts as wrong" in judged.message, judged
+        assert (judged.correct, judged.reward, judged.outcome) == (
+            False,
+            0.0,
+            Outcome.OK,
+        ) and "counts as wrong" in judged.message, judged
         assert judge(rollout("\\boxed{2}" if verifier is wants_box else "2"), verifier, correct).reward == 1.0
     for verifier in (broken, wrong_type):
         assert judge(rollout("two"), verifier, correct).outcome is Outcome.FUNCTION_ERROR

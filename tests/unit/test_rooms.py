@@ -1,13 +1,27 @@
 """The rooms of the package: who imports whom, and that notebooks, map and README agree with the tree."""
+
 import ast
 import inspect
 import re
 
 import pytest
-import rlbench
 import rooms
 from readme import map_notebook
-from rooms import ROOMS, ROOT, TOP, import_graph, imported_modules, map_sections, module_path, modules, notebooks_of_modules, room_graph, room_of
+from rooms import (
+    ROOMS,
+    ROOT,
+    TOP,
+    import_graph,
+    imported_modules,
+    map_sections,
+    module_path,
+    modules,
+    notebooks_of_modules,
+    room_graph,
+    room_of,
+)
+
+import rlbench
 
 FLOORS = list(ROOMS)
 
@@ -24,7 +38,9 @@ def test_no_arrow_leads_upwards(capsys):
         print()
         for floor, room in enumerate(FLOORS):
             print(f"{floor:2d} {room or 'rlbench':12s} <- {', '.join(name or 'rlbench' for name in graph[room])}")
-    upwards = {room: [name for name in found if FLOORS.index(name) > FLOORS.index(room)] for room, found in graph.items()}
+    upwards = {
+        room: [name for name in found if FLOORS.index(name) > FLOORS.index(room)] for room, found in graph.items()
+    }
     assert not any(upwards.values()), upwards
     assert set(graph) == set(ROOMS) and len(FLOORS) <= 16
 
@@ -32,7 +48,12 @@ def test_no_arrow_leads_upwards(capsys):
 def test_a_module_imports_lower_numbers_of_its_room():
     "The numbers of a room say its reading order, and are unique."
     number = numbers()
-    wrong = [f"{module} imports {name}" for module, found in import_graph().items() for name in found if room_of(name) == room_of(module) and number[name] >= number[module]]
+    wrong = [
+        f"{module} imports {name}"
+        for module, found in import_graph().items()
+        for name in found
+        if room_of(name) == room_of(module) and number[name] >= number[module]
+    ]
     assert not wrong, wrong
     places = [(room_of(module), n) for module, n in number.items()]
     assert sorted(set(places)) == sorted(places)
@@ -40,7 +61,12 @@ def test_a_module_imports_lower_numbers_of_its_room():
 
 def test_nothing_imports_what_stands_on_top():
     "Benches, studies and the command line are imported by nothing below them, nor by each other downwards."
-    wrong = [f"{module} imports {name}" for module, found in import_graph().items() for name in found if room_of(name) in TOP and room_of(module) not in TOP]
+    wrong = [
+        f"{module} imports {name}"
+        for module, found in import_graph().items()
+        for name in found
+        if room_of(name) in TOP and room_of(module) not in TOP
+    ]
     assert not wrong, wrong
 
 
@@ -49,7 +75,11 @@ def test_the_command_line_imports_a_bench_when_it_is_asked_for():
     for module in modules():
         if room_of(module) == "cli":
             tree = ast.parse(module_path(module).read_text(encoding="utf-8"))
-            at_top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom) and re.match(r"(rlbench)?\.?(bench|studies)\b", node.module or "")]
+            at_top = [
+                ast.unparse(node)
+                for node in tree.body
+                if isinstance(node, ast.ImportFrom) and re.match(r"(rlbench)?\.?(bench|studies)\b", node.module or "")
+            ]
             assert not at_top, (module, at_top)
 
 
@@ -59,7 +89,10 @@ def test_a_module_may_import_rlbench_itself_only_above_its_names():
         names = imported_modules(module)
         if "" in names and not names & {*modules(), "data"} - {""} and room_of(module) not in TOP:
             tree = ast.parse(module_path(module).read_text(encoding="utf-8"))
-            assert not any(isinstance(node, ast.Import) and any(name.name == "rlbench" for name in node.names) for node in ast.walk(tree)), module
+            assert not any(
+                isinstance(node, ast.Import) and any(name.name == "rlbench" for name in node.names)
+                for node in ast.walk(tree)
+            ), module
 
 
 def test_a_notebook_stands_where_its_module_does():
@@ -82,7 +115,11 @@ def test_map_lists_every_notebook_once():
     "nbs/map.ipynb is made from the tree (`make readme`), so each notebook stands there once, with its purpose."
     assert (ROOT / "nbs/map.ipynb").read_text(encoding="utf-8") == map_notebook(), "run: make readme"
     linked = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\)", "\n".join(map_sections().values()), re.M)
-    there = sorted(path.relative_to(ROOT / "nbs").as_posix() for path in (ROOT / "nbs").rglob("*.ipynb") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
+    there = sorted(
+        path.relative_to(ROOT / "nbs").as_posix()
+        for path in (ROOT / "nbs").rglob("*.ipynb")
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    )
     assert sorted(linked) == [path for path in there if path != "map.ipynb"]
 
 
@@ -93,7 +130,15 @@ def test_readme_names_the_rooms():
     assert rows == [(room, purpose) for room, purpose in ROOMS.items()]
 
 
-@pytest.mark.parametrize("source, found", [("from rlbench.loop import loop", {"loop", "loop.loop"}), ("def f():\n    import rlbench.knobs", {"knobs"}), ("from . import state", {"loop", "loop.state"}), ("import_module('rlbench.views.why')", {"views.why"})])
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("from rlbench.loop import loop", {"loop", "loop.loop"}),
+        ("def f():\n    import rlbench.knobs", {"knobs"}),
+        ("from . import state", {"loop", "loop.state"}),
+        ("import_module('rlbench.views.why')", {"views.why"}),
+    ],
+)
 def test_every_way_to_import_is_seen(source, found, tmp_path, monkeypatch):
     "Absolute, relative, inside a function, by name."
     (tmp_path / "rlbench/loop").mkdir(parents=True)

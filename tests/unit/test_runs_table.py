@@ -1,4 +1,5 @@
 """`rl.runs()`: two hundred runs, what moves is read again and nothing else, and what the table shows of a report and a comparison."""
+
 import json
 import shutil
 import time
@@ -52,9 +53,15 @@ def test_two_hundred_runs_open_in_two_seconds(many):
 def test_rates_are_read_of_the_runs_in_view(many):
     "Opening reads the held-out rates of one page, another page reads its own, and a sort or a condition on them reads all."
     table = RunsTable(many)
-    rated = lambda: sum(seen.whole is not None for seen in table.reader.seen.values())
+
+    def rated():
+        return sum(seen.whole is not None for seen in table.reader.seen.values())
+
     assert rated() == PAGE and all(run.held_out is not None for run in table.shown)
-    assert all(f"<span>{run.held_out_text}</span>" in row.children[1].value for run, row in zip(table.shown, table.parts["rows"], strict=True))
+    assert all(
+        f"<span>{run.held_out_text}</span>" in row.children[1].value
+        for run, row in zip(table.shown, table.parts["rows"], strict=True)
+    )
     table.parts["on"].click()
     assert rated() == 2 * PAGE
     table.parts["search"].value = "held_out>2"
@@ -71,7 +78,9 @@ def test_a_run_whose_ledger_cannot_be_read_is_a_line(tmp_path, schema):
     folder = fake_run(tmp_path, "unread", batches=2, rollouts=0)
     (folder / "ledger/schema.json").write_text(schema)
     table = RunsTable(tmp_path)
-    assert [run.state for run in table.shown] == ["unreadable"] and table.shown[0].reason == read_listed(folder).reason != ""
+    assert [run.state for run in table.shown] == ["unreadable"] and table.shown[0].reason == read_listed(
+        folder
+    ).reason != ""
     assert table.reader.poll() == set()
 
 
@@ -103,7 +112,9 @@ def test_ticked_runs_are_compared_and_opened(many):
     table.parts["compare"].click()
     assert "End figures" in table.parts["detail"].children[0].value
     table.parts["open"].click()
-    assert 'sandbox=""' in table.parts["detail"].children[0].value and "srcdoc" in table.parts["detail"].children[0].value
+    assert (
+        'sandbox=""' in table.parts["detail"].children[0].value and "srcdoc" in table.parts["detail"].children[0].value
+    )
     table.parts["close"].click()
     assert table.parts["detail"].children == () and len(table.selected) == 2
     table.parts["search"].value = "version>x y="

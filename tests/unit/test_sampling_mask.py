@@ -1,4 +1,5 @@
 "Sampling masks: the tokens that top_p and top_k left travel with the token drawn, and training divides by the same set."
+
 import json
 import pickle
 from dataclasses import replace
@@ -8,45 +9,87 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlbench.training.batch import demonstration, joined, lay_out, prepare, row_of
-from rlbench.runtime.checkpoint import Arrays, pack, unpack
+from rlbench.bench.mismatch import ARMS, bench_mismatch
 from rlbench.engines.openai_client import cut
-from rlbench.loop.config import load_config, supplies_sampling_masks
-from rlbench.environments.rollout_turns import segments_of, token_columns
-from rlbench.training.logprobs import packed_logprobs, shared_logprobs
-from rlbench.generator import Request, drain
 from rlbench.engines.torch import TorchGenerator, draw
 from rlbench.engines.vllm import Drawing, drawn, moved_rows
-from rlbench.views.loss_card import read_batch, with_policy
-from rlbench.bench.mismatch import ARMS, bench_mismatch
+from rlbench.environments.rollout_turns import segments_of, token_columns
+from rlbench.generator import Request, drain
+from rlbench.loop.config import load_config, supplies_sampling_masks
 from rlbench.models.model import flat_logprobs, head_logits, kept_tokens, token_logprobs
 from rlbench.objective.objective import Objective
-from rlbench.records import MOST_KEPT, Group, Rollout, Sampling, SamplingMask, Segment, Task, join_masks, pack_masks, prompt_segment, uniforms
+from rlbench.records import (
+    MOST_KEPT,
+    Group,
+    Rollout,
+    Sampling,
+    SamplingMask,
+    Segment,
+    Task,
+    join_masks,
+    pack_masks,
+    prompt_segment,
+    uniforms,
+)
+from rlbench.runtime.checkpoint import Arrays, pack, unpack
+from rlbench.training.batch import demonstration, joined, lay_out, prepare, row_of
+from rlbench.training.logprobs import packed_logprobs, shared_logprobs
 from rlbench.training.scoring_models import trace
 from rlbench.training.trainer import Trainer, TrainerConfig
+from rlbench.views.loss_card import read_batch, with_policy
 
 VOCABULARY, PROMPT = 64, [3, 4, 5, 6]
-SAMPLINGS = {"top_p 0.9": dict(top_p=0.9), "top_p 0.5": dict(top_p=0.5), "top_k 5": dict(top_k=5), "both, warm": dict(top_p=0.8, top_k=12, temperature=1.4), "both, cold": dict(top_p=0.9, top_k=20, temperature=0.7)}
+SAMPLINGS = {
+    "top_p 0.9": dict(top_p=0.9),
+    "top_p 0.5": dict(top_p=0.5),
+    "top_k 5": dict(top_k=5),
+    "both, warm": dict(top_p=0.8, top_k=12, temperature=1.4),
+    "both, cold": dict(top_p=0.9, top_k=20, temperature=0.7),
+}
 
 
 def small(seed: int = 0):
     "A random model that hesitates: its logits have a standard deviation of about one."
     torch.manual_seed(seed)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    return AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=False, initializer_range=0.2, **shape)).eval()
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=False, initializer_range=0.2, **shape)
+    ).eval()
 
 
 def responses(model, sampling: dict, count: int = 12, tokens: int = 16) -> list[Segment]:
     "What the torch generator writes."
     generator = TorchGenerator(model, max_length=32, slots=5)
-    generator.submit(Request((i, 0), PROMPT, Sampling(max_tokens=tokens, **sampling), stream=100 + i) for i in range(count))
+    generator.submit(
+        Request((i, 0), PROMPT, Sampling(max_tokens=tokens, **sampling), stream=100 + i) for i in range(count)
+    )
     return [r.segment for r in sorted(drain(generator), key=lambda r: r.key)]
 
 
 def rollouts(segments: list[Segment], temperature: float = 1.0) -> list[Rollout]:
     "Rollouts of two groups, half of them right."
     half = len(segments) // 2
-    return [Rollout(i, 0, i // half, i % half, Task(f"t{i // half}", "", ""), (prompt_segment(PROMPT), s), correct=i % 2 == 0, reward=float(i % 2 == 0), temperature=temperature) for i, s in enumerate(segments)]
+    return [
+        Rollout(
+            i,
+            0,
+            i // half,
+            i % half,
+            Task(f"t{i // half}", "", ""),
+            (prompt_segment(PROMPT), s),
+            correct=i % 2 == 0,
+            reward=float(i % 2 == 0),
+            temperature=temperature,
+        )
+        for i, s in enumerate(segments)
+    ]
 
 
 def laid_out(segments: list[Segment]):
@@ -65,11 +108,16 @@ def test_sampler_and_trainer_agree_over_the_tokens_that_were_kept():
     for name, sampling in SAMPLINGS.items():
         segments = responses(model, sampling)
         tokens_RT, lengths_R, sampler_RT, masks = laid_out(segments)
-        temperature_R, prefix_R = torch.full((len(segments),), sampling.get("temperature", 1.0)), torch.full((len(segments),), len(PROMPT))
+        temperature_R, prefix_R = (
+            torch.full((len(segments),), sampling.get("temperature", 1.0)),
+            torch.full((len(segments),), len(PROMPT)),
+        )
         kept, said_RT = kept_tokens(masks, tokens_RT.shape[1]), sampler_RT != 0
         ways = {
             "padded": lambda kept: token_logprobs(model, tokens_RT, lengths_R, temperature_R, kept=kept),  # noqa: B023
-            "cut": lambda kept: token_logprobs(model, tokens_RT, lengths_R, temperature_R, elements=7 * VOCABULARY, kept=kept),  # noqa: B023
+            "cut": lambda kept: token_logprobs(
+                model, tokens_RT, lengths_R, temperature_R, elements=7 * VOCABULARY, kept=kept
+            ),  # noqa: B023
             "shared": lambda kept: shared_logprobs(model, tokens_RT, lengths_R, temperature_R, prefix_R, kept),  # noqa: B023
             "packed": lambda kept: packed_logprobs(model, tokens_RT, lengths_R, temperature_R, prefix_R, kept),  # noqa: B023
         }
@@ -80,7 +128,10 @@ def test_sampler_and_trainer_agree_over_the_tokens_that_were_kept():
             assert float((mine_RT - sampler_RT)[said_RT].abs().max()) < 2e-5, (name, way)
             assert torch.isfinite(entropy_RT).all() and (entropy_RT >= -1e-6).all()
             apart[name, way] = float((whole_RT - sampler_RT)[said_RT].abs().mean())
-    assert all(0.05 < apart["top_p 0.9", way] < 0.2 and apart["top_p 0.5", way] > 0.4 and apart["top_k 5", way] > 0.4 for way in ways)
+    assert all(
+        0.05 < apart["top_p 0.9", way] < 0.2 and apart["top_p 0.5", way] > 0.4 and apart["top_k 5", way] > 0.4
+        for way in ways
+    )
 
 
 def test_gradients_are_those_of_the_distribution_over_the_kept_tokens():
@@ -98,7 +149,16 @@ def test_gradients_are_those_of_the_distribution_over_the_kept_tokens():
         return torch.autograd.grad((weight_N * logprobs_N + turn_N * entropy_N).sum(), [leaf_NH, model.lm_head.weight])
 
     leaf_NH = hidden_NH.clone().requires_grad_()
-    mine = flat_logprobs(model, leaf_NH, tokens_RT, rows_N, columns_N, torch.full((4,), temperature), 5 * VOCABULARY, kept_tokens(masks, tokens_RT.shape[1]))
+    mine = flat_logprobs(
+        model,
+        leaf_NH,
+        tokens_RT,
+        rows_N,
+        columns_N,
+        torch.full((4,), temperature),
+        5 * VOCABULARY,
+        kept_tokens(masks, tokens_RT.shape[1]),
+    )
     ours = slopes(mine[0][rows_N, columns_N], mine[1][rows_N, columns_N], leaf_NH)
     leaf_NH = hidden_NH.clone().requires_grad_()
     logits_NV, logprobs, entropies = head_logits(model, leaf_NH) / temperature, [], []
@@ -128,18 +188,37 @@ def test_a_batch_is_trained_over_its_masks():
         both = pickle.loads(pickle.dumps(joined(arrays, lay_out([demonstration(0, PROMPT, [7, 8])]))))
         row = int((both.rollouts_R == -1).nonzero()[0][0])
         assert both.masks_R[row] is None and sum(m is not None for m in both.masks_R) == len(arrays)
-    assert prepare([Group(0, made[0].task, tuple(replace(r, segments=(r.segments[0], replace(r.segments[1], sampling_mask=None))) for r in made[:4]))], Objective()).masks_R is None
+    assert (
+        prepare(
+            [
+                Group(
+                    0,
+                    made[0].task,
+                    tuple(
+                        replace(r, segments=(r.segments[0], replace(r.segments[1], sampling_mask=None)))
+                        for r in made[:4]
+                    ),
+                )
+            ],
+            Objective(),
+        ).masks_R
+        is None
+    )
 
 
 def test_a_partial_goes_on_with_its_mask():
     "Stopped, saved as in a checkpoint and taken up again by another generator, a response has the tokens and the masks of one that was never stopped."
     model, sampling = small(), Sampling(1.0, 0.8, 0, 16)
-    whole = {i: s for i, s in enumerate(responses(model, dict(top_p=0.8), 6))}
+    whole = dict(enumerate(responses(model, dict(top_p=0.8), 6)))
     first, second = (TorchGenerator(model, max_length=32, slots=4) for _ in range(2))
     first.submit(Request((i, 0), PROMPT, sampling, stream=100 + i) for i in range(6))
     first.step(5)
     arrays = Arrays()
-    stopped = {r.key[0]: json.loads(json.dumps(pack(r.segment, arrays))) for r in first.abort([(i, 0) for i in range(6)]) if len(r.segment)}
+    stopped = {
+        r.key[0]: json.loads(json.dumps(pack(r.segment, arrays)))
+        for r in first.abort([(i, 0) for i in range(6)])
+        if len(r.segment)
+    }
     assert len(stopped) == 4
     back = {i: unpack(Segment, told, arrays.joined()) for i, told in stopped.items()}
     second.submit(Request((i, 1), PROMPT, sampling, stream=100 + i, partial=s) for i, s in back.items())
@@ -149,13 +228,24 @@ def test_a_partial_goes_on_with_its_mask():
         assert [set(s) for s in found.sampling_mask.sets] == [set(s) for s in wanted.sampling_mask.sets]
     (plain,) = responses(model, {}, 1, 4)  # drawn from the whole vocabulary, then under top_k
     second.submit([Request((9, 0), PROMPT, Sampling(1.0, 1.0, 3, 8), stream=100, partial=plain)])
-    assert plain.sampling_mask is None and drain(second)[0].segment.sampling_mask.counts.tolist() == [0, 0, 0, 0, 3, 3, 3, 3]
+    assert plain.sampling_mask is None and drain(second)[0].segment.sampling_mask.counts.tolist() == [
+        0,
+        0,
+        0,
+        0,
+        3,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_what_is_kept_is_bounded():
     "A flat distribution keeps as many tokens as may travel, is drawn from those alone, and a top_k beyond them is refused."
     logits_RV, ones = torch.randn(3, 4000) * 1e-3, np.ones(3)
-    token, logprob, kept = draw(logits_RV, uniforms(np.arange(3, dtype=np.uint64), np.zeros(3, int)), ones, ones * 0.95, np.zeros(3, int))
+    token, logprob, kept = draw(
+        logits_RV, uniforms(np.arange(3, dtype=np.uint64), np.zeros(3, int)), ones, ones * 0.95, np.zeros(3, int)
+    )
     for row, ids in enumerate(kept):
         assert len(ids) == MOST_KEPT and token[row] in ids
         assert set(ids) == set(logits_RV[row].topk(MOST_KEPT).indices.tolist())
@@ -165,7 +255,10 @@ def test_what_is_kept_is_bounded():
         Request((0, 0), PROMPT, Sampling(top_k=513), 1)
     with pytest.raises(ValueError, match="top_k"):
         load_config("tiny", {"top_k": 513})
-    assert [supplies_sampling_masks(load_config({"generator": name, **more})) for name, more in (("torch", {}), ("vllm", {}), ("scripted", {"clock": "virtual"}))] == [True, True, False]
+    assert [
+        supplies_sampling_masks(load_config({"generator": name, **more}))
+        for name, more in (("torch", {}), ("vllm", {}), ("scripted", {"clock": "virtual"}))
+    ] == [True, True, False]
 
 
 def test_a_mask_without_its_token_is_the_generators_fault():
@@ -182,15 +275,53 @@ def test_tables_and_answers_keep_the_mask():
     "A row of the tokens table gives it back, turn by turn; a response cut at a stop text keeps the part that is left."
     first, second = responses(small(), dict(top_p=0.8), 2)
     (one,) = rollouts([first, second])[:1]
-    read = segments_of(PROMPT, *(token_columns(one).get(name) for name in ("tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids")))
-    assert read[1].sampling_mask.counts.tolist() == first.sampling_mask.counts.tolist() and read[1].sampling_mask.ids.tolist() == first.sampling_mask.ids.tolist()
+    read = segments_of(
+        PROMPT,
+        *(
+            token_columns(one).get(name)
+            for name in (
+                "tokens",
+                "logprobs",
+                "versions",
+                "mask",
+                "turn",
+                "observed",
+                "observed_turn",
+                "kept_counts",
+                "kept_ids",
+            )
+        ),
+    )
+    assert (
+        read[1].sampling_mask.counts.tolist() == first.sampling_mask.counts.tolist()
+        and read[1].sampling_mask.ids.tolist() == first.sampling_mask.ids.tolist()
+    )
     plain = replace(second, turn=1, sampling_mask=None)
     columns = token_columns(replace(one, segments=(*one.segments, plain)))
     assert columns["kept_counts"].tolist() == [*first.sampling_mask.counts, *[0] * len(plain)]
-    again = segments_of(PROMPT, *(columns.get(name) for name in ("tokens", "logprobs", "versions", "mask", "turn", "observed", "observed_turn", "kept_counts", "kept_ids")))
+    again = segments_of(
+        PROMPT,
+        *(
+            columns.get(name)
+            for name in (
+                "tokens",
+                "logprobs",
+                "versions",
+                "mask",
+                "turn",
+                "observed",
+                "observed_turn",
+                "kept_counts",
+                "kept_ids",
+            )
+        ),
+    )
     assert again[1].sampling_mask is not None and again[2].sampling_mask is None
     short, _, _ = cut(first, lambda ids: " ".join(map(str, ids)), (str(first.tokens[2]),))
-    assert len(short.sampling_mask) == len(short) == 3 and short.sampling_mask.ids.tolist() == first.sampling_mask[:3].ids.tolist()
+    assert (
+        len(short.sampling_mask) == len(short) == 3
+        and short.sampling_mask.ids.tolist() == first.sampling_mask[:3].ids.tolist()
+    )
 
 
 def test_the_draw_for_vllm_hands_its_masks_on():
@@ -198,9 +329,12 @@ def test_the_draw_for_vllm_hands_its_masks_on():
     torch.manual_seed(1)
     logits_RV = torch.randn(3, 200)
     asked = [(5, 2, 1.0, 0.9, 0, "a"), (6, 0, 0.7, 0.8, 9, "b"), (7, 0, 1.0, 1.0, 0, "c")]
+
     class Update:
         removed, moved = (), ()
-        added = [(row, type("Params", (), {"extra_args": {"rlbench": each}})(), None, []) for row, each in enumerate(asked)]
+        added = [
+            (row, type("Params", (), {"extra_args": {"rlbench": each}})(), None, []) for row, each in enumerate(asked)
+        ]
 
     rows = moved_rows({}, Update)
     assert [(d.name, d.position) for d in rows.values()] == [("a", 2), ("b", 0), ("c", 0)]
@@ -216,9 +350,20 @@ def test_the_draw_for_vllm_hands_its_masks_on():
 
 def test_a_live_control_stays_at_rounding_under_top_p(tmp_path):
     "Weights at rest and top_p = 0.8: every token's log-probability is the trainer's, and a stored rollout's is that of the saved policy."
-    done = bench_mismatch(tmp_path, 3, ("torch",), {"control": ARMS["control"] | {"batch": 64, "reference": "start", "kl": "k3", "kl_weight": 0.1}}, top_p=0.8)
+    done = bench_mismatch(
+        tmp_path,
+        3,
+        ("torch",),
+        {"control": ARMS["control"] | {"batch": 64, "reference": "start", "kl": "k3", "kl_weight": 0.1}},
+        top_p=0.8,
+    )
     (control,) = done.arms
-    assert done.top_p == 0.8 and control.worst < 1e-3 and done.control_mean_diff["torch"] < 1e-5 and min(control.ess) > 0.9999
+    assert (
+        done.top_p == 0.8
+        and control.worst < 1e-3
+        and done.control_mean_diff["torch"] < 1e-5
+        and min(control.ess) > 0.9999
+    )
     (folder,) = (tmp_path / "runs").iterdir()
     batch = read_batch(folder, 0)
     for before, after in zip(batch.members, with_policy(batch).members):

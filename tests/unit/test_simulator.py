@@ -1,4 +1,5 @@
 """The simulator: its books, its determinism, every strategy of the loop, and the same answer as a driven run."""
+
 import random
 from dataclasses import replace
 
@@ -9,32 +10,105 @@ from properties import RANDOMS, examples
 from rlbench.bench.staleness import point_config, run_point
 from rlbench.loop.config import make_config
 from rlbench.planning.queueing import group_shares
+from rlbench.planning.simulator import (
+    Decode,
+    Engine,
+    Simulation,
+    Spread,
+    World,
+    advance,
+    begin,
+    ended,
+    quantiles_of,
+    simulate,
+    simulate_together,
+    summary,
+)
 from rlbench.records import Fate
-from rlbench.planning.simulator import Decode, Engine, Simulation, Spread, World, advance, begin, ended, quantiles_of, simulate, simulate_together, summary
 
-PLAIN = {"clock": "virtual", "generator": "scripted", "placement": "split", "filter": "none", "sampler": "uniform", "advantage": "dr_grpo", "preflight": 0, "eval": [], "alerts": False, "checkpoint_every": 0,
-         "max_tokens": 100_000, "group": 4, "batch": 16, "concurrency": 32, "staleness": 4, "steps": 30}
-ENGINES = World(prompt=50.0, tokens=Spread(200, 0.6), decode=Decode(0.01, 0.001), engines=2, train=1.0, sync=0.2, score=Spread(0.1))
+PLAIN = {
+    "clock": "virtual",
+    "generator": "scripted",
+    "placement": "split",
+    "filter": "none",
+    "sampler": "uniform",
+    "advantage": "dr_grpo",
+    "preflight": 0,
+    "eval": [],
+    "alerts": False,
+    "checkpoint_every": 0,
+    "max_tokens": 100_000,
+    "group": 4,
+    "batch": 16,
+    "concurrency": 32,
+    "staleness": 4,
+    "steps": 30,
+}
+ENGINES = World(
+    prompt=50.0, tokens=Spread(200, 0.6), decode=Decode(0.01, 0.001), engines=2, train=1.0, sync=0.2, score=Spread(0.1)
+)
 
 
 def a_world(r: random.Random) -> World:
     "A world drawn by chance: with and without a decode curve, turns, sandboxes, failures."
-    world = World(latency=Spread(r.choice((1, 10)), r.choice((0, 0.8))), prompt=r.choice((0, 100)), tokens=Spread(r.choice((10, 300)), r.choice((0, 1.0)), r.choice((0, 900))), prefill=r.choice((0, 0.5)), engines=r.choice((1, 3)),
-                  turns=Spread(r.choice((1, 1, 3)), r.choice((0, 0.5))), tool=Spread(r.choice((0, 2)), 0.5, rare=r.choice((0, 0.05)), slow=60), score=Spread(r.choice((0, 1)), 0.5), solve=r.choice((0.5, (1.08, 0.19), (0.8, 0.8))),
-                  fails=r.choice((0, 0, 0.1)), train=r.choice((0.1, 5)), train_token=r.choice((0, 1e-4)), sync=r.choice((0, 0.5)), sandboxes=r.choice((0, 0, 10)), start=Spread(r.choice((0, 3)), 0.5))
-    world = replace(world, travel=r.choice((0, 0, 0.3)), pause=r.choice((None, 0.0, 0.2)), looks=r.choice((0, 0, 8)), shared=r.choice((1.0, 1.0, 1.5)))
-    return replace(world, decode=Decode(0.01, 0.001, r.choice((0, 1e-6))), room=r.choice((0, 3000))) if r.random() < 0.6 else world
+    world = World(
+        latency=Spread(r.choice((1, 10)), r.choice((0, 0.8))),
+        prompt=r.choice((0, 100)),
+        tokens=Spread(r.choice((10, 300)), r.choice((0, 1.0)), r.choice((0, 900))),
+        prefill=r.choice((0, 0.5)),
+        engines=r.choice((1, 3)),
+        turns=Spread(r.choice((1, 1, 3)), r.choice((0, 0.5))),
+        tool=Spread(r.choice((0, 2)), 0.5, rare=r.choice((0, 0.05)), slow=60),
+        score=Spread(r.choice((0, 1)), 0.5),
+        solve=r.choice((0.5, (1.08, 0.19), (0.8, 0.8))),
+        fails=r.choice((0, 0, 0.1)),
+        train=r.choice((0.1, 5)),
+        train_token=r.choice((0, 1e-4)),
+        sync=r.choice((0, 0.5)),
+        sandboxes=r.choice((0, 0, 10)),
+        start=Spread(r.choice((0, 3)), 0.5),
+    )
+    world = replace(
+        world,
+        travel=r.choice((0, 0, 0.3)),
+        pause=r.choice((None, 0.0, 0.2)),
+        looks=r.choice((0, 0, 8)),
+        shared=r.choice((1.0, 1.0, 1.5)),
+    )
+    return (
+        replace(world, decode=Decode(0.01, 0.001, r.choice((0, 1e-6))), room=r.choice((0, 3000)))
+        if r.random() < 0.6
+        else world
+    )
 
 
 def a_run(r: random.Random) -> dict:
     "Knobs drawn by chance."
     bound, group = r.choice((0, 1, 2, 8)), r.choice((2, 4, 8))
     stragglers = r.choice(("in_flight", "wait", "oversample", "requeue", "partial"))
-    return {"staleness": bound, "group": group, "batch": group * r.randint(1, 5), "concurrency": r.choice((3, 16, 64)), "generators": r.choice((1, 1, 3)), "stragglers": stragglers, "straggler_unit": r.choice(("group", "rollout")),
-            "old_tokens": "mask" if stragglers == "partial" and not bound else r.choice(("train", "mask", "correct")), "oversample": r.choice((0.0, 0.5, 1.5)) if stragglers != "in_flight" else 0.0,
-            "backlog": r.choice(("hold", "drop_oldest")) if bound else "hold", "queue_batches": r.choice((0, 1, 2)), "overdue": r.choice(("drop", "wait")), "publish_every": r.choice((1, bound + 1)),
-            "filter": r.choice(("none", "zero_advantage", "band")), "sampler": r.choice(("uniform", "band")), "max_turns": r.choice((1, 2, 6)), "steps": r.randint(1, 12), "infra_stop": 1.0,
-            "on_resume": r.choice(("continue", "rewind", "restart")), "preflight": r.choice((0, 4)), "eval": [{"name": "held-out", "count": 3, "k": 1, "every": r.choice((0, 2))}] if r.random() < 0.3 else []}
+    return {
+        "staleness": bound,
+        "group": group,
+        "batch": group * r.randint(1, 5),
+        "concurrency": r.choice((3, 16, 64)),
+        "generators": r.choice((1, 1, 3)),
+        "stragglers": stragglers,
+        "straggler_unit": r.choice(("group", "rollout")),
+        "old_tokens": "mask" if stragglers == "partial" and not bound else r.choice(("train", "mask", "correct")),
+        "oversample": r.choice((0.0, 0.5, 1.5)) if stragglers != "in_flight" else 0.0,
+        "backlog": r.choice(("hold", "drop_oldest")) if bound else "hold",
+        "queue_batches": r.choice((0, 1, 2)),
+        "overdue": r.choice(("drop", "wait")),
+        "publish_every": r.choice((1, bound + 1)),
+        "filter": r.choice(("none", "zero_advantage", "band")),
+        "sampler": r.choice(("uniform", "band")),
+        "max_turns": r.choice((1, 2, 6)),
+        "steps": r.randint(1, 12),
+        "infra_stop": 1.0,
+        "on_resume": r.choice(("continue", "rewind", "restart")),
+        "preflight": r.choice((0, 4)),
+        "eval": [{"name": "held-out", "count": 3, "k": 1, "every": r.choice((0, 2))}] if r.random() < 0.3 else [],
+    }
 
 
 @examples(60)
@@ -47,7 +121,12 @@ def test_any_run_in_any_world(r):
         try:
             return simulate(config, world, seed, most=60_000, tasks=50)
         except RuntimeError as error:  # a run may fail for a reason of the loop's own; a wave may be larger than the sandboxes that it holds to its end
-            assert "in a row" in str(error) or "sandboxes are held" in str(error) and not config.staleness and (world.turns.mean > 1 or world.turns.sigma), error
+            assert (
+                "in a row" in str(error)
+                or "sandboxes are held" in str(error)
+                and not config.staleness
+                and (world.turns.mean > 1 or world.turns.sigma)
+            ), error
             return str(error)
 
     first = again()
@@ -85,7 +164,9 @@ def test_the_same_answer_as_a_driven_run(tmp_path, rho, backlog):
     driven = run_point(tmp_path / "run", rho, backlog, 1, batch=40, running=40, steps=60)
     config = make_config(point_config(rho, backlog, 1, batch=40, running=40, steps=60))
     t = config.virtual
-    world = World(tokens=Spread(t.scripted_length, t.scripted_tail), decode=Decode(t.decode), train=0.0, train_token=t.train)
+    world = World(
+        tokens=Spread(t.scripted_length, t.scripted_tail), decode=Decode(t.decode), train=0.0, train_token=t.train
+    )
     whole = summary(simulate(config, world).steps, 20)
     assert whole.staleness == pytest.approx(driven.measured, rel=0.06)
     assert 1 - whole.accepted == pytest.approx(driven.dropped, abs=0.03)
@@ -93,31 +174,78 @@ def test_the_same_answer_as_a_driven_run(tmp_path, rho, backlog):
 
 def test_weights_that_travel_and_generators_that_look_now_and_then():
     "Travelling makes rollouts older and nobody wait; a look every eight steps makes the loop hear of a response four steps later in the mean."
-    config = make_config({**PLAIN, "group": 1, "batch": 16, "concurrency": 16, "steps": 60, "staleness": 16, "advantage": "reinforce"})
+    config = make_config(
+        {**PLAIN, "group": 1, "batch": 16, "concurrency": 16, "steps": 60, "staleness": 16, "advantage": "reinforce"}
+    )
     plain = World(tokens=Spread(100, 0.3), decode=Decode(0.01), train=0.5)
-    here, travels, looks, beside = (summary(simulate(config, replace(plain, **more)).steps, 10) for more in ({}, {"travel": 0.5}, {"looks": 8.0}, {"shared": 1.5}))
-    assert travels.rate == pytest.approx(here.rate, rel=0.02) and travels.staleness == pytest.approx(here.staleness + 0.5 / here.step, abs=0.15)
+    here, travels, looks, beside = (
+        summary(simulate(config, replace(plain, **more)).steps, 10)
+        for more in ({}, {"travel": 0.5}, {"looks": 8.0}, {"shared": 1.5})
+    )
+    assert travels.rate == pytest.approx(here.rate, rel=0.02) and travels.staleness == pytest.approx(
+        here.staleness + 0.5 / here.step, abs=0.15
+    )
     assert looks.latency == pytest.approx(here.latency + 0.04, abs=0.01)
     assert beside.latency == pytest.approx(here.latency * (1 + 0.5 * beside.compute), rel=0.05)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"stragglers": "partial"}, {"generators": 2, "publish_every": 2}, {"decode_steps": 1, "concurrency": 6}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"stragglers": "partial"}, {"generators": 2, "publish_every": 2}, {"decode_steps": 1, "concurrency": 6}],
+    ids=str,
+)
 def test_a_generator_goes_from_look_to_look_as_a_driven_one_does(tmp_path, knobs):
     "Eight steps between two looks, responses of twelve tokens, weights that take their time: rate, waiting and staleness are those of the driver with the same costs."
-    from rlbench.runtime.driver import Driver, drive, make_pools
-    from rlbench.planning.fit import bare
-    from rlbench.runtime.forecasts import happened
     from rlbench.base.ledger import create_run_folder, read_table
+    from rlbench.planning.fit import bare
+    from rlbench.runtime.driver import Driver, drive, make_pools
+    from rlbench.runtime.forecasts import happened
 
-    costs = {"decode": 0.01, "sequence": 0.0003, "prefill": 0.0, "train": 0.0015, "publish": 0.1, "score": 0.002, "scripted_length": 12.0, "scripted_tail": 0.5}
-    config = make_config({**PLAIN, "batch": 32, "concurrency": 24, "decode_steps": 8, "steps": 60, "tasks": {"name": "arithmetic"}, "max_tokens": 1000, **knobs, "virtual": costs})
+    costs = {
+        "decode": 0.01,
+        "sequence": 0.0003,
+        "prefill": 0.0,
+        "train": 0.0015,
+        "publish": 0.1,
+        "score": 0.002,
+        "scripted_length": 12.0,
+        "scripted_tail": 0.5,
+    }
+    config = make_config(
+        {
+            **PLAIN,
+            "batch": 32,
+            "concurrency": 24,
+            "decode_steps": 8,
+            "steps": 60,
+            "tasks": {"name": "arithmetic"},
+            "max_tokens": 1000,
+            **knobs,
+            "virtual": costs,
+        }
+    )
     folder = create_run_folder(tmp_path, "driven")
     drive(Driver(folder, config, make_pools(config)))
     steps = read_table(folder, "steps")
     driven = happened(steps.filter((steps["version"] > 6) & (steps["version"] <= 52)))
-    world = World(tokens=Spread(12.0, 0.5), decode=Decode(0.01, 0.0003), looks=float(config.decode_steps), whole=True, one_verdict=True, train=0.0, train_token=0.0015, sync=0.05, pause=0.05, score=Spread(0.002))
+    world = World(
+        tokens=Spread(12.0, 0.5),
+        decode=Decode(0.01, 0.0003),
+        looks=float(config.decode_steps),
+        whole=True,
+        one_verdict=True,
+        train=0.0,
+        train_token=0.0015,
+        sync=0.05,
+        pause=0.05,
+        score=Spread(0.002),
+    )
     told = summary(simulate(bare(config), world, until=52).steps, 6)
-    assert 60 * told.rate == pytest.approx(driven.rate, rel=0.06) and told.wait == pytest.approx(driven.wait, abs=0.06) and told.staleness == pytest.approx(driven.staleness, abs=0.2)
+    assert (
+        60 * told.rate == pytest.approx(driven.rate, rel=0.06)
+        and told.wait == pytest.approx(driven.wait, abs=0.06)
+        and told.staleness == pytest.approx(driven.staleness, abs=0.2)
+    )
 
 
 def test_few_sandboxes_come_in_waves():
@@ -149,18 +277,25 @@ def test_tasks_keep_their_solve_rates():
     "So a band sampler finds those worth serving."
     config = {**PLAIN, "group": 16, "batch": 64, "concurrency": 128, "filter": "zero_advantage", "steps": 40}
     world = World(latency=Spread(20, 0.3), solve=(0.4, 0.4), train=1.0)
-    shares = [summary(simulate(make_config({**config, "sampler": sampler}), world, tasks=40).steps, 20).accepted for sampler in ("uniform", "band")]
+    shares = [
+        summary(simulate(make_config({**config, "sampler": sampler}), world, tasks=40).steps, 20).accepted
+        for sampler in ("uniform", "band")
+    ]
     assert shares[1] > shares[0] + 0.1
 
 
 def test_a_world_may_change():
-    seen = simulate(make_config({**PLAIN, "steps": 20}), lambda version: replace(ENGINES, train=1.0 if version < 10 else 9.0)).steps
+    seen = simulate(
+        make_config({**PLAIN, "steps": 20}), lambda version: replace(ENGINES, train=1.0 if version < 10 else 9.0)
+    ).steps
     assert [each.compute for each in seen] == pytest.approx([1.0] * 10 + [9.0] * 10)
 
 
 def test_tenants_have_books_of_their_own():
     config = make_config({**PLAIN, "staleness": 0})
-    one, other = simulate_together([(config, ENGINES), (make_config({**PLAIN, "staleness": 2}), replace(ENGINES, train=3.0))], until=10)
+    one, other = simulate_together(
+        [(config, ENGINES), (make_config({**PLAIN, "staleness": 2}), replace(ENGINES, train=3.0))], until=10
+    )
     assert len(one.steps) >= 10 and len(other.steps) >= 10
     alone = summary(simulate(config, ENGINES, until=10).steps[:10])
     assert summary(one.steps[:10]).rate < alone.rate  # the other one's sequences are in its engines, too
@@ -170,18 +305,36 @@ def test_tenants_have_books_of_their_own():
 def test_no_tenant_starves_where_the_cache_is_full(bounds):
     "Who was refused a place holds back all that come later, so all get on at a like pace."
     world = World(tokens=Spread(1000, 0.5), decode=Decode(0.01), room=8000, train=5.0)
-    runs = simulate_together([(make_config({**PLAIN, "group": 8, "concurrency": 16, "steps": 10_000, "staleness": bound}), world) for bound in bounds], until=10)
+    runs = simulate_together(
+        [
+            (make_config({**PLAIN, "group": 8, "concurrency": 16, "steps": 10_000, "staleness": bound}), world)
+            for bound in bounds
+        ],
+        until=10,
+    )
     made = [len(run.steps) for run in runs]
     assert min(made) >= 10 and max(made) < 10 * min(made), made
 
 
 def test_solve_rates_are_those_of_the_distribution():
-    for (a, b), solved, failed in (((1.08, 0.19), 0.5509, 0.0092), ((2.55, 0.28), 0.5540, 0.0001), ((0.57, 0.14), 0.5562, 0.0398)):
+    for (a, b), solved, failed in (
+        ((1.08, 0.19), 0.5509, 0.0092),
+        ((2.55, 0.28), 0.5540, 0.0001),
+        ((0.57, 0.14), 0.5562, 0.0398),
+    ):
         rates = quantiles_of(a, b)
         assert sum(rates) / len(rates) == pytest.approx(a / (a + b), abs=1e-3)
         shares = group_shares((a, b), 16)
-        assert sum(p**16 for p in rates) / len(rates) == pytest.approx(shares.all_pass, abs=1e-3) == pytest.approx(solved, abs=2e-3)
-        assert sum((1 - p) ** 16 for p in rates) / len(rates) == pytest.approx(shares.all_fail, abs=1e-3) == pytest.approx(failed, abs=2e-3)
+        assert (
+            sum(p**16 for p in rates) / len(rates)
+            == pytest.approx(shares.all_pass, abs=1e-3)
+            == pytest.approx(solved, abs=2e-3)
+        )
+        assert (
+            sum((1 - p) ** 16 for p in rates) / len(rates)
+            == pytest.approx(shares.all_fail, abs=1e-3)
+            == pytest.approx(failed, abs=2e-3)
+        )
 
 
 def test_a_run_that_cannot_go_on_says_why():

@@ -1,14 +1,14 @@
 """Straggler strategies in real processes: partial rollouts go on from their tokens, strategies change while the run lives."""
-from straggler_runs import REAL
+
 import json
 
 import polars as pl
 from inline import check_books, inline_run
+from straggler_runs import REAL
 
+from rlbench.base.ledger import create_run_folder, read_table, send_command
 from rlbench.loop.config import make_config, to_toml
 from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.base.ledger import create_run_folder, read_table, send_command
-
 
 
 def a_run(root, told=(), **changes) -> Driver:
@@ -37,9 +37,13 @@ def test_partial_rollouts_go_on_in_real_processes(tmp_path):
     assert len(mixed) and "aborted" not in rollouts["fate"].unique()
     newest = set()
     for row in mixed.iter_rows(named=True):
-        weights = {version: {m for v, m in zip(row["versions"], row["mask"]) if v == version} for version in row["versions"]}
+        weights = {
+            version: {m for v, m in zip(row["versions"], row["mask"]) if v == version} for version in row["versions"]
+        }
         newest |= (last := weights.pop(max(weights)))
-        assert set().union(*weights.values()) == {2} and len(last) == 1, "2 in a finished one's last version: its group went on under a newer one"
+        assert set().union(*weights.values()) == {2} and len(last) == 1, (
+            "2 in a finished one's last version: its group went on under a newer one"
+        )
         assert len(row["tokens"]) == len(row["logprobs"]) <= REAL["max_tokens"] and all(p <= 0 for p in row["logprobs"])
     assert 1 in newest
     assert len(sent(driver)) > len(set(sent(driver))) == len(rollouts), "some are sent twice under one attempt"
@@ -47,17 +51,33 @@ def test_partial_rollouts_go_on_in_real_processes(tmp_path):
 
 def test_a_masked_partial_trains_what_the_new_policy_wrote(tmp_path):
     "Bound 0, the tiny policy: a wave ends when its batch is full, and nothing that carries weight is old."
-    virtual = {"generator": "torch", "steps": 3, "concurrency": 32, "staleness": 0, "stragglers": "partial", "old_tokens": "mask", "oversample": 1.0}
+    virtual = {
+        "generator": "torch",
+        "steps": 3,
+        "concurrency": 32,
+        "staleness": 0,
+        "stragglers": "partial",
+        "old_tokens": "mask",
+        "oversample": 1.0,
+    }
     driver = inline_run(tmp_path, "run", REAL | virtual)
     check_books(driver)
     steps, tokens = read_table(driver.folder, "steps"), read_table(driver.folder, "tokens")
     assert steps["lag_max"].max() == 0 and (steps["unfinished_at_fill"] > 0).any()
     mixed = tokens.filter(pl.col("versions").list.n_unique() > 1)
-    assert len(mixed) and all([version == max(row["versions"]) for version in row["versions"]] == [bool(m) for m in row["mask"]] for row in mixed.iter_rows(named=True))
+    assert len(mixed) and all(
+        [version == max(row["versions"]) for version in row["versions"]] == [bool(m) for m in row["mask"]]
+        for row in mixed.iter_rows(named=True)
+    )
 
 
 def test_strategies_change_while_the_run_lives(tmp_path):
     "A command for each; every one is applied, the books close."
-    driver = a_run(tmp_path, [("stragglers", "requeue"), ("straggler_unit", "rollout"), ("stragglers", "wait")], staleness=2, stragglers="in_flight")
+    driver = a_run(
+        tmp_path,
+        [("stragglers", "requeue"), ("straggler_unit", "rollout"), ("stragglers", "wait")],
+        staleness=2,
+        stragglers="in_flight",
+    )
     assert (driver.state.config.stragglers, driver.state.config.straggler_unit) == ("wait", "rollout")
     assert set(read_table(driver.folder, "commands")["status"]) == {"applied"}

@@ -1,4 +1,5 @@
 """The objective of a live run, swapped: at a version, in the journal, and so again after a resume and in a replay."""
+
 import json
 
 import polars as pl
@@ -8,14 +9,31 @@ from resumed_runs import a_run, check_resumed, taken_up
 from twin_runs import TINY, twice
 
 import rlbench as rl
-from rlbench.loop.config import load_config
 from rlbench.base.ledger import read_table
+from rlbench.loop.config import load_config
 from rlbench.objective.loss import LossTerms
 from rlbench.workbench.handle import check_places
 
-SHORT = TINY | {"staleness": 0, "steps": 6, "eval": [], "preflight": 0, "checkpoint_every": 1, "checkpoints_kept": 9, "learning_rate": 5e-4, "optimizer_steps": 2, "batch": 32}
-SWAPS = [(40, "loss", {"name": "gspo", "low": 0.05, "high": 0.05}, 0), (41, "aggregation", "sequence_mean", 0), (42, "advantage", "rloo", 0), (43, "correction", "icepop", 0), (120, "loss", "cispo", 0),
-         (121, "entropy_weight", 0.01, 3), (122, "shaping", "kimi_length", 0)]
+SHORT = TINY | {
+    "staleness": 0,
+    "steps": 6,
+    "eval": [],
+    "preflight": 0,
+    "checkpoint_every": 1,
+    "checkpoints_kept": 9,
+    "learning_rate": 5e-4,
+    "optimizer_steps": 2,
+    "batch": 32,
+}
+SWAPS = [
+    (40, "loss", {"name": "gspo", "low": 0.05, "high": 0.05}, 0),
+    (41, "aggregation", "sequence_mean", 0),
+    (42, "advantage", "rloo", 0),
+    (43, "correction", "icepop", 0),
+    (120, "loss", "cispo", 0),
+    (121, "entropy_weight", 0.01, 3),
+    (122, "shaping", "kimi_length", 0),
+]
 
 
 def journal(driver, status: str = "applied") -> list[tuple]:
@@ -31,12 +49,25 @@ def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path):
     swapped = inline_run(tmp_path, "swapped", SHORT, list(SWAPS))
     check_books(swapped)
     told = journal(swapped)
-    assert [knob for knob, _ in told[:3]] == ["loss", "aggregation", "advantage"] and len({knob for knob, _ in told}) == 6 and 0 < told[0][1] < 6
-    before = read_table(plain.folder, "steps", ("version", "loss")), read_table(swapped.folder, "steps", ("version", "loss"))
+    assert (
+        [knob for knob, _ in told[:3]] == ["loss", "aggregation", "advantage"]
+        and len({knob for knob, _ in told}) == 6
+        and 0 < told[0][1] < 6
+    )
+    before = (
+        read_table(plain.folder, "steps", ("version", "loss")),
+        read_table(swapped.folder, "steps", ("version", "loss")),
+    )
     same = [a == b for a, b in zip(before[0]["loss"], before[1]["loss"])]
-    first = told[0][1] + read_table(swapped.folder, "commands")["training"][0]  # the next batch, and not the one under way
+    first = (
+        told[0][1] + read_table(swapped.folder, "commands")["training"][0]
+    )  # the next batch, and not the one under way
     assert all(same[:first]) and not any(same[first:])
-    assert swapped.state.config.loss["name"] == "cispo" and swapped.state.config.shaping["name"] == "kimi_length" and swapped.state.digest != plain.state.digest
+    assert (
+        swapped.state.config.loss["name"] == "cispo"
+        and swapped.state.config.shaping["name"] == "kimi_length"
+        and swapped.state.digest != plain.state.digest
+    )
 
 
 def test_a_swap_survives_a_resume(tmp_path):
@@ -49,14 +80,23 @@ def test_a_swap_survives_a_resume(tmp_path):
     resumed = taken_up(killed)
     drive(resumed)
     check_resumed(resumed)
-    assert resumed.state.digest == whole.state.digest == first.state.digest and resumed.state.config.loss == whole.state.config.loss
+    assert (
+        resumed.state.digest == whole.state.digest == first.state.digest
+        and resumed.state.config.loss == whole.state.config.loss
+    )
     columns = ["version", "loss", "entropy_weight", "ess"]
     assert read_table(resumed.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
 
 
 REFUSED = {
-    "advantage": ("gae", "critic = true"), "kl": ("k3", 'reference = "start"'), "loss": ("cipso", "did you mean 'cispo'"), "loss.high": (-1.0, "outside"), "old": ("nobody", "is not one of"),
-    "correction": ({"name": "tis", "cup": 2}, "unknown name 'cup'"), "kl_schedule": ({"name": "linear", "to": -1.0}, "outside"), "critic": (True, "fixed for the whole run"),
+    "advantage": ("gae", "critic = true"),
+    "kl": ("k3", 'reference = "start"'),
+    "loss": ("cipso", "did you mean 'cispo'"),
+    "loss.high": (-1.0, "outside"),
+    "old": ("nobody", "is not one of"),
+    "correction": ({"name": "tis", "cup": 2}, "unknown name 'cup'"),
+    "kl_schedule": ({"name": "linear", "to": -1.0}, "outside"),
+    "critic": (True, "fixed for the whole run"),
 }
 
 
@@ -68,17 +108,33 @@ def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob):
     plain, asked = inline_run(tmp_path, "plain", table), inline_run(tmp_path, "asked", table, [(30, knob, value, 0)])
     (found,) = journal(asked, "refused")
     assert found[0] == knob and said in found[1], found
-    assert asked.state.version == 3 and asked.state.config == plain.state.config.model_copy() and asked.state.books == plain.state.books
+    assert (
+        asked.state.version == 3
+        and asked.state.config == plain.state.config.model_copy()
+        and asked.state.books == plain.state.books
+    )
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"advantage": "gae"}, "set critic = true"), ({"kl": "k1"}, 'set reference = "start"'), ({"advantage": "distill"}, "set teacher"), ({"group": 1, "batch": 8}, "use group >= 2"),
-    ({"old": "sampler"}, "weigh it once more"), ({"loss": "dppo_tv"}, "weigh it once more"), ({"correction": "m2po", "trainers": 2, "placement": "split"}, "looks at a whole batch"),
-    ({"advantage": "gae", "critic": True, "trainers": 2, "placement": "split"}, "one trainer process"), ({"demonstrations": "nowhere.jsonl"}, "rlbench demonstrations"),
-    ({"critic_epochs": 0}, "critic_epochs: 0 is outside"), ({"kl_in": "los"}, "did you mean 'loss'"),
-    ({"kl": "k1", "reference": "start"}, 'no penalty; set kl_in = "reward"'), ({"kl": "k3", "kl_in": "reward", "reference": "start"}, 'set kl = "k1", or kl_in = "loss"'),
-    ({"loss": "cispo:high=4,low=1"}, "write loss=cispo loss.high=4 loss.low=1"), ({"loss.name": "reinforce", "loss.high": 0.3}, "takes no parameters"),
-])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"advantage": "gae"}, "set critic = true"),
+        ({"kl": "k1"}, 'set reference = "start"'),
+        ({"advantage": "distill"}, "set teacher"),
+        ({"group": 1, "batch": 8}, "use group >= 2"),
+        ({"old": "sampler"}, "weigh it once more"),
+        ({"loss": "dppo_tv"}, "weigh it once more"),
+        ({"correction": "m2po", "trainers": 2, "placement": "split"}, "looks at a whole batch"),
+        ({"advantage": "gae", "critic": True, "trainers": 2, "placement": "split"}, "one trainer process"),
+        ({"demonstrations": "nowhere.jsonl"}, "rlbench demonstrations"),
+        ({"critic_epochs": 0}, "critic_epochs: 0 is outside"),
+        ({"kl_in": "los"}, "did you mean 'loss'"),
+        ({"kl": "k1", "reference": "start"}, 'no penalty; set kl_in = "reward"'),
+        ({"kl": "k3", "kl_in": "reward", "reference": "start"}, 'set kl = "k1", or kl_in = "loss"'),
+        ({"loss": "cispo:high=4,low=1"}, "write loss=cispo loss.high=4 loss.low=1"),
+        ({"loss.name": "reinforce", "loss.high": 0.3}, "takes no parameters"),
+    ],
+)
 def test_what_lacks_an_ingredient_is_refused_before_work_starts(settings, said):
     "Of the preset."
     with pytest.raises(ValueError, match="(?s).*" + said.replace("(", "\\(")):
@@ -103,11 +159,16 @@ def endless(logprobs_RT, old_RT, advantages_RT):
     return LossTerms(-logprobs_RT * advantages_RT / 0.0, never_RT, never_RT)
 
 
-@pytest.mark.parametrize(("function", "said"), [(flat, "one number per token"), (cut_off, "does not depend on the log-probabilities"), (endless, "not finite")])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(flat, "one number per token"), (cut_off, "does not depend on the log-probabilities"), (endless, "not finite")],
+)
 def test_a_loss_that_cannot_be_trained_is_named(tmp_path, function, said):
     "Of a run that begins with it: it fails with field and reason, and its books close."
     driver = inline_run(tmp_path, "a", SHORT | {"steps": 2, "loss": function, "correction": "none"})
-    assert driver.state.phase == "failed" and said in driver.state.reason and driver.state.reason.startswith("loss"), driver.state.reason
+    assert driver.state.phase == "failed" and said in driver.state.reason and driver.state.reason.startswith("loss"), (
+        driver.state.reason
+    )
     check_books(driver)
 
 
@@ -122,10 +183,14 @@ def test_a_batch_that_keeps_no_weight_is_said(tmp_path):
     assert driver.state.phase == "failed" and "leaves none of the" in driver.state.reason
 
 
-def leaning(logprobs_RT, old_RT, advantages_RT, mask_RT, *, tilt: rl.Knob(0, 2, help="how much longer responses count") = 0.5):
+def leaning(
+    logprobs_RT, old_RT, advantages_RT, mask_RT, *, tilt: rl.Knob(0, 2, help="how much longer responses count") = 0.5
+):
     "A loss of one's own that asks for an ingredient."
     never_RT = logprobs_RT > 0
-    return LossTerms(-logprobs_RT * advantages_RT * (1 + tilt * mask_RT.sum(1, keepdim=True) / mask_RT.shape[1]), never_RT, never_RT)
+    return LossTerms(
+        -logprobs_RT * advantages_RT * (1 + tilt * mask_RT.sum(1, keepdim=True) / mask_RT.shape[1]), never_RT, never_RT
+    )
 
 
 def halved(rewards_R, lengths_R):
@@ -140,24 +205,68 @@ def test_functions_of_a_cell_ask_for_ingredients(tmp_path):
     check_books(driver)
 
 
-LINES = [{"prompt": f"{a}+{b}=", "response": f"{a}+{b}={(a + b) % 10}c{(a + b) // 10}:{a + b}"} for a in range(1, 10) for b in range(1, 10)]
+LINES = [
+    {"prompt": f"{a}+{b}=", "response": f"{a}+{b}={(a + b) % 10}c{(a + b) // 10}:{a + b}"}
+    for a in range(1, 10)
+    for b in range(1, 10)
+]
 WHOLE = {
     "replay": ({"replay_share": 0.5, "replay_size": 8}, lambda s: s["replayed_rollouts"].to_list() == [0, 16, 16]),
-    "demonstrations": ({"demonstrations": "lines.jsonl", "supervised_share": 0.25}, lambda s: (s["supervised_loss"] > 0).all()),
-    "log-linear": ({"old": "log_linear", "correction": "decoupled", "staleness": 1}, lambda s: s["grad_norm"].min() > 0),
+    "demonstrations": (
+        {"demonstrations": "lines.jsonl", "supervised_share": 0.25},
+        lambda s: (s["supervised_loss"] > 0).all(),
+    ),
+    "log-linear": (
+        {"old": "log_linear", "correction": "decoupled", "staleness": 1},
+        lambda s: s["grad_norm"].min() > 0,
+    ),
     "m2po": ({"correction": "m2po", "staleness": 1}, lambda s: s["grad_norm"].min() > 0),
-    "kl in the loss": ({"kl": "k3", "reference": "start", "kl_weight": 0.1, "kl_schedule": {"name": "linear", "to": 0.0, "versions": 2}},
-                       lambda s: s["kl_weight"].to_list() == [0.05, 0.0, 0.0] and 0 <= s["kl_reference"][0] < s["kl_reference"][2]),
-    "kl in the reward": ({"kl": "k1", "kl_in": "reward", "reference": "start", "kl_weight": 0.1}, lambda s: (s["kl_weight"] == 0.1).all()),
-    "kl, adaptive": ({"kl": "k2", "reference": "start", "kl_schedule": {"name": "adaptive", "target": 1e-6, "horizon": 32.0}}, lambda s: s["kl_weight"][2] > s["kl_weight"][0]),
-    "critic": ({"advantage": "gae", "critic": True, "critic_warmup": 1}, lambda s: s["update_norm"][0] == 0 < s["update_norm"][1] and (s["value_loss"] >= 0).all()),
-    "one rollout a task": ({"advantage": "gae", "critic": True, "group": 1}, lambda s: s["trained_rollouts"].to_list() == [32] * 3),
+    "kl in the loss": (
+        {
+            "kl": "k3",
+            "reference": "start",
+            "kl_weight": 0.1,
+            "kl_schedule": {"name": "linear", "to": 0.0, "versions": 2},
+        },
+        lambda s: s["kl_weight"].to_list() == [0.05, 0.0, 0.0] and 0 <= s["kl_reference"][0] < s["kl_reference"][2],
+    ),
+    "kl in the reward": (
+        {"kl": "k1", "kl_in": "reward", "reference": "start", "kl_weight": 0.1},
+        lambda s: (s["kl_weight"] == 0.1).all(),
+    ),
+    "kl, adaptive": (
+        {"kl": "k2", "reference": "start", "kl_schedule": {"name": "adaptive", "target": 1e-6, "horizon": 32.0}},
+        lambda s: s["kl_weight"][2] > s["kl_weight"][0],
+    ),
+    "critic": (
+        {"advantage": "gae", "critic": True, "critic_warmup": 1},
+        lambda s: s["update_norm"][0] == 0 < s["update_norm"][1] and (s["value_loss"] >= 0).all(),
+    ),
+    "one rollout a task": (
+        {"advantage": "gae", "critic": True, "group": 1},
+        lambda s: s["trained_rollouts"].to_list() == [32] * 3,
+    ),
     "steps": ({"advantage": "steps", "reward": "mixed"}, lambda s: s["grad_norm"].min() > 0),
     "baseline by role": ({"advantage": "rae"}, lambda s: s["grad_norm"].min() > 0),
-    "distillation": ({"advantage": "distill", "teacher": "tiny"}, lambda s: s["grad_norm"][0] < 0.05),  # a teacher that is the policy has little to teach
-    "entropy": ({"entropy_weight": 0.1, "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"}}, lambda s: s["entropy_weight"][2] > s["entropy_weight"][0]),
-    "several rewards": ({"advantage": {"name": "gdpo", "weights": "correct=1"}, "reward": "brief"}, lambda s: s["grad_norm"].max() > 0),
-    "sequences": ({"loss": "gmpo", "aggregation": "sequence_sum", "correction": "sequence_tis"}, lambda s: s["grad_norm"].min() > 0),
+    "distillation": (
+        {"advantage": "distill", "teacher": "tiny"},
+        lambda s: s["grad_norm"][0] < 0.05,
+    ),  # a teacher that is the policy has little to teach
+    "entropy": (
+        {
+            "entropy_weight": 0.1,
+            "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"},
+        },
+        lambda s: s["entropy_weight"][2] > s["entropy_weight"][0],
+    ),
+    "several rewards": (
+        {"advantage": {"name": "gdpo", "weights": "correct=1"}, "reward": "brief"},
+        lambda s: s["grad_norm"].max() > 0,
+    ),
+    "sequences": (
+        {"loss": "gmpo", "aggregation": "sequence_sum", "correction": "sequence_tis"},
+        lambda s: s["grad_norm"].min() > 0,
+    ),
 }
 
 
@@ -171,13 +280,29 @@ def test_whole_runs(tmp_path, name, monkeypatch):
     assert driver.state.phase == "done" and driver.state.version == 3, driver.state.reason
     check_books(driver)
     steps = read_table(driver.folder, "steps")
-    assert holds(steps), steps.select("kl_weight", "kl_reference", "entropy_weight", "grad_norm", "replayed_rollouts", "supervised_loss", "value_loss", "update_norm")
+    assert holds(steps), steps.select(
+        "kl_weight",
+        "kl_reference",
+        "entropy_weight",
+        "grad_norm",
+        "replayed_rollouts",
+        "supervised_loss",
+        "value_loss",
+        "update_norm",
+    )
 
 
 def test_a_resumed_run_replays_and_adapts_as_the_one_that_nobody_touched(tmp_path):
     "What stands beside the model is in its checkpoint: earlier groups, the critic, the adapted weight."
-    table = SHORT | {"steps": 5, "replay_share": 0.5, "replay_size": 8, "entropy_weight": 0.1, "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"},
-                     "advantage": "gae", "critic": True}
+    table = SHORT | {
+        "steps": 5,
+        "replay_share": 0.5,
+        "replay_size": 8,
+        "entropy_weight": 0.1,
+        "entropy_schedule": {"name": "adaptive", "target": 9.0, "horizon": 32.0, "hold": "above"},
+        "advantage": "gae",
+        "critic": True,
+    }
     whole = a_run(tmp_path / "whole", table)
     drive(whole)
     killed = tmp_path / "killed"
@@ -186,4 +311,6 @@ def test_a_resumed_run_replays_and_adapts_as_the_one_that_nobody_touched(tmp_pat
     drive(resumed)
     check_resumed(resumed)
     columns = ["version", "loss", "entropy_weight", "replayed_rollouts", "value_loss"]
-    assert resumed.state.digest == whole.state.digest and read_table(resumed.folder, "steps", columns).equals(read_table(whole.folder, "steps", columns))
+    assert resumed.state.digest == whole.state.digest and read_table(resumed.folder, "steps", columns).equals(
+        read_table(whole.folder, "steps", columns)
+    )

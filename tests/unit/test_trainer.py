@@ -1,5 +1,5 @@
 """The trainer: what must not change an update, what must, and that it learns."""
-from small_trainers import flat, made_groups, small_model
+
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlbench.generator import Request
+from small_trainers import flat, made_groups, small_model
+
 from rlbench.engines.torch import TorchGenerator
+from rlbench.generator import Request
 from rlbench.models.model import token_logprobs
 from rlbench.objective.objective import objective
-from rlbench.training.weight_transport import hand_over
 from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segment, response_segment
 from rlbench.training.trainer import Trainer, TrainerConfig, padding, prepare, split
-from transformers import AutoModelForCausalLM, Qwen3Config
-
+from rlbench.training.weight_transport import hand_over
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-
-
-
-
 
 
 def train(groups, batches: int = 1, goal=objective(), **settings_):
@@ -57,7 +51,10 @@ def test_the_split_does_not_change_the_update(aggregation, steps):
 def test_the_order_of_arrival_does_not_change_a_bit(steps):
     groups, random = made_groups(noise=0.3), np.random.default_rng(1)
     whole, result = train(groups, optimizer_steps=steps)
-    mixed = [replace(groups[i], rollouts=tuple(groups[i].rollouts[j] for j in random.permutation(6))) for i in random.permutation(6)]
+    mixed = [
+        replace(groups[i], rollouts=tuple(groups[i].rollouts[j] for j in random.permutation(6)))
+        for i in random.permutation(6)
+    ]
     again, other = train(mixed, optimizer_steps=steps)
     assert torch.equal(whole, again)
     assert result.metrics == other.metrics and result.advantages == other.advantages
@@ -67,8 +64,20 @@ def test_rollouts_without_reward_or_weight_leave_no_trace():
     groups = made_groups()
     extra = replace(groups[2].rollouts[1], id=900, reward=None, outcome=Outcome.TIMEOUT)
     response = groups[2].rollouts[2].segments[1]
-    masked = replace(groups[3].rollouts[0], id=901, reward=None, segments=(groups[3].rollouts[0].segments[0], replace(response, mask=np.zeros(len(response), np.uint8))))
-    with_them = [replace(g, rollouts=(*g.rollouts, extra)) if g.id == 2 else replace(g, rollouts=(*g.rollouts, masked)) if g.id == 3 else g for g in groups]
+    masked = replace(
+        groups[3].rollouts[0],
+        id=901,
+        reward=None,
+        segments=(groups[3].rollouts[0].segments[0], replace(response, mask=np.zeros(len(response), np.uint8))),
+    )
+    with_them = [
+        replace(g, rollouts=(*g.rollouts, extra))
+        if g.id == 2
+        else replace(g, rollouts=(*g.rollouts, masked))
+        if g.id == 3
+        else g
+        for g in groups
+    ]
     plain, result = train(groups)
     crowded, other = train(with_them)
     assert torch.equal(plain, crowded) and result.metrics == other.metrics
@@ -78,9 +87,17 @@ def test_rollouts_without_reward_or_weight_leave_no_trace():
 def test_masked_tokens_inside_a_response_carry_no_weight():
     groups, other = made_groups(), []
     for g in groups:
-        half = [replace(r.segments[1], mask=(np.arange(len(r.segments[1])) >= len(r.segments[1]) // 2).astype(np.uint8)) for r in g.rollouts]
+        half = [
+            replace(r.segments[1], mask=(np.arange(len(r.segments[1])) >= len(r.segments[1]) // 2).astype(np.uint8))
+            for r in g.rollouts
+        ]
         spoilt = [replace(s, logprobs=np.where(s.mask, s.logprobs, -50).astype(np.float32)) for s in half]
-        other.append([replace(g, rollouts=tuple(replace(r, segments=(r.segments[0], s)) for r, s in zip(g.rollouts, which))) for which in (half, spoilt)])
+        other.append(
+            [
+                replace(g, rollouts=tuple(replace(r, segments=(r.segments[0], s)) for r, s in zip(g.rollouts, which)))
+                for which in (half, spoilt)
+            ]
+        )
     (one, a), (two, b) = train([o[0] for o in other]), train([o[1] for o in other])
     assert torch.equal(one, two) and a.metrics == b.metrics
     assert not torch.equal(one, train(groups)[0])
@@ -89,10 +106,19 @@ def test_masked_tokens_inside_a_response_carry_no_weight():
 def test_ratio_one_is_on_policy_at_any_temperature():
     for temperature in (0.6, 1.0, 1.5):
         metrics = train(made_groups(temperature=temperature))[1].metrics
-        assert metrics.kl_sampler < 1e-8 and metrics.ess == pytest.approx(1, abs=1e-5) and metrics.clip_low == metrics.clip_high == 0
+        assert (
+            metrics.kl_sampler < 1e-8
+            and metrics.ess == pytest.approx(1, abs=1e-5)
+            and metrics.clip_low == metrics.clip_high == 0
+        )
     mixed = made_groups(temperature=0.6)[:3] + made_groups(temperature=1.5)[3:]
     assert train(mixed)[1].metrics.kl_sampler < 1e-8
-    assert train([replace(g, rollouts=tuple(replace(r, temperature=1.0) for r in g.rollouts)) for g in mixed])[1].metrics.kl_sampler > 1e-4
+    assert (
+        train([replace(g, rollouts=tuple(replace(r, temperature=1.0) for r in g.rollouts)) for g in mixed])[
+            1
+        ].metrics.kl_sampler
+        > 1e-4
+    )
 
 
 def test_the_torch_generator_and_the_trainer_agree():
@@ -100,13 +126,28 @@ def test_the_torch_generator_and_the_trainer_agree():
     generator = TorchGenerator(small_model(), max_length=48, slots=8)
     trainer = Trainer(small_model(), TrainerConfig(learning_rate=0.02))
     for version in (0, 1):
-        requests = [Request((i, 0), np.array([1, 2, 3]), Sampling(temperature=0.8, max_tokens=8 + i), stream=i + 100 * version) for i in range(16)]
+        requests = [
+            Request((i, 0), np.array([1, 2, 3]), Sampling(temperature=0.8, max_tokens=8 + i), stream=i + 100 * version)
+            for i in range(16)
+        ]
         generator.submit(requests)
         results = []
         while not generator.idle:
             results += generator.step(4)
         task = Task("t", "", "")
-        members = [Rollout(r.key[0], 0, 0, r.key[0], task, (prompt_segment([1, 2, 3]), r.segment), reward=float(r.key[0] % 2), temperature=0.8) for r in results]
+        members = [
+            Rollout(
+                r.key[0],
+                0,
+                0,
+                r.key[0],
+                task,
+                (prompt_segment([1, 2, 3]), r.segment),
+                reward=float(r.key[0] % 2),
+                temperature=0.8,
+            )
+            for r in results
+        ]
         metrics = trainer.train([Group(0, task, tuple(members))], version + 1).metrics
         assert metrics.kl_sampler < 1e-9 and abs(metrics.ess - 1) < 1e-5 and metrics.update_norm > 0
         hand_over(trainer.model, generator, version + 1)
@@ -118,7 +159,9 @@ def test_a_correction_sees_the_mismatch_and_changes_the_update():
     corrected, other = train(groups, goal=objective(correction="tis"))
     assert result.metrics.ess < 0.9 and result.metrics.kl_sampler > 0.05 and result.metrics.ess == other.metrics.ess
     assert not torch.equal(plain, corrected)
-    assert torch.allclose(train(made_groups())[0], train(made_groups(), goal=objective(correction="tis"))[0], rtol=0, atol=1e-6)
+    assert torch.allclose(
+        train(made_groups())[0], train(made_groups(), goal=objective(correction="tis"))[0], rtol=0, atol=1e-6
+    )
 
 
 def test_more_optimizer_steps_use_the_log_probs_of_the_batchs_start():
@@ -162,8 +205,11 @@ def test_it_learns_from_rewards_alone():
         shares.append(float(rewards.mean()))
         task = Task("t", "", "")
         members = tuple(
-            Rollout(i, 0, 0, i, task, (prompt_segment(t[:2]), response_segment(t[2:], lp[2:], np.zeros(8))), reward=float(r))
-            for i, (t, lp, r) in enumerate(zip(tokens.numpy(), logprobs_RT.numpy(), rewards)))
+            Rollout(
+                i, 0, 0, i, task, (prompt_segment(t[:2]), response_segment(t[2:], lp[2:], np.zeros(8))), reward=float(r)
+            )
+            for i, (t, lp, r) in enumerate(zip(tokens.numpy(), logprobs_RT.numpy(), rewards))
+        )
         assert trainer.train([Group(0, task, members)], version).metrics.kl_sampler < 1e-8
     assert shares[0] < 0.15 and shares[-1] > 0.5, shares
 
@@ -186,7 +232,9 @@ except ValueError as error:
 
 def test_bfloat16_passes_over_float32_weights(request):
     "In a process of its own: accelerate fixes the precision of a process."
-    done = subprocess.run([sys.executable, "-c", BF16], cwd=request.path.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", BF16], cwd=request.path.parent, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "refused" in done.stdout
 
@@ -204,13 +252,28 @@ def test_split_keeps_its_bounds_for_any_lengths(lengths, micro_tokens):
 def test_prepare_lays_out_turns_and_observations():
     task = Task("t", "", "")
     observation = replace(prompt_segment([7, 8]), kind="observation")
-    turns = (prompt_segment([1, 2]), response_segment([3, 4], [-1, -2], [0, 0]), observation, response_segment([5], [-3], [1], turn=1), observation)
-    group = Group(0, task, (Rollout(0, 0, 0, 0, task, turns, reward=1.0), Rollout(1, 0, 0, 1, task, turns[:2], reward=0.0)))
+    turns = (
+        prompt_segment([1, 2]),
+        response_segment([3, 4], [-1, -2], [0, 0]),
+        observation,
+        response_segment([5], [-3], [1], turn=1),
+        observation,
+    )
+    group = Group(
+        0, task, (Rollout(0, 0, 0, 0, task, turns, reward=1.0), Rollout(1, 0, 0, 1, task, turns[:2], reward=0.0))
+    )
     arrays = prepare([group], objective("dr_grpo"), pad=9)
-    assert arrays.tokens_RT.tolist() == [[1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 4, 7, 8, 5]]  # nothing after the last token with weight
+    assert arrays.tokens_RT.tolist() == [
+        [1, 2, 3, 4, 9, 9, 9],
+        [1, 2, 3, 4, 7, 8, 5],
+    ]  # nothing after the last token with weight
     assert arrays.mask_RT.astype(int).tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 1]]
     assert arrays.sampler_RT.tolist() == [[0, 0, -1, -2, 0, 0, 0], [0, 0, -1, -2, 0, 0, -3]]
-    assert arrays.advantages_RT.max(1).tolist() == [0, 0.5] and arrays.advantages_RT.min(1).tolist() == [-0.5, 0] and arrays.rollouts_R.tolist() == [1, 0]
+    assert (
+        arrays.advantages_RT.max(1).tolist() == [0, 0.5]
+        and arrays.advantages_RT.min(1).tolist() == [-0.5, 0]
+        and arrays.rollouts_R.tolist() == [1, 0]
+    )
 
 
 def test_a_loaded_policy_owns_its_weights(tmp_path):

@@ -18,8 +18,8 @@ sys.path.insert(0, str(HERE))
 import verifiers.v1 as vf  # noqa: E402
 from aiohttp import web  # noqa: E402
 
-from rlbench.environments import verifiers_adapter as foreign  # noqa: E402
 from rlbench.base.chat import answer_message, read_chat  # noqa: E402
+from rlbench.environments import verifiers_adapter as foreign  # noqa: E402
 from rlbench.environments.environment import Done  # noqa: E402
 
 UV = f"""#!/bin/sh
@@ -40,7 +40,7 @@ def scripts(kind: str, answer: str, item: str) -> list[list[str]]:
     if kind == "sums":
         return [[f":{answer}"], [f"let me see:{int(answer) + 1}"], ["no idea"]]
     if kind == "shop":
-        good = call("price", item=item, count=1 + list(("apple", "pear", "plum")).index(item))
+        good = call("price", item=item, count=1 + ["apple", "pear", "plum"].index(item))
         return [
             [good, answer],
             [answer],

@@ -5,8 +5,8 @@ import json
 import sys
 import warnings
 
-from rlbench.environments import verifiers_adapter as foreign
 from rlbench.base.chat import read_chat
+from rlbench.environments import verifiers_adapter as foreign
 from rlbench.environments.environment import Done
 from rlbench.environments.tasks import check_tasks
 
