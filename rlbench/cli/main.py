@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOption', 'ManyRuns', 'YesOption', 'Tuning', 'Seen',
-           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'clock',
-           'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line', 'follow', 'pm',
-           'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log', 'outcome_of', 'tell',
-           'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows', 'knobs_command',
-           'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report', 'digest',
-           'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor', 'sheet_table',
-           'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of', 'card_command',
-           'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of', 'ablate_command',
-           'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command', 'reward_model_command', 'engine',
-           'trl', 'overhead', 'start_bench', 'objectives', 'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox',
-           'environment', 'delay', 'study', 'balance', 'planner', 'crashes', 'staleness', 'simulator', 'stragglers',
-           'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
+           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'attach',
+           'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line',
+           'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log',
+           'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows',
+           'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
+           'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor',
+           'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
+           'card_command', 'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
+           'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
+           'reward_model_command', 'engine', 'trl', 'overhead', 'start_bench', 'objectives', 'mismatch', 'modes',
+           'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance', 'planner', 'crashes',
+           'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../../nbs/cli/02_main.ipynb #cli-imports
 import fnmatch
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -43,26 +43,11 @@ from rich.text import Text
 from ..base.ledger import ENDED, Status
 from ..base.refusals import describe_refusal
 from ..base.runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
-from rlbench.loop.config import (
-    captured_functions,
-    check_has_policy,
-    live_knobs,
-    load_config,
-    notes_on,
-    parse_assignment,
-)
-from ..loop.digest import compare_traces, read_trace
-from ..loop.guards import short_names
-from ..runtime.checkpoint import POLICY_NOTE, best_saved, evaluation_of, find_best, saved_checkpoints
-from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
 from ..runtime.listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
-from ..runtime.metrics import turns_text
 from ..untrusted import make_json_visible, make_visible
-from ..views.report import preflight_in_words, summary, write_report
-from ..views.sinks import SINKS, export_run, writes_itself
-from ..workbench.handle import Run, attach, say_changed_inputs, start_with_notes
-from ..workbench.supervisor import restarts_of, save_checkpoint_policy
-from ..workbench.user_module import export_notebook
+
+if TYPE_CHECKING:
+    from rlbench.workbench.handle import Run
 
 # %% ../../nbs/cli/02_main.ipynb #cli-errors
 def _app() -> typer.Typer:
@@ -134,13 +119,20 @@ RunsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
 app = _app()
 
+# %% ../../nbs/cli/02_main.ipynb #cli-attach
+def attach(name: str, runs: str | Path | None = None) -> "Run":
+    "The run of a name or path, as `rlbench.attach`; what a run needs is imported with the first one."
+    from rlbench.workbench.handle import attach as attach_run
+
+    return attach_run(name, runs=runs)
+
 # %% ../../nbs/cli/02_main.ipynb #cli-facts
 def clock(seconds: float | None) -> str:
     "Minutes and seconds; a dash where there are none."
     return "-" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def left(r: Run, steps, status: Status) -> float | None:
+def left(r: "Run", steps, status: Status) -> float | None:
     "Seconds to the end of the step budget at the pace of the last twenty versions; None before there is one."
     if not len(steps):
         return None
@@ -148,7 +140,7 @@ def left(r: Run, steps, status: Status) -> float | None:
     return max(0.0, (r.config.steps - status.version) * pace)
 
 
-def held_out(r: Run):
+def held_out(r: "Run"):
     "Rows of the first evaluation set."
     rows = r.evals
     return rows.filter(rows["eval"] == r.config.eval[0].name) if r.config.eval else rows.head(0)
@@ -159,8 +151,13 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:4.0%}" if whole else "   -"
 
 # %% ../../nbs/cli/02_main.ipynb #cli-lines
-def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
+def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
     "The progress block: label and text."
+
+    from rlbench.runtime.diagnosis import NOT_LEARNING, diagnosis_of
+    from rlbench.runtime.metrics import turns_text
+    from rlbench.views.report import preflight_in_words
+
     steps, evals, preflight = r.steps, held_out(r), r.evals
     preflight = preflight.filter(preflight["eval"] == "preflight")
     remaining = left(r, steps, status)
@@ -258,7 +255,7 @@ def progress_line(rows: list[tuple[str, str]]) -> str:
     )
 
 
-def follow(r: Run, console: Console, quiet: bool = False) -> str:
+def follow(r: "Run", console: Console, quiet: bool = False) -> str:
     "Show progress until the run has ended; the first interrupt asks it to stop, the second leaves it alone. Returns its state."
     asked = 0
 
@@ -283,7 +280,7 @@ def follow(r: Run, console: Console, quiet: bool = False) -> str:
     return r.state
 
 
-def _show(r: Run, console: Console, quiet: bool) -> None:
+def _show(r: "Run", console: Console, quiet: bool) -> None:
     live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal and not quiet else None
     said = -1e9
     with live or open(os.devnull):
@@ -307,7 +304,7 @@ def pm(rate: float | None, error: float | None) -> str:
     return "-" if rate is None else f"{rate:.3f} ± {error:.3f}"
 
 
-def _of_version(r: Run, status: Status | None) -> str:
+def _of_version(r: "Run", status: Status | None) -> str:
     try:
         rows = held_out(r)
     except ValueError:  # a configuration that cannot be read is refused where it is used
@@ -319,8 +316,11 @@ def _of_version(r: Run, status: Status | None) -> str:
     return f"  (of version {rows['version'][-1]}; the run went to {status.version})"
 
 # %% ../../nbs/cli/02_main.ipynb #cli-outcome
-def outcome(r: Run, console: Console) -> None:
+def outcome(r: "Run", console: Console) -> None:
     "Print how a run ended."
+
+    from rlbench.views.report import summary
+
     s, status = summary(r.folder), r.status
     console.print()
     reason = status.reason.removeprefix(f"{r.state} ") if status else ""
@@ -373,7 +373,9 @@ def outcome(r: Run, console: Console) -> None:
         console.print(f"log                  {r.folder / 'run.log'}", highlight=False, soft_wrap=True)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-notes
-def _print_best(r: Run, console: Console) -> None:
+def _print_best(r: "Run", console: Console) -> None:
+    from rlbench.runtime.checkpoint import best_saved, evaluation_of, saved_checkpoints
+
     try:
         best = best_saved(saved_checkpoints(r.folder, evaluation_of(r.folder)))
     except ValueError:  # a configuration that cannot be read is refused where it is used
@@ -425,6 +427,10 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training, saves the run and ends it."
+
+    from rlbench.loop.config import parse_assignment
+    from rlbench.workbench.handle import start_with_notes
+
     console = Screen(stderr=as_json)
     if dry_run or on:
         return _dry_run(source, set_, dry_run, on or [], as_json)
@@ -451,6 +457,8 @@ def run_command(
 
 # %% ../../nbs/cli/02_main.ipynb #cli-run-parts
 def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
+    from rlbench.loop.config import load_config, notes_on, parse_assignment
+
     with friendly():
         if not dry_run:
             raise ValueError("--on: a run starts on the machine at hand; add --dry-run to plan for another one")
@@ -464,8 +472,11 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
     raise typer.Exit(int(not plan.fits))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-look
-def facts(r: Run) -> dict:
+def facts(r: "Run") -> dict:
     "What `show --json` prints."
+
+    from rlbench.views.report import summary
+
     status = r.status
     return {
         "run": r.name,
@@ -617,7 +628,7 @@ def _on_one_line(text: str) -> str:
     return text.replace("\n", "\u240a")
 
 # %% ../../nbs/cli/02_main.ipynb #cli-steer
-def outcome_of(r: Run, ids: list[str], seconds: float) -> list[dict]:
+def outcome_of(r: "Run", ids: list[str], seconds: float) -> list[dict]:
     "Wait until the run has said what became of these commands, or until the time is over."
     until = time.monotonic() + seconds
     while True:
@@ -662,6 +673,9 @@ def set_command(
     as_json: JsonOption = False,
 ) -> None:
     "Change knobs of a live run."
+
+    from rlbench.loop.config import parse_assignment
+
     tell(
         name,
         runs,
@@ -743,6 +757,9 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     "Resume an ended or killed run from its newest checkpoint. Work after that checkpoint is lost."
+
+    from rlbench.loop.config import parse_assignment
+
     console = Screen(stderr=as_json)
     if bool(name) == all_:
         raise typer.BadParameter("name one run, or give --all")
@@ -767,6 +784,8 @@ def resume(
 
 # %% ../../nbs/cli/02_main.ipynb #cli-resume-all
 def _resume_lost(runs: str, console: Console, as_json: bool) -> None:
+    from rlbench.workbench.handle import Run
+
     outcomes = {}
     for folder in list_run_folders(runs):
         run = Run(folder)
@@ -779,7 +798,9 @@ def _resume_lost(runs: str, console: Console, as_json: bool) -> None:
         emit({"runs": outcomes})
 
 
-def _resume_or_say(run: Run) -> str:
+def _resume_or_say(run: "Run") -> str:
+    from rlbench.workbench.supervisor import restarts_of
+
     left = restarts_of(run.folder) - run.status.attempt
     if left < 1:
         return f"left alone: it has no restarts left; rlbench resume {run.name}"
@@ -811,6 +832,9 @@ def guard_command(
     as_json: JsonOption = False,
 ) -> None:
     "Add a guard: the run acts when a condition becomes true. Without a condition, list the guards."
+
+    from rlbench.loop.guards import short_names
+
     if remove:
         return tell(name, runs, as_json, lambda r: [r.unguard(remove, author)], seconds)
     if when:
@@ -834,8 +858,11 @@ def guard_command(
     Screen().print(table if watched else "nothing is watched")
 
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs
-def knob_rows(r: Run) -> list[dict]:
+def knob_rows(r: "Run") -> list[dict]:
     "Every live knob of a run: field, value in force, value asked for, range, unit, what it acts on, version since which."
+
+    from rlbench.loop.config import captured_functions, live_knobs
+
     status = r.status or Status("starting")
     asked = {**{field: value for field, (value, _) in status.ramps.items()}, **status.asked}
     reached = {field: f" by version {at}" for field, (_, at) in status.ramps.items() if field not in status.asked}
@@ -892,7 +919,7 @@ def knobs_command(
     emit({"knobs": rows}) if as_json else Screen().print(_knob_table(rows))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs-table
-def _apply_knobs(r: Run, name: str, author: str, seconds: float, as_json: bool) -> None:
+def _apply_knobs(r: "Run", name: str, author: str, seconds: float, as_json: bool) -> None:
     done = r.apply_knobs(name, author)
     rows = outcome_of(r, list(done.sent.values()), seconds)
     if as_json:
@@ -966,8 +993,11 @@ def attach_command(
     raise typer.Exit(int(state in ("failed", "dead")))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-policy
-def _policy(r: Run):
+def _policy(r: "Run"):
     "The run's configuration with its trained policy. Raises ValueError if there is none yet, or if the run has no model."
+
+    from rlbench.loop.config import check_has_policy
+
     check_has_policy(r.config, r.name, "to evaluate, to sample from or to export")
     folder = r.folder / "policy"
     if not (folder / "config.json").is_file():
@@ -983,6 +1013,11 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     "Evaluate now: a live run evaluates itself; of an ended run, the saved policy is evaluated."
+
+    from rlbench.loop.config import captured_functions
+    from rlbench.runtime.metrics import turns_text
+    from rlbench.workbench.handle import say_changed_inputs
+
     with friendly():
         r = attach(name, runs=runs)
         if r.state in (*ENDED, "dead"):
@@ -1065,6 +1100,9 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     "Export a run's policy as a Hugging Face folder or its tables to a tracker, or a notebook as a module."
+
+    from rlbench.views.sinks import SINKS
+
     with friendly():
         if name.endswith(".ipynb"):
             return _to_module(name, folder if to == "policy" else Path(to), as_json)
@@ -1090,6 +1128,8 @@ def export(
 
 # %% ../../nbs/cli/02_main.ipynb #cli-export-part-2
 def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
+    from rlbench.workbench.user_module import export_notebook
+
     module = export_notebook(notebook, folder)
     if as_json:
         return emit(module)
@@ -1098,7 +1138,9 @@ def _to_module(notebook: str, folder: Path | None, as_json: bool) -> None:
         put(f'  {function}: name it in a configuration as {{name = "{function}", source = "{module.path}"}}')
 
 
-def _to_tracker(r: Run, to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
+def _to_tracker(r: "Run", to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
+    from rlbench.views.sinks import export_run, writes_itself
+
     if folder is None and writes_itself(r.folder, to):
         raise ValueError(
             f"to: {r.name!r} writes {to} itself while it is {r.state}; name another folder, or wait for its end"
@@ -1117,7 +1159,9 @@ def rate_text(rate: float | None) -> str:
     return "not evaluated" if rate is None else f"{rate:.3f}"
 
 
-def _export_last(r: Run, folder: Path) -> dict:
+def _export_last(r: "Run", folder: Path) -> dict:
+    from rlbench.runtime.checkpoint import POLICY_NOTE
+
     policy = Path(_policy(r).model)
     copy_policy(policy, folder)
     with suppress(OSError, ValueError):
@@ -1125,7 +1169,11 @@ def _export_last(r: Run, folder: Path) -> dict:
     return {"version": r.status.version, "held_out": None, "warning": ""}  # saved by an older rlbench
 
 
-def _export_best(r: Run, folder: Path) -> dict:
+def _export_best(r: "Run", folder: Path) -> dict:
+    from rlbench.loop.config import check_has_policy
+    from rlbench.runtime.checkpoint import find_best
+    from rlbench.workbench.supervisor import save_checkpoint_policy
+
     check_has_policy(r.config, r.name, "to export")
     found = find_best(r.folder)
     save_checkpoint_policy(r.folder, r.folder / "checkpoints" / found.name, folder)
@@ -1145,6 +1193,9 @@ def copy_policy(policy: Path, folder: Path) -> None:
 @app.command()
 def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "Write the report page of a run."
+
+    from rlbench.views.report import write_report
+
     with friendly():
         path = write_report(attach(name, runs=runs).folder)
     emit({"report": path}) if as_json else put(path)
@@ -1161,6 +1212,9 @@ def digest(
 ) -> None:
     """Print a hash of all that was trained and evaluated, applied commands and final weights. Equal digests
     mean equal runs. With a second run, show which parts are equal."""
+
+    from rlbench.loop.digest import compare_traces, read_trace
+
     with friendly():
         found = [attach(each, runs=runs) for each in (name, other) if each]
         traces = [read_trace(each.folder) for each in found]
@@ -1190,8 +1244,10 @@ def check_removable(folder: Path) -> None:
         )
 
 
-def chosen_runs(names: list[str], runs: str) -> list[Run]:
+def chosen_runs(names: list[str], runs: str) -> list["Run"]:
     "The runs that names, paths and patterns (`tiny-*`) stand for, each once. Raises FileNotFoundError for one that stands for none."
+    from rlbench.workbench.handle import Run
+
     found: dict[Path, Run] = {}
     for name in names:
         if any(sign in name for sign in "*?["):
@@ -1204,7 +1260,7 @@ def chosen_runs(names: list[str], runs: str) -> list[Run]:
     return list(found.values())
 
 
-def check_ended(found: list[Run]) -> None:
+def check_ended(found: list["Run"]) -> None:
     "ValueError that names the runs that have not ended."
     live = [f"{r.name!r} is {r.state}" for r in found if r.state not in (*ENDED, "dead")]
     if live:
@@ -1405,6 +1461,8 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
+
+    from rlbench.loop.config import parse_assignment
     from rlbench.planning.planfile import plan_fields, plans
     from rlbench.planning.planner import plan, plan_facts
 
@@ -1569,6 +1627,9 @@ def drill_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-card
 def part_of(text: str, option: str = "--loss") -> str | dict:
     "A part of the objective as typed: NAME, NAME:KNOB=VALUE,KNOB=VALUE, or a table {name = ..., source = ..., KNOB = ...}. ValueError naming the option for anything else."
+
+    from rlbench.loop.config import parse_assignment
+
     name, _, knobs = text.partition(":")
     if text.lstrip().startswith("{"):
         _, table = parse_assignment(f"v={text}")
@@ -1666,6 +1727,9 @@ def fork_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a new run from a checkpoint of another run, with changed settings."
+
+    from rlbench.loop.config import parse_assignment
+
     console = Screen(stderr=as_json)
     with friendly():
         child = attach(name, runs=runs).fork(version_of(at), new, **dict(map(parse_assignment, set_ or [])))
@@ -1739,6 +1803,9 @@ def compare_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-ablate
 def axis_of(text: str) -> tuple[str, list]:
     "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
+
+    from rlbench.loop.config import parse_assignment
+
     field, value = parse_assignment(text)
     if not isinstance(value, str):
         values = value if isinstance(value, list) else [value]
@@ -1781,6 +1848,8 @@ def ablate_command(
     as_json: JsonOption = False,
 ) -> None:
     "Compare arms with the base over paired seeds. Ctrl-C keeps finished runs. Exit status 1 if the null arm differs."
+
+    from rlbench.loop.config import parse_assignment
     from rlbench.workbench.ablation import ablate, ablation_page
 
     asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
@@ -1868,6 +1937,9 @@ def _said() -> Callable[[str], None]:
 
 def _task_set(text: str) -> str | dict:
     "A task set's name, or its table as TOML."
+
+    from rlbench.loop.config import parse_assignment
+
     return parse_assignment(f"tasks={text}")[1] if text else ""
 
 
