@@ -60,9 +60,6 @@ from rlbench.loop.config import (
 )
 from ..loop.loop import check_ramp
 from ..loop.webhook import address
-from ..objective.objective import check_ingredients
-from ..runtime.driver import Driver, drive, make_pools
-from ..runtime.knobsets import Applied, apply_knobs, save_knobs
 from ..runtime.lineage import Family, read_family
 from rlbench.runtime.steer import (
     StandingChange,
@@ -77,35 +74,28 @@ from rlbench.runtime.steer import (
     together,
     undo_change,
 )
-from ..training.scoring_models import look_around
-from ..views.rescore import check, give, rescore
-from .fork import fork_versions, prepare_fork
-from .replay import Verdict, export_script, prepare_replay, verdict
-from .supervisor import clear, close_books, note_start
 
 if TYPE_CHECKING:
     import polars as pl
 
+    from rlbench.runtime.checkpoint import Manifest
+    from rlbench.runtime.knobsets import Applied
     from rlbench.workbench.drill import Drilled
+    from rlbench.workbench.replay import Verdict
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-imports-saving
 from ..base.ledger import read_resumes
 from ..loop.config import captured_functions, check_built, with_knob
 from ..loop.loop import spent
-from rlbench.runtime.checkpoint import (
-    Manifest,
-    checkpoint_folders,
-    find_best,
-    load_newest,
-    notes_on_checkpoint,
-    read_manifest,
-)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-process
 def take_functions(
     knobs: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "Replace functions among the knobs by tables that name their captured source; returns knobs, the functions by field, and the captures."
+
+    from rlbench.objective.objective import check_ingredients
+
     plain, extra, captures = dict(knobs), {}, []
     for field, value in knobs.items():
         if callable(value):
@@ -123,6 +113,9 @@ def own_functions(
     folder: Path, knobs: Mapping[str, object]
 ) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "As `take_functions`, for a run that is there: files of the user's are taken, too, and each function is tried on what the run has stored. Raises ValueError with its traceback."
+
+    from rlbench.views.rescore import check
+
     plain, extra, captures = take_functions(knobs)
     for field, value in knobs.items():
         if field in FUNCTIONS and named_by_file(value):
@@ -194,6 +187,9 @@ def start_with_notes(
     note: str = "",
 ) -> tuple["Run", list[str]]:
     "As `run`; the notes are returned instead of shown."
+
+    from rlbench.runtime.driver import make_pools
+
     plain, extra, captures = take_functions(knobs)
     config = absolute_config(load_config(source, plain, extra))
     root, labels = find_runs_folder(runs), checked_labels(tags, note)
@@ -260,6 +256,9 @@ def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
 
 def start_process(folder: Path, attempt: int = 0) -> int:
     "Start the run process in a session of its own; its output goes to run.log. `attempt` above 0 resumes the run. Returns its process id."
+
+    from rlbench.workbench.supervisor import note_start
+
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(folder / "run.log", "ab") as log:
         process = subprocess.Popen(
@@ -287,6 +286,9 @@ HUB_SECONDS = 10.0  # for the Hub to say whether it has a model
 
 def check_places(config: RunConfig) -> None:
     "ValueError or OSError for a model, a file, a judge or a device of this configuration that is not there."
+
+    from rlbench.training.scoring_models import look_around
+
     if config.demonstrations and not Path(config.demonstrations).is_file():
         raise ValueError(
             f"demonstrations: {config.demonstrations!r} is no file; make one with: rlbench demonstrations --out FILE"
@@ -372,6 +374,9 @@ def newest_run(runs: str | Path | None = None) -> "Run":
 
 def example_run(folder: Path) -> "Run":
     "A finished scripted run in `folder`, made in this process."
+
+    from rlbench.runtime.driver import Driver, drive, make_pools
+
     config = load_config(EXAMPLE)
     made = create_run_folder(folder, config.name)
     write_config(made, config)
@@ -543,10 +548,16 @@ class _Guarding(_Looking):
 
     def save_knobs(self, name: str, *fields: str) -> Path:
         "Keep the settings in force (all live knobs but the budgets, or those named) under a name, for the runs of this folder. Returns the file."
+
+        from rlbench.runtime.knobsets import save_knobs
+
         return save_knobs(self.folder, name, fields)
 
-    def apply_knobs(self, name: str, author: str = "") -> Applied:
+    def apply_knobs(self, name: str, author: str = "") -> "Applied":
         "Ask for every saved setting that differs from what is in force; says which were refused and why."
+
+        from rlbench.runtime.knobsets import apply_knobs
+
         return apply_knobs(self.folder, name, author)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-class-giving
@@ -585,6 +596,9 @@ class _Giving(_Looking):
 
     def rescore(self, function: Callable, last: int = 10_000, field: str = "reward", **parameters) -> "pl.DataFrame":
         "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.views.rescore.rescore`."
+
+        from rlbench.views.rescore import rescore
+
         return rescore(self.folder, function, last, field, **parameters)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-class-saving
@@ -593,8 +607,11 @@ class _Saving(_Looking):
     "What is kept of a run, and how it goes on."
 
     @property
-    def checkpoints(self) -> dict[str, Manifest]:
+    def checkpoints(self) -> "dict[str, Manifest]":
         "The whole checkpoints by the name of their folder, oldest first."
+
+        from rlbench.runtime.checkpoint import Manifest, checkpoint_folders, read_manifest
+
         told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
         return {name: manifest for name, manifest in told.items() if isinstance(manifest, Manifest)}
 
@@ -607,8 +624,11 @@ class _Saving(_Looking):
         write_labels(self.folder, checked_labels(self.tags, text))
 
     @property
-    def best(self) -> Manifest:
+    def best(self) -> "Manifest":
         "The checkpoint that solved most of the held-out tasks. ValueError if none of them was evaluated."
+
+        from rlbench.runtime.checkpoint import find_best, read_manifest
+
         return read_manifest(self.folder / "checkpoints" / find_best(self.folder).name)
 
     def checkpoint(self, author: str = "") -> str:
@@ -633,6 +653,9 @@ class _Saving(_Looking):
 
 def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
     "Notes on the checkpoint that a run is resumed from. ValueError if it cannot be resumed with these knobs, with the remedy."
+
+    from rlbench.runtime.checkpoint import load_newest, notes_on_checkpoint
+
     state = state_of(read_status(folder))
     if state not in (*ENDED, "dead"):
         raise ValueError(
@@ -674,13 +697,16 @@ class Replay:
     original: "Run"
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> "Verdict":
         "Both digests, and whether they are equal (None as long as it runs)."
+
+        from rlbench.workbench.replay import verdict
+
         return verdict(self.run.folder, self.original.folder)
 
     equal = property(lambda self: self.verdict.equal, doc="Whether the digests are equal; None as long as it runs.")
 
-    def wait(self, timeout: float | None = None) -> Verdict:
+    def wait(self, timeout: float | None = None) -> "Verdict":
         "Block until the replay has ended; returns the verdict. Raises TimeoutError."
         self.run.wait(timeout)
         return self.verdict
@@ -697,6 +723,9 @@ class _Repeating(_Looking):
     def replay(self, name: str = "", anyway: bool = False) -> Replay:
         """Run it again from configuration, seed and journal, beside it; returns at once. `anyway`: also what cannot be promised to repeat.
         Raises ValueError for a live run, or for an asynchronous one in real time."""
+
+        from rlbench.workbench.replay import prepare_replay
+
         say_changed_inputs(self.folder)
         folder = prepare_replay(
             self.folder, name or free_name(self.folder.parent, f"{self.name}-replay"), anyway=anyway
@@ -709,6 +738,9 @@ class _Repeating(_Looking):
         """A run that goes on from this one's checkpoint of version `at` with some knobs changed; returns at once. Of a live, an ended or a dead run.
         `at`: None for the newest, "best" for the one that solved most of the held-out tasks.
         ValueError naming the versions that can be forked, or for a knob that is refused."""
+
+        from rlbench.workbench.fork import prepare_fork
+
         say_changed_inputs(self.folder)
         plain, extra, captures = own_functions(self.folder, knobs)
         child = prepare_fork(self.folder, name or free_name(self.folder.parent, self.name), at, plain, extra, captures)
@@ -718,10 +750,16 @@ class _Repeating(_Looking):
     @property
     def versions(self) -> list[int]:
         "Versions at which it can be forked."
+
+        from rlbench.workbench.fork import fork_versions
+
         return fork_versions(self.folder)
 
     def export_script(self, path: str | Path | None = None) -> Path:
         "Write the steering as a Python script: into the run's folder, or to `path` with the functions it needs beside it. Returns the path."
+
+        from rlbench.workbench.replay import export_script
+
         return export_script(self.folder, Path(path) if path else None)
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-drilling
@@ -786,6 +824,9 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
     @refuses_in_one_line
     def stop(self, author: str = "") -> str:
         "Finish the batch in training, save the whole run and the policy, close the books, end. Of a dead run, close the books."
+
+        from rlbench.workbench.supervisor import clear, close_books
+
         if self.state == "dead":
             close_books(self.folder, f"its processes were killed; closed by {author or me()}")
             clear(self.folder)
@@ -816,6 +857,9 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
 # %% ../../nbs/workbench/08_handle.ipynb #run-handed-over
 def handed_over(folder: Path, field: str, value: object) -> object:
     "A function, or the table that names one in a file of the user's, as the table of its copy in the run's folder; other values as they are. Raises ValueError."
+
+    from rlbench.views.rescore import give
+
     if callable(value):
         return give(folder, field, value)
     value = with_absolute_paths({field: value})[field]
