@@ -1,0 +1,125 @@
+"""Runs notebooks in children of one warm interpreter, in one copy of the folder of notebooks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from notebooks import ROOT
+
+# what most notebooks import, so that it is imported once; not polars, which starts threads
+PRELOADED = (
+    "execnb.shell ipywidgets plotly.graph_objects safetensors.torch torch torch.utils._pytree transformers "
+    "rlbench.base.charts rlbench.models.model rlbench.runtime.driver rlbench.views.report rlbench.workbench.handle"
+).split()
+
+
+@dataclass(frozen=True)
+class Ran:
+    "How a notebook ran: the exit status of its process (-9: it took too long) and what it printed."
+
+    status: int
+    output: str
+
+
+class WarmInterpreter:
+    "An interpreter with the usual modules imported. Each notebook runs in a fork of it, and finds the folder as it was."
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        shutil.copytree(ROOT / "nbs", folder / "nbs", ignore=shutil.ignore_patterns(".*"))
+        (folder / "data").symlink_to(ROOT / "data")
+        self.kept = set(folder.rglob("*"))
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, notebook: Path, seconds: float = 600.0) -> Ran:
+        "Run a notebook of the project from top to bottom, as a kernel would, and remove what it left."
+        output = self.folder / "output"
+        copy = self.folder / notebook.relative_to(ROOT)
+        self.server.stdin.write(json.dumps([str(copy), str(output), seconds]) + "\n")
+        self.server.stdin.flush()
+        status = int(self.server.stdout.readline())
+        ran = Ran(status, output.read_text(encoding="utf-8", errors="replace"))
+        self._remove_leftovers()
+        return ran
+
+    def _remove_leftovers(self) -> None:
+        for path in set(self.folder.rglob("*")) - self.kept:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        "End the interpreter."
+        self.server.stdin.close()
+        self.server.wait(30)
+
+
+def run_cells(notebook: Path) -> int:
+    "Run all cells of a notebook in this process, until one raises; that one is printed. Returns the exit status."
+    from execnb.nbio import read_nb
+    from execnb.shell import CaptureShell
+
+    read = read_nb(notebook)
+    CaptureShell().run_all(read, exc_stop=True)
+    for cell in read.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("output_type") == "error":
+                print(cell["id"], *output["traceback"], sep="\n", flush=True)
+                return 1
+    return 0
+
+
+def run_in_child(notebook: Path, output: Path) -> None:
+    "What a fork does: it stands in the notebook's folder, and all it prints goes into a file."
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(notebook.parent)
+    sys.argv = ["-c", notebook.name]
+    sys.path[0] = ""
+    status = 1
+    try:
+        status = run_cells(Path(notebook.name))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait_for(pid: int, seconds: float) -> int:
+    "The exit status of a child; it and its group are killed when the time is up."
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(pid, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return status
+
+
+def serve() -> None:
+    "Run the notebooks that are asked for, a line each: its path, the file for what it prints, and its time in seconds."
+    from importlib import import_module
+
+    for name in PRELOADED:
+        import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread that has been started"
+    for line in sys.stdin:
+        notebook, output, seconds = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            run_in_child(Path(notebook), Path(output))
+        print(wait_for(pid, seconds), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
