@@ -72,7 +72,7 @@ def run_cells(notebook: Path) -> int:
     for cell in read.cells:
         for output in cell.get("outputs", ()):
             if output.get("output_type") == "error":
-                print(cell["id"], *output["traceback"], sep="\n", flush=True)
+                print(cell["id"], *output["traceback"], sep="\n", file=sys.__stderr__, flush=True)
                 return 1
     return 0
 
