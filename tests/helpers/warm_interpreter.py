@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +63,12 @@ class WarmInterpreter:
         self.server.wait(30)
 
 
-def run_cells(notebook: Path) -> int:
-    "Run all cells of a notebook in this process, until one raises; that one is printed. Returns the exit status."
+def run_cells(notebook: Path) -> None:
+    "Run all cells of a notebook in this process, until one raises."
     from execnb.nbio import read_nb
     from execnb.shell import CaptureShell
 
-    read = read_nb(notebook)
-    CaptureShell().run_all(read, exc_stop=True)
-    for cell in read.cells:
-        for output in cell.get("outputs", ()):
-            if output.get("output_type") == "error":
-                print(cell["id"], *output["traceback"], sep="\n", file=sys.__stderr__, flush=True)
-                return 1
-    return 0
+    CaptureShell().run_all(read_nb(notebook), exc_stop=True)
 
 
 def run_in_child(notebook: Path, output: Path) -> None:
@@ -90,10 +84,13 @@ def run_in_child(notebook: Path, output: Path) -> None:
     sys.path[0] = ""
     status = 1
     try:
-        status = run_cells(Path(notebook.name))
+        run_cells(Path(notebook.name))
+        status = 0
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        sys.__stdout__.flush()
+        sys.__stderr__.flush()
         os._exit(status)
 
 
