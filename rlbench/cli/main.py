@@ -176,50 +176,60 @@ def progress_rows(r: Run, status: Status) -> list[tuple[str, str]]:
     if r.state in ("running", "paused") and (found.cause or found.verdict in NOT_LEARNING):
         rows.append(("diagnosis", found.text))
     if len(evals):
-        first, last = evals.row(0, named=True), evals.row(-1, named=True)
-        rows.append(
-            (
-                "held-out solve rate",
-                f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}"
-                + (f" (start {first['avg']:.3f})" if len(evals) > 1 else ""),
-            )
-        )
-        rows += [("held-out by turn", turns_text(last))] * bool(turns_text(last))
+        rows += _held_out_rows(evals)
     if len(steps):
-        s = steps.row(-1, named=True)
-        recent = steps.tail(10)
-        seconds = recent["seconds"].sum()
-        rate = recent["solve_rate"].mean()
-        rows += [
-            (
-                "served solve rate",
-                f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}"
-                if rate is not None
-                else "-",
-            ),
-            (
-                "response length",
-                f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}",
-            ),
-            (
-                "queue",
-                f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
-            ),
-            (
-                "trainer",
-                f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
-                + (
-                    f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
-                    if recent["scorer_compute"].null_count() < len(recent)
-                    else ""
-                ),
-            ),
-            (
-                "tokens",
-                f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far",
-            ),
-        ]
+        rows += _recent_rows(r, steps, status)
     return rows
+
+# %% ../../nbs/cli/02_main.ipynb #cli-lines-held-out
+def _held_out_rows(evals) -> list[tuple[str, str]]:
+    "The newest evaluation beside the first, and its rate by turn where rollouts have several."
+    first, last = evals.row(0, named=True), evals.row(-1, named=True)
+    rows = [
+        (
+            "held-out solve rate",
+            f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}"
+            + (f" (start {first['avg']:.3f})" if len(evals) > 1 else ""),
+        )
+    ]
+    return rows + [("held-out by turn", turns_text(last))] * bool(turns_text(last))
+
+# %% ../../nbs/cli/02_main.ipynb #cli-lines-recent
+def _recent_rows(r: Run, steps, status: Status) -> list[tuple[str, str]]:
+    "Length and queue of the newest step; solve rate, work and pace of the last ten."
+    s = steps.row(-1, named=True)
+    recent = steps.tail(10)
+    seconds = recent["seconds"].sum()
+    rate = recent["solve_rate"].mean()
+    return [
+        (
+            "served solve rate",
+            f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}"
+            if rate is not None
+            else "-",
+        ),
+        (
+            "response length",
+            f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}",
+        ),
+        (
+            "queue",
+            f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
+        ),
+        (
+            "trainer",
+            f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
+            + (
+                f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
+                if recent["scorer_compute"].null_count() < len(recent)
+                else ""
+            ),
+        ),
+        (
+            "tokens",
+            f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far",
+        ),
+    ]
 
 # %% ../../nbs/cli/02_main.ipynb #cli-lines-part-2
 def progress_block(rows: list[tuple[str, str]]) -> Table:
@@ -433,13 +443,7 @@ def run_command(
         if name:
             overrides["name"] = name
         r, told = start_with_notes(source, runs, overrides, exist, tags or (), note)
-    console.print(
-        f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for words in told:
-        console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
+    _print_started(r, told, console)
     if detach:
         emit({"run": r.name, "folder": r.folder}) if as_json else None
         return
@@ -448,6 +452,17 @@ def run_command(
     if as_json:
         emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
+# %% ../../nbs/cli/02_main.ipynb #cli-run-started
+def _print_started(r: Run, notes: list[str], console: Console) -> None:
+    "Where the run stands, and what its start has to note."
+    console.print(
+        f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for words in notes:
+        console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-run-parts
 def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
@@ -1368,6 +1383,35 @@ def _check_plans(only: list[str], as_json: bool) -> None:
         put(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
     raise typer.Exit(int(bool(failed)))
 
+# %% ../../nbs/cli/02_main.ipynb #cli-plan-lists
+def _list_plan_fields(as_json: bool) -> None:
+    "Print the fields of a plan file: place, default, meaning."
+    from rlbench.planning.planfile import plan_fields
+
+    if as_json:
+        emit({"fields": plan_fields()})
+    else:
+        put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
+
+
+def _list_plans(as_json: bool) -> None:
+    "Print the packaged plans, and how to look at one."
+    from rlbench.planning.planfile import plans
+
+    known = plans()
+    if as_json:
+        emit({"plans": known})
+    else:
+        put(
+            "\n".join(
+                [
+                    *(f"{name:18s} {about}" for name, about in known.items()),
+                    "",
+                    "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
+                ]
+            )
+        )
+
 # %% ../../nbs/cli/02_main.ipynb #cli-plan-verb
 @app.command("plan")
 def plan_command(
@@ -1405,32 +1449,14 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
-    from rlbench.planning.planfile import plan_fields, plans
     from rlbench.planning.planner import plan, plan_facts
 
     if checked:
         return _check_plans(only, as_json)
     if list_fields:
-        return (
-            emit({"fields": plan_fields()})
-            if as_json
-            else put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
-        )
+        return _list_plan_fields(as_json)
     if not source:
-        known = plans()
-        return (
-            emit({"plans": known})
-            if as_json
-            else put(
-                "\n".join(
-                    [
-                        *(f"{name:18s} {about}" for name, about in known.items()),
-                        "",
-                        "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
-                    ]
-                )
-            )
-        )
+        return _list_plans(as_json)
     with friendly(), Screen(stderr=True).status("" if form_only else "simulating") as status:
 
         def told(what: str, version: int, last: int) -> None:
@@ -1746,6 +1772,24 @@ def axis_of(text: str) -> tuple[str, list]:
         values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
     return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
 
+# %% ../../nbs/cli/02_main.ipynb #cli-ablate-facts
+def _measure_table(measure: str, level: float | None, column: str) -> dict[str, object]:
+    "The measure as `ablate` takes it: its name, and level and column where they are given."
+    return {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+
+
+def _ablation_facts(found, measure: dict[str, object], page: Path | None) -> dict[str, object]:
+    "An ablation as data."
+    return {
+        "measure": measure,
+        "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds},
+        "base": found.arms[0].label,
+        "differences": found.differences,
+        "cautions": found.cautions,
+        "table": found.table().to_dicts(),
+        "page": page,
+    }
+
 # %% ../../nbs/cli/02_main.ipynb #cli-ablate-part-2
 @app.command("ablate")
 def ablate_command(
@@ -1783,7 +1827,7 @@ def ablate_command(
     "Compare arms with the base over paired seeds. Ctrl-C keeps finished runs. Exit status 1 if the null arm differs."
     from rlbench.workbench.ablation import ablate, ablation_page
 
-    asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+    asked = _measure_table(measure, level, column)
     with friendly():
         grid = dict(map(axis_of, axes))
         fixed = dict(map(parse_assignment, set_ or []))
@@ -1803,17 +1847,7 @@ def ablate_command(
             raise typer.Exit(130) from None
         where = ablation_page(found, page) if page else None
     if as_json:
-        emit(
-            {
-                "measure": asked,
-                "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds},
-                "base": found.arms[0].label,
-                "differences": found.differences,
-                "cautions": found.cautions,
-                "table": found.table().to_dicts(),
-                "page": where,
-            }
-        )
+        emit(_ablation_facts(found, asked, where))
     else:
         put(found, *([where] if where else []), sep="\n")
     raise typer.Exit(int(bool(found.null) and not found.null.holds))
