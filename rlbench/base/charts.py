@@ -874,56 +874,82 @@ def _between(x, lo, hi, role: str, name: str, opacity: float) -> list:
 # %% ../../nbs/base/10_charts.ipynb #figures-plotly-two
 def _traces(s) -> list:
     "The plotly traces of a series."
-    import plotly.graph_objects as go
-
     if isinstance(s, Line):
-        dash = {"": "solid", "2 2.5": "dot", "1 3": "dot", "8 3 2 3": "dashdot", "10 4": "longdash"}.get(s.dash, "dash")
-        known = s.lo is not None and s.hi is not None
-        error = {"error_y": _error(s.y, s.lo, s.hi)} if known and s.whiskers else {}
-        return [
-            *(_between(s.x, s.lo, s.hi, s.role, "", 0.16) if known and not s.whiskers else []),
-            go.Scatter(
-                x=_floats(s.x),
-                y=_floats(s.y),
-                name=s.name,
-                showlegend=bool(s.name),
-                opacity=s.opacity,
-                mode="lines+markers" if s.dots else "lines",
-                line={"color": COLOURS[s.role], "dash": dash, "width": 2},
-                **error,
-            ),
-        ]
+        return _line_traces(s)
     if isinstance(s, Intervals):
         return _interval_traces(s)
     if isinstance(s, Band):
         return _between(s.x, s.lo, s.hi, s.role, s.name, s.opacity)
     if isinstance(s, Stack):
-        return [
-            go.Scatter(
-                x=_floats(s.x),
-                y=_floats(y),
-                name=name,
-                stackgroup="one",
-                mode="lines",
-                line={"width": 0.5, "color": COLOURS[role]},
-            )
-            for name, y, role in zip(s.names, s.ys, s.roles, strict=True)
-        ]
+        return _stack_traces(s)
     if isinstance(s, Bars):
-        across = (
-            {"x": list(s.values), "y": list(s.labels), "orientation": "h"}
-            if s.horizontal
-            else {"x": list(s.labels), "y": list(s.values)}
+        return _bar_traces(s)
+    return _ribbon_traces(s)
+
+# %% ../../nbs/base/10_charts.ipynb #figures-plotly-lines
+def _line_traces(s: Line) -> list:
+    "A line, over the area between its bounds or with an error bar at each point."
+    import plotly.graph_objects as go
+
+    dash = {"": "solid", "2 2.5": "dot", "1 3": "dot", "8 3 2 3": "dashdot", "10 4": "longdash"}.get(s.dash, "dash")
+    known = s.lo is not None and s.hi is not None
+    error = {"error_y": _error(s.y, s.lo, s.hi)} if known and s.whiskers else {}
+    return [
+        *(_between(s.x, s.lo, s.hi, s.role, "", 0.16) if known and not s.whiskers else []),
+        go.Scatter(
+            x=_floats(s.x),
+            y=_floats(s.y),
+            name=s.name,
+            showlegend=bool(s.name),
+            opacity=s.opacity,
+            mode="lines+markers" if s.dots else "lines",
+            line={"color": COLOURS[s.role], "dash": dash, "width": 2},
+            **error,
+        ),
+    ]
+
+
+def _stack_traces(s: Stack) -> list:
+    "The areas, each on the one before."
+    import plotly.graph_objects as go
+
+    return [
+        go.Scatter(
+            x=_floats(s.x),
+            y=_floats(y),
+            name=name,
+            stackgroup="one",
+            mode="lines",
+            line={"width": 0.5, "color": COLOURS[role]},
         )
-        return [
-            go.Bar(
-                **across,
-                text=list(s.notes) or None,
-                marker_color=[COLOURS[r] for r in s.roles],
-                name="",
-                showlegend=False,
-            )
-        ]
+        for name, y, role in zip(s.names, s.ys, s.roles, strict=True)
+    ]
+
+# %% ../../nbs/base/10_charts.ipynb #figures-plotly-bars
+def _bar_traces(s: Bars) -> list:
+    "All bars as one trace."
+    import plotly.graph_objects as go
+
+    across = (
+        {"x": list(s.values), "y": list(s.labels), "orientation": "h"}
+        if s.horizontal
+        else {"x": list(s.labels), "y": list(s.values)}
+    )
+    return [
+        go.Bar(
+            **across,
+            text=list(s.notes) or None,
+            marker_color=[COLOURS[r] for r in s.roles],
+            name="",
+            showlegend=False,
+        )
+    ]
+
+# %% ../../nbs/base/10_charts.ipynb #figures-plotly-ribbons
+def _ribbon_traces(s: Ribbons) -> list:
+    "A bar for each piece of a row, and a stroke at each cut."
+    import plotly.graph_objects as go
+
     names = [label + "\u200b" * i for i, (label, _) in enumerate(s.rows)]  # rows of one name stay rows of their own
     pieces = [(label, length, n) for label, (_, row) in zip(names, s.rows, strict=True) for length, n in row]
     bars = [
@@ -1614,69 +1640,80 @@ def sandbox_trips(verdicts, marks: tuple[Mark, ...] = (), signs: int = 4) -> Cha
         empty="no sign of cheating" if at else "no code judged yet",
     )
 
+# %% ../../nbs/base/10_charts.ipynb #figures-turns-figures
+def _turn_figures(steps, x: str) -> dict[str, np.ndarray]:
+    "What the charts of turns draw, step by step; NaN where the table has no such column."
+
+    def of(name: str) -> np.ndarray:
+        found = column(steps, name)
+        return found if len(found) else np.full(len(axis(steps, x)), np.nan)
+
+    seconds, decoded = of("seconds"), of("decode_tokens")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "length_first": of("length_first"),
+            "length_last": of("length_last"),
+            "tool_seconds": of("tool_seconds"),
+            "stalled": of("stalled") / seconds,
+            "prefill": of("prefill_tokens") / decoded,
+            "prefix_hits": of("prefix_hits") / decoded,
+            "tool_kv": of("tool_kv") / seconds,
+            "efficiency": of("efficiency"),
+        }
+
 # %% ../../nbs/base/10_charts.ipynb #figures-turns
 def turns_and_tools(steps, marks: tuple[Mark, ...] = (), x: str = "version") -> tuple[Chart, ...]:
     "Length by turn, seconds waited for tools, the generator's stalled time, prefill for each decoded token, context that waits, useful tokens per slot and second."
-    at, of = (
-        axis(steps, x),
-        lambda name: found if len(found := column(steps, name)) else np.full(len(axis(steps, x)), np.nan),
-    )
-    seconds, decoded, several = (
-        of("seconds"),
-        of("decode_tokens"),
-        np.isfinite(of("length_last")),
-    )  # a run of an older version has no such columns
+    at, figures = axis(steps, x), _turn_figures(steps, x)
+    several = np.isfinite(figures["length_last"])  # a run of an older version has no such columns
     common = {"marks": marks, "empty": "no rollout of several turns yet", "y_range": (0, None), **_x_axis(x)}
 
     def lines(*named) -> tuple[Line, ...]:
         return (
-            tuple(Line(name, at, np.where(several, y, np.nan), role, dash) for name, y, role, dash in named)
+            tuple(Line(name, at, np.where(several, figures[y], np.nan), role, dash) for name, y, role, dash in named)
             if several.any()
             else ()
         )
 
-    with np.errstate(divide="ignore", invalid="ignore"):
-        stalled, prefill, context = of("stalled") / seconds, of("prefill_tokens") / decoded, of("tool_kv") / seconds
-        hits = of("prefix_hits") / decoded
     return (
         Chart(
             "Length by turn",
-            lines(("first", of("length_first"), "blue", ""), ("last", of("length_last"), "amber", "6 3")),
+            lines(("first", "length_first", "blue", ""), ("last", "length_last", "amber", "6 3")),
             "mean of the batch",
             y_label="tokens",
             **common,
         ),
         Chart(
             "Waiting for tools",
-            lines(("", of("tool_seconds"), "blue", "")),
+            lines(("", "tool_seconds", "blue", "")),
             "by a rollout, over all its turns",
             y_label="s",
             **common,
         ),
         Chart(
             "Generator held up",
-            lines(("", stalled, "vermilion", "")),
+            lines(("", "stalled", "vermilion", "")),
             "share of its time: nothing to do, and somebody waits for a tool",
             y_label="share",
             **common,
         ),
         Chart(
             "Read for each written token",
-            lines(("computed", prefill, "blue", ""), ("from the cache", hits, "green", "6 3")),
+            lines(("computed", "prefill", "blue", ""), ("from the cache", "prefix_hits", "green", "6 3")),
             "prompt tokens",
             y_label="tokens",
             **common,
         ),
         Chart(
             "Context that waits",
-            lines(("", context, "purple", "")),
+            lines(("", "tool_kv", "purple", "")),
             "of rollouts with a tool, mean over time",
             y_label="tokens",
             **common,
         ),
         Chart(
             "Useful tokens",
-            lines(("", of("efficiency"), "blue", "")),
+            lines(("", "efficiency", "blue", "")),
             "trained, per slot and second",
             y_label="tokens/s",
             **common,

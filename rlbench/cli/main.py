@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOption', 'ManyRuns', 'YesOption', 'Tuning', 'Seen',
            'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'attach',
-           'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line',
-           'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log',
-           'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows',
-           'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
+           'attach_command', 'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text',
+           'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command',
+           'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
+           'knob_rows', 'knobs_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
            'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor',
            'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
            'card_command', 'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
@@ -126,6 +126,28 @@ def attach(name: str, runs: str | Path | None = None) -> "Run":
 
     return attach_run(name, runs=runs)
 
+# %% ../../nbs/cli/02_main.ipynb #cli-attach
+@app.command("attach")
+def attach_command(
+    name: RunName,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
+    runs: RunsOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    "Watch a live run until it ends. Ctrl-C stops watching; the run goes on."
+    console = Screen(stderr=as_json)
+    with friendly():
+        r = attach(name, runs=runs)
+    try:
+        with friendly():
+            _show(r, console, quiet)
+    except KeyboardInterrupt:
+        console.print(f"left alone; look with: rlbench show {r.name}")
+    state = r.state
+    outcome(r, console) if state in (*ENDED, "dead") else None
+    emit(facts(r)) if as_json else None
+    raise typer.Exit(int(state in ("failed", "dead")))
+
 # %% ../../nbs/cli/02_main.ipynb #cli-facts
 def clock(seconds: float | None) -> str:
     "Minutes and seconds; a dash where there are none."
@@ -155,7 +177,6 @@ def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
     "The progress block: label and text."
 
     from rlbench.runtime.diagnosis import NOT_LEARNING, diagnosis_of
-    from rlbench.runtime.metrics import turns_text
     from rlbench.views.report import preflight_in_words
 
     steps, evals, preflight = r.steps, held_out(r), r.evals
@@ -173,50 +194,63 @@ def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
     if r.state in ("running", "paused") and (found.cause or found.verdict in NOT_LEARNING):
         rows.append(("diagnosis", found.text))
     if len(evals):
-        first, last = evals.row(0, named=True), evals.row(-1, named=True)
-        rows.append(
-            (
-                "held-out solve rate",
-                f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}"
-                + (f" (start {first['avg']:.3f})" if len(evals) > 1 else ""),
-            )
-        )
-        rows += [("held-out by turn", turns_text(last))] * bool(turns_text(last))
+        rows += _held_out_rows(evals)
     if len(steps):
-        s = steps.row(-1, named=True)
-        recent = steps.tail(10)
-        seconds = recent["seconds"].sum()
-        rate = recent["solve_rate"].mean()
-        rows += [
-            (
-                "served solve rate",
-                f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}"
-                if rate is not None
-                else "-",
-            ),
-            (
-                "response length",
-                f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}",
-            ),
-            (
-                "queue",
-                f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
-            ),
-            (
-                "trainer",
-                f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
-                + (
-                    f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
-                    if recent["scorer_compute"].null_count() < len(recent)
-                    else ""
-                ),
-            ),
-            (
-                "tokens",
-                f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far",
-            ),
-        ]
+        rows += _recent_rows(r, steps, status)
     return rows
+
+# %% ../../nbs/cli/02_main.ipynb #cli-lines-held-out
+def _held_out_rows(evals) -> list[tuple[str, str]]:
+    "The newest evaluation beside the first, and its rate by turn where rollouts have several."
+
+    from rlbench.runtime.metrics import turns_text
+
+    first, last = evals.row(0, named=True), evals.row(-1, named=True)
+    rows = [
+        (
+            "held-out solve rate",
+            f"{last['avg']:.3f} ± {last['avg_se']:.3f} at version {last['version']}"
+            + (f" (start {first['avg']:.3f})" if len(evals) > 1 else ""),
+        )
+    ]
+    return rows + [("held-out by turn", turns_text(last))] * bool(turns_text(last))
+
+# %% ../../nbs/cli/02_main.ipynb #cli-lines-recent
+def _recent_rows(r: "Run", steps, status: Status) -> list[tuple[str, str]]:
+    "Length and queue of the newest step; solve rate, work and pace of the last ten."
+    s = steps.row(-1, named=True)
+    recent = steps.tail(10)
+    seconds = recent["seconds"].sum()
+    rate = recent["solve_rate"].mean()
+    return [
+        (
+            "served solve rate",
+            f"{rate:.2f}   all pass {recent['all_pass'].mean():.0%}, all fail {recent['all_fail'].mean():.0%}"
+            if rate is not None
+            else "-",
+        ),
+        (
+            "response length",
+            f"{s['length_mean'] or 0:.1f} tokens, p90 {s['length_p90'] or 0:.0f}, truncated {s['truncated'] or 0:.0%}",
+        ),
+        (
+            "queue",
+            f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
+        ),
+        (
+            "trainer",
+            f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
+            + (
+                f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
+                if recent["scorer_compute"].null_count() < len(recent)
+                else ""
+            ),
+        ),
+        (
+            "tokens",
+            f"{recent['generated_tokens'].sum() / seconds:,.0f} generated a second, {status.tokens:,} so far",
+        ),
+    ]
 
 # %% ../../nbs/cli/02_main.ipynb #cli-lines-part-2
 def progress_block(rows: list[tuple[str, str]]) -> Table:
@@ -439,13 +473,7 @@ def run_command(
         if name:
             overrides["name"] = name
         r, told = start_with_notes(source, runs, overrides, exist, tags or (), note)
-    console.print(
-        f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for words in told:
-        console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
+    _print_started(r, told, console)
     if detach:
         emit({"run": r.name, "folder": r.folder}) if as_json else None
         return
@@ -454,6 +482,17 @@ def run_command(
     if as_json:
         emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
+
+# %% ../../nbs/cli/02_main.ipynb #cli-run-started
+def _print_started(r: "Run", notes: list[str], console: Console) -> None:
+    "Where the run stands, and what its start has to note."
+    console.print(
+        f"{shown_path(r.folder)}: started; from another terminal: rlbench show {r.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for words in notes:
+        console.print(f"note: {words}", highlight=False, soft_wrap=True, markup=False)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-run-parts
 def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
@@ -1424,6 +1463,35 @@ def _check_plans(only: list[str], as_json: bool) -> None:
         put(f"{len(rows) - len(failed)} of {len(rows)} rows are met" + (f"; not {', '.join(failed)}" if failed else ""))
     raise typer.Exit(int(bool(failed)))
 
+# %% ../../nbs/cli/02_main.ipynb #cli-plan-lists
+def _list_plan_fields(as_json: bool) -> None:
+    "Print the fields of a plan file: place, default, meaning."
+    from rlbench.planning.planfile import plan_fields
+
+    if as_json:
+        emit({"fields": plan_fields()})
+    else:
+        put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
+
+
+def _list_plans(as_json: bool) -> None:
+    "Print the packaged plans, and how to look at one."
+    from rlbench.planning.planfile import plans
+
+    known = plans()
+    if as_json:
+        emit({"plans": known})
+    else:
+        put(
+            "\n".join(
+                [
+                    *(f"{name:18s} {about}" for name, about in known.items()),
+                    "",
+                    "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
+                ]
+            )
+        )
+
 # %% ../../nbs/cli/02_main.ipynb #cli-plan-verb
 @app.command("plan")
 def plan_command(
@@ -1463,32 +1531,14 @@ def plan_command(
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
 
     from rlbench.loop.config import parse_assignment
-    from rlbench.planning.planfile import plan_fields, plans
     from rlbench.planning.planner import plan, plan_facts
 
     if checked:
         return _check_plans(only, as_json)
     if list_fields:
-        return (
-            emit({"fields": plan_fields()})
-            if as_json
-            else put(*(f"{place:32s} {default:10s} {what}" for place, default, what in plan_fields()), sep="\n")
-        )
+        return _list_plan_fields(as_json)
     if not source:
-        known = plans()
-        return (
-            emit({"plans": known})
-            if as_json
-            else put(
-                "\n".join(
-                    [
-                        *(f"{name:18s} {about}" for name, about in known.items()),
-                        "",
-                        "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
-                    ]
-                )
-            )
-        )
+        return _list_plans(as_json)
     with friendly(), Screen(stderr=True).status("" if form_only else "simulating") as status:
 
         def told(what: str, version: int, last: int) -> None:
@@ -1813,6 +1863,24 @@ def axis_of(text: str) -> tuple[str, list]:
         values = [parse_assignment(f"{field}={each}")[1] for each in value.split(",")]
     return field, [tuple(each) if isinstance(each, list) and field == "band" else each for each in values]
 
+# %% ../../nbs/cli/02_main.ipynb #cli-ablate-facts
+def _measure_table(measure: str, level: float | None, column: str) -> dict[str, object]:
+    "The measure as `ablate` takes it: its name, and level and column where they are given."
+    return {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+
+
+def _ablation_facts(found, measure: dict[str, object], page: Path | None) -> dict[str, object]:
+    "An ablation as data."
+    return {
+        "measure": measure,
+        "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds},
+        "base": found.arms[0].label,
+        "differences": found.differences,
+        "cautions": found.cautions,
+        "table": found.table().to_dicts(),
+        "page": page,
+    }
+
 # %% ../../nbs/cli/02_main.ipynb #cli-ablate-part-2
 @app.command("ablate")
 def ablate_command(
@@ -1852,7 +1920,7 @@ def ablate_command(
     from rlbench.loop.config import parse_assignment
     from rlbench.workbench.ablation import ablate, ablation_page
 
-    asked = {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+    asked = _measure_table(measure, level, column)
     with friendly():
         grid = dict(map(axis_of, axes))
         fixed = dict(map(parse_assignment, set_ or []))
@@ -1872,17 +1940,7 @@ def ablate_command(
             raise typer.Exit(130) from None
         where = ablation_page(found, page) if page else None
     if as_json:
-        emit(
-            {
-                "measure": asked,
-                "null": plain(found.null) and {**plain(found.null), "holds": found.null.holds},
-                "base": found.arms[0].label,
-                "differences": found.differences,
-                "cautions": found.cautions,
-                "table": found.table().to_dicts(),
-                "page": where,
-            }
-        )
+        emit(_ablation_facts(found, asked, where))
     else:
         put(found, *([where] if where else []), sep="\n")
     raise typer.Exit(int(bool(found.null) and not found.null.holds))

@@ -761,6 +761,19 @@ async def judgement(state: Mapping, verifier: Callable, reward: Callable) -> Jud
         else found
     )
 
+# %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-export-rows
+def _prompt_rows(environment: Callable[[], Episode], tasks: Sequence[Task]) -> list[dict]:
+    "A row of the dataset for each task: the messages that its episode starts with, the answer, the task itself."
+    prompts = first_prompts(environment, list(tasks))
+    return [
+        {
+            "prompt": list(read_chat(prompt).messages),
+            "answer": task.answer,
+            "info": json.dumps({"rlbench": asdict(task)}),
+        }
+        for task, prompt in zip(tasks, prompts)
+    ]
+
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-export
 def to_verifiers(
     tasks: Sequence[Task],
@@ -779,17 +792,7 @@ def to_verifiers(
     from datasets import Dataset
 
     def rows(tasks):
-        prompts = first_prompts(environment, list(tasks))
-        return Dataset.from_list(
-            [
-                {
-                    "prompt": list(read_chat(prompt).messages),
-                    "answer": task.answer,
-                    "info": json.dumps({"rlbench": asdict(task)}),
-                }
-                for task, prompt in zip(tasks, prompts)
-            ]
-        )
+        return Dataset.from_list(_prompt_rows(environment, tasks))
 
     class Judge(vf.Rubric):
         "Verifier and reward as a rubric."

@@ -528,13 +528,7 @@ def read_run(folder: Path, config: RunConfig, since: int, until: int | None) -> 
         read_table(folder, "steps"),
         read_table(folder, "commands", ["status", "version", "over", "value"]),
     )
-    turned = commands.filter(
-        (pl.col("status") == "applied") & pl.col("value").is_not_null() & (pl.col("value") != "null")
-    )
-    changed = max(
-        [v + (over or 0) for v, over in turned.select("version", "over").iter_rows() if until is None or v < until],
-        default=0,
-    )
+    changed = _last_changed(commands, until)
     first, last = max(since, changed) + filling(config.staleness), until if until is not None else 2**31
     kept = steps.filter(
         (pl.col("version") > first)
@@ -583,6 +577,19 @@ def read_run(folder: Path, config: RunConfig, since: int, until: int | None) -> 
         sent,
         (begin, end),
         float(prompt or 0.0),
+    )
+
+# %% ../../nbs/planning/04_fit.ipynb #fit-read-changed
+def _last_changed(commands: "pl.DataFrame", until: int | None) -> int:
+    "The version from which every value holds that a command set before version `until`; 0 if no command set one."
+    import polars as pl
+
+    turned = commands.filter(
+        (pl.col("status") == "applied") & pl.col("value").is_not_null() & (pl.col("value") != "null")
+    )
+    return max(
+        [v + (over or 0) for v, over in turned.select("version", "over").iter_rows() if until is None or v < until],
+        default=0,
     )
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-read-part-3

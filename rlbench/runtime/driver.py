@@ -15,7 +15,8 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE',
            'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell',
            'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
            'heard_checkpoint', 'tidy_checkpoints', 'needed_checkpoints', 'heard_policy', 'dropped_checkpoint',
-           'write_rollout', 'write_group', 'write_step', 'write_eval', 'write_command', 'note_served', 'Driver',
+           'write_rollout', 'write_unsent_rollout', 'rollout_columns', 'write_group', 'trained_groups', 'part_columns',
+           'trainer_columns', 'write_step', 'mark_step', 'write_eval', 'write_command', 'note_served', 'Driver',
            'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference', 'undone_commands', 'pick_up', 'start_worker',
            'may_wait', 'make_room', 'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse',
            'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command',
@@ -1170,15 +1171,7 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
     forget_episode(driver, key)
     r = m.rollouts.pop(key, None)
     if r is None:  # dispatched, never sent
-        driver.append(
-            "rollouts",
-            rollout=row.rollout,
-            **{"try": row.attempt},
-            group=row.group,
-            fate=row.fate.value,
-            length=0,
-            trained_at=-1,
-        )
+        write_unsent_rollout(driver, row)
         return
     m.members[r.group].pop(r.k, None)
     prompt_tokens = r.segments[0].tokens if r.segments else []
@@ -1194,45 +1187,8 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
         m.finished.setdefault(r.group, []).append(r)
     if not pool and row.fate not in (Fate.TRAINED, Fate.REWOUND):  # those stand in the window since their step row
         m.window.add(ended(r, row.fate))
-    oldest, newest = span(r) or (-1, -1)
-    driver.append(
-        "rollouts",
-        **{"try": r.attempt},
-        rollout=r.id,
-        group=-1 if pool else r.group,
-        k=r.k,
-        task=r.task.id,
-        set=pool or r.task.set,
-        level=r.task.level,
-        fate=row.fate.value,
-        reason=r.reason.value,
-        outcome=r.outcome.value,
-        correct=r.correct,
-        reward=r.reward,
-        part_names=[n for n, _ in r.parts],
-        part_values=[v for _, v in r.parts],
-        step_ends=[end for end, _ in r.steps],
-        step_rewards=[v for _, v in r.steps],
-        score_names=[n for n, _ in r.scores],
-        score_values=[v for _, v in r.scores],
-        length=r.length or row.tokens,
-        turns=len(r.responses),
-        calls=tools.calls,
-        tool_seconds=tools.seconds,
-        dispatched=r.dispatched,
-        oldest=oldest,
-        newest=newest,
-        writer=oldest_writer(r),
-        trained_at=row.trained_at,
-        temperature=r.temperature,
-        seconds=r.seconds,
-        score_seconds=m.score_seconds.pop(key, 0.0),
-        message=m.messages.pop(key, ""),
-        prompt=r.prompt,
-        text=r.text,
-        answer=r.answer,
-        **turn_columns(r),
-    )
+    score_seconds, message = m.score_seconds.pop(key, 0.0), m.messages.pop(key, "")
+    driver.append("rollouts", **rollout_columns(r, row, pool, tools, score_seconds, message))
     if r.segments and r.length:
         driver.append(
             "tokens",
@@ -1243,6 +1199,63 @@ def write_rollout(driver: "Driver", row: RolloutRow) -> None:
             advantage=m.advantages.pop(r.id, None),
             **told_columns(r, m.told.pop(r.id, None)),
         )
+
+# %% ../../nbs/runtime/08_driver.ipynb #driver-write-columns
+def write_unsent_rollout(driver: "Driver", row: RolloutRow) -> None:
+    "The row of a rollout that was dispatched and never sent."
+    driver.append(
+        "rollouts",
+        rollout=row.rollout,
+        **{"try": row.attempt},
+        group=row.group,
+        fate=row.fate.value,
+        length=0,
+        trained_at=-1,
+    )
+
+
+def rollout_columns(
+    r: Rollout, row: RolloutRow, pool: str, tools: Tools, score_seconds: float, message: str
+) -> dict[str, object]:
+    "The rollout table's row, column by column; `pool`: the evaluation set of its task, empty in training."
+    oldest, newest = span(r) or (-1, -1)
+    return {
+        "try": r.attempt,
+        "rollout": r.id,
+        "group": -1 if pool else r.group,
+        "k": r.k,
+        "task": r.task.id,
+        "set": pool or r.task.set,
+        "level": r.task.level,
+        "fate": row.fate.value,
+        "reason": r.reason.value,
+        "outcome": r.outcome.value,
+        "correct": r.correct,
+        "reward": r.reward,
+        "part_names": [n for n, _ in r.parts],
+        "part_values": [v for _, v in r.parts],
+        "step_ends": [end for end, _ in r.steps],
+        "step_rewards": [v for _, v in r.steps],
+        "score_names": [n for n, _ in r.scores],
+        "score_values": [v for _, v in r.scores],
+        "length": r.length or row.tokens,
+        "turns": len(r.responses),
+        "calls": tools.calls,
+        "tool_seconds": tools.seconds,
+        "dispatched": r.dispatched,
+        "oldest": oldest,
+        "newest": newest,
+        "writer": oldest_writer(r),
+        "trained_at": row.trained_at,
+        "temperature": r.temperature,
+        "seconds": r.seconds,
+        "score_seconds": score_seconds,
+        "message": message,
+        "prompt": r.prompt,
+        "text": r.text,
+        "answer": r.answer,
+        **turn_columns(r),
+    }
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-write-group
 def write_group(driver: "Driver", row: GroupRow) -> None:
@@ -1262,23 +1275,18 @@ def write_group(driver: "Driver", row: GroupRow) -> None:
         tokens=row.tokens,
     )
 
-# %% ../../nbs/runtime/08_driver.ipynb #driver-write-step
-def write_step(driver: "Driver", row: StepRow) -> None:
-    "The step table's row: served, batch, training and time figures since the step before."
-    m, s, now = driver.memory, driver.state, driver.clock.now()
-    trained = [
+# %% ../../nbs/runtime/08_driver.ipynb #driver-write-step-columns
+def trained_groups(memory: Memory, row: StepRow) -> list[Group]:
+    "The groups of the batch without the rollouts in `row.unrewarded`; a group of which none is left is left out."
+    return [
         Group(g, rs[0].task, tuple(rs))
         for g in row.groups
-        if (rs := [r for r in rollouts_of(m, g) if r.id not in row.unrewarded])
+        if (rs := [r for r in rollouts_of(memory, g) if r.id not in row.unrewarded])
     ]
-    seconds = now - m.marked_at
-    note_still_idle(driver)
-    queue_depth, running, kv_used = m.means.take()
-    count = {"generator": max(1, sum(a.kind == "generator" and not a.given_up for a in s.actors.values()))}
-    spent = {
-        part: m.meters.get(part, Meter()) - m.marked.get(part, Meter())
-        for part in ("generator", "environment", "trainer", *["scorer"] * ("scorer" in driver.layout))
-    }
+
+
+def part_columns(spent: Mapping[str, Meter], count: Mapping[str, int], seconds: float) -> dict[str, float]:
+    "Seconds that a worker of each part computed, published, lost to overhead and waited; `count`: workers of a part, 1 where it is not named."
     times = {
         f"{part}_{kind}": getattr(meter, kind) / count.get(part, 1)
         for part, meter in spent.items()
@@ -1288,14 +1296,29 @@ def write_step(driver: "Driver", row: StepRow) -> None:
         f"{part}_wait": max(0.0, seconds - sum(times[f"{part}_{kind}"] for kind in ("compute", "publish", "overhead")))
         for part in spent
     }
+    return {**times, **waits}
+
+
+def trainer_columns(metrics) -> dict[str, object]:
+    "The trainer's figures of a batch without its optimizer steps, which the loop counts."
+    return {f.name: getattr(metrics, f.name) for f in fields(metrics) if f.name != "optimizer_steps"}
+
+# %% ../../nbs/runtime/08_driver.ipynb #driver-write-step
+def write_step(driver: "Driver", row: StepRow) -> None:
+    "The step table's row: served, batch, training and time figures since the step before."
+    m, s, now = driver.memory, driver.state, driver.clock.now()
+    trained = trained_groups(m, row)
+    seconds = now - m.marked_at
+    note_still_idle(driver)
+    queue_depth, running, kv_used = m.means.take()
+    count = {"generator": max(1, sum(a.kind == "generator" and not a.given_up for a in s.actors.values()))}
+    spent = {
+        part: m.meters.get(part, Meter()) - m.marked.get(part, Meter())
+        for part in ("generator", "environment", "trainer", *["scorer"] * ("scorer" in driver.layout))
+    }
     for rollout in (r for group in trained for r in group.rollouts if r.reward is not None):
         m.window.add(ended(rollout, Fate.TRAINED))
     slots = sum(min(a.slots, s.config.concurrency) for a in s.actors.values() if a.kind == "generator" and a.up)
-    metrics = {
-        f.name: getattr(m.metrics[row.version].metrics, f.name)
-        for f in fields(m.metrics[row.version].metrics)
-        if f.name != "optimizer_steps"
-    }
     columns = dict(
         version=row.version,
         optimizer_steps=row.optimizer_steps,
@@ -1326,24 +1349,30 @@ def write_step(driver: "Driver", row: StepRow) -> None:
         stalled=m.stalled / count["generator"],
         infra_masked=row.infra_masked,
         **verdict_columns(m),
-        **metrics,
-        **times,
-        **waits,
+        **trainer_columns(m.metrics[row.version].metrics),
+        **part_columns(spent, count, seconds),
     )
     columns["efficiency"] = columns["trained_tokens"] / (slots * seconds) if slots and seconds else None
     driver.append("steps", **columns)
     note_figures(driver, row.version, step_figures({**columns, "at": now}))
-    m.cached, m.verdicts, m.tool_kv, m.stalled = (0, 0), (0, 0, 0), 0.0, 0.0
-    m.publish_seconds, m.trained_at = None, {v: at for v, at in m.trained_at.items() if v >= s.published}
-    m.marked_at, m.marked_tokens, m.marked, m.waiting, m.served = (
-        now,
-        s.generated_tokens,
-        dict(m.meters),
-        len(s.queue),
-        [],
-    )
-    del m.metrics[row.version]
+    mark_step(m, s, row.version, now)
     m.unsaid = True  # the status is written when the rows of its rollouts are there, too
+
+# %% ../../nbs/runtime/08_driver.ipynb #driver-write-step-mark
+def mark_step(memory: Memory, state: LoopState, version: int, now: float) -> None:
+    "The next step row counts from here."
+    memory.cached = (0, 0)
+    memory.verdicts = (0, 0, 0)
+    memory.tool_kv = 0.0
+    memory.stalled = 0.0
+    memory.publish_seconds = None
+    memory.trained_at = {v: at for v, at in memory.trained_at.items() if v >= state.published}
+    memory.marked_at = now
+    memory.marked_tokens = state.generated_tokens
+    memory.marked = dict(memory.meters)
+    memory.waiting = len(state.queue)
+    memory.served = []
+    del memory.metrics[version]
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-write-eval
 def write_eval(driver: "Driver", row: EvalRow) -> None:

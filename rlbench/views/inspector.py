@@ -826,15 +826,22 @@ class Parts:
 # %% ../../nbs/views/08_inspector.ipynb #inspector-parts
 def make_parts(b: Bounds) -> Parts:
     "Widgets with the ranges of a run."
+    return Parts(**_make_filters(b), **_make_controls())
+
+# %% ../../nbs/views/08_inspector.ipynb #inspector-parts-filters
+def _make_filters(b: Bounds) -> dict[str, object]:
+    "The widgets that choose rollouts, with the ranges of a run."
     w = widgets()
     span = {"continuous_update": False, "style": {"description_width": "70px"}}
     step = (b.reward[1] - b.reward[0]) / 100
-    return Parts(
-        fate=w.Dropdown(options=_fate_options(b), value="", description="Fate", tooltip="fate: how the rollout ended"),
-        level=w.Dropdown(
+    return {
+        "fate": w.Dropdown(
+            options=_fate_options(b), value="", description="Fate", tooltip="fate: how the rollout ended"
+        ),
+        "level": w.Dropdown(
             options=_level_options(b), value="", description="Difficulty", tooltip="difficulty level of the task"
         ),
-        reward=w.FloatRangeSlider(
+        "reward": w.FloatRangeSlider(
             min=b.reward[0],
             max=b.reward[1],
             value=b.reward,
@@ -844,7 +851,7 @@ def make_parts(b: Bounds) -> Parts:
             tooltip="lowest and highest reward",
             **span,
         ),
-        lag=w.IntRangeSlider(
+        "lag": w.IntRangeSlider(
             min=0,
             max=b.lag,
             value=(0, b.lag),
@@ -852,7 +859,7 @@ def make_parts(b: Bounds) -> Parts:
             tooltip="lowest and highest staleness when trained, in versions",
             **span,
         ),
-        version=w.IntRangeSlider(
+        "version": w.IntRangeSlider(
             min=0,
             max=b.version,
             value=(0, b.version),
@@ -860,34 +867,41 @@ def make_parts(b: Bounds) -> Parts:
             tooltip="lowest and highest policy version that wrote the rollout",
             **span,
         ),
-        text=w.Text(
+        "text": w.Text(
             description="Text",
             placeholder="in prompt or response",
             continuous_update=False,
             tooltip="exact text to search for",
         ),
-        last=w.Dropdown(
+        "last": w.Dropdown(
             options=[("newest 10,000", 10_000), ("newest 100,000", 100_000), ("all of them", 0)],
             value=10_000,
             description="Search in",
             tooltip="how many of the newest rollouts to search",
         ),
-        again=w.Button(description="Refresh", tooltip="read what the run has written since the last search"),
-        beside=w.Dropdown(
+    }
+
+# %% ../../nbs/views/08_inspector.ipynb #inspector-parts-controls
+def _make_controls() -> dict[str, object]:
+    "The widgets that search, step and show."
+    w = widgets()
+    return {
+        "again": w.Button(description="Refresh", tooltip="read what the run has written since the last search"),
+        "beside": w.Dropdown(
             options=[ALONE, OTHER_VERSION, OTHER_TRY],
             description="Compare",
             tooltip="rollout to show beside the selected one",
         ),
-        up=w.Button(description="▲ up", tooltip="select the rollout above"),
-        down=w.Button(description="▼ down", tooltip="select the rollout below"),
-        before=w.Button(description="‹ newer", tooltip="show the page of newer rollouts"),
-        after=w.Button(description="older ›", tooltip="show the page of older rollouts"),
-        place=w.HTML(),
-        found=w.Select(options=[], rows=14, description="Rollouts", tooltip="rollouts that match the filters"),
-        view=w.HTML(),
-        loss=w.Accordion(children=[w.Box([])], titles=("Loss, token by token",), selected_index=None),
-        note=w.HTML(),
-    )
+        "up": w.Button(description="▲ up", tooltip="select the rollout above"),
+        "down": w.Button(description="▼ down", tooltip="select the rollout below"),
+        "before": w.Button(description="‹ newer", tooltip="show the page of newer rollouts"),
+        "after": w.Button(description="older ›", tooltip="show the page of older rollouts"),
+        "place": w.HTML(),
+        "found": w.Select(options=[], rows=14, description="Rollouts", tooltip="rollouts that match the filters"),
+        "view": w.HTML(),
+        "loss": w.Accordion(children=[w.Box([])], titles=("Loss, token by token",), selected_index=None),
+        "note": w.HTML(),
+    }
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-parts-part-2
 def _fate_options(b: Bounds) -> list[tuple[str, str]]:

@@ -793,20 +793,7 @@ def frame_of(card: LossCard) -> "pl.DataFrame":
     if card.row is not None:
         s, row, at_N = card.sheet, card.row, places_of(m.rollout.segments)
         inside = mask_N & (at_N < s.arrays.lengths_R[row])
-        terms = {
-            "start": s.start_RT,
-            "step": s.now_RT,
-            "advantage": s.arrays.advantages_RT,
-            "ratio": s.ratio_RT,
-            "correction": s.correction_RT,
-            "weight": s.share_RT,
-            "loss": s.loss_RT,
-            "term": s.term_RT,
-            "kl": s.kl_RT,
-            "kl_term": None if s.kl_RT is None else s.kl_term_RT,
-            "gradient": s.gradient_RT,
-        }
-        for name, values_RT in terms.items():
+        for name, values_RT in _terms_of(s).items():
             if values_RT is not None:
                 known[name][inside] = values_RT[row, at_N[inside]]
         clip = [
@@ -824,6 +811,23 @@ def frame_of(card: LossCard) -> "pl.DataFrame":
     return pl.DataFrame(
         head | {n: known[n] for n in order} | {"clip": clip} | {n: v for n, v in known.items() if n not in order}
     ).fill_nan(None)
+
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-make-terms
+def _terms_of(s: Sheet) -> dict[str, np.ndarray | None]:
+    "Columns of `frame_of` that the objective gives, each a value for every row and token; None where it has no such term."
+    return {
+        "start": s.start_RT,
+        "step": s.now_RT,
+        "advantage": s.arrays.advantages_RT,
+        "ratio": s.ratio_RT,
+        "correction": s.correction_RT,
+        "weight": s.share_RT,
+        "loss": s.loss_RT,
+        "term": s.term_RT,
+        "kl": s.kl_RT,
+        "kl_term": None if s.kl_RT is None else s.kl_term_RT,
+        "gradient": s.gradient_RT,
+    }
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-make-part-3
 def _at(values_T: np.ndarray, at_N: np.ndarray) -> list:
