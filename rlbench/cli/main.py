@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOption', 'ManyRuns', 'YesOption', 'Tuning', 'Seen',
            'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'attach',
-           'attach_command', 'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text',
-           'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command',
-           'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
-           'knob_rows', 'knobs_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
+           'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line',
+           'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log',
+           'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows',
+           'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
            'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor',
            'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
            'card_command', 'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
@@ -119,34 +119,12 @@ RunsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
 app = _app()
 
-# %% ../../nbs/cli/02_main.ipynb #cli-attach
+# %% ../../nbs/cli/02_main.ipynb #cli-open-run
 def attach(name: str, runs: str | Path | None = None) -> "Run":
     "The run of a name or path, as `rlbench.attach`; what a run needs is imported with the first one."
     from rlbench.workbench.handle import attach as attach_run
 
     return attach_run(name, runs=runs)
-
-# %% ../../nbs/cli/02_main.ipynb #cli-attach
-@app.command("attach")
-def attach_command(
-    name: RunName,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="show no progress")] = False,
-    runs: RunsOption = "",
-    as_json: JsonOption = False,
-) -> None:
-    "Watch a live run until it ends. Ctrl-C stops watching; the run goes on."
-    console = Screen(stderr=as_json)
-    with friendly():
-        r = attach(name, runs=runs)
-    try:
-        with friendly():
-            _show(r, console, quiet)
-    except KeyboardInterrupt:
-        console.print(f"left alone; look with: rlbench show {r.name}")
-    state = r.state
-    outcome(r, console) if state in (*ENDED, "dead") else None
-    emit(facts(r)) if as_json else None
-    raise typer.Exit(int(state in ("failed", "dead")))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-facts
 def clock(seconds: float | None) -> str:
@@ -677,7 +655,7 @@ def outcome_of(r: "Run", ids: list[str], seconds: float) -> list[dict]:
         time.sleep(0.1)
 
 
-def tell(name: str, runs: str, as_json: bool, ask: Callable[[Run], list[str]], seconds: float) -> None:
+def tell(name: str, runs: str, as_json: bool, ask: Callable[["Run"], list[str]], seconds: float) -> None:
     "Send commands and print what became of them."
     with friendly():
         r = attach(name, runs=runs)
