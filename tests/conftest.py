@@ -25,6 +25,10 @@ def root() -> Path:
     return ROOT
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes a second or more; `make check` leaves it out")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     "The notebooks come last: they are many and fill what is left of either worker. A name with an address in it would be another one in each worker."
     if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:

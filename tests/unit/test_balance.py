@@ -53,6 +53,7 @@ def plain(tmp_path_factory):
     return inline_run(tmp_path_factory.mktemp("plain"), "off", SMALL)
 
 
+@pytest.mark.slow
 def test_a_bad_start_is_left_behind(tmp_path, plain):
     driver = inline_run(tmp_path, "act", {**SMALL, "balance": "act"})
     check_books(driver)
@@ -77,6 +78,7 @@ def test_a_bad_start_is_left_behind(tmp_path, plain):
     assert again.state.digest == driver.state.digest and moves(again) == rows
 
 
+@pytest.mark.slow
 def test_advice_changes_nothing(tmp_path, plain):
     driver = inline_run(tmp_path, "advise", {**SMALL, "balance": "advise"})
     assert driver.state.digest == plain.state.digest and driver.clock.now() == plain.clock.now()
@@ -88,6 +90,7 @@ def test_advice_changes_nothing(tmp_path, plain):
     assert 1 < len(rows) <= 4 and all(gap >= 20 for gap in gaps)
 
 
+@pytest.mark.slow
 def test_a_person_comes_first(tmp_path):
     "Switched on in a live run; then somebody sets a knob, puts another on a ramp, holds the run, and switches balancing off."
     told = [
@@ -114,6 +117,7 @@ def test_a_person_comes_first(tmp_path):
     )  # a ramp ends after ten
 
 
+@pytest.mark.slow
 def test_waves_keep_their_bound(tmp_path):
     "A synchronous run stays synchronous; what makes its waves shorter is moved."
     driver = inline_run(
@@ -129,6 +133,7 @@ def test_waves_keep_their_bound(tmp_path):
     check_books(driver)
 
 
+@pytest.mark.slow
 def test_turns_of_one_worker(tmp_path):
     "Colocated: the wait holds the other's turn, and what is gained is a faster generator, not a longer queue."
     driver = inline_run(tmp_path, "turns", {**SMALL, "placement": "colocated", "staleness": 2, "balance": "act"})
@@ -136,6 +141,7 @@ def test_turns_of_one_worker(tmp_path):
     check_books(driver)
 
 
+@pytest.mark.slow
 def test_the_limits_are_the_users(tmp_path):
     driver = inline_run(
         tmp_path,
@@ -172,6 +178,7 @@ def test_what_is_refused():
             with_knob(config, knob, value)
 
 
+@pytest.mark.slow
 def test_why_says_what_the_balance_did(tmp_path):
     "The paragraph of a run that ended, from Python and from the command line."
     driver = inline_run(tmp_path, "told", {**SMALL, "steps": 8, "balance": "advise"})
@@ -206,6 +213,7 @@ def test_a_checkpoint_keeps_what_was_learned(tmp_path):
     assert unpack(Balance, data, arrays.joined()) == learned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [dict(staleness=1), dict(staleness=0, placement="colocated")], ids=["by event", "waves"]
 )

@@ -24,6 +24,7 @@ def test_rows_over_seeds():
     assert (one := b.row_of(arms[:1])).low == one.high == 0.9
 
 
+@pytest.mark.slow
 def test_it_runs_and_goes_on(tmp_path):
     "One arm of one version in real processes; the second time nothing runs."
     name, said = "RLOO", []

@@ -192,6 +192,7 @@ def test_what_came_is_counted_against_the_range():
     )
 
 
+@pytest.mark.slow
 def test_a_drawn_run_is_predicted_made_and_kept(tmp_path):
     first = bench_virtual(tmp_path, runs=1, changes=1, processes=1)
     again = bench_virtual(tmp_path, runs=1, changes=1, processes=1)

@@ -273,6 +273,7 @@ def shapes(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shape_of_a_real_checkpoint(shapes, name):
     shape = shapes[name]

@@ -68,6 +68,7 @@ def written(ledger: Ledger, versions: range, rng: np.random.Generator) -> None:
             ledger.extend("evals", eval_rows(v, 20, 1.5)[-1:])
 
 
+@pytest.mark.slow
 def test_bit_by_bit_shows_the_same_as_at_once(tmp_path):
     "A view that was there from the beginning, while segments were sealed under it, and one that comes late agree in every figure and in the frame's text."
     folder, rng = fake_run(tmp_path, batches=0, state="running", closed=False, evals=False), np.random.default_rng(1)
@@ -129,6 +130,7 @@ def long_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_long_history_is_kept_thin_and_drawn_small(long_run):
     "What is kept and what is sent do not grow with the history: 240 bins, a few hundred commands, 45 kB."
     view = View(long_run)
@@ -224,6 +226,7 @@ def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
     assert view.poll().version == 3 and view.poll().held_out == "held_out"
 
 
+@pytest.mark.slow
 def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
     "Whoever opens the run when no row of the last trained batch is among those that a view keeps still sees that batch, in the cards and in their table."
     rng, folder = np.random.default_rng(0), fake_run(tmp_path, "late", batches=0, state="running", closed=False)

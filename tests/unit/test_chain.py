@@ -93,6 +93,7 @@ def folder(tmp_path_factory):
     return where
 
 
+@pytest.mark.slow
 def test_sft_on_demonstrations_lowers_the_held_out_loss_and_raises_the_solve_rate(folder):
     assert told(folder, "demonstrations", "arithmetic", "--count", 200, "--out", "demos.jsonl")["demonstrations"] == 200
     done = told(folder, "sft", "demos.jsonl", "--out", "sft", "--epochs", 2, "--eval", "arithmetic")
@@ -105,6 +106,7 @@ def test_sft_on_demonstrations_lowers_the_held_out_loss_and_raises_the_solve_rat
     assert again["fit"]["losses"] == fit["losses"] and again["after"] is None
 
 
+@pytest.mark.slow
 def test_sft_on_a_runs_right_answers(folder):
     done = told(folder, "sft", "monday", "--rejection", "--per-task", 2, "--epochs", 2, "--batch", 16, "--out", "rft")
     assert done["model"] == "tiny" and done["fit"]["held_out"][done["fit"]["kept"]] < done["fit"]["held_out"][0]
@@ -116,6 +118,7 @@ def test_sft_on_a_runs_right_answers(folder):
     assert "solve rate" in call(folder, "sft", "monday", "--rejection", "--epochs", 1, "--out", "rft").stdout
 
 
+@pytest.mark.slow
 def test_a_reward_model_of_verifier_pairs_is_right_on_prompts_it_has_not_seen(folder, script):
     made = told(folder, "pairs", "monday", "--from", "verifier", "--per-task", 2, "--out", "pairs.jsonl")
     assert made["sources"] == [["verifier", made["pairs"]]] and made["pairs"] > 200

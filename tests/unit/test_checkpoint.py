@@ -26,6 +26,7 @@ from rlbench.workbench.handle import check_resumable
 from rlbench.workbench.supervisor import newest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table",
     [
@@ -65,6 +66,7 @@ class KilledAtCheckpoint(Told):
             shutil.copytree(self.folder, self.copies.pop(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment, table",
     [
@@ -120,6 +122,7 @@ def test_killed_again_right_after_the_checkpoint_that_follows_a_resume(tmp_path,
     check_resumed(second)
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_path):
     "Nothing is left to train, but the policy is to be saved and the books to be closed; a finished run is refused."
     whole = a_run(tmp_path / "whole", SYNC)
@@ -138,6 +141,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_end_is_finished(tmp_pa
         check_resumable(folder, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table",
     [
@@ -168,6 +172,7 @@ def test_a_fork_in_the_middle_of_things_closes_its_books(tmp_path, table):
     assert begun - {"done", "written", "scoring"} or "requeue" in table.values(), "some had been begun"
 
 
+@pytest.mark.slow
 def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
     "Undone with what it did, and asked for still: the journal says so, and nobody has to ask again."
     for heard in range(60, 400, 3):
@@ -192,6 +197,7 @@ def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
     assert [said.knob for said in said_of(read_table(killed, "commands"), BY_PLACE, 8)] == ["temperature"]
 
 
+@pytest.mark.slow
 @examples(16)
 @given(r=RANDOMS)
 def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_factory):
@@ -223,6 +229,7 @@ def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_fa
             check_resumed(driver)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
     "The second and the third save find no room, in the run process and at the trainer: the journal says so, nothing of them is left, the digest is that of a run that had room."
     import errno
@@ -269,6 +276,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path):
     "Saved before the stop, with its queue; resumed, it ends with the steps it was asked for. A command that took effect after the checkpoint is undone and says so."
     table = SYNC | {"staleness": 2, "eval": [], "checkpoint_every": 100}
@@ -297,6 +305,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
         assert told == (["applied"] if temperature == 0.5 else ["applied", "lost"])
 
 
+@pytest.mark.slow
 def test_kill_9_in_three_phases(tmp_path):
     "A real synchronous run, its run process or all of its processes killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
     settings = SETTINGS | {"steps": 4, "batch": 16, "preflight": 0, "eval": []}
@@ -334,6 +343,7 @@ def aged(folder: Path) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_there_were_sandboxes(tmp_path):
     "What is not in it has its default, and the run that goes on from it is the run that nobody touched. One that lacks what has none is refused by name."
     whole = a_run(tmp_path / "whole", SYNC)

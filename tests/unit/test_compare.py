@@ -13,6 +13,7 @@ from rlbench.workbench.ablation import Ablation, Arm, checked, examined_alike, n
 PLAIN = {"group": 4, "batch": 16, "steps": 2, "concurrency": 16, "preflight": 0, "eval": [{"count": 8, "every": 1}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -97,6 +98,7 @@ def test_every_exam_of_an_arm_is_compared():
     )
 
 
+@pytest.mark.slow
 def test_a_comparison_says_which_part_of_the_digest_differs(tmp_path):
     "Scripted runs have no weights; an evaluation at another temperature changes nothing else."
     for name, change in {

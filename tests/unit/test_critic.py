@@ -141,6 +141,7 @@ def test_the_split_and_the_padding_do_not_change_what_it_learns(steps):
     )
 
 
+@pytest.mark.slow
 def test_a_value_that_has_moved_far_enough_stops_learning():
     "Ten epochs go further without a bound, and a bound keeps all values near where they began."
     moved = {}
@@ -227,6 +228,7 @@ def saved(folder) -> dict:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement,more", [("colocated", {}), ("split", {"lora": {"rank": 2}})], ids=["colocated", "split-adapters"]
 )
@@ -253,6 +255,7 @@ def test_a_resumed_run_goes_on_to_the_bit(placement, more, tmp_path):
     assert steps["update_norm"].to_list()[0] == 0 < min(steps["update_norm"].to_list()[1:])
 
 
+@pytest.mark.slow
 def test_a_critic_is_asked_from_the_version_on_that_swaps_it_in(tmp_path):
     "From grpo to gae and back while the run lives; the critic's knobs are live, and while nobody asks it learns nothing."
     whole = inline_run(tmp_path, "plain", RUN | {"steps": 8, "advantage": "grpo", "critic_warmup": 0})
@@ -273,6 +276,7 @@ def test_a_critic_is_asked_from_the_version_on_that_swaps_it_in(tmp_path):
     assert commands["knob"].to_list().count("critic_epochs") == 1
 
 
+@pytest.mark.slow
 def test_a_fork_may_begin_with_a_critic_that_its_parent_did_not_have(tmp_path):
     drive(run := a_run(tmp_path / "run", RUN | {"advantage": "grpo", "critic": False}))
     version = read_manifest(checkpoint_folders(run.folder)[1]).version

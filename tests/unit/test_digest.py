@@ -31,6 +31,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(
     ("table", "place"),
@@ -44,6 +45,7 @@ def test_two_runs_are_one(tmp_path, table, place, staleness):
     twice(tmp_path, table | where | {"staleness": staleness, "publish_every": every})
 
 
+@pytest.mark.slow
 def test_where_the_actors_live_does_not_change_a_synchronous_run(tmp_path):
     "The same tokens, rewards and weights, moved in memory or through the mapped file."
     digests = {
@@ -53,6 +55,7 @@ def test_where_the_actors_live_does_not_change_a_synchronous_run(tmp_path):
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_commands_at_the_same_events_give_the_same_run(tmp_path):
     "Commands are part of the digest, at the place where they took effect."
     table, told = (
@@ -74,6 +77,7 @@ def test_commands_at_the_same_events_give_the_same_run(tmp_path):
     assert len(digests) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
 def test_another_seed_is_another_run(tmp_path, table):
     "The digest sees tasks, rewards and tokens."
@@ -83,6 +87,7 @@ def test_another_seed_is_another_run(tmp_path, table):
     assert len(digests) == 3
 
 
+@pytest.mark.slow
 def test_the_policy_that_a_loss_compares_with_changes_at_a_version(tmp_path):
     "`old` is live: once it is the sampler, the same rollouts of an older policy make other weights."
     table = TINY | {
@@ -109,6 +114,7 @@ def test_the_policy_that_a_loss_compares_with_changes_at_a_version(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_last_update_and_the_evaluations_count(tmp_path):
     "One step each: what differs in nothing but the learning rate, the loss or the temperature of the evaluation shares batches and commands, and is told apart."
     table = TINY | {"steps": 1, "staleness": 0, "optimizer_steps": 2, "clock": "virtual"}
@@ -132,6 +138,7 @@ def test_the_last_update_and_the_evaluations_count(tmp_path):
     assert [checks[name][2] for name in ("rate", "loss")] == [False, False]
 
 
+@pytest.mark.slow
 def test_weights_are_hashed_where_they_are_saved(tmp_path):
     "At every checkpoint and at the end; the hash of a checkpoint is that of the weights that are in it."
     table = TINY | {"staleness": 0, "checkpoint_every": 2, "checkpoints_kept": 9}
@@ -150,6 +157,7 @@ def test_weights_are_hashed_where_they_are_saved(tmp_path):
     assert saved.state.digest == plain.state.digest and sorted(read_trace(plain.folder).weights) == [4]
 
 
+@pytest.mark.slow
 def test_an_older_folder_lacks_parts_and_is_read(tmp_path):
     "Its digest is the first part of today's; the other two are said to be lacking. So it is with its checkpoints."
     table = TINY | {"staleness": 0, "steps": 2, "checkpoint_every": 2}

@@ -139,6 +139,7 @@ def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "reserve", "until", "stands"), [(1.5, 1, 1000, True), (1000.0, 4_000_000, 4, False)]
 )

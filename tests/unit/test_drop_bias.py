@@ -36,6 +36,7 @@ def told(driver) -> tuple[pl.DataFrame, pl.DataFrame, list[str]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ("group", "rollout"))
 def test_discarding_starves_hard_tasks_and_the_meter_says_so(unit, tmp_path):
     steps, rollouts, alerts = told(
@@ -60,6 +61,7 @@ def test_discarding_starves_hard_tasks_and_the_meter_says_so(unit, tmp_path):
     assert (early["level"] == 3).mean() < 0.25  # a third was asked for; sent again and again, they come later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pacing",
     (
@@ -74,6 +76,7 @@ def test_pacing_does_not(pacing, tmp_path):
     assert abs((rollouts.filter(pl.col("fate") == "trained")["level"] == 3).mean() - 1 / 3) < 0.06
 
 
+@pytest.mark.slow
 def test_a_bound_that_drops_is_a_discard_too(tmp_path):
     "Weights in flight abort nothing, but what is over the bound when it is done is dropped, and that is the long ones."
     steps, _, alerts = told(
@@ -82,6 +85,7 @@ def test_a_bound_that_drops_is_a_discard_too(tmp_path):
     assert steps["drop_bias"][-1] > 0.1 and steps["bias_level"][-1] < 0 and alerts
 
 
+@pytest.mark.slow
 def test_the_columns_are_those_of_the_rollouts(tmp_path):
     "What the meter says of the whole run, computed again from the table."
     driver = inline_run(

@@ -8,6 +8,7 @@ from scripted import WITHOUT_MODEL
 from rlbench.bench.faults import MOMENTS, bench_faults, strike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "signal", "first", "settings"),
     [

@@ -99,6 +99,7 @@ def test_conformance_torch(shape):
     assert conformance(subject) == []
 
 
+@pytest.mark.slow
 def test_conformance_with_every_sampling():
     model, other = build(), build(seed=1)
     for sampling in (dict(temperature=0.7), dict(top_p=0.8), dict(top_k=5), dict(temperature=1.3, top_p=0.9, top_k=20)):
@@ -121,6 +122,7 @@ def test_conformance_scripted_and_replayed(tmp_path):
     assert conformance(Subject(lambda slots: ReplayGenerator(tmp_path / "recorded.jsonl", slots=slots), asked)) == []
 
 
+@pytest.mark.slow
 def test_two_hundred_rollouts_alone_and_among_63_others():
     model = build()
     asked = requests(200, limit=48, group=8)
@@ -164,6 +166,7 @@ def test_rebuild_is_exact_and_keep_is_labelled(shape):
         assert (max(errors) < 1e-4) == (cache == "rebuild")
 
 
+@pytest.mark.slow
 def test_many_slots_with_a_long_tail_stay_in_order():
     model = build()
     rng = np.random.default_rng(0)
@@ -209,6 +212,7 @@ def test_a_shared_budget_preempts_and_changes_no_token():
     assert all((np.diff(r.segment.versions) >= 0).all() for r in late)
 
 
+@pytest.mark.slow
 def test_random_traffic_keeps_the_books():
     "Submits, aborts, resumes, loads and concurrency changes at random: every request answered once per attempt, all tokens counted."
     model, other = build(), build(seed=1)

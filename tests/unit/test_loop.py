@@ -21,6 +21,7 @@ from rlbench.runtime.driver import Driver, drive, make_pools
 from rlbench.runtime.worker import TrainJob
 
 
+@pytest.mark.slow
 @examples(150)
 @given(RANDOMS, st.integers(0, 2))
 def test_books_bound_and_repeat(r, trouble):
@@ -59,6 +60,7 @@ def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
     return table, told
 
 
+@pytest.mark.slow
 @examples(36)
 @given(r=RANDOMS)
 def test_driver_tables_close_and_repeat(r, tmp_path_factory):
@@ -97,6 +99,7 @@ def small(**changes) -> RunConfig:
     return make_config(SMALL | changes)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_virtual_clock_does_not_notice_a_slow_machine(tmp_path, monkeypatch):
     "Scorings that fail are judged by what others had within the same minute: that is no minute of the machine."
     table, told = a_driven_run(random.Random(989))

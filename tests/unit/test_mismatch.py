@@ -1,8 +1,11 @@
 "The control of the mismatch bench, live: weights at rest, and a generator that serves exactly them."
 
+import pytest
+
 from rlbench.bench.mismatch import ARMS, bench_mismatch
 
 
+@pytest.mark.slow
 def test_the_control_is_close_and_kept(tmp_path):
     "Every token's log-probability is the trainer's, a generator in 16 bits is told apart, and a second call takes what is there."
     arms = {

@@ -46,6 +46,7 @@ def journal(driver, knobs=("placement", "generators")) -> list[tuple]:
     return rows.select("knob", "value", "status").rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [SCRIPTED, TINY], ids=["scripted", "tiny"])
 def test_a_synchronous_run_does_not_notice(tmp_path, table):
     "To split, to two generators, and back: the digest of a run that stayed where it was, and the same rollouts."
@@ -60,6 +61,7 @@ def test_a_synchronous_run_does_not_notice(tmp_path, table):
     assert moved.layout == stayed.layout and set(moved.handles) == {"environment", "worker"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_an_asynchronous_run_keeps_what_was_written(tmp_path, staleness):
     "What is in flight is stopped and goes on with its tokens: nothing ends as aborted, the books close, nothing is over the bound."
@@ -103,6 +105,7 @@ def test_the_seconds_are_overhead(tmp_path):
     assert read_table(moved.folder, "commands")["reason"].to_list() == ["took 30.0 s"]
 
 
+@pytest.mark.slow
 def test_back_to_the_old_placement_if_the_new_one_does_not_start(tmp_path, monkeypatch):
     "The command is refused with the reason, and the run goes on to the same digest."
     start = driver_module.start_inline

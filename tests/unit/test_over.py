@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from rlbench.bench.chain import Length, bench_chain, bench_distill, bench_process, over_arms
 
 TOY = Length(versions=2, every=1, batch=16, group=4, exam=8)
 
 
+@pytest.mark.slow
 def test_the_chain_runs_from_end_to_end_and_goes_on_from_what_is_there(tmp_path):
     said = []
     done = bench_chain(tmp_path, 20, 40, length=TOY, weights=(0.0,), say=said.append)
@@ -39,6 +42,7 @@ def test_the_chain_runs_from_end_to_end_and_goes_on_from_what_is_there(tmp_path)
     ) == runs
 
 
+@pytest.mark.slow
 def test_a_teacher_is_imitated(tmp_path):
     done = bench_distill(tmp_path, length=TOY, teaching=1, rounds=1)
     student, *_, tuned, rounded, rl = done.courses
@@ -51,6 +55,7 @@ def test_a_teacher_is_imitated(tmp_path):
     assert bench_distill(tmp_path, length=TOY, teaching=1, rounds=1).courses == done.courses
 
 
+@pytest.mark.slow
 def test_weights_of_a_reward_change_in_the_running_run(tmp_path):
     done = bench_process(tmp_path, length=TOY, arms=["steps, wrong ones priced", "process, then outcome"])
     assert [c.arm for c in done.courses][-1] == "process, then outcome" and len(done.courses) == 2

@@ -66,6 +66,7 @@ def finished_run(root, name: str):
     return folder
 
 
+@pytest.mark.slow
 def test_the_panel_shows_a_live_run(live):
     "Strip, default cards, knobs in force; hidden cards are not drawn until they are asked for."
     panel = frame(Panel(live.folder))
@@ -199,6 +200,7 @@ def test_a_logarithmic_slider_lands_on_two_digits_and_undo_goes_back(live):
     assert live.commands.tail(1)["author"].item() == "anna" and live.commands.tail(1)["knob"].item() == "learning_rate"
 
 
+@pytest.mark.slow
 def test_an_opened_card_stands_in_its_place(live):
     "The figure is part of its card until it is closed; another one takes it over; its marks have no words of plotly's own."
     reached = live.status.version
@@ -275,6 +277,7 @@ def test_the_panel_names_the_other_live_runs(tmp_path):
     assert "&lt;other&gt; also runs here; they slow each other" in line and "the load is 5.0 on 2 cores" in line
 
 
+@pytest.mark.slow
 def test_pause_step_go_and_stop(live):
     "Pause holds the version, a checkpoint is written at once, step makes one more, go releases, stop asks twice."
     panel = frame(Panel(live.folder))
@@ -305,6 +308,7 @@ def test_pause_step_go_and_stop(live):
     assert frame(panel).light.word == "stopped" and all(button.disabled for button in panel.buttons.all.values())
 
 
+@pytest.mark.slow
 def test_who_only_looks_has_no_controls(live):
     "A read-only panel holds no widget that could ask for anything."
     import ipywidgets as w
@@ -325,6 +329,7 @@ def test_who_only_looks_has_no_controls(live):
     assert read_commands(live.folder) == []
 
 
+@pytest.mark.slow
 def test_the_panel_of_a_run_that_has_not_started_or_is_gone(tmp_path):
     "Empty folders, ended runs and removed folders make a frame, not a traceback."
     r = run(SCRIPTED, runs=tmp_path, name="short", steps=4)
@@ -345,6 +350,7 @@ def test_shown_twice_it_is_one_panel(live):
     assert panel_of(live.folder) is panel_of(attach(live.folder).folder)
 
 
+@pytest.mark.slow
 def test_all_live_knobs_have_a_control():
     "Every knob of every function that can be named gets a control that can show its value."
     from rlbench.loop.config import FUNCTIONS, live_knobs
@@ -375,6 +381,7 @@ def test_all_live_knobs_have_a_control():
     assert rows > 300
 
 
+@pytest.mark.slow
 def test_a_name_used_again_is_another_run(tmp_path):
     "The panel of a folder that was removed and made again shows the new run from its beginning."
     import shutil

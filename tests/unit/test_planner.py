@@ -188,6 +188,7 @@ def test_the_published_plans_close():
     assert 0.3 < forecast_form(load_plan("verl-gb300")).wait < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -211,6 +212,7 @@ def test_form_and_simulation_agree(changes):
     assert simulated.staleness == pytest.approx(formed.staleness, abs=0.7)
 
 
+@pytest.mark.slow
 def test_what_binds_follows_the_lowest_limit():
     assert plan(PRIME, simulate=False).bind == "run.concurrency"
     assert plan(PRIME, {"run.concurrency": 9000, "trainer.seconds": 60.0}, simulate=False).bind == "memory"
@@ -232,6 +234,7 @@ def test_what_binds_follows_the_lowest_limit():
     assert "run.concurrency" not in {limit.name for limit in limits(load_plan(unasked), memory_of(load_plan(unasked)))}
 
 
+@pytest.mark.slow
 def test_flags_in_words():
     told = lambda **changes: " ".join(plan("verl-gb300", changes, simulate=False).flags)  # noqa: E731
     assert "over capacity: 960" in told(**{"run.concurrency": 960}) and "16,300" in told(**{"run.concurrency": 960})
@@ -244,6 +247,7 @@ def test_flags_in_words():
     )
 
 
+@pytest.mark.slow
 def test_the_best_split_keeps_the_target_and_is_the_cheapest():
     file = load_plan(PRIME)
     found, top = splits(file), best(splits(file))
@@ -288,6 +292,7 @@ def test_a_fitted_plan_says_the_same_without_its_measurement():
         )
 
 
+@pytest.mark.slow
 def test_more_tenants_share_the_generators_and_need_memory():
     file = load_plan(SMALL, {"generators.efficiency": 0.05, "tenancy.rank": 16, "run.staleness": 0, "trainer.gpus": 2})
     found = tenants(file, 6)
@@ -301,6 +306,7 @@ def test_more_tenants_share_the_generators_and_need_memory():
     assert 1 < len(own) < 6  # each with weights of its own: an H100 holds a few
 
 
+@pytest.mark.slow
 def test_a_simulation_says_how_far_it_is():
     "Each of the three in its turn, every version of it once, up to the last one."
     heard = []
@@ -344,6 +350,7 @@ def test_fast_rows_are_met(name):
     assert found.ok and found.id == name and found.got, found
 
 
+@pytest.mark.slow
 def test_simulated_rows_with_fewer_seeds():
     from rlbench.bench.acceptance import prime_row, queue_row, quota_row, unfinished_row
 
@@ -365,6 +372,7 @@ def call(*arguments, code: int = 0):
     return done
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path):
     listed = call("plan").output
     assert all(name in listed for name in plans()) and set(json.loads(call("plan", "--json").stdout)["plans"]) == set(

@@ -197,6 +197,7 @@ def test_pairs_are_of_one_level_and_of_both_ends(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_long_run_is_reported_in_seconds(tmp_path):
     folder = fake_run(tmp_path, batches=2000, planned=2000, every=10, rollouts=25_000)
     began = time.monotonic()

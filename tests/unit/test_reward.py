@@ -27,6 +27,7 @@ def rollout(text: str, id: int = 0, task: Task = TASK) -> Rollout:
     return Rollout(id=id, attempt=0, group=0, k=0, task=task, text=text)
 
 
+@pytest.mark.slow
 def test_an_endless_formula_is_a_timeout_and_the_next_one_is_judged():
     math("1", "1")  # the import is not what is timed
     monster = rollout(
@@ -41,6 +42,7 @@ def test_an_endless_formula_is_a_timeout_and_the_next_one_is_judged():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_an_endless_verifier_that_swallows_everything_is_stopped():
     def swallows(response, answer):
         rings = 0
@@ -67,6 +69,7 @@ def test_verifiers_agree_in_a_thread(name):
     assert found[0].correct is True and found[0].reward == 1.0 and "no deadline" in found[0].message
 
 
+@pytest.mark.slow
 def test_alarms_leave_nothing_behind():
     "Calls that end right at their deadline: each returns or is stopped, and no alarm is left to hit somebody else."
 

@@ -50,6 +50,7 @@ def test_two_hundred_runs_open_in_two_seconds(many):
     assert time.perf_counter() - began < 0.5
 
 
+@pytest.mark.slow
 def test_rates_are_read_of_the_runs_in_view(many):
     "Opening reads the held-out rates of one page, another page reads its own, and a sort or a condition on them reads all."
     table = RunsTable(many)

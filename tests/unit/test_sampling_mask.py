@@ -348,6 +348,7 @@ def test_the_draw_for_vllm_hands_its_masks_on():
     assert drawn(logits_RV, [Drawing(1, 0, 0.0, 0.5, 0, [])] * 3)[1] is None  # greedy: nothing to divide by
 
 
+@pytest.mark.slow
 def test_a_live_control_stays_at_rounding_under_top_p(tmp_path):
     "Weights at rest and top_p = 0.8: every token's log-probability is the trainer's, and a stored rollout's is that of the saved policy."
     done = bench_mismatch(

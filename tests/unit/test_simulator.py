@@ -111,6 +111,7 @@ def a_run(r: random.Random) -> dict:
     }
 
 
+@pytest.mark.slow
 @examples(60)
 @given(RANDOMS)
 def test_any_run_in_any_world(r):
@@ -158,6 +159,7 @@ def test_nobody_is_older_than_the_bound():
         assert whole.oldest <= bound and (bound or whole.staleness == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho, backlog", [(0.7, "drop_oldest"), (1.3, "drop_oldest"), (1.3, "hold")])
 def test_the_same_answer_as_a_driven_run(tmp_path, rho, backlog):
     "The driver with scripted actors, whose generator decodes step by step, against the simulator at the same times."
@@ -189,6 +191,7 @@ def test_weights_that_travel_and_generators_that_look_now_and_then():
     assert beside.latency == pytest.approx(here.latency * (1 + 0.5 * beside.compute), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [{}, {"stragglers": "partial"}, {"generators": 2, "publish_every": 2}, {"decode_steps": 1, "concurrency": 6}],

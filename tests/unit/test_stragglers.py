@@ -3,6 +3,7 @@
 import json
 
 import polars as pl
+import pytest
 from inline import check_books, inline_run
 from straggler_runs import REAL
 
@@ -29,6 +30,7 @@ def sent(driver: Driver) -> list[tuple[int, int]]:
     return [(rollout, attempt) for fields in asked for rollout, attempt, _ in json.loads(fields)["rollouts"]]
 
 
+@pytest.mark.slow
 def test_partial_rollouts_go_on_in_real_processes(tmp_path):
     "Stopped when weights come, taken up with their tokens, each of its version; what is old weighs what was asked for, and nothing is paid for in vain."
     driver = a_run(tmp_path, stragglers="partial", staleness=2, old_tokens="correct")
@@ -49,6 +51,7 @@ def test_partial_rollouts_go_on_in_real_processes(tmp_path):
     assert len(sent(driver)) > len(set(sent(driver))) == len(rollouts), "some are sent twice under one attempt"
 
 
+@pytest.mark.slow
 def test_a_masked_partial_trains_what_the_new_policy_wrote(tmp_path):
     "Bound 0, the tiny policy: a wave ends when its batch is full, and nothing that carries weight is old."
     virtual = {
@@ -71,6 +74,7 @@ def test_a_masked_partial_trains_what_the_new_policy_wrote(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_strategies_change_while_the_run_lives(tmp_path):
     "A command for each; every one is applied, the books close."
     driver = a_run(

@@ -42,6 +42,7 @@ def journal(driver, status: str = "applied") -> list[tuple]:
     return rows.select("knob", "version" if status == "applied" else "reason").rows()
 
 
+@pytest.mark.slow
 def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path):
     "Twice the same, with the same commands at the same events; without them another run."
     twice(tmp_path, SHORT, SWAPS)
@@ -70,6 +71,7 @@ def test_swaps_take_effect_at_a_version_and_are_part_of_the_run(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_swap_survives_a_resume(tmp_path):
     "Killed after the swaps and taken up again: the run that nobody touched, its objective among it."
     whole = a_run(tmp_path / "whole", SHORT, told=list(SWAPS))
@@ -100,6 +102,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knob", REFUSED)
 def test_a_refused_swap_leaves_the_run_as_it_was(tmp_path, knob):
     "With field, reason and remedy in the journal."
@@ -159,6 +162,7 @@ def endless(logprobs_RT, old_RT, advantages_RT):
     return LossTerms(-logprobs_RT * advantages_RT / 0.0, never_RT, never_RT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "said"),
     [(flat, "one number per token"), (cut_off, "does not depend on the log-probabilities"), (endless, "not finite")],
@@ -177,6 +181,7 @@ def nothing(old_RT, sampler_RT):
     return old_RT * 0
 
 
+@pytest.mark.slow
 def test_a_batch_that_keeps_no_weight_is_said(tmp_path):
     "And not trained as if it were something."
     driver = inline_run(tmp_path, "a", SHORT | {"steps": 2, "correction": nothing})
@@ -198,6 +203,7 @@ def halved(rewards_R, lengths_R):
     return (rewards_R - rewards_R.mean()) / (1 + lengths_R / 64)
 
 
+@pytest.mark.slow
 def test_functions_of_a_cell_ask_for_ingredients(tmp_path):
     "By name, as the built-in ones do."
     driver = inline_run(tmp_path, "a", SHORT | {"steps": 2, "loss": leaning, "advantage": halved, "correction": "none"})
@@ -270,6 +276,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_runs(tmp_path, name, monkeypatch):
     "Every way to train, from dispatch to closed books."
@@ -292,6 +299,7 @@ def test_whole_runs(tmp_path, name, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replays_and_adapts_as_the_one_that_nobody_touched(tmp_path):
     "What stands beside the model is in its checkpoint: earlier groups, the critic, the adapted weight."
     table = SHORT | {

@@ -34,6 +34,7 @@ def train(groups, batches: int = 1, goal=objective(), **settings_):
     return flat(trainer.model), results[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", {"name": "constant", "length": 32}])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_split_does_not_change_the_update(aggregation, steps):
@@ -153,6 +154,7 @@ def test_the_torch_generator_and_the_trainer_agree():
         hand_over(trainer.model, generator, version + 1)
 
 
+@pytest.mark.slow
 def test_a_correction_sees_the_mismatch_and_changes_the_update():
     groups = made_groups(noise=0.8)
     plain, result = train(groups)
@@ -172,6 +174,7 @@ def test_more_optimizer_steps_use_the_log_probs_of_the_batchs_start():
     assert train(groups, optimizer_steps=100)[1].metrics.optimizer_steps == 6  # never more than groups
 
 
+@pytest.mark.slow
 def test_state_is_enough_to_go_on(tmp_path):
     groups = made_groups()
     straight, _ = train(groups, batches=4, warmup_steps=3)
@@ -188,6 +191,7 @@ def test_state_is_enough_to_go_on(tmp_path):
     assert torch.equal(flat(second.model), straight) and second.steps == 4
 
 
+@pytest.mark.slow
 def test_it_learns_from_rewards_alone():
     "Reward: the share of token 3 in what the policy writes. Sampled on-policy, a few updates must raise it."
     model = small_model()
@@ -230,6 +234,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_bfloat16_passes_over_float32_weights(request):
     "In a process of its own: accelerate fixes the precision of a process."
     done = subprocess.run(

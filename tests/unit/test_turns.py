@@ -35,6 +35,7 @@ STORE = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch):
     "Every request holds the tokens of the turns before it as they were sampled, and the trainer finds the log-probabilities that the sampler had."
     from rlbench.engines.torch import TorchGenerator
@@ -84,6 +85,7 @@ def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch
     assert again.state.digest == driver.state.digest
 
 
+@pytest.mark.slow
 def test_a_run_over_the_store_in_processes(tmp_path):
     "Generator and trainer in one process, the environment in another; the environment is killed in the middle of the episodes and rebuilds them."
     config = make_config(STORE | {"placement": "colocated", "steps": 2, "eval": []})
@@ -139,6 +141,7 @@ def states_of(row: dict) -> tuple[list[str], list[int]]:
     return [name for name, _ in states], [writer for _, writer in states]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["continue", "rewind", "restart"])
 def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
     "The columns of rollouts and steps against episodes played again; under `continue` nothing is undone, under the others what is undone has its fate."
@@ -168,6 +171,7 @@ def test_the_lag_of_a_state_is_what_its_history_says(rule, tmp_path):
         ) >= {1}
 
 
+@pytest.mark.slow
 def test_random_worlds_rewind():
     "The worlds of the loop's test hold what is claimed for them: episodes that are rewound, and others that keep turns."
     worlds = [a_world(seed, False, False).run() for seed in range(0, 90, 3)]
