@@ -341,16 +341,16 @@ def test_captured_functions_are_checked_before_anything_of_them_is_executed(tmp_
 
 EXECUTES = {  # module -> how it turns text or bytes into code, and whose they are; guide/security says why each may
     "knobs": {"exec"},
-    "config": {"exec"},  # functions of the user's own, by source
-    "programs": {"exec"},  # bodies of the package's own tasks
-    "sandbox/task": {"exec", "eval"},
+    "loop/config": {"exec"},  # functions of the user's own, by source
+    "environments/programs": {"exec"},  # bodies of the package's own tasks
+    "sandbox/grading_task": {"exec", "eval"},
     "sandbox/zygote": {"exec"},  # inside the sandbox, or written into it
     "sandbox/hacks": set(),
     "sandbox/jail": set(),
-    "bench_sandbox": set(),
-    "trl_arm": {"exec"},  # benches
-    "publish": {"pickle.loads", "pickle.dumps"},
-    "ranks": {"pickle.loads", "pickle.dumps"},  # between a run's own workers
+    "bench/sandbox": set(),
+    "bench/trl_arm": {"exec"},  # benches
+    "training/weight_transport": {"pickle.loads", "pickle.dumps"},
+    "training/data_parallel": {"pickle.loads", "pickle.dumps"},  # between a run's own workers
     "sandbox/jail!": set(),
 }
 DOUBTED = {
@@ -1336,7 +1336,7 @@ def test_every_promise_of_the_guide_names_a_test_that_exists():
     assert len(promises) >= 20
     known = {
         path.stem: set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M))
-        for path in (ROOT / "tests").glob("test_*.py")
+        for path in (ROOT / "tests").rglob("test_*.py")
     }
     for row in promises:
         named = re.findall(r"`(test_\w+)::(test_\w+)`", row.rstrip(" |").rsplit("|", 1)[1])

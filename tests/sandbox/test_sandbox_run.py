@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import sandbox_runs
 from inline import check_books, inline_run
 from local_runner import LocalRunner
 from sandbox_runs import ANSWER, EVEN, SMALL, Quick, even
@@ -228,7 +229,7 @@ def test_a_broken_canary_ends_a_run_before_it_begins(tmp_path, monkeypatch):
     "A pool in which nothing runs, and a task whose solution is wrong."
     with pytest.raises(ValueError, match="could not be run: start_failed: played; the machine failed"):
         run_with(tmp_path / "a", monkeypatch, Quick(lambda n: End.START_FAILED))
-    monkeypatch.setitem(globals(), "ANSWER", json.dumps({**EVEN, "reference": "1 2 3"}))
+    monkeypatch.setattr(sandbox_runs, "ANSWER", json.dumps({**EVEN, "reference": "1 2 3"}))
     with pytest.raises(
         ValueError,
         match="the reference solution fails: test 0: wrong, it gave False; either the task or the sandbox is broken",
@@ -380,7 +381,7 @@ def test_a_program_that_prints_a_set_is_judged_the_same_again(tmp_path, monkeypa
         "wrap": 'print(next(iter({"{answer} a", "{answer} b"}))[-1])',
         "tests": [{"stdin": "", "stdout": "a"}],
     }
-    monkeypatch.setitem(globals(), "ANSWER", json.dumps(table))
+    monkeypatch.setattr(sandbox_runs, "ANSWER", json.dumps(table))
     pool = {"folder": str(tmp_path / "pool"), "canaries": 0}
     driver = inline_run(tmp_path / "runs", "sets", {**SMALL, "tasks": even, "steps": 2, "sandbox": pool})
     assert stop_pool(tmp_path / "pool") == 0

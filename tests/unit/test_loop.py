@@ -31,7 +31,9 @@ def test_books_bound_and_repeat(r, trouble):
     config = world.state.config
     if not commands and not faults:
         spent = config.tokens or config.minutes
-        assert world.state.phase == "done" and (world.state.version == config.steps or spent), world.state.reason
+        done = world.state.phase == "done" and (world.state.version == config.steps or spent)
+        gave_up = "groups in a row" in world.state.reason  # of a world in which the policy never solves a task, say
+        assert done or world.state.phase == "failed" and gave_up, world.state.reason
         if config.staleness == 0:
             assert set(world.watch.lags) <= {0}
         if config.stragglers in ("wait", "requeue") and world.turns == 1:

@@ -1,5 +1,6 @@
 """The trainer: what must not change an update, what must, and that it learns."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -237,8 +238,14 @@ except ValueError as error:
 @pytest.mark.slow
 def test_bfloat16_passes_over_float32_weights(request):
     "In a process of its own: accelerate fixes the precision of a process."
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", BF16], cwd=request.path.parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BF16],
+        cwd=request.path.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "refused" in done.stdout
