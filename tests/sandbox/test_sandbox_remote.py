@@ -7,7 +7,7 @@ import time
 
 import pytest
 from patience import until
-from remote_sandboxes import TOKEN, Plain, run_code, serve  # noqa: F401  (serve is a fixture)
+from remote_sandboxes import TOKEN, Plain, run_code
 
 from rlbench.sandbox.pool import Pool, stop_pool
 from rlbench.sandbox.pool_rules import Policy, PoolSpec

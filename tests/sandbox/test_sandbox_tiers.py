@@ -13,7 +13,7 @@ import polars
 import pytest
 from inline import inline_run
 from jailer import NOBODY, USERS, become
-from remote_sandboxes import TOKEN, Plain, run_code, serve  # noqa: F401  (serve is a fixture)
+from remote_sandboxes import TOKEN, Plain, run_code
 from sandbox_runs import SMALL, even
 
 from rlbench.base.ledger import read_table

@@ -1,0 +1,5 @@
+"""What the tests of sandboxes share."""
+
+from remote_sandboxes import serve
+
+__all__ = ["serve"]
