@@ -41,10 +41,12 @@ run: .venv/.run
 VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null)),.venv/.vllm)
 
 test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
+	@mkdir -p $(STATE)
 	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
 	@$(BIN)/python -m pytest -q $(or $(ARGS),-n 2 --no-loadscope-reorder tests)
 
 check: .venv/.dev
+	@mkdir -p $(STATE)
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q .
 	@$(BIN)/python -m pytest -q -n 2 -m "not slow" $(or $(ARGS),tests/unit)
 

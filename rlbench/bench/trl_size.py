@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'ROOM', 'NEVER', 'make_policy', 'size_config', 'size_settings', 'tokens_per_second', 'SizeBench',
-           'size_summary', 'bench_size']
+           'size_summary', 'check_size_bench', 'bench_size']
 
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-imports
 import json
@@ -209,6 +209,15 @@ def size_summary(
         tuple(arms),
     )
 
+# %% ../../nbs/bench/21_trl_size.ipynb #bench-size-check
+def check_size_bench(size: str, **counts: int) -> None:
+    "ValueError for an unknown size, or a count below 1."
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}: {value} is too little; give at least 1")
+    if size not in SIZES:
+        raise unknown("size", size, SIZES)
+
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-bench
 def bench_size(
     folder: str | Path = "bench-trl",
@@ -224,11 +233,7 @@ def bench_size(
     say: Callable[[str], None] = lambda line: None,
 ) -> SizeBench:
     "Compare rlbench's training with TRL's at a size; arms are kept in `folder` and a second call goes on from them. An arm may take `limit` seconds."
-    for name, value, least in (("pairs", pairs, 1), ("tokens", tokens, 1), ("timed", timed, 1), ("warmup", warmup, 1)):
-        if value < least:
-            raise ValueError(f"{name}: {value} is too little; give at least {least}")
-    if size not in SIZES:
-        raise unknown("size", size, SIZES)
+    check_size_bench(size, pairs=pairs, tokens=tokens, timed=timed, warmup=warmup)
     size_config(
         Path("tiny"), size, tokens, warmup + timed, groups, group, placement
     )  # what the configuration refuses is refused now

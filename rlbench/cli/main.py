@@ -153,7 +153,6 @@ def share(part: float, whole: float) -> str:
 # %% ../../nbs/cli/02_main.ipynb #cli-lines
 def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
     "The progress block: label and text."
-
     from rlbench.runtime.diagnosis import NOT_LEARNING, diagnosis_of
     from rlbench.views.report import preflight_in_words
 
@@ -180,7 +179,6 @@ def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
 # %% ../../nbs/cli/02_main.ipynb #cli-lines-held-out
 def _held_out_rows(evals) -> list[tuple[str, str]]:
     "The newest evaluation beside the first, and its rate by turn where rollouts have several."
-
     from rlbench.runtime.metrics import turns_text
 
     first, last = evals.row(0, named=True), evals.row(-1, named=True)
@@ -330,7 +328,6 @@ def _of_version(r: "Run", status: Status | None) -> str:
 # %% ../../nbs/cli/02_main.ipynb #cli-outcome
 def outcome(r: "Run", console: Console) -> None:
     "Print how a run ended."
-
     from rlbench.views.report import summary
 
     s, status = summary(r.folder), r.status
@@ -439,7 +436,6 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training, saves the run and ends it."
-
     from rlbench.loop.config import parse_assignment
     from rlbench.workbench.handle import start_with_notes
 
@@ -491,7 +487,6 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
 # %% ../../nbs/cli/02_main.ipynb #cli-look
 def facts(r: "Run") -> dict:
     "What `show --json` prints."
-
     from rlbench.views.report import summary
 
     status = r.status
@@ -690,7 +685,6 @@ def set_command(
     as_json: JsonOption = False,
 ) -> None:
     "Change knobs of a live run."
-
     from rlbench.loop.config import parse_assignment
 
     tell(
@@ -774,7 +768,6 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     "Resume an ended or killed run from its newest checkpoint. Work after that checkpoint is lost."
-
     from rlbench.loop.config import parse_assignment
 
     console = Screen(stderr=as_json)
@@ -849,7 +842,6 @@ def guard_command(
     as_json: JsonOption = False,
 ) -> None:
     "Add a guard: the run acts when a condition becomes true. Without a condition, list the guards."
-
     from rlbench.loop.guards import short_names
 
     if remove:
@@ -877,7 +869,6 @@ def guard_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs
 def knob_rows(r: "Run") -> list[dict]:
     "Every live knob of a run: field, value in force, value asked for, range, unit, what it acts on, version since which."
-
     from rlbench.loop.config import captured_functions, live_knobs
 
     status = r.status or Status("starting")
@@ -1012,7 +1003,6 @@ def attach_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-policy
 def _policy(r: "Run"):
     "The run's configuration with its trained policy. Raises ValueError if there is none yet, or if the run has no model."
-
     from rlbench.loop.config import check_has_policy
 
     check_has_policy(r.config, r.name, "to evaluate, to sample from or to export")
@@ -1030,7 +1020,6 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     "Evaluate now: a live run evaluates itself; of an ended run, the saved policy is evaluated."
-
     from rlbench.loop.config import captured_functions
     from rlbench.runtime.metrics import turns_text
     from rlbench.workbench.handle import say_changed_inputs
@@ -1117,7 +1106,6 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     "Export a run's policy as a Hugging Face folder or its tables to a tracker, or a notebook as a module."
-
     from rlbench.views.sinks import SINKS
 
     with friendly():
@@ -1210,7 +1198,6 @@ def copy_policy(policy: Path, folder: Path) -> None:
 @app.command()
 def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) -> None:
     "Write the report page of a run."
-
     from rlbench.views.report import write_report
 
     with friendly():
@@ -1229,7 +1216,6 @@ def digest(
 ) -> None:
     """Print a hash of all that was trained and evaluated, applied commands and final weights. Equal digests
     mean equal runs. With a second run, show which parts are equal."""
-
     from rlbench.loop.digest import compare_traces, read_trace
 
     with friendly():
@@ -1507,7 +1493,6 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
-
     from rlbench.loop.config import parse_assignment
     from rlbench.planning.planner import plan, plan_facts
 
@@ -1589,6 +1574,14 @@ def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = Fals
     emit(found.plain()) if as_json else Screen().print(Text(str(found)))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-drill
+def _print_drills(name: str, found: list[dict], as_json: bool) -> None:
+    if as_json:
+        return emit({"run": name, "drills": found})
+    for each in found:
+        told = f"no: {each['refused']}" if each["refused"] else f"{each['does']}; then {each['reaction']}"
+        put(f"{each['drill']:18} {told}")
+
+
 @app.command("drill")
 def drill_command(
     name: RunName,
@@ -1626,16 +1619,7 @@ def drill_command(
                 }
                 for each, why in listed(folder, names or ())
             ]
-            return (
-                emit({"run": name, "drills": found})
-                if as_json
-                else put(
-                    "\n".join(
-                        f"{each['drill']:18} {each['refused'] and 'no: ' + each['refused'] or each['does'] + '; then ' + each['reaction']}"
-                        for each in found
-                    )
-                )
-            )
+            return _print_drills(name, found, as_json)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for each in series(folder, names or (), say):
@@ -1655,7 +1639,6 @@ def drill_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-card
 def part_of(text: str, option: str = "--loss") -> str | dict:
     "A part of the objective as typed: NAME, NAME:KNOB=VALUE,KNOB=VALUE, or a table {name = ..., source = ..., KNOB = ...}. ValueError naming the option for anything else."
-
     from rlbench.loop.config import parse_assignment
 
     name, _, knobs = text.partition(":")
@@ -1755,7 +1738,6 @@ def fork_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a new run from a checkpoint of another run, with changed settings."
-
     from rlbench.loop.config import parse_assignment
 
     console = Screen(stderr=as_json)
@@ -1831,7 +1813,6 @@ def compare_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-ablate
 def axis_of(text: str) -> tuple[str, list]:
     "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
-
     from rlbench.loop.config import parse_assignment
 
     field, value = parse_assignment(text)
@@ -1894,7 +1875,6 @@ def ablate_command(
     as_json: JsonOption = False,
 ) -> None:
     "Compare arms with the base over paired seeds. Ctrl-C keeps finished runs. Exit status 1 if the null arm differs."
-
     from rlbench.loop.config import parse_assignment
     from rlbench.workbench.ablation import ablate, ablation_page
 
@@ -1973,7 +1953,6 @@ def _said() -> Callable[[str], None]:
 
 def _task_set(text: str) -> str | dict:
     "A task set's name, or its table as TOML."
-
     from rlbench.loop.config import parse_assignment
 
     return parse_assignment(f"tasks={text}")[1] if text else ""

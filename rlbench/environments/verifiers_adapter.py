@@ -791,9 +791,6 @@ def to_verifiers(
         )
     from datasets import Dataset
 
-    def rows(tasks):
-        return Dataset.from_list(_prompt_rows(environment, tasks))
-
     class Judge(vf.Rubric):
         "Verifier and reward as a rubric."
 
@@ -833,8 +830,8 @@ def to_verifiers(
 
     with own_signals():
         return Exported(
-            dataset=rows(tasks),
-            eval_dataset=rows(eval_tasks) if eval_tasks else None,
+            dataset=Dataset.from_list(_prompt_rows(environment, tasks)),
+            eval_dataset=Dataset.from_list(_prompt_rows(environment, eval_tasks)) if eval_tasks else None,
             rubric=Judge(),
             max_turns=max_turns,
         )

@@ -15,13 +15,14 @@ __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE',
            'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell',
            'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
            'heard_checkpoint', 'tidy_checkpoints', 'needed_checkpoints', 'heard_policy', 'dropped_checkpoint',
-           'write_rollout', 'write_unsent_rollout', 'rollout_columns', 'write_group', 'trained_groups', 'part_columns',
-           'trainer_columns', 'write_step', 'mark_step', 'write_eval', 'write_command', 'note_served', 'Driver',
-           'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference', 'undone_commands', 'pick_up', 'start_worker',
-           'may_wait', 'make_room', 'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse',
-           'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command',
-           'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed', 'overdue', 'being_scored', 'note_jump', 'forgive',
-           'status_of', 'log', 'start_inline', 'start_process', 'may_be_forked', 'all_prompts']
+           'write_rollout', 'write_unsent_rollout', 'score_columns', 'age_columns', 'rollout_columns', 'write_group',
+           'trained_groups', 'part_columns', 'trainer_columns', 'write_step', 'mark_step', 'write_eval',
+           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference',
+           'undone_commands', 'pick_up', 'start_worker', 'may_wait', 'make_room', 'flushed', 'next_events', 'busy',
+           'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray',
+           'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed',
+           'overdue', 'being_scored', 'note_jump', 'forgive', 'status_of', 'log', 'start_inline', 'start_process',
+           'may_be_forked', 'all_prompts']
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-imports
 import hashlib
@@ -1214,11 +1215,31 @@ def write_unsent_rollout(driver: "Driver", row: RolloutRow) -> None:
     )
 
 
+def score_columns(r: Rollout) -> dict[str, object]:
+    "What the environment and the verifier said of a rollout."
+    return {
+        "outcome": r.outcome.value,
+        "correct": r.correct,
+        "reward": r.reward,
+        "part_names": [name for name, _ in r.parts],
+        "part_values": [value for _, value in r.parts],
+        "step_ends": [end for end, _ in r.steps],
+        "step_rewards": [value for _, value in r.steps],
+        "score_names": [name for name, _ in r.scores],
+        "score_values": [value for _, value in r.scores],
+    }
+
+
+def age_columns(r: Rollout) -> dict[str, int]:
+    "Versions of the weights that wrote a rollout's tokens; -1: it has none."
+    oldest, newest = span(r) or (-1, -1)
+    return {"oldest": oldest, "newest": newest, "writer": oldest_writer(r)}
+
+
 def rollout_columns(
     r: Rollout, row: RolloutRow, pool: str, tools: Tools, score_seconds: float, message: str
 ) -> dict[str, object]:
     "The rollout table's row, column by column; `pool`: the evaluation set of its task, empty in training."
-    oldest, newest = span(r) or (-1, -1)
     return {
         "try": r.attempt,
         "rollout": r.id,
@@ -1229,23 +1250,13 @@ def rollout_columns(
         "level": r.task.level,
         "fate": row.fate.value,
         "reason": r.reason.value,
-        "outcome": r.outcome.value,
-        "correct": r.correct,
-        "reward": r.reward,
-        "part_names": [n for n, _ in r.parts],
-        "part_values": [v for _, v in r.parts],
-        "step_ends": [end for end, _ in r.steps],
-        "step_rewards": [v for _, v in r.steps],
-        "score_names": [n for n, _ in r.scores],
-        "score_values": [v for _, v in r.scores],
+        **score_columns(r),
         "length": r.length or row.tokens,
         "turns": len(r.responses),
         "calls": tools.calls,
         "tool_seconds": tools.seconds,
         "dispatched": r.dispatched,
-        "oldest": oldest,
-        "newest": newest,
-        "writer": oldest_writer(r),
+        **age_columns(r),
         "trained_at": row.trained_at,
         "temperature": r.temperature,
         "seconds": r.seconds,

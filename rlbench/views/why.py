@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['VERDICT', 'MUCH_FILTERED', 'CUT', 'BIASED', 'WEAK', 'FAILING', 'TOLD', 'BEGIN', 'Beside', 'Why', 'verdict',
-           'evidence', 'remedy', 'balancing', 'besides', 'neighbouring', 'doubt', 'explain', 'not_learning',
-           'nothing_left', 'why', 'end_sentences']
+           'evidence', 'remedy', 'balancing', 'failed_scorings', 'besides', 'neighbouring', 'doubt', 'explain',
+           'not_learning', 'nothing_left', 'why', 'end_sentences']
 
 # %% ../../nbs/views/16_why.ipynb #why-imports
 import math
@@ -156,22 +156,23 @@ def balancing(s: Snapshot, knobs: tuple[str, ...]) -> str:
 MUCH_FILTERED, CUT, BIASED, WEAK, FAILING = 0.4, 0.1, 0.1, 0.3, 0.05
 
 # %% ../../nbs/views/16_why.ipynb #why-besides-part-2
+def failed_scorings(s: Snapshot) -> tuple[Beside, ...]:
+    "That scorings failed, if many did."
+    books = s.status.books if s.status else {}
+    ended, failed = sum(b["count"] for b in books.values()), books.get("environment_error", {}).get("count", 0)
+    if not ended or failed / ended <= FAILING:
+        return ()
+    told = f"Besides, {percent(failed / ended)} of all scorings failed; run.log and the rollouts' messages say how."
+    return (Beside("failing", told),)
+
+
 def besides(s: Snapshot, f: Facts, found: str) -> tuple[Beside, ...]:
     "What else costs in a run, the gravest first."
-    rows, said = window(s), []
+    rows, said = window(s), [*failed_scorings(s)]
 
     def mean(name):
         return float(np.nan_to_num(s.recent[name][rows]).mean()) if name in s.recent else 0.0
 
-    books = s.status.books if s.status else {}
-    ended, failed = sum(b["count"] for b in books.values()), books.get("environment_error", {}).get("count", 0)
-    if ended and failed / ended > FAILING:
-        said.append(
-            Beside(
-                "failing",
-                f"Besides, {percent(failed / ended)} of all scorings failed; run.log and the rollouts' messages say how.",
-            )
-        )
     if f.unusable > MUCH_FILTERED:
         side = turn_text("lower" if f.solved > 0.2 else "raise", "band", value(s, "band"))
         advice = "these tasks are learned: harder ones would help" if f.solved > 0.75 else side

@@ -93,7 +93,6 @@ def take_functions(
     knobs: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "Replace functions among the knobs by tables that name their captured source; returns knobs, the functions by field, and the captures."
-
     from rlbench.objective.objective import check_ingredients
 
     plain, extra, captures = dict(knobs), {}, []
@@ -113,7 +112,6 @@ def own_functions(
     folder: Path, knobs: Mapping[str, object]
 ) -> tuple[dict[str, object], dict[str, dict[str, Callable]], list[Captured]]:
     "As `take_functions`, for a run that is there: files of the user's are taken, too, and each function is tried on what the run has stored. Raises ValueError with its traceback."
-
     from rlbench.views.rescore import check
 
     plain, extra, captures = take_functions(knobs)
@@ -187,7 +185,6 @@ def start_with_notes(
     note: str = "",
 ) -> tuple["Run", list[str]]:
     "As `run`; the notes are returned instead of shown."
-
     from rlbench.runtime.driver import make_pools
 
     plain, extra, captures = take_functions(knobs)
@@ -256,7 +253,6 @@ def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
 
 def start_process(folder: Path, attempt: int = 0) -> int:
     "Start the run process in a session of its own; its output goes to run.log. `attempt` above 0 resumes the run. Returns its process id."
-
     from rlbench.workbench.supervisor import note_start
 
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -286,7 +282,6 @@ HUB_SECONDS = 10.0  # for the Hub to say whether it has a model
 
 def check_places(config: RunConfig) -> None:
     "ValueError or OSError for a model, a file, a judge or a device of this configuration that is not there."
-
     from rlbench.training.scoring_models import look_around
 
     if config.demonstrations and not Path(config.demonstrations).is_file():
@@ -374,7 +369,6 @@ def newest_run(runs: str | Path | None = None) -> "Run":
 
 def example_run(folder: Path) -> "Run":
     "A finished scripted run in `folder`, made in this process."
-
     from rlbench.runtime.driver import Driver, drive, make_pools
 
     config = load_config(EXAMPLE)
@@ -548,14 +542,12 @@ class _Guarding(_Looking):
 
     def save_knobs(self, name: str, *fields: str) -> Path:
         "Keep the settings in force (all live knobs but the budgets, or those named) under a name, for the runs of this folder. Returns the file."
-
         from rlbench.runtime.knobsets import save_knobs
 
         return save_knobs(self.folder, name, fields)
 
     def apply_knobs(self, name: str, author: str = "") -> "Applied":
         "Ask for every saved setting that differs from what is in force; says which were refused and why."
-
         from rlbench.runtime.knobsets import apply_knobs
 
         return apply_knobs(self.folder, name, author)
@@ -596,7 +588,6 @@ class _Giving(_Looking):
 
     def rescore(self, function: Callable, last: int = 10_000, field: str = "reward", **parameters) -> "pl.DataFrame":
         "Old and new value side by side on what the run has stored last, and what went wrong in `message`; see `rlbench.views.rescore.rescore`."
-
         from rlbench.views.rescore import rescore
 
         return rescore(self.folder, function, last, field, **parameters)
@@ -609,7 +600,6 @@ class _Saving(_Looking):
     @property
     def checkpoints(self) -> "dict[str, Manifest]":
         "The whole checkpoints by the name of their folder, oldest first."
-
         from rlbench.runtime.checkpoint import Manifest, checkpoint_folders, read_manifest
 
         told = {folder.name: read_manifest(folder) for folder in checkpoint_folders(self.folder)}
@@ -626,7 +616,6 @@ class _Saving(_Looking):
     @property
     def best(self) -> "Manifest":
         "The checkpoint that solved most of the held-out tasks. ValueError if none of them was evaluated."
-
         from rlbench.runtime.checkpoint import find_best, read_manifest
 
         return read_manifest(self.folder / "checkpoints" / find_best(self.folder).name)
@@ -653,7 +642,6 @@ class _Saving(_Looking):
 
 def check_resumable(folder: Path, knobs: Mapping[str, object]) -> list[str]:
     "Notes on the checkpoint that a run is resumed from. ValueError if it cannot be resumed with these knobs, with the remedy."
-
     from rlbench.runtime.checkpoint import load_newest, notes_on_checkpoint
 
     state = state_of(read_status(folder))
@@ -699,7 +687,6 @@ class Replay:
     @property
     def verdict(self) -> "Verdict":
         "Both digests, and whether they are equal (None as long as it runs)."
-
         from rlbench.workbench.replay import verdict
 
         return verdict(self.run.folder, self.original.folder)
@@ -723,7 +710,6 @@ class _Repeating(_Looking):
     def replay(self, name: str = "", anyway: bool = False) -> Replay:
         """Run it again from configuration, seed and journal, beside it; returns at once. `anyway`: also what cannot be promised to repeat.
         Raises ValueError for a live run, or for an asynchronous one in real time."""
-
         from rlbench.workbench.replay import prepare_replay
 
         say_changed_inputs(self.folder)
@@ -738,7 +724,6 @@ class _Repeating(_Looking):
         """A run that goes on from this one's checkpoint of version `at` with some knobs changed; returns at once. Of a live, an ended or a dead run.
         `at`: None for the newest, "best" for the one that solved most of the held-out tasks.
         ValueError naming the versions that can be forked, or for a knob that is refused."""
-
         from rlbench.workbench.fork import prepare_fork
 
         say_changed_inputs(self.folder)
@@ -750,14 +735,12 @@ class _Repeating(_Looking):
     @property
     def versions(self) -> list[int]:
         "Versions at which it can be forked."
-
         from rlbench.workbench.fork import fork_versions
 
         return fork_versions(self.folder)
 
     def export_script(self, path: str | Path | None = None) -> Path:
         "Write the steering as a Python script: into the run's folder, or to `path` with the functions it needs beside it. Returns the path."
-
         from rlbench.workbench.replay import export_script
 
         return export_script(self.folder, Path(path) if path else None)
@@ -824,7 +807,6 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
     @refuses_in_one_line
     def stop(self, author: str = "") -> str:
         "Finish the batch in training, save the whole run and the policy, close the books, end. Of a dead run, close the books."
-
         from rlbench.workbench.supervisor import clear, close_books
 
         if self.state == "dead":
@@ -857,7 +839,6 @@ class Run(_Seeing, _Predicting, _Guarding, _Giving, _Saving, _Repeating, _Drilli
 # %% ../../nbs/workbench/08_handle.ipynb #run-handed-over
 def handed_over(folder: Path, field: str, value: object) -> object:
     "A function, or the table that names one in a file of the user's, as the table of its copy in the run's folder; other values as they are. Raises ValueError."
-
     from rlbench.views.rescore import give
 
     if callable(value):
