@@ -10,6 +10,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
+from rlbench.base.neighbours import live_runs
 from rlbench.models.hardware import cpu_flags
 from rlbench.sandbox.sweep import kill_all
 
@@ -76,10 +77,11 @@ def no_run_outlives_the_tests(tmp_path_factory):
     "A test that fails half-way leaves its run alive; it is ended with the session."
     yield
     base = str(tmp_path_factory.getbasetemp())
+    kill_all([psutil.Process(pid) for folder, pid in live_runs() if str(folder).startswith(base)])
     for process in psutil.process_iter(["cmdline", "cwd"]):
         told = process.info
         line = told["cmdline"] or []
-        if {"rlbench.workbench.supervisor", "rlbench.views.sinks", "rlbench.sandbox.controller"} & set(line) and any(
+        if {"rlbench.views.sinks", "rlbench.sandbox.controller"} & set(line) and any(
             (place or "").startswith(base) for place in (told["cwd"], *line)
         ):
             kill_all([process])

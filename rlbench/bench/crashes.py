@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PHASES', 'VICTIMS', 'NOT_FINAL', 'SETTINGS', 'PLACES', 'KILLS_A_RUN', 'Under', 'Phases', 'Kill', 'strike', 'killed',
-           'kill_in', 'exactness', 'open_books', 'Crashed', 'tag_of', 'untouched', 'crash', 'CrashBench', 'summed',
-           'bench_crashes']
+           'is_time', 'kill_in', 'exactness', 'open_books', 'Crashed', 'tag_of', 'untouched', 'crash', 'CrashBench',
+           'summed', 'bench_crashes']
 
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-imports
 import json
@@ -30,8 +30,10 @@ PHASES = ("generation", "training", "publish or save")
 
 @dataclass
 class Under:
-    "What is under way in a run."
+    "What a run has done, and what is under way in it."
 
+    version: int = 0  # that was made last
+    has_checkpoint: bool = False
     train: int = -1  # version that is being made
     publishes: dict[str, int] = field(default_factory=dict)  # generator -> version sent
     saving: bool = False
@@ -47,8 +49,10 @@ class Under:
                 self.publishes[told["actor"]] = told["version"]
             case "Published":
                 self.publishes.pop(told["actor"], None)
-            case "Snapshot" | "Stored":
-                self.saving = kind == "Snapshot"
+            case "Snapshot":
+                self.saving = True
+            case "Stored":
+                self.saving, self.has_checkpoint = False, True
 
     def phases(self) -> list[str]:
         "The phases that a run is in; it generates if it does nothing else."
@@ -67,8 +71,10 @@ class Phases:
         fresh = self.reader.poll()
         for kind, text in fresh["events"].iter_rows():
             self.under.note(kind, json.loads(text))
-        if self.under.train in fresh["steps"]["version"]:
+        versions = fresh["steps"]["version"]
+        if self.under.train in versions:
             self.under.train = -1
+        self.under.version = max([self.under.version, *versions])
         return self.under.phases()
 
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-kill
@@ -90,7 +96,7 @@ def strike(struck: Run, victim: str) -> bool:
     "Kill it. False if nothing of it was alive any more."
     status = struck.status
     trains = status.workers.get("trainer") or status.workers.get("worker")
-    pids = {"trainer": [trains], "everything": [status.supervisor, *status.workers.values(), status.pid]}.get(
+    pids = {"trainer": [trains], "everything": [status.pid, status.supervisor, *status.workers.values()]}.get(
         victim, [status.pid]
     )
     return any(killed(pid) for pid in pids if pid)
@@ -105,17 +111,20 @@ def killed(pid: int) -> bool:
     return True
 
 
+def is_time(struck: Run, phases: Phases, meant: str, version: int) -> bool:
+    "Whether a run has workers and a checkpoint, has made a version, and is in a phase."
+    now = phases.look()
+    under = phases.under
+    return meant in now and under.has_checkpoint and under.version >= version and bool(struck.status.workers)
+
+
 def kill_in(
     struck: Run, meant: str, victim: str, r: random.Random, version: int = 0, patience: float = 300.0
 ) -> Kill | None:
     "Wait until the run has made a version, has a checkpoint and is in a phase, and kill; None if it has ended before."
     limit = time.monotonic() + patience
-    while not (struck.status and struck.status.workers and struck.status.version >= version and struck.checkpoints):
-        if struck.state in ENDED or time.monotonic() > limit:
-            return None
-        time.sleep(0.05)
     phases = Phases(struck.folder)
-    while meant not in phases.look():
+    while not is_time(struck, phases, meant, version):
         if struck.state in ENDED or time.monotonic() > limit:
             return None
         time.sleep(0.005)

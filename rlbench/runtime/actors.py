@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..records import Meter
-from .fork_server import ForkServer
+from .fork_server import ForkServer, set_process_name
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-layout
 def layout(placement: str, generators: int = 1, scorer: bool = False) -> dict[str, tuple[str, ...]]:
@@ -244,7 +244,7 @@ def rested(voice: _Voice, actor: Actor) -> float:
 
 # %% ../../nbs/runtime/04_actors.ipynb #placement-process
 class ProcessHandle:
-    """A process forked from `server`, or spawned where there is none or it cannot fork.
+    """A process forked from `server`, or spawned where there is none or it cannot fork; with `fork_here`, a fork of this process, which must have one thread.
     `target(connection, *args)` is its main function and must be importable. `parent`: it may have children of its own; `gpus`: it sees these, in this order."""
 
     due = None
@@ -257,14 +257,21 @@ class ProcessHandle:
         parent: bool = False,
         gpus: tuple[str, ...] = (),
         server: ForkServer | None = None,
+        fork_here: bool = False,
     ):
         self.connection, theirs = multiprocessing.Pipe()
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.process = start_worker_process(
-            server, variables, target=target, args=(theirs, *args), name=f"rlbench-{name}", daemon=not parent
-        )
+        settings = {"name": f"rlbench-{name}", "daemon": not parent}
+        if fork_here:
+            self.process = multiprocessing.get_context("fork").Process(
+                target=_run_forked, args=(self.connection, f"rlbench-{name}", target, (theirs, *args)), **settings
+            )
+            self.process.start()
+        else:
+            settings |= {"target": target, "args": (theirs, *args)}
+            self.process = start_worker_process(server, variables, **settings)
         theirs.close()
         self.lost, self.turns, self.heard_at, self.moved_at = False, 0, 0.0, 0.0
         self.reading = (
@@ -321,6 +328,13 @@ def _note(handle: ProcessHandle, message, now: float) -> None:
     moved = not isinstance(message, Beat) or turns != handle.turns
     handle.heard_at, handle.moved_at, handle.turns = now, now if moved else handle.moved_at, turns
     handle.lost = isinstance(message, (Gone, Refused))
+
+
+def _run_forked(others, name: str, target: Callable, args: tuple) -> None:
+    "In a fork: close the `others` end of its pipe, which a spawned process would not hold."
+    others.close()
+    set_process_name(name)
+    target(*args)
 
 
 def _post(connection, outbox: queue.SimpleQueue) -> None:

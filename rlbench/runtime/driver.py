@@ -4,27 +4,28 @@
 
 # %% auto #0
 __all__ = ['HEARD', 'CARRY', 'WRITE', 'OPENED', 'FULL_SECONDS', 'WAITING_SHARE', 'LOOK_EVERY', 'QUIET_TICKS', 'GATHER', 'CALLED',
-           'GRACE', 'JUMP_SECONDS', 'task_sets', 'make_pools', 'provenance', 'Means', 'Fitting', 'Memory',
-           'rollouts_of', 'Episodes', 'Kept', 'kept', 'heard_written', 'stated', 'heard_scored', 'note_verdict',
-           'verdict_columns', 'heard_gauges', 'heard_withdrawn', 'Asking', 'asks', 'given_up', 'ask', 'unasked',
-           'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written', 'heard_reference_read',
-           'release', 'being_asked', 'note_failure', 'tell', 'heard_ready', 'heard_trained', 'heard_turn', 'note_tools',
-           'heard_given_up', 'forget_episode', 'start_prompt', 'learn_prompts', 'keep_turns', 'heard_failed',
-           'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of', 'note_idle', 'note_still_idle',
-           'hosts_generator', 'lost', 'elsewhere', 'carry_generate', 'carry_train', 'carry_publish', 'send_load',
-           'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force', 'values_of', 'coming', 'carry_tell',
-           'tell_failed', 'note_figures', 'carry_score', 'carry_configure', 'carry_start', 'carry_snapshot',
-           'heard_checkpoint', 'tidy_checkpoints', 'needed_checkpoints', 'heard_policy', 'dropped_checkpoint',
-           'write_rollout', 'write_unsent_rollout', 'score_columns', 'age_columns', 'rollout_columns', 'write_group',
-           'trained_groups', 'part_columns', 'trainer_columns', 'write_step', 'mark_step', 'write_eval',
-           'write_command', 'note_served', 'Driver', 'drive', 'close_ledger', 'Beyond', 'beyond', 'take_reference',
-           'undone_commands', 'pick_up', 'start_worker', 'may_wait', 'make_room', 'flushed', 'next_events', 'busy',
-           'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move', 'relocate', 'moved_in', 'astray',
-           'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted', 'refuse_unfitted', 'owed',
-           'overdue', 'being_scored', 'note_jump', 'forgive', 'status_of', 'log', 'start_inline', 'start_process',
-           'may_be_forked', 'all_prompts']
+           'GRACE', 'JUMP_SECONDS', 'task_sets', 'make_pools', 'installed_packages', 'provenance', 'Means', 'Fitting',
+           'Memory', 'rollouts_of', 'Episodes', 'Kept', 'kept', 'heard_written', 'stated', 'heard_scored',
+           'note_verdict', 'verdict_columns', 'heard_gauges', 'heard_withdrawn', 'Asking', 'asks', 'given_up', 'ask',
+           'unasked', 'heard_answer', 'send_rewards', 'refresh_reference', 'heard_reference_written',
+           'heard_reference_read', 'release', 'being_asked', 'note_failure', 'tell', 'heard_ready', 'heard_trained',
+           'heard_turn', 'note_tools', 'heard_given_up', 'forget_episode', 'start_prompt', 'learn_prompts',
+           'keep_turns', 'heard_failed', 'heard_weights', 'heard_loaded', 'heard_held', 'heard_running', 'events_of',
+           'note_idle', 'note_still_idle', 'hosts_generator', 'lost', 'elsewhere', 'carry_generate', 'carry_train',
+           'carry_publish', 'send_load', 'weigh', 'carry_prepare', 'carry_mark_old', 'note_changes', 'in_force',
+           'values_of', 'coming', 'carry_tell', 'tell_failed', 'note_figures', 'carry_score', 'carry_configure',
+           'carry_start', 'carry_snapshot', 'heard_checkpoint', 'tidy_checkpoints', 'needed_checkpoints',
+           'heard_policy', 'dropped_checkpoint', 'write_rollout', 'write_unsent_rollout', 'score_columns',
+           'age_columns', 'rollout_columns', 'write_group', 'trained_groups', 'part_columns', 'trainer_columns',
+           'write_step', 'mark_step', 'write_eval', 'write_command', 'note_served', 'Driver', 'drive', 'close_ledger',
+           'Beyond', 'beyond', 'take_reference', 'undone_commands', 'pick_up', 'start_worker', 'may_wait', 'make_room',
+           'flushed', 'next_events', 'busy', 'stuck', 'asked', 'commands', 'refuse', 'Relocation', 'carry_move',
+           'relocate', 'moved_in', 'astray', 'given', 'known_functions', 'heard_command', 'show_tasks', 'heard_fitted',
+           'refuse_unfitted', 'owed', 'overdue', 'being_scored', 'note_jump', 'forgive', 'status_of', 'log',
+           'start_inline', 'start_process', 'may_be_forked', 'all_prompts']
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-imports
+import functools
 import hashlib
 import json
 import math
@@ -233,6 +234,13 @@ def make_pools(config: RunConfig, extra: Mapping | None = None) -> dict[str, lis
     return pools
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-provenance
+@functools.cache
+def installed_packages() -> dict[str, str]:
+    "Version of each package of this interpreter, by name; read once, since what it has imported does not change."
+    found = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
+    return dict(sorted(found.items()))
+
+
 def provenance() -> dict:
     "Commit, which files differ from it, packages and hardware."
     here = Path(__file__).resolve().parents[2]
@@ -245,7 +253,6 @@ def provenance() -> dict:
         except (OSError, subprocess.TimeoutExpired):
             return ""
 
-    packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
     return {
         "commit": git("rev-parse", "HEAD") if (here / ".git").exists() else "",
         "diff": git("diff", "HEAD", "--stat") if (here / ".git").exists() else "",
@@ -253,7 +260,7 @@ def provenance() -> dict:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "processor": processor(),
-        "packages": dict(sorted(packages.items())),
+        "packages": dict(installed_packages()),
     }
 
 # %% ../../nbs/runtime/08_driver.ipynb #driver-means

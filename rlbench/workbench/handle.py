@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['HUB_SECONDS', 'EXAMPLE', 'REPORT_SECONDS', 'take_functions', 'own_functions', 'free_name', 'show_notes',
            'heard_task_notes', 'run', 'start_with_notes', 'neighbour_notes', 'existing_run', 'check_watch',
-           'keep_files', 'start_process', 'check_places', 'check_model_place', 'check_hub_model', 'check_device',
-           'attach', 'newest_run', 'example_run', 'check_resumable', 'end_leftovers', 'say_changed_inputs', 'Replay',
-           'Run', 'handed_over', 'wait', 'ending', 'leaving', 'leaving_seconds', 'reached', 'until']
+           'keep_files', 'start_process', 'start_alone', 'start_from_warm_server', 'check_places', 'check_model_place',
+           'check_hub_model', 'check_device', 'attach', 'newest_run', 'example_run', 'check_resumable', 'end_leftovers',
+           'say_changed_inputs', 'Replay', 'Run', 'handed_over', 'wait', 'ending', 'leaving', 'leaving_seconds',
+           'reached', 'until']
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-imports
 import asyncio
@@ -37,7 +38,7 @@ from rlbench.base.ledger import (
     send_command,
     state_of,
 )
-from ..base.neighbours import neighbours_in_words, neighbours_of
+from ..base.neighbours import SUPERVISOR, SUPERVISOR_NAME, neighbours_in_words, neighbours_of
 from ..base.refusals import refuses_in_one_line
 from ..base.runs_folder import find_run_folder, find_runs_folder, is_run_folder, list_run_folders, shown_path
 from ..environments.tasks import TaskNote
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rlbench.runtime.checkpoint import Manifest
+    from rlbench.runtime.fork_server import Program
     from rlbench.runtime.knobsets import Applied
     from rlbench.workbench.drill import Drilled
     from rlbench.workbench.replay import Verdict
@@ -252,29 +254,47 @@ def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
 
 
 def start_process(folder: Path, attempt: int = 0) -> int:
-    "Start the run process in a session of its own; its output goes to run.log. `attempt` above 0 resumes the run. Returns its process id."
+    "Start the run in a session of its own; its output goes to run.log. `attempt` above 0 resumes it. Returns the process id of whoever brings it up: it lives until the run says so itself."
+    from rlbench.runtime.fork_server import Program, why_no_forks
     from rlbench.workbench.supervisor import note_start
 
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    arguments = (str(folder), str(attempt))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    program = Program(SUPERVISOR_NAME, SUPERVISOR, arguments, environment, str(Path.cwd()))
     with open(folder / "run.log", "ab") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore::RuntimeWarning:runpy",
-                "-m",
-                "rlbench.workbench.supervisor",
-                str(folder),
-                str(attempt),
-            ],
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment,
-        )
-    note_start(folder, process.pid, attempt)
-    return process.pid
+        begin = start_alone if why_no_forks() else start_from_warm_server
+        pid = begin(folder, program, log.fileno())
+    note_start(folder, pid, attempt)
+    return pid
+
+
+def start_alone(folder: Path, program: "Program", output: int) -> int:
+    "Start a program with an interpreter of its own; returns its process id."
+    nothing = subprocess.DEVNULL
+    started = subprocess.Popen(
+        program.command(),
+        stdin=nothing,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env=program.environment,
+        cwd=program.folder,
+    )
+    return started.pid
+
+
+def start_from_warm_server(folder: Path, program: "Program", output: int) -> int:
+    "Have this process's warm server start the program of the run in `folder`; returns the server's process id. Where no server can be heard, the program starts alone."
+    from rlbench.runtime.fork_server import warm_server
+    from rlbench.workbench.supervisor import modules_of_run
+
+    server = warm_server(modules_of_run(folder))
+    try:
+        server.begin_program(program, output)
+    except OSError:
+        return start_alone(folder, program, output)
+    return server.pid
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-places
 HUB_SECONDS = 10.0  # for the Hub to say whether it has a model

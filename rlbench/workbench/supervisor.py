@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['START_SECONDS', 'STILL_SECONDS', 'MORE_SILENCE', 'SILENCE_SECONDS', 'QUIET_SECONDS', 'END_FILE', 'WORKER_MODULES',
-           'POLICY_MODULES', 'run_main', 'refuse_start', 'live', 'tell', 'newest', 'unfinished', 'close_books',
-           'published', 'rescue', 'has_saved_weights', 'save_checkpoint_policy', 'clear', 'silence_of',
+           'POLICY_MODULES', 'SUPERVISOR_MODULES', 'run_main', 'refuse_start', 'live', 'tell', 'newest', 'unfinished',
+           'close_books', 'published', 'rescue', 'has_saved_weights', 'save_checkpoint_policy', 'clear', 'silence_of',
            'processes_of_group', 'is_suspended', 'excused_seconds', 'restarts_of', 'supervise', 'end_group',
            'sweep_pool', 'sinks_of', 'end_sidecar', 'evaluate_end', 'note_diagnosis', 'note_start', 'remembered_end',
-           'forget_end', 'worker_modules', 'begin_server', 'start_run_process', 'report', 'main']
+           'forget_end', 'worker_modules', 'run_modules', 'modules_of_run', 'begin_server', 'start_run_process',
+           'report', 'main', 'keep_run']
 
 # %% ../../nbs/workbench/03_supervisor.ipynb #process-imports
 import json
@@ -39,8 +40,9 @@ from rlbench.base.ledger import (
     write_json,
     write_status,
 )
+from ..base.neighbours import SUPERVISOR_NAME
 from ..runtime.actors import BEAT_SECONDS, Beat, ProcessHandle, hung
-from ..runtime.fork_server import ForkServer, why_no_forks
+from ..runtime.fork_server import ForkServer, set_process_name, why_no_forks
 from ..training.scoring_models import drop_reference
 
 # %% ../../nbs/workbench/03_supervisor.ipynb #process-run
@@ -48,6 +50,9 @@ def run_main(connection, folder: str, supervisor: int, attempt: int = 0, server:
     "Main function of the run process. A folder that holds a checkpoint is gone on from; `attempt` counts the restarts; workers are forked from `server`."
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if server:
+        server.borrow()
     from rlbench.loop.config import captured_functions, read_config
     from rlbench.runtime.checkpoint import checkpoint_folders
     from rlbench.runtime.driver import Driver, make_pools, provenance
@@ -425,7 +430,8 @@ END_FILE = "status.end.json"  # how a run had ended that is being resumed; gone 
 
 def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
     "Write down that process `pid` brings a run up, for the first time or (`attempt` above 0) again."
-    before = read_status(folder) if attempt else None
+    before = read_status(folder)
+    is_noted = before is not None and before.state == "starting" and before.attempt == attempt
     if before and before.state in ENDED:
         write_json(folder / END_FILE, asdict(before))
     elif before and before.state != "starting":
@@ -440,7 +446,7 @@ def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
             pid=pid,
             supervisor=pid,
             host=platform.node(),
-            started=now,
+            started=before.started if is_noted else now,
             updated=now,
             reason="",
             books_closed=False,
@@ -484,8 +490,32 @@ def worker_modules(scripted: bool, lora: bool) -> tuple[str, ...]:
     return (*POLICY_MODULES, *["peft"] * lora, *WORKER_MODULES)
 
 
-def begin_server(folder: Path) -> ForkServer | None:
-    "Start the server that the run's workers are forked from. None where processes cannot be forked, and for a run without worker processes."
+SUPERVISOR_MODULES = (  # of the processes around the workers; not polars, which starts threads
+    "rlbench.workbench.supervisor",
+    "rlbench.runtime.driver:installed_packages",
+    "rlbench.runtime.checkpoint",
+    "rlbench.runtime.steer",
+    "rlbench.views.sinks",
+)
+
+
+def run_modules(needs_torch: bool, lora: bool = False) -> tuple[str, ...]:
+    "What all processes of a run import."
+    return (*SUPERVISOR_MODULES, *worker_modules(not needs_torch, lora))
+
+
+def modules_of_run(folder: Path) -> tuple[str, ...]:
+    "What the processes of a run import."
+    from rlbench.loop.config import read_config
+
+    config = read_config(folder)
+    is_scripted = config.generator == "scripted"
+    needs_torch = not is_scripted and config.clock != "virtual"
+    return run_modules(needs_torch, config.lora.rank > 0)
+
+
+def begin_server(folder: Path, fork_here: bool = False) -> ForkServer | None:
+    "Start the server that the run's workers are forked from; with `fork_here` it is a fork of this process. None where processes cannot be forked, and for a run without worker processes."
     from rlbench.loop.config import read_config
 
     try:
@@ -494,12 +524,14 @@ def begin_server(folder: Path) -> ForkServer | None:
         return None
     if why_no_forks() or config.clock == "virtual":
         return None
-    return ForkServer(worker_modules(config.generator == "scripted", config.lora.rank > 0))
+    begin = ForkServer.forked_here if fork_here else ForkServer
+    return begin(worker_modules(config.generator == "scripted", config.lora.rank > 0))
 
 
-def start_run_process(folder: Path, attempt: int, server: ForkServer | None) -> ProcessHandle:
+def start_run_process(folder: Path, attempt: int, server: ForkServer | None, fork_here: bool = False) -> ProcessHandle:
     "Start the run process, which owns the fork server from then on."
-    handle = ProcessHandle("run", run_main, (str(folder), os.getpid(), attempt, server), parent=True)
+    arguments = (str(folder), os.getpid(), attempt, server)
+    handle = ProcessHandle("run", run_main, arguments, parent=True, fork_here=fork_here)
     if server:
         server.let_go()
     return handle
@@ -515,18 +547,24 @@ def report(folder: Path) -> None:
         traceback.print_exc()
 
 # %% ../../nbs/workbench/03_supervisor.ipynb #process-whole
-def main(folder: Path, attempt: int = 0) -> int:
-    "Run what a folder describes; `attempt` above 0 resumes it. Exit status 0 if it finished or was stopped, 1 if it failed."
+def main(folder: str, attempt: str = "0", is_forked: bool = False) -> int:
+    "Run what a folder describes; `attempt` above 0 resumes it. `is_forked`: from a server that has the workers' imports. Exit status 0 if it finished or was stopped, 1 if it failed."
+    set_process_name(SUPERVISOR_NAME)
+    return keep_run(Path(folder), int(attempt), is_forked)
+
+
+def keep_run(folder: Path, attempt: int, is_forked: bool) -> int:
+    "As `main`."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     me = os.getpid()
-    server = begin_server(folder)  # its imports take longest, so it begins before anything else
     note_start(folder, me, attempt)
+    server = begin_server(folder, is_forked)  # its imports take longest, so it begins before anything else
+    handle = start_run_process(folder, attempt, server, is_forked)
     sidecars = sinks_of(folder)
     first = attempt
     while True:
-        handle = start_run_process(folder, attempt, server)
         cause = supervise(handle, asked, silence_of(folder))
         end_group(handle.process.pid)
         handle.close(1.0)
@@ -544,6 +582,7 @@ def main(folder: Path, attempt: int = 0) -> int:
         server = begin_server(folder)
         sweep_pool(folder)
         note_start(folder, me, attempt)
+        handle = start_run_process(folder, attempt, server)
     refused = status.books_closed and remembered_end(folder) is not None
     forget_end(folder)
     if not status.books_closed:
@@ -565,4 +604,4 @@ def main(folder: Path, attempt: int = 0) -> int:
 
 
 if __name__ == "__main__" and "__file__" in globals():  # not when the notebook runs
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    sys.exit(main(*sys.argv[1:]))

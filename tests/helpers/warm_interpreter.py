@@ -103,12 +103,21 @@ def wait_for(pid: int, seconds: float) -> int:
     return status
 
 
+def begin_runs_server() -> None:
+    "Begin the server that the runs of all notebooks come out of; a fork finds it in its memory."
+    from rlbench.runtime.fork_server import warm_server
+    from rlbench.workbench.supervisor import run_modules
+
+    warm_server(run_modules(needs_torch=True))
+
+
 def serve() -> None:
     "Run the notebooks that are asked for, a line each: its path, the file for what it prints, and its time in seconds."
     from importlib import import_module
 
     for name in PRELOADED:
         import_module(name)
+    begin_runs_server()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread that has been started"
     for line in sys.stdin:
         notebook, output, seconds = json.loads(line)

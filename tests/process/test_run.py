@@ -421,6 +421,8 @@ def test_a_run_whose_process_cannot_begin_is_dead_and_not_starting(tmp_path, mon
     "Of the process nothing is heard, since it ends at once: whoever waits for the run is told."
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/bin/false")
+        broken.setattr("multiprocessing.spawn._python_exe", b"/bin/false")
+        broken.setenv("HF_HOME", str(tmp_path))  # read at import: the run comes out of a new server
         never = rl.run("tiny", runs=tmp_path, name="never")
     assert never.wait(20) == "dead" and never.state == "dead"
     assert not never.status.books_closed

@@ -16,15 +16,16 @@ from patience import until
 
 import rlbench as rl
 from rlbench.base.ledger import living
+from rlbench.base.neighbours import live_runs
 from rlbench.bench.start import writes_again
 from rlbench.runtime.actors import ProcessHandle
 from rlbench.runtime.driver import may_be_forked
-from rlbench.runtime.fork_server import ForkServer
-from rlbench.workbench.supervisor import worker_modules
+from rlbench.runtime.fork_server import ForkServer, warm_server
+from rlbench.workbench.supervisor import modules_of_run, worker_modules
 
 SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
 ENDLESS = {**SMALL, "steps": 100_000, "staleness": 2}
-SERVER = "serve_forks"  # on its command line
+SERVER = "rlbench-forks"  # the name of its process
 
 OWNER = """
 import sys, time
@@ -49,7 +50,7 @@ def server():
 
 def server_of(run: rl.Run) -> psutil.Process:
     "The fork server of a live run."
-    (found,) = [p for p in psutil.Process(run.status.supervisor).children() if SERVER in " ".join(p.cmdline())]
+    (found,) = [p for p in psutil.Process(run.status.supervisor).children() if p.name() == SERVER]
     return found
 
 
@@ -235,3 +236,75 @@ def test_workers_without_a_model_need_no_torch():
     "The server of a scripted run imports what its workers import."
     assert not {"torch", "peft"} & set(worker_modules(scripted=True, lora=True))
     assert {"torch", "peft"} <= set(worker_modules(scripted=False, lora=True))
+
+
+STARTS_A_RUN = """
+import sys, time
+import rlbench as rl
+if __name__ == "__main__":
+    started = rl.run("tiny", runs=sys.argv[1], name="a", generator="scripted", steps=100_000, eval=[])
+    print(started.status.pid, flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_next_run_of_a_process_is_forked(tmp_path):
+    "Two runs of one process come out of one server; each leads a session of its own, and is found as a live run by its folder."
+    runs = [rl.run("tiny", runs=tmp_path, name=name, **{**ENDLESS, "generator": "scripted"}) for name in ("a", "b")]
+    for run in runs:
+        until(lambda run=run: run.status.version >= 1, 60)
+    keepers = [psutil.Process(run.status.supervisor) for run in runs]
+    server = warm_server(modules_of_run(runs[0].folder))
+    assert {keeper.ppid() for keeper in keepers} == {server.pid}
+    assert [os.getsid(keeper.pid) for keeper in keepers] == [keeper.pid for keeper in keepers]
+    assert os.getsid(server.pid) == server.pid
+    assert {(run.folder, keeper.pid) for run, keeper in zip(runs, keepers)} <= set(live_runs())
+    assert not [name for name in open_files(psutil.Process(server.pid)) if name.startswith(str(tmp_path))]
+    for run in runs:
+        run.stop()
+        assert run.wait(60) == "stopped"
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_run_outlives_the_process_that_started_it(tmp_path, script, seconds):
+    "One that leaves at once, before the server's imports are done, and one that is killed later; the server ends with it, the run goes on."
+    owner = script(STARTS_A_RUN, tmp_path, seconds)
+    server = psutil.Process(int(owner.stdout.readline()))
+    if seconds == 0:
+        assert owner.wait(30) == 0
+    run = rl.attach("a", runs=tmp_path)
+    until(lambda: run.status.version >= 1, 60)
+    owner.kill()
+    until(lambda: not living([server]), 10)
+    before = run.status.version
+    until(lambda: run.status.version > before, 60)
+    run.stop()
+    assert run.wait(60) == "stopped"
+
+
+def test_killed_warm_server_is_replaced(tmp_path):
+    "The next run comes out of another one; the run that came out of the dead one goes on."
+    first = rl.run("tiny", runs=tmp_path, name="a", **{**ENDLESS, "generator": "scripted"})
+    until(lambda: first.status.version >= 1, 60)
+    dead = psutil.Process(first.status.supervisor).parent()
+    dead.kill()
+    until(lambda: not living([dead]), 5)
+    second = rl.run("tiny", runs=tmp_path, name="b", **{**ENDLESS, "generator": "scripted"})
+    until(lambda: second.status.version >= 1, 60)
+    assert psutil.Process(second.status.supervisor).ppid() not in (dead.pid, 1)
+    before = first.status.version
+    until(lambda: first.status.version > before, 60)
+    for run in (first, second):
+        run.stop()
+        assert run.wait(60) == "stopped"
+
+
+def test_runs_without_a_model_need_no_torch(tmp_path):
+    "Neither the server that they come from, nor any process of theirs."
+    run = rl.run("tiny", runs=tmp_path, **{**ENDLESS, "generator": "scripted"})
+    assert not [name for name in modules_of_run(run.folder) if name.split(".")[0] in ("torch", "transformers")]
+    until(lambda: run.status.version >= 1, 60)
+    mapped = Path(f"/proc/{run.status.pid}/maps").read_text()
+    assert "libtorch" not in mapped
+    run.stop()
+    assert run.wait(60) == "stopped"
