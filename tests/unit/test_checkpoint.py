@@ -308,7 +308,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_kill_9_in_three_phases(tmp_path):
     "A real synchronous run, its run process or all of its processes killed while it generates, trains, and publishes or saves, and resumed each time: nothing twice, nothing skipped, books closed, the digest of the run that nobody touched."
-    settings = SETTINGS | {"steps": 30, "batch": 16, "preflight": 0, "eval": []}
+    settings = SETTINGS | {"steps": 16, "batch": 16, "preflight": 0, "eval": []}
     done = crash(2, PHASES, tmp_path, untouched(tmp_path, settings), settings, seed=25)
     assert (
         [(kill.meant, kill.victim) for kill in done.kills]
