@@ -314,6 +314,23 @@ class _Forked(popen_forkserver.Popen):
             set_spawning_popen(None)
         return buffer.getvalue()
 
+# %% ../../nbs/runtime/03_fork_server.ipynb #fork-become
+def _become_server(asked: socket.socket) -> None:
+    "In a fork of a program: hold nothing of it, and serve."
+    status = 1
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for each in (0, 1, 2):
+            os.dup2(nothing, each)
+        os.close(nothing)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        set_process_name("rlbench-forks")
+        serve_requests(asked, can_fork=True)
+        status = 0
+    finally:
+        os._exit(status)
+
 # %% ../../nbs/runtime/03_fork_server.ipynb #fork-class
 class ForkServer:
     "A server of forks that has imported `modules`, or is about to. Starting one returns at once. `is_apart`: it has a session of its own, so that no signal of a terminal reaches it."
@@ -437,23 +454,6 @@ class ForkServer:
         except psutil.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def _become_server(asked: socket.socket) -> None:
-    "In a fork of a program: hold nothing of it, and serve."
-    status = 1
-    try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for each in (0, 1, 2):
-            os.dup2(nothing, each)
-        os.close(nothing)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        set_process_name("rlbench-forks")
-        serve_requests(asked, can_fork=True)
-        status = 0
-    finally:
-        os._exit(status)
 
 # %% ../../nbs/runtime/03_fork_server.ipynb #fork-warm
 READ_AT_IMPORT = (  # beginnings of names of variables that libraries read when they are imported
