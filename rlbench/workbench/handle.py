@@ -256,7 +256,6 @@ def keep_files(config: RunConfig) -> tuple[RunConfig, list[Captured]]:
 def start_process(folder: Path, attempt: int = 0) -> int:
     "Start the run in a session of its own; its output goes to run.log. `attempt` above 0 resumes it. Returns the process id of whoever brings it up: it lives until the run says so itself."
     from rlbench.runtime.fork_server import Program, why_no_forks
-    from rlbench.workbench.supervisor import note_start
 
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     arguments = (str(folder), str(attempt))
@@ -264,13 +263,13 @@ def start_process(folder: Path, attempt: int = 0) -> int:
     program = Program(SUPERVISOR_NAME, SUPERVISOR, arguments, environment, str(Path.cwd()))
     with open(folder / "run.log", "ab") as log:
         begin = start_alone if why_no_forks() else start_from_warm_server
-        pid = begin(folder, program, log.fileno())
-    note_start(folder, pid, attempt)
-    return pid
+        return begin(folder, attempt, program, log.fileno())
 
 
-def start_alone(folder: Path, program: "Program", output: int) -> int:
-    "Start a program with an interpreter of its own; returns its process id."
+def start_alone(folder: Path, attempt: int, program: "Program", output: int) -> int:
+    "Start a run's program with an interpreter of its own; returns its process id, and writes it down long before the program can."
+    from rlbench.workbench.supervisor import note_start
+
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(
         program.command(),
@@ -281,19 +280,21 @@ def start_alone(folder: Path, program: "Program", output: int) -> int:
         env=program.environment,
         cwd=program.folder,
     )
+    note_start(folder, started.pid, attempt)
     return started.pid
 
 
-def start_from_warm_server(folder: Path, program: "Program", output: int) -> int:
-    "Have this process's warm server start the program of the run in `folder`; returns the server's process id. Where no server can be heard, the program starts alone."
+def start_from_warm_server(folder: Path, attempt: int, program: "Program", output: int) -> int:
+    "Have this process's warm server start the program of the run in `folder`; returns the server's process id, and writes it down before the program writes down its own. Where no server can be heard, the program starts alone."
     from rlbench.runtime.fork_server import warm_server
-    from rlbench.workbench.supervisor import modules_of_run
+    from rlbench.workbench.supervisor import modules_of_run, note_start
 
     server = warm_server(modules_of_run(folder))
+    note_start(folder, server.pid, attempt)
     try:
         server.begin_program(program, output)
     except OSError:
-        return start_alone(folder, program, output)
+        return start_alone(folder, attempt, program, output)
     return server.pid
 
 # %% ../../nbs/workbench/08_handle.ipynb #run-places
