@@ -7,11 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import until
+from real_runs import processes_of
 
 import rlbench as rl
-from rlbench.base.ledger import living, read_json, read_table
+from rlbench.base.ledger import alive, living, read_json, read_table
 from rlbench.sandbox.pool import Pool
-from rlbench.sandbox.sweep import PROCESSES, kill_all, marked
+from rlbench.sandbox.sweep import PROCESSES, kill_all, marked, sweep
 from rlbench.sandbox.types import End, Program
 
 # A program with two daemons in sessions of their own, of which one spins; without namespaces it may start none and sleeps.
@@ -67,8 +68,9 @@ class Scene:
         with Pool.connect(self.folder) as client:
             until(lambda: client.status().busy >= 4, 90)  # a model has to be loaded first
             self.controller = psutil.Process(client.status().pid)
+        least = 12 if tier == "bwrap-zygote" else 5
+        until(lambda: len(self.guardian.children(recursive=True)) >= least, 30)  # each program starts two more
         self.family = self.guardian.children(recursive=True)
-        assert len(self.family) >= (12 if tier == "bwrap-zygote" else 5)
         self.places = [Path(place) for place in read_json(self.folder / PROCESSES)["places"]]
         assert (tier == "bwrap-zygote") != bool(self.places) and all(place.is_dir() for place in self.places)
         supervisor = psutil.Process(self.run.status.supervisor)
@@ -94,18 +96,23 @@ class Scene:
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
     "Starts a run of programs that never end; whatever of it is there when the test ends is killed."
-    made = []
+    made, runs = [], []
     monkeypatch.setenv("ENDLESS", TABLE)
 
     def at(tier: str = "", **more) -> Scene:
         pool = {"folder": str(tmp_path / "pool"), "canaries": 0, "workers": 2, "idle_s": 5.0, "tier": tier}
         run = rl.run("tiny", runs=tmp_path, name="endless", tasks=endless, sandbox=pool, **{**CODED, **more})
+        runs.append(run)
         made.append(Scene(tmp_path, tier or "bwrap-zygote", run.folder))
         return made[-1]
 
     yield at
+    for run in runs:
+        if alive(run.status.supervisor):
+            kill_all(processes_of(run))
     for scene in made:
         kill_all(living([*scene.processes, *scene.family]))
+    sweep(tmp_path / "pool")
 
 
 def test_a_run_process_that_is_killed(begin):
