@@ -495,7 +495,9 @@ SUPERVISOR_MODULES = (  # of the processes around the workers; not polars, which
     "rlbench.runtime.driver:installed_packages",
     "rlbench.runtime.checkpoint",
     "rlbench.runtime.steer",
+    "rlbench.runtime.diagnosis",
     "rlbench.views.sinks",
+    "rlbench.views.report",
 )
 
 

@@ -181,7 +181,7 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path):
 
 def test_a_full_disk_ends_the_run_with_readable_closed_books(tmp_path):
     (tmp_path / "there").mkdir()
-    run = f"{sys.executable} -m rlbench.cli.main run tiny --runs there --name full --quiet --json --set steps=100000 --set eval=[] --set preflight=0 || true"
+    run = f"{sys.executable} -m rlbench.cli.main run tiny --runs there --name full --quiet --json --set generator=scripted --set steps=100000 --set eval=[] --set preflight=0 || true"
     script = f"set -e; mount -t tmpfs -o size=9m none there; {run}; cp -r there/full kept"
     done = in_namespace(script, tmp_path)
     kept = rl.Run(tmp_path / "kept")

@@ -22,10 +22,12 @@ DEADLINES = {"silence": SILENCE, **dict.fromkeys(("generate", "train", "publish"
 
 
 def busy_run(tmp_path, placement: str) -> rl.Run:
-    "A real run that has trained two versions."
+    "A run of real processes, whose workers take real time, that has made two versions."
     run = rl.run(
         "tiny",
         runs=tmp_path,
+        generator="scripted",
+        virtual={"decode": 0.002, "train": 0.0003},
         steps=100_000,
         batch=64,
         group=8,
