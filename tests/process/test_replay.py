@@ -101,7 +101,7 @@ def test_a_synchronous_run_repeats(tmp_path):
         checkpoint_every=5,
         checkpoints_kept=9,
         guards=[{"when": "seconds > 0", "do": "max_grad_norm = 0.5"}],
-        **SMALL,
+        **{**SMALL, "steps": 24},
     )
     steer(run)
     assert run.wait(400) == "finished", run.status
