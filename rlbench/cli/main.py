@@ -4,23 +4,21 @@
 
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOption', 'ManyRuns', 'YesOption', 'Tuning', 'Seen',
-           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'MANY_OBJECTS', 'friendly', 'plain', 'emit', 'put',
-           'Screen', 'attach', 'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text',
-           'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command',
-           'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command',
-           'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text',
-           'copy_policy', 'report', 'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive',
-           'sandbox_doctor', 'doctor', 'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command',
-           'drill_command', 'part_of', 'card_command', 'version_of', 'fork_command', 'replay_command',
-           'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command',
-           'pairs_command', 'reward_model_command', 'engine', 'trl', 'overhead', 'start_bench', 'objectives',
-           'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance',
-           'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench',
-           'process_bench', 'panel', 'main']
+           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'attach',
+           'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line',
+           'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log',
+           'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows',
+           'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
+           'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor',
+           'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
+           'card_command', 'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
+           'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
+           'reward_model_command', 'engine', 'trl', 'overhead', 'start_bench', 'objectives', 'mismatch', 'modes',
+           'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance', 'planner', 'crashes',
+           'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
 
 # %% ../../nbs/cli/02_main.ipynb #cli-imports
 import fnmatch
-import gc
 import json
 import os
 import shutil
@@ -2448,12 +2446,8 @@ def panel(
     _measure(lambda say: bench_panel(folder, windows, seconds, say), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-main
-MANY_OBJECTS = 50_000  # new ones between two looks of the garbage collector: imports make tens of thousands
-
-
 def main() -> None:
     "Entry point of `rlbench`."
-    gc.set_threshold(MANY_OBJECTS)
     try:
         app()
     except Exception:  # a traceback may quote what others wrote

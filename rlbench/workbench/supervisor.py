@@ -430,8 +430,9 @@ END_FILE = "status.end.json"  # how a run had ended that is being resumed; gone 
 
 def note_start(folder: Path, pid: int, attempt: int = 0) -> None:
     "Write down that process `pid` brings a run up, for the first time or (`attempt` above 0) again."
-    before = read_status(folder)
-    is_noted = before is not None and before.state == "starting" and before.attempt == attempt
+    found = read_status(folder)
+    is_noted = found is not None and found.state == "starting" and found.attempt == attempt
+    before = found if attempt or is_noted else None
     if before and before.state in ENDED:
         write_json(folder / END_FILE, asdict(before))
     elif before and before.state != "starting":
@@ -556,13 +557,13 @@ def main(folder: str, attempt: str = "0", is_forked: bool = False) -> int:
 
 
 def keep_run(folder: Path, attempt: int, is_forked: bool) -> int:
-    "As `main`."
+    "Start the run process of a folder, watch it, start it anew as often as `restarts` allows, and close what is left open. Returns the exit status of `main`."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     me = os.getpid()
     note_start(folder, me, attempt)
-    server = begin_server(folder, is_forked)  # its imports take longest, so it begins before anything else
+    server = begin_server(folder, is_forked)  # before the run process, since its imports take longest
     handle = start_run_process(folder, attempt, server, is_forked)
     sidecars = sinks_of(folder)
     first = attempt
