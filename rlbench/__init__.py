@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is imported when it is first used
     from rlbench.knobs import Knob
-    from rlbench.loop.config import ConfigError, RunConfig, load_config
+    from rlbench.loop.config import RunConfig
+    from rlbench.loop.config_files import load_config
+    from rlbench.loop.config_tables import ConfigError
     from rlbench.records import Fate, Outcome, Rollout, Task
     from rlbench.views.comparison import compare
     from rlbench.workbench.ablation import ablate
@@ -31,7 +33,7 @@ __all__ = [
     "runs",
 ]
 _HOMES = {
-    "ConfigError": "rlbench.loop.config",
+    "ConfigError": "rlbench.loop.config_tables",
     "Fate": "rlbench.records",
     "Knob": "rlbench.knobs",
     "Outcome": "rlbench.records",
@@ -42,7 +44,7 @@ _HOMES = {
     "ablate": "rlbench.workbench.ablation",
     "attach": "rlbench.workbench.handle",
     "compare": "rlbench.views.comparison",
-    "load_config": "rlbench.loop.config",
+    "load_config": "rlbench.loop.config_files",
     "run": "rlbench.workbench.handle",
     "runs": "rlbench.workbench.runs_table",
 }

@@ -19,7 +19,8 @@ from .knobs import Knob, ingredients_of, unknown
 
 # %% ../nbs/05_advantage.ipynb #advantage-dr-grpo
 def dr_grpo(rewards_R) -> np.ndarray:
-    "Reward minus the group's mean, float64 [R]; NaN where there is no reward or no second member with one (arXiv 2503.20783)."
+    """Reward minus the group's mean, float64 [R]; NaN where there is no reward or no second member with one (arXiv
+    2503.20783)."""
     rewards_R = np.asarray(rewards_R, float)
     judged = rewards_R[~np.isnan(rewards_R)]
     if len(judged) < 2:
@@ -42,7 +43,8 @@ def grpo(
         help="divide by the standard deviation of the group, by that of the batch, or not at all",
     ) = "group",
 ) -> np.ndarray:
-    "(reward - mean) / (std + eps) within the group, float64 [R], NaN as in `dr_grpo` (arXiv 2402.03300). `batch_R`: the batch's rewards; without them its spread is the group's."
+    """(reward - mean) / (std + eps) within the group, float64 [R], NaN as in `dr_grpo` (arXiv 2402.03300).
+    `batch_R`: the batch's rewards; without them its spread is the group's."""
     centred_R = dr_grpo(rewards_R)
     if scale == "none" or not np.nan_to_num(centred_R).any():
         return centred_R
@@ -63,7 +65,8 @@ def reinforce(rewards_R) -> np.ndarray:
 
 # %% ../nbs/05_advantage.ipynb #advantage-maxrl
 def maxrl(rewards_R) -> np.ndarray:
-    "(reward - mean) / mean within the group, 0 unless the mean is above 0, float64 [R], NaN as in `dr_grpo` (arXiv 2602.02710)."
+    """(reward - mean) / mean within the group, 0 unless the mean is above 0, float64 [R], NaN as in `dr_grpo` (arXiv
+    2602.02710)."""
     centred_R = dr_grpo(rewards_R)
     if np.isnan(centred_R).all():
         return centred_R
@@ -90,7 +93,8 @@ def pass_k(
     ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
-    "Best reward minus second best for the best member, 0 for the others, float64 [R], NaN as in `dr_grpo` (arXiv 2503.19595)."
+    """Best reward minus second best for the best member, 0 for the others, float64 [R], NaN as in `dr_grpo` (arXiv
+    2503.19595)."""
     rewards_R = np.asarray(rewards_R, float)
     advantages_R = dr_grpo(rewards_R) * 0
     judged = np.sort(rewards_R[~np.isnan(advantages_R)])
@@ -103,7 +107,8 @@ def pass_k(
 
 # %% ../nbs/05_advantage.ipynb #advantage-weights
 def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.ndarray:
-    "The weight of each part, float64 [K], from text like 'correct=1, format=0.5'; 1 for those not named. ValueError for a part that is not there or a weight that is no number."
+    """The weight of each part, float64 [K], from text like 'correct=1, format=0.5'; 1 for those not named.
+    ValueError for a part that is not there or a weight that is no number."""
     pairs = dict(
         pair.split("=", 1) if "=" in pair else (pair, "") for pair in map(str.strip, weights.split(",")) if pair
     )
@@ -130,7 +135,8 @@ def gdpo(
     ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
-    "Each part of the reward (`parts_RK`, named `names_K`) normalised within the group, then added with weights, float64 [R], NaN as in `dr_grpo` (arXiv 2601.05242)."
+    """Each part of the reward (`parts_RK`, named `names_K`) normalised within the group, then added with weights,
+    float64 [R], NaN as in `dr_grpo` (arXiv 2601.05242)."""
     unjudged_R, parts_RK = np.isnan(dr_grpo(rewards_R)), np.asarray(parts_RK, float)
     weight_K = part_weights(weights, names_K, parts_RK.shape[1])
     normal_KR = [np.nan_to_num(grpo(np.where(unjudged_R, np.nan, part_R), std=std, eps=eps)) for part_R in parts_RK.T]
@@ -138,7 +144,8 @@ def gdpo(
 
 # %% ../nbs/05_advantage.ipynb #advantage-token-rewards
 def token_rewards(rewards_R, mask_RT, kl_RT=None, steps_RT=None) -> np.ndarray:
-    "Reward of each token, float64 [R, T]: minus its KL term, plus the reward of a step that ends there (NaN: none), plus the rollout's at its last token of the mask. NaN in rows without a reward, 0 outside the mask."
+    """Reward of each token, float64 [R, T]: minus its KL term, plus the reward of a step that ends there (NaN:
+    none), plus the rollout's at its last token of the mask. NaN in rows without a reward, 0 outside the mask."""
     mask_RT, rewards_R = np.asarray(mask_RT, bool), np.asarray(rewards_R, float)
     last_RT = mask_RT & (np.cumsum(mask_RT[:, ::-1], 1)[:, ::-1] == 1)
     rewards_RT = last_RT * rewards_R[:, None]  # 0 x NaN is NaN, so an unjudged row is NaN throughout
@@ -182,12 +189,14 @@ def by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
 def reinforce_pp(
     rewards_R, mask_RT, kl_RT=None, steps_RT=None, *, gamma: Knob(0, 1, help="discount per token; 1: no discount") = 1.0
 ) -> np.ndarray:
-    "Discounted sums of the token rewards, whitened over all tokens of the batch, float64 [R, T] (REINFORCE++, arXiv 2501.03262). Needs no group."
+    """Discounted sums of the token rewards, whitened over all tokens of the batch, float64 [R, T] (REINFORCE++,
+    arXiv 2501.03262). Needs no group."""
     return whiten(discounted(token_rewards(rewards_R, mask_RT, kl_RT, steps_RT), mask_RT, gamma), mask_RT)
 
 
 def reinforce_pp_baseline(rewards_R, groups_R, mask_RT, kl_RT=None) -> np.ndarray:
-    "Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R, T]; 0 for a rollout alone in its group (arXiv 2501.03262)."
+    """Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R,
+    T]; 0 for a rollout alone in its group (arXiv 2501.03262)."""
     white_RT = reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
     return np.where(np.isnan(np.asarray(rewards_R, float))[:, None], white_RT, np.nan_to_num(white_RT))
 
@@ -216,7 +225,9 @@ def gae(
         help="normalize advantages to mean 0 and deviation 1 over the batch's tokens; returns are not changed"
     ) = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    "Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). `values_RT` are those of what precedes each token. Needs no group."
+    """Generalised advantage estimation with the values of a critic: advantages and the returns that it is trained
+    towards, both float64 [R, T], 0 outside the mask, NaN in rows without a reward (arXiv 1506.02438). `values_RT`
+    are those of what precedes each token. Needs no group."""
     mask_RT, values_RT = np.asarray(mask_RT, bool), np.asarray(values_RT, float)
     surprise_RT = (
         token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
@@ -240,13 +251,12 @@ def steps(
     ) = "sample",
     eps: Knob(0, 1, help="added to the standard deviation before dividing") = 1e-6,
 ) -> np.ndarray:
-    "Normalised rewards of the steps that are still to end, plus the normalised outcome, float64 [R, T] (process supervision of arXiv 2402.03300)."
-    mask_RT, steps_RT, rewards_R, groups_R = (
-        np.asarray(mask_RT, bool),
-        np.asarray(steps_RT, float),
-        np.asarray(rewards_R, float),
-        np.asarray(groups_R),
-    )
+    """Normalised rewards of the steps that are still to end, plus the normalised outcome, float64 [R, T] (process
+    supervision of arXiv 2402.03300)."""
+    mask_RT = np.asarray(mask_RT, bool)
+    steps_RT = np.asarray(steps_RT, float)
+    rewards_R = np.asarray(rewards_R, float)
+    groups_R = np.asarray(groups_R)
     ends_RT = ~np.isnan(steps_RT) if np.isnan(steps_RT).any() else steps_RT != 0
     ends_RT = ends_RT & mask_RT & ~np.isnan(rewards_R)[:, None]
     normal_RT = np.zeros(mask_RT.shape)
@@ -267,7 +277,8 @@ def distill(
     *,
     bound: Knob(0, 100, unit="nats", help="clip the advantage of each token to this size, up or down") = 10.0,
 ) -> np.ndarray:
-    "Teacher's minus sampler's log-probability at each token of the mask, within +-bound, float64 [R, T] (on-policy distillation, arXiv 2306.13649)."
+    """Teacher's minus sampler's log-probability at each token of the mask, within +-bound, float64 [R, T] (on-policy
+    distillation, arXiv 2306.13649)."""
     there_R1 = np.where(np.isnan(np.asarray(rewards_R, float)), np.nan, 0.0)[:, None]
     apart_RT = np.asarray(teacher_RT, float) - np.asarray(sampler_RT, float)
     return np.where(np.asarray(mask_RT, bool), apart_RT.clip(-bound, bound) + there_R1, 0.0)
@@ -306,7 +317,8 @@ MIN_GROUP = {
 
 # %% ../nbs/05_advantage.ipynb #advantage-informative
 def informative(rewards_R, advantage: Callable = dr_grpo) -> bool:
-    "Whether any member of the group gets an advantage other than 0; from rewards alone, so an advantage that needs more is taken to follow them."
+    """Whether any member of the group gets an advantage other than 0; from rewards alone, so an advantage that needs
+    more is taken to follow them."""
     if any(ingredients_of(advantage, 1).values()):
         name = getattr(inspect.unwrap(getattr(advantage, "func", advantage)), "__name__", "")
         return MIN_GROUP.get(name, 1) == 1 or informative(rewards_R)
@@ -321,14 +333,16 @@ def informative_share(solve_rate, group: int):
 
 # %% ../nbs/05_advantage.ipynb #advantage-expected-beta
 def zero_advantage_of_beta(a, b, group: int) -> np.ndarray:
-    "Expected share of groups without any advantage where the tasks' solve rates follow Beta(a, b); a and b may be arrays."
+    """Expected share of groups without any advantage where the tasks' solve rates follow Beta(a, b); a and b may be
+    arrays."""
     a, b = np.asarray(a, float)[..., None], np.asarray(b, float)[..., None]
     i = np.arange(group)
     return ((a + i) / (a + b + i)).prod(-1) + ((b + i) / (a + b + i)).prod(-1)
 
 
 def beta_log_likelihood(right: Sequence[int], tries: Sequence[int], a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    "Log-likelihood of Beta(a, b), for tasks seen `right` times right in `tries`, less a constant; a and b are arrays of one shape."
+    """Log-likelihood of Beta(a, b), for tasks seen `right` times right in `tries`, less a constant; a and b are
+    arrays of one shape."""
     right_N, tries_N = np.asarray(right, int), np.asarray(tries, int)
     found = np.zeros(a.shape)
     for i in range(int(tries_N.max())):
@@ -366,7 +380,8 @@ def likely_betas(
 
 
 def fit_solve_beta(right: Sequence[int], tries: Sequence[int]) -> tuple[float, float]:
-    "Beta(a, b) of the tasks' solve rates by maximum likelihood, for tasks seen `right` times right in `tries`. ValueError for no tasks."
+    """Beta(a, b) of the tasks' solve rates by maximum likelihood, for tasks seen `right` times right in `tries`.
+    ValueError for no tasks."""
     if not len(tries) or not np.max(tries):
         raise ValueError("tries: no task was tried, so there is nothing to fit; give one or more tasks with a try each")
     a, b = likely_betas(right, tries, 0.0, 6)
@@ -374,7 +389,8 @@ def fit_solve_beta(right: Sequence[int], tries: Sequence[int]) -> tuple[float, f
 
 
 def expected_zero_advantage(right: Sequence[int], tries: Sequence[int], group: int) -> tuple[float, float, float]:
-    "Expected share of groups without any advantage and its 95 % interval, for tasks seen `right` times right in `tries`; NaN for no tasks."
+    """Expected share of groups without any advantage and its 95 % interval, for tasks seen `right` times right in
+    `tries`; NaN for no tasks."""
     if not len(tries) or not np.max(tries):
         return float("nan"), float("nan"), float("nan")
     share = float(zero_advantage_of_beta(*fit_solve_beta(right, tries), group))

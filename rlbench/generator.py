@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_IDS', 'CHECKS', 'Request', 'Result', 'Stats', 'Generator', 'check_concurrency', 'check_request', 'check_weights',
-           'check_cache', 'Script', 'scripted', 'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator',
+           'check_cache', 'ScriptedResponse', 'scripted', 'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator',
            'request_hash', 'record', 'read_recordings', 'ReplayGenerator', 'Subject', 'drain', 'check_endings',
            'check_independence', 'check_slots', 'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
 
@@ -20,7 +20,7 @@ from typing import Callable, Collection, Iterable, Mapping, Protocol
 
 import numpy as np
 
-from .records import MOST_KEPT, Sampling, Segment, StopReason, response_segment, uniforms
+from .records import MOST_KEPT, Sampling, Segment, StopReason, response_segment, uniform_numbers
 
 # %% ../nbs/03_generator.ipynb #generator-request
 NO_IDS = np.zeros(0, np.int32)  # the sampling mask of a token that was drawn from the whole vocabulary
@@ -28,7 +28,8 @@ NO_IDS = np.zeros(0, np.int32)  # the sampling mask of a token that was drawn fr
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    "One response wanted. `key` is (rollout, attempt); `stream` comes from `records.stream_key`; a token of `stop` ends the response."
+    """One response wanted. `key` is (rollout, attempt); `stream` comes from `records.stream_key`; a token of `stop`
+    ends the response."""
 
     key: tuple[int, int]
     prompt: np.ndarray  # int32 [T]
@@ -44,7 +45,8 @@ class Request:
             raise ValueError(f"prompt: request {self.key} has an empty one; give at least one token")
         if self.sampling.max_tokens <= self.done:
             raise ValueError(
-                f"max_tokens: {self.sampling.max_tokens} leaves request {self.key} nothing to write after {self.done} tokens; raise it"
+                f"max_tokens: {self.sampling.max_tokens} leaves request {self.key} nothing to write "
+                f"after {self.done} tokens; raise it"
             )
         s = self.sampling
         if s.temperature < 0 or not 0 < s.top_p <= 1 or s.top_k < 0:
@@ -61,7 +63,8 @@ class Request:
 
     @property
     def kept_before(self) -> list[np.ndarray] | None:
-        "Of each token written before, the tokens that could have been drawn; None where this response needs no sampling mask."
+        """Of each token written before, the tokens that could have been drawn; None where this response needs no
+        sampling mask."""
         old = self.partial.sampling_mask if self.done else None
         if old is None and self.sampling.top_p == 1 and not self.sampling.top_k:
             return None
@@ -82,7 +85,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Stats:
-    "Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into results and not into tokens, `prefix_hits` the prompt tokens that a cache spared."
+    """Where a generator stands. `slots` is what the KV budget allows, `concurrency` the limit in force, `kv_used` a
+    share of the budget; the rest counts since the start, `records` being the part of `seconds` that went into
+    results and not into tokens, `prefix_hits` the prompt tokens that a cache spared."""
 
     running: int
     waiting: int
@@ -128,28 +133,34 @@ def check_concurrency(value: int, slots: int) -> int:
     "The value, if it lies between 1 and `slots`."
     if not 1 <= value <= slots:
         raise ValueError(
-            f"concurrency: {value} is not between 1 and {slots}, the sequences the KV budget holds; lower it or raise the budget"
+            f"concurrency: {value} is not between 1 and {slots}, the sequences the KV budget holds; "
+            "lower it or raise the budget"
         )
     return int(value)
 
 
 def check_request(request: Request, max_length: int, vocabulary: int, known: Collection[tuple[int, int]]) -> None:
-    "ValueError for a request that is longer than `max_length` may hold, has tokens the model does not know, or a key that is there already."
+    """ValueError for a request that is longer than `max_length` may hold, has tokens the model does not know, or a
+    key that is there already."""
     total = len(request.prompt) + request.sampling.max_tokens
     if total > max_length:
         raise ValueError(
-            f"max_length: {max_length} is less than request {request.key} may need, {len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise it or shorten them"
+            f"max_length: {max_length} is less than request {request.key} may need, "
+            f"{len(request.prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}; raise "
+            "it or shorten them"
         )
     if not 0 <= request.prompt.min() <= request.prompt.max() < vocabulary:
         raise ValueError(
-            f"prompt: request {request.key} has token ids outside the model's 0 to {vocabulary - 1}; use the model's tokenizer"
+            f"prompt: request {request.key} has token ids outside the model's 0 to {vocabulary - 1}; "
+            "use the model's tokenizer"
         )
     if request.key in known:
         raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
 
 
 def check_weights(weights: Mapping | None, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str] = ()) -> dict:
-    "The weights by Hugging Face name without the `tied` ones, if names and shapes are those of the model; else ValueError."
+    """The weights by Hugging Face name without the `tied` ones, if names and shapes are those of the model; else
+    ValueError."""
     if weights is None:
         raise ValueError("weights: none given; this generator needs tensors by Hugging Face name")
     given = {name: tensor for name, tensor in weights.items() if name not in tied}
@@ -171,7 +182,7 @@ def check_cache(cache: str) -> str:
 
 # %% ../nbs/03_generator.ipynb #generator-script
 @dataclass(frozen=True, eq=False)
-class Script:
+class ScriptedResponse:
     "A whole response: tokens int32 [T], log-probabilities float32 [T], and why it ends."
 
     tokens: np.ndarray
@@ -183,26 +194,29 @@ def _normal(u1: float, u2: float) -> float:
     return float(np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2))
 
 
-def scripted(request: Request, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0) -> Script:
-    "The scripted response to a request: lognormal length of mean `mean` tokens at level 1, `hardship` times as long with each level more, and shape `tail`, token ids below `vocab`."
+def scripted(
+    request: Request, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0
+) -> ScriptedResponse:
+    """The scripted response to a request: lognormal length of mean `mean` tokens at level 1, `hardship` times as
+    long with each level more, and shape `tail`, token ids below `vocab`."""
     limit, stop = request.sampling.max_tokens, request.stop
     mean = mean * hardship ** min(100, max(0, request.level - 1))
-    u1, u2 = uniforms(np.uint64(request.stream ^ 0x5DEECE66D), np.arange(2))
+    u1, u2 = uniform_numbers(np.uint64(request.stream ^ 0x5DEECE66D), np.arange(2))
     length = round(min(limit + 1, mean * np.exp(tail * _normal(u1, u2) - tail**2 / 2))) if stop else limit
     reason = StopReason.STOP if stop and length <= limit else StopReason.LENGTH
     length = max(1, min(length, limit))
-    u_T = uniforms(np.uint64(request.stream), np.arange(length))
+    u_T = uniform_numbers(np.uint64(request.stream), np.arange(length))
     tokens = (u_T * vocab).astype(np.int32)
     tokens[np.isin(tokens, stop)] = next(t for t in range(len(stop) + 1) if t not in stop)
     if reason is StopReason.STOP:
         tokens[-1] = stop[0]
-    return Script(tokens, np.log1p(-0.9 * u_T).astype(np.float32), reason)
+    return ScriptedResponse(tokens, np.log1p(-0.9 * u_T).astype(np.float32), reason)
 
 # %% ../nbs/03_generator.ipynb #generator-played-state
 @dataclass(eq=False)
 class _Playing:
     request: Request
-    script: Script
+    script: ScriptedResponse
     start: int = 0
     prefill: int = 0
     rebuilt: bool = False
@@ -226,24 +240,23 @@ def _played_segment(playing: _Playing, now: int, loads: list[tuple[int, int]]) -
 
 # %% ../nbs/03_generator.ipynb #generator-played
 class PlayedGenerator:
-    "Plays the scripts that `script(request)` gives; obeys the protocol. `context` is the size of a slot in tokens, for `kv_used` only."
+    """Plays the scripts that `script(request)` gives; obeys the protocol. `context` is the size of a slot in tokens,
+    for `kv_used` only."""
 
     def __init__(
         self,
-        script: Callable[[Request], Script],
+        script: Callable[[Request], ScriptedResponse],
         slots: int = 16,
         concurrency: int | None = None,
         version: int = 0,
         step_seconds: float = 0.01,
         context: int = 256,
     ):
-        self.script, self.slots, self.step_seconds, self.context, self.version = (
-            script,
-            slots,
-            step_seconds,
-            context,
-            version,
-        )
+        self.script = script
+        self.slots = slots
+        self.step_seconds = step_seconds
+        self.context = context
+        self.version = version
         self.concurrency = slots if concurrency is None else concurrency
         self.waiting: dict[tuple[int, int], _Playing] = {}
         self.running, self.heap = {}, []  # by key; (last step, ticket, sequence)
@@ -303,15 +316,16 @@ def _queue(g: PlayedGenerator, requests: Iterable[Request]) -> None:
         g.waiting[request.key] = _Playing(request, _beyond(request, g.script(request)))
 
 
-def _beyond(request: Request, script: Script) -> Script:
-    "The script, or if a partial is as long already (another version writes shorter ones), the partial and one token more."
+def _beyond(request: Request, script: ScriptedResponse) -> ScriptedResponse:
+    """The script, or if a partial is as long already (another version writes shorter ones), the partial and one
+    token more."""
     if request.done < len(script.tokens):
         return script
     tokens, logprobs = (
         np.concatenate([old, new[-1:]])
         for old, new in ((request.partial.tokens, script.tokens), (request.partial.logprobs, script.logprobs))
     )
-    return Script(tokens, logprobs, script.reason)
+    return ScriptedResponse(tokens, logprobs, script.reason)
 
 
 def _fill(g: PlayedGenerator) -> None:
@@ -397,14 +411,16 @@ def _played_stats(g: PlayedGenerator) -> Stats:
 
 # %% ../nbs/03_generator.ipynb #generator-scripted
 class ScriptedGenerator(PlayedGenerator):
-    "Responses from the random stream alone; see `scripted` for mean, tail, vocab and hardship, `PlayedGenerator` for the rest."
+    """Responses from the random stream alone; see `scripted` for mean, tail, vocab and hardship, `PlayedGenerator`
+    for the rest."""
 
     def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0, **slots):
         super().__init__(partial(scripted, mean=mean, tail=tail, vocab=vocab, hardship=hardship), **slots)
 
 
 class PacedGenerator(ScriptedGenerator):
-    "A scripted generator in real time: each call of `step` takes the seconds that `cost(steps, prefill_tokens, decode_tokens)` states. Seconds in `stats` are measured."
+    """A scripted generator in real time: each call of `step` takes the seconds that `cost(steps, prefill_tokens,
+    decode_tokens)` states. Seconds in `stats` are measured."""
 
     def __init__(self, cost: Callable[[int, int, int], float], **script):
         super().__init__(**script)
@@ -445,11 +461,11 @@ def record(path: str | Path, requests: Iterable[Request], results: Iterable[Resu
     return len(done)
 
 # %% ../nbs/03_generator.ipynb #generator-replay
-def read_recordings(path: str | Path) -> dict[str, Script]:
+def read_recordings(path: str | Path) -> dict[str, ScriptedResponse]:
     "The recordings of a file by key; of a key recorded twice the last."
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     return {
-        row["key"]: Script(
+        row["key"]: ScriptedResponse(
             np.array(row["tokens"], np.int32), np.array(row["logprobs"], np.float32), StopReason(row["reason"])
         )
         for row in rows
@@ -462,11 +478,12 @@ class ReplayGenerator(PlayedGenerator):
     def __init__(self, path: str | Path, **slots):
         recordings = read_recordings(path)
 
-        def find(request: Request) -> Script:
+        def find(request: Request) -> ScriptedResponse:
             key = request_hash(request)
             if key not in recordings:
                 raise KeyError(
-                    f"recording {key}: none in {path} for request {request.key}; prompt, sampling, stop tokens or stream differ from those recorded"
+                    f"recording {key}: none in {path} for request {request.key}; prompt, sampling, "
+                    "stop tokens or stream differ from those recorded"
                 )
             return recordings[key]
 
@@ -555,7 +572,8 @@ def check_slots(subject: Subject) -> None:
 
 
 def check_concurrency_change(subject: Subject) -> None:
-    "Lowered, nothing is aborted and no slot above the limit refilled; raised, they fill at once; above the budget it is refused."
+    """Lowered, nothing is aborted and no slot above the limit refilled; raised, they fill at once; above the budget
+    it is refused."""
     generator = subject.make(4)
     generator.submit(subject.requests)
     results = generator.step()
@@ -580,7 +598,8 @@ def check_concurrency_change(subject: Subject) -> None:
 
 # %% ../nbs/03_generator.ipynb #generator-check-abort
 def check_abort(subject: Subject) -> None:
-    "An abort returns what is there, a resumed partial continues as if nothing had happened, an unknown key gives nothing."
+    """An abort returns what is there, a resumed partial continues as if nothing had happened, an unknown key gives
+    nothing."""
     whole = _finished(subject, 4)
     generator = subject.make(4)
     generator.submit(subject.requests)
@@ -615,7 +634,8 @@ def check_abort(subject: Subject) -> None:
 
 # %% ../nbs/03_generator.ipynb #generator-check-load
 def check_load(subject: Subject) -> None:
-    "After a load in flight old tokens keep version and log-probability, new ones carry the new version, and a rebuild is booked as prefill."
+    """After a load in flight old tokens keep version and log-probability, new ones carry the new version, and a
+    rebuild is booked as prefill."""
     whole = _finished(subject, 4)
     for cache in ("keep", "rebuild"):
         generator = subject.make(4)

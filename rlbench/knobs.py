@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['APPLY_POINTS', 'MAX_NUMBER', 'LISTED', 'DEFINITIONS', 'MOST_SOURCE', 'Knob', 'check_value', 'nearest_names',
            'nearest', 'unknown', 'knobs_of', 'Named', 'key_of', 'resolve', 'bind', 'ingredients_of', 'supply',
-           'free_names', 'names_from_module', 'Captured', 'capture', 'parse_captured', 'signature_of', 'FileFunction',
-           'save_function', 'load_function']
+           'free_names', 'names_from_module', 'Captured', 'capture', 'parse_captured', 'redirect_import',
+           'signature_of', 'FileFunction', 'save_function', 'load_function']
 
 # %% ../nbs/02_knobs.ipynb #knobs-imports
 import ast
@@ -39,7 +39,8 @@ MAX_NUMBER = {
 
 @dataclass(frozen=True)
 class Knob:
-    "The annotation of a tunable parameter: inclusive range or choices, unit, help, apply point. `live` False: fixed at the start of a run."
+    """The annotation of a tunable parameter: inclusive range or choices, unit, help, apply point. `live` False:
+    fixed at the start of a run."""
 
     low: float | None = None
     high: float | None = None
@@ -57,7 +58,8 @@ class Knob:
 
 # %% ../nbs/02_knobs.ipynb #knobs-check
 def check_value(field: str, knob: Knob, default, value):
-    "Return `value` in the type of `default` if it satisfies the knob; else raise ValueError naming field, value and remedy."
+    """Return `value` in the type of `default` if it satisfies the knob; else raise ValueError naming field, value
+    and remedy."""
     if knob.choices:
         if value not in knob.choices:
             raise ValueError(
@@ -101,17 +103,20 @@ LISTED = 40  # names that an error lists whole
 
 
 def unknown(field: str, name, known) -> ValueError:
-    "The error for a name that is not known, with the nearest known one and the list; of a long list, the three nearest."
+    """The error for a name that is not known, with the nearest known one and the list; of a long list, the three
+    nearest."""
     names = sorted(map(str, known))
     if len(names) > LISTED:
         return ValueError(
-            f"{field}: unknown name {name!r}{nearest(name, names)} (the nearest of {len(names)}: {', '.join(nearest_names(name, names))})"
+            f"{field}: unknown name {name!r}{nearest(name, names)} (the nearest of {len(names)}: "
+            f"{', '.join(nearest_names(name, names))})"
         )
     return ValueError(f"{field}: unknown name {name!r}{nearest(name, names)} (known: {', '.join(names)})")
 
 # %% ../nbs/02_knobs.ipynb #knobs-of
 def knobs_of(function: Callable) -> dict[str, tuple[Knob, object]]:
-    "The tunable parameters of a function: name -> (knob, default). Parameters without a Knob annotation are arguments, not knobs."
+    """The tunable parameters of a function: name -> (knob, default). Parameters without a Knob annotation are
+    arguments, not knobs."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if isinstance(parameter.annotation, Knob):
@@ -144,11 +149,13 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
     table = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
     if table is None or not isinstance(table.get("name"), str):
         raise ValueError(
-            f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = {next(iter(functions))!r}}}"
+            f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = "
+            f"{next(iter(functions))!r}}}"
         )
     if not isinstance(table.get("source", ""), str):
         raise ValueError(
-            f"{field}.source: {table['source']!r:.200} is no path; give that of a Python file as text, or leave source out"
+            f"{field}.source: {table['source']!r:.200} is no path; give that of a Python file as "
+            "text, or leave source out"
         )
     key, name, source = key_of(table), table.pop("name"), table.pop("source", "")
     if key not in functions:
@@ -170,7 +177,8 @@ def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueEr
     if not colon or known not in functions:
         return None
     return ValueError(
-        f"{field}: {name!r} is a name and its knobs in one; write {' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}"
+        f"{field}: {name!r} is a name and its knobs in one; write "
+        f"{' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}"
     )
 
 
@@ -179,19 +187,22 @@ def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> Valu
     found = inspect.signature(function).parameters.get(given)
     if found is not None and found.default is not found.empty and found.default is not None:
         return ValueError(
-            f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as in {given}: Knob(low, high) = a default"
+            f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as "
+            f"in {given}: Knob(low, high) = a default"
         )
     return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
 
 
 def bind(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
-    "The function of a `Named`, or of a table that was resolved before, with its parameters bound; positional arguments are left to the caller."
+    """The function of a `Named`, or of a table that was resolved before, with its parameters bound; positional
+    arguments are left to the caller."""
     table = named.table() if isinstance(named, Named) else named
     return partial(functions[key_of(table)], **{k: v for k, v in table.items() if k not in ("name", "source")})
 
 # %% ../nbs/02_knobs.ipynb #knobs-ingredients
 def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
-    "Names of the parameters after the first `given` that carry no Knob, in order; True where the function cannot do without."
+    """Names of the parameters after the first `given` that carry no Knob, in order; True where the function cannot
+    do without."""
     plain = [
         p
         for p in inspect.signature(function).parameters.values()
@@ -201,12 +212,14 @@ def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
 
 
 def supply(function: Callable, *args, **there):
-    "Call `function` with `args` and, of what is `there`, with what its signature names. ValueError naming an ingredient that is missing or None and has no default."
+    """Call `function` with `args` and, of what is `there`, with what its signature names. ValueError naming an
+    ingredient that is missing or None and has no default."""
     asked = ingredients_of(function, len(args))
     for name, needed in asked.items():
         if needed and there.get(name) is None:
             raise ValueError(
-                f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: needs {name!r}, which this run does not have"
+                f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: "
+                f"needs {name!r}, which this run does not have"
             )
     return function(*args, **{name: there[name] for name in asked if there.get(name) is not None})
 
@@ -228,7 +241,8 @@ def free_names(source: str) -> list[str]:
 
 
 def names_from_module(table: symtable.SymbolTable) -> set[str]:
-    "Names that a piece of code and everything inside it look up in their module; a method hides no function of its name."
+    """Names that a piece of code and everything inside it look up in their module; a method hides no function of its
+    name."""
     own = {
         s.get_name()
         for s in table.get_symbols()
@@ -262,7 +276,8 @@ def _source(function: Callable) -> str:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
         raise ValueError(
-            f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write it in a notebook cell or a file"
+            f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write "
+            "it in a notebook cell or a file"
         ) from None
     try:
         node = ast.parse(text).body[0]
@@ -270,7 +285,8 @@ def _source(function: Callable) -> str:
         node = None
     if isinstance(node, ast.ClassDef):
         raise ValueError(
-            f"{node.name}: a class does not travel by itself; put it into a function that makes one: def make(): class {node.name}: ...; return {node.name}()"
+            f"{node.name}: a class does not travel by itself; put it into a function that makes one: "
+            f"def make(): class {node.name}: ...; return {node.name}()"
         )
     if not isinstance(node, DEFINITIONS):
         raise ValueError(
@@ -297,7 +313,8 @@ class Captured:
 
 
 def capture(function: Callable) -> Captured:
-    "The function as importable source, with the functions and constants it needs before it. Any other free name is refused by name."
+    """The function as importable source, with the functions and constants it needs before it. Any other free name is
+    refused by name."""
     if inspect.iscoroutinefunction(function):
         raise ValueError(
             f"{function.__name__}: is written with async def, and a run calls it without await; write def. "
@@ -333,13 +350,17 @@ def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
     if _plain(value):
         return f"{name} = {value!r}"
     raise ValueError(
-        f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain constants, functions and imports"
+        (
+            f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain "
+            "constants, functions and imports"
+        )
         + (", and move the class into the function" if isinstance(value, type) else "")
     )
 
 # %% ../nbs/02_knobs.ipynb #knobs-signature
 def parse_captured(source: str) -> ast.Module:
-    "The syntax tree of a captured source; imports of modules and names of rlbench that have moved since lead to their new place."
+    """The syntax tree of a captured source; imports of modules and names of rlbench that have moved or were renamed
+    since lead to their new place."""
     tree = ast.parse(source)
     if "rlbench" in source:
         moved = tomllib.loads((files("rlbench.data") / "moved_modules.toml").read_text(encoding="utf-8"))
@@ -348,10 +369,20 @@ def parse_captured(source: str) -> ast.Module:
                 for alias in node.names:
                     alias.name = moved["modules"].get(alias.name, alias.name)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                homes = {moved["names"].get(f"{node.module}.{alias.name}") for alias in node.names}
-                new_home = homes.pop() if len(homes) == 1 else None  # capture writes one name a line
-                node.module = new_home or moved["modules"].get(node.module, node.module)
+                redirect_import(node, moved)
     return tree
+
+
+def redirect_import(node: ast.ImportFrom, moved: Mapping[str, Mapping[str, str]]) -> None:
+    "Let an import of names lead to where they stand now. A capture writes one name a line, so all have one home."
+    old = node.module
+    homes = {moved["names"].get(f"{old}.{alias.name}") for alias in node.names}
+    new_home = homes.pop() if len(homes) == 1 else None
+    node.module = new_home or moved["modules"].get(old, old)
+    for alias in node.names:
+        if new_name := moved["renamed"].get(f"{old}.{alias.name}"):
+            alias.asname = alias.asname or alias.name
+            alias.name = new_name
 
 
 def signature_of(source: str, name: str) -> inspect.Signature:
@@ -387,7 +418,8 @@ def _bound(node: ast.stmt) -> set[str]:
 
 # %% ../nbs/02_knobs.ipynb #knobs-file
 class FileFunction:
-    "A captured function. Its signature is known at once; its module is executed by `load`, at the latest when it is first called."
+    """A captured function. Its signature is known at once; its module is executed by `load`, at the latest when it
+    is first called."""
 
     def __init__(self, captured: Captured, where: str):
         self.captured, self.where, self._function = captured, where, None
@@ -409,7 +441,8 @@ class FileFunction:
         return self._function
 
     def warm(self) -> None:
-        "Import what it imports, the lines inside its functions too, before a clock runs. What cannot be imported says so when the function is called."
+        """Import what it imports, the lines inside its functions too, before a clock runs. What cannot be imported
+        says so when the function is called."""
         tree = parse_captured(self.captured.source)
         with suppress(Exception):
             self.load()
@@ -438,7 +471,8 @@ def save_function(captured: Captured, folder: Path) -> str:
 
 
 def load_function(path: Path) -> FileFunction:
-    "The captured function of a file (NAME-HASH.py). The hash is checked before anything of it is executed, so an edited file is refused. ValueError for one that is no captured function."
+    """The captured function of a file (NAME-HASH.py). The hash is checked before anything of it is executed, so an
+    edited file is refused. ValueError for one that is no captured function."""
     try:
         text = read_regular_file(path, MOST_SOURCE).decode("utf-8")
     except ValueError as error:

@@ -6,9 +6,9 @@
 __all__ = ['MOST_KEPT', 'MAX_VERSIONS', 'SCHEMA', 'ROW', 'STEPS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'COMMANDS', 'EVALS', 'EVENTS',
            'EXECUTIONS', 'SANDBOXES', 'VERDICTS', 'TABLES', 'ELSEWHERE', 'StopReason', 'Outcome', 'Fate', 'Task',
            'Sampling', 'SamplingMask', 'pack_masks', 'join_masks', 'Segment', 'prompt_segment', 'observation_segment',
-           'response_segment', 'Rollout', 'said', 'span', 'oldest_writer', 'Staleness', 'staleness', 'Group',
-           'stream_key', 'uniforms', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow', 'Served', 'EvalRow',
-           'CommandRow', 'Column']
+           'response_segment', 'Rollout', 'response_texts', 'version_span', 'oldest_writer', 'Staleness',
+           'staleness_of', 'Group', 'stream_key', 'uniform_numbers', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow',
+           'StepRow', 'Served', 'EvalRow', 'CommandRow', 'Column']
 
 # %% ../nbs/00_records.ipynb #records-imports
 import hashlib
@@ -43,8 +43,8 @@ class Fate(StrEnum):
 
     TRAINED = "trained"
     EVALUATED = "evaluated"
-    FILTERED = "filtered"  # no member of the group had an advantage; as a rule all passed or all failed
-    MASKED = "masked"  # scored, but its group has fewer than two valid members, no token carries weight, or the shaping left it no reward
+    FILTERED = "filtered"  # no rollout of the group had an advantage; as a rule all passed or all failed
+    MASKED = "masked"  # scored, but its group has fewer than two valid rollouts, no token carries weight, or the shaping left it no reward
     STALE = "stale"  # older than the bound when its batch was to be trained, or pushed out of a full queue
     ABORTED = "aborted"  # stopped before it was finished
     SURPLUS = "surplus"  # its group was not needed
@@ -82,7 +82,8 @@ MOST_KEPT = 512  # tokens of a sampling mask; 2 kB a token at worst, and the nex
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    "The tokens that could have been drawn at each of T positions, one position behind the other. Where the count is 0, all could."
+    """The tokens that could have been drawn at each of T positions, one position behind the other. Where the count
+    is 0, all could."""
 
     counts: np.ndarray  # int32 [T]
     ids: np.ndarray  # int32 [sum of the counts]
@@ -109,7 +110,8 @@ def pack_masks(sets: Sequence[np.ndarray]) -> SamplingMask | None:
 
 
 def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> SamplingMask | None:
-    "The mask of several stretches of positions, one behind the other; a stretch without one counts as drawn from the whole vocabulary."
+    """The mask of several stretches of positions, one behind the other; a stretch without one counts as drawn from
+    the whole vocabulary."""
     if all(mask is None for mask in masks):
         return None
     counts = [
@@ -120,7 +122,8 @@ def join_masks(masks: Sequence[SamplingMask | None], lengths: Sequence[int]) -> 
 # %% ../nbs/00_records.ipynb #records-segment
 @dataclass(frozen=True, eq=False)
 class Segment:
-    "A run of tokens of one kind; arrays of one length T. `logprobs` are natural logs under the distribution sampled from."
+    """A run of tokens of one kind; arrays of one length T. `logprobs` are natural logs under the distribution
+    sampled from."""
 
     kind: str  # "prompt", "response" or "observation"
     tokens: np.ndarray  # int32 [T]
@@ -229,17 +232,18 @@ class Rollout:
         found = dict(self.scores)
         if name not in found:
             raise ValueError(
-                f"score: rollout {self.id} has no score {name!r}, it has {', '.join(found) or 'none'}; set `{name}` in the run's configuration"
+                f"score: rollout {self.id} has no score {name!r}, it has "
+                f"{', '.join(found) or 'none'}; set `{name}` in the run's configuration"
             )
         return found[name]
 
 # %% ../nbs/00_records.ipynb #records-turns
-def said(rollout: Rollout) -> list[str]:
+def response_texts(rollout: Rollout) -> list[str]:
     "The text of every response that was not judged yet, in order."
     return [*(s.text for s in rollout.responses[:-1]), rollout.text]
 
 # %% ../nbs/00_records.ipynb #records-span
-def span(rollout: Rollout) -> tuple[int, int] | None:
+def version_span(rollout: Rollout) -> tuple[int, int] | None:
     "Oldest and newest policy version among tokens that carry weight; None if no token does."
     versions = [s.versions[s.trained] for s in rollout.segments if s.versions is not None and s.trained.any()]
     if not versions:
@@ -254,7 +258,8 @@ def oldest_writer(rollout: Rollout) -> int:
 # %% ../nbs/00_records.ipynb #records-staleness
 @dataclass(frozen=True)
 class Staleness:
-    "How far a rollout is behind the weights it is trained on, in versions. `state` is None where no turn met another's writes."
+    """How far a rollout is behind the weights it is trained on, in versions. `state` is None where no turn met
+    another's writes."""
 
     trajectory: int  # since it was dispatched
     token_mean: float  # over the tokens that carry weight
@@ -278,9 +283,9 @@ class Staleness:
         return self.token_max - self.span
 
 
-def staleness(rollout: Rollout, version: int) -> Staleness:
+def staleness_of(rollout: Rollout, version: int) -> Staleness:
     "Staleness when training makes `version` + 1 out of weights of `version`. Raises if no token carries weight."
-    ends, writer = span(rollout), oldest_writer(rollout)
+    ends, writer = version_span(rollout), oldest_writer(rollout)
     if ends is None:
         raise ValueError(f"rollout {rollout.id}: no token carries weight, so it has no staleness")
     mean = np.concatenate([s.versions[s.trained] for s in rollout.segments if s.versions is not None]).mean()
@@ -316,7 +321,7 @@ def stream_key(run: int, task: str, rollout: int, turn: int = 0) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uniforms(keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
+def uniform_numbers(keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     "float64 [R] in [0, 1): the number of each stream at each position (SplitMix64 finaliser over key + position)."
     z = np.asarray(keys_R, np.uint64) + (np.asarray(positions_R, np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
@@ -354,7 +359,8 @@ class TrainMetrics:
 
 @dataclass(frozen=True)
 class Meter:
-    "How one actor has spent its time so far, in seconds, with the tokens it has handled; `units`: of its computing, decode steps of a generator and verdicts of an environment."
+    """How one actor has spent its time so far, in seconds, with the tokens it has handled; `units`: of its
+    computing, decode steps of a generator and verdicts of an environment."""
 
     compute: float = 0.0
     wait: float = 0.0
@@ -381,7 +387,8 @@ class Meter:
 # %% ../nbs/00_records.ipynb #records-rows
 @dataclass(frozen=True)
 class RolloutRow:
-    "The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them `kept_seconds`."
+    """The end of a (rollout, attempt); its first `kept` turns live on in the attempt `heir`, and with them
+    `kept_seconds`."""
 
     rollout: int
     attempt: int

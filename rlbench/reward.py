@@ -37,7 +37,8 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(response: str) -> str:
-    "The content of the last \\boxed{...}, else the line after the last '####', else the text after the last ':', else all of it; stripped."
+    """The content of the last \\boxed{...}, else the line after the last '####', else the text after the last ':',
+    else all of it; stripped."""
     box = boxed(response)
     if box is not None:
         return box
@@ -63,7 +64,8 @@ def plain_numbers(text: str) -> tuple[str, list[re.Match]]:
 
 
 def last_number(text: str) -> Fraction | None:
-    "The value of the last number written in `text` (integer, decimal, fraction, thousands separators), None if there is none."
+    """The value of the last number written in `text` (integer, decimal, fraction, thousands separators), None if
+    there is none."""
     text, found = plain_numbers(text)
     if not found or len(found[-1][0]) > 1000:  # nobody's answer; a policy that repeats a digit writes such things
         return None
@@ -149,7 +151,10 @@ def formula_excess(text: str) -> str:
         while tokens:
             _sum_size(tokens, 0)
     except (_Excess, OverflowError) as excess:
-        return f"the final answer holds {excess if isinstance(excess, _Excess) else f'a number of more than {MOST_DIGITS:,} digits'}"
+        return (
+            "the final answer holds "
+            f"{excess if isinstance(excess, _Excess) else f'a number of more than {MOST_DIGITS:,} digits'}"
+        )
     return ""
 
 # %% ../nbs/04_reward.ipynb #reward-size-terms
@@ -157,7 +162,10 @@ def _sum_size(tokens: list[str], depth: int) -> float:
     "Of terms up to a closing bracket: the largest of them, each the product of its factors."
     if depth > MOST_DEPTH:
         raise _Excess(f"more than {MOST_DEPTH} brackets in each other")
-    largest, term, count, chooses = 0.0, 0.0, 1, False
+    largest = 0.0
+    term = 0.0
+    count = 1
+    chooses = False
     while tokens and tokens[-1] not in _CLOSE:
         chooses = chooses or tokens[-1] in _BETWEEN
         if tokens[-1] in _APART or tokens[-1] in _BETWEEN:
@@ -244,7 +252,8 @@ def _formulas(text: str) -> list:
 
 
 def math(response: str, answer: str) -> bool:
-    "The final answer is mathematically the answer, by math-verify; False for one that is too large to be evaluated. Raises ValueError if the task's answer cannot be parsed."
+    """The final answer is mathematically the answer, by math-verify; False for one that is too large to be
+    evaluated. Raises ValueError if the task's answer cannot be parsed."""
     from math_verify import verify
 
     right = _formulas(answer)
@@ -263,7 +272,8 @@ _MARKED = re.compile(r"####(?P<line>[^\n]*)|\\boxed\{")
 
 
 def marked_answer(response: str) -> str | None:
-    "What the last mark with a number in it holds: the rest of a #### line, or a \\boxed{...}. None without such a mark."
+    """What the last mark with a number in it holds: the rest of a #### line, or a \\boxed{...}. None without such a
+    mark."""
     end = len(response)
     for mark in reversed(list(_MARKED.finditer(response))):
         upto, end = response[mark.start() : end], mark.start()
@@ -341,7 +351,8 @@ def soft_overlong(
 
 # %% ../nbs/04_reward.ipynb #reward-format
 def has_form(response: str, pattern: str = "") -> bool:
-    "Whether the whole response matches the regular expression; without one, whether it is a working and a marked answer. Raises re.error for a broken pattern."
+    """Whether the whole response matches the regular expression; without one, whether it is a working and a marked
+    answer. Raises re.error for a broken pattern."""
     if pattern:
         return re.fullmatch(pattern, response, re.DOTALL) is not None
     marks = list(re.finditer(r"####|\\boxed\{|:", response))
@@ -402,9 +413,10 @@ def _finite(value) -> float | None:
     except OverflowError:  # an int beyond all floats
         return None
 
-
+# %% ../nbs/04_reward.ipynb #reward-checked-two
 def checked_reward(value, function_name: str, characters: int | None = None) -> Checked:
-    "Turn what a reward function returned into a `Checked`: finite numbers and bools, alone, with named parts or with steps, are rewards. `characters`: of the response, if that is one."
+    """Turn what a reward function returned into a `Checked`: finite numbers and bools, alone, with named parts or
+    with steps, are rewards. `characters`: of the response, if that is one."""
     paired = (
         isinstance(value, tuple)
         and len(value) in (2, 3)
@@ -431,7 +443,10 @@ def checked_reward(value, function_name: str, characters: int | None = None) -> 
                 None,
                 (),
                 Outcome.INVALID_REWARD,
-                f"reward {function_name}: step {_show(step)}; return (characters of the response{where} so far, a finite number) for each",
+                (
+                    f"reward {function_name}: step {_show(step)}; return (characters of the "
+                    f"response{where} so far, a finite number) for each"
+                ),
             )
     return Checked(
         _finite(total),

@@ -30,7 +30,8 @@ KINDS = {
 
 
 def read_regular_file(path: str | Path, most_bytes: int, owners: tuple[int, ...] = ()) -> bytes:
-    "The content of a plain file of at most `most_bytes`, which belongs to one of `owners` (user ids) if any are named. Raises ValueError that says what is there instead, OSError."
+    """The content of a plain file of at most `most_bytes`, which belongs to one of `owners` (user ids) if any are
+    named. Raises ValueError that says what is there instead, OSError."""
     _check_plain(path, os.lstat(path), most_bytes, owners)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -90,7 +91,8 @@ IN_ADDRESS = re.compile(
 
 
 def hide_secrets(value: object, name: str = "") -> object:
-    "Settings as they may be shown to others: tables and lists with the secrets in them left out; `$NAME` of a variable stays. `name`: that of the value itself."
+    """Settings as they may be shown to others: tables and lists with the secrets in them left out; `$NAME` of a
+    variable stays. `name`: that of the value itself."""
     if isinstance(value, Mapping):
         return {key: hide_secrets(part, str(key)) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,6 @@
 """What all tests share: one compute thread, a place to work, and child processes that never outlive a test."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers
 
 from rlbench.base.neighbours import live_runs
 from rlbench.models.hardware import cpu_flags
-from rlbench.sandbox.sweep import kill_all
+from rlbench.sandbox.pool_folder import kill_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"tests whose names change from process to process, name their parameters: {adrift[0]}")
     items.sort(key=lambda item: NOTEBOOK in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    "What is imported by now stays: no later garbage collection looks at it, and no fork copies it."
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):

@@ -25,23 +25,21 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 from inline import check_books
 from pydantic import BaseModel
 
-from rlbench.base.ledger import create_run_folder, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
 from rlbench.environments.code_datasets import CODE_SETS
 from rlbench.knobs import Knob, key_of, knobs_of
-from rlbench.loop.config import (
-    FUNCTIONS,
-    ConfigError,
-    EvalConfig,
-    RunConfig,
-    make_config,
-    read_config,
-    to_toml,
-    with_knob,
-)
-from rlbench.loop.loop import FINISHED, UNFINISHED, VERBS, step
+from rlbench.loop.config import RunConfig, make_config, with_knob
+from rlbench.loop.config_files import read_config, to_toml
+from rlbench.loop.config_tables import FUNCTIONS, ConfigError, EvalConfig
+from rlbench.loop.ending import FINISHED
+from rlbench.loop.journal import VERBS
+from rlbench.loop.loop import step
 from rlbench.loop.queue import capacity
-from rlbench.loop.state import generators, live_groups
-from rlbench.runtime.driver import CARRY, Driver, commands, drive, log, make_pools
+from rlbench.loop.state import count_live_groups, generators_up
+from rlbench.loop.stragglers import UNFINISHED
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.prompts import make_pools
 
 EVENTS = 1500  # after which a run is asked to stop
 PATIENCE = 6000  # events after that in which it has to have ended
@@ -418,9 +416,9 @@ class Fuzzed(Driver):
         super().flush()
         if self.state.phase in FINISHED:
             return
-        self.looked = math.inf  # commands come from here alone, so that a case is the same each time
+        self.commands.looked_at = math.inf  # commands come from here alone, so that a case is the same each time
         self.check()
-        resting = self.state.paused and self.quiet
+        resting = self.state.commands.is_paused and self.quiet
         if self.state.seq > EVENTS and not self.asked_to_stop:
             self.asked_to_stop, self.told = True, [(0, say("stop", None, 0)), *self.told]
         elif resting and not self.told:
@@ -439,20 +437,19 @@ class Fuzzed(Driver):
             return
         self.said += 1
         (self.folder / "commands" / f"{self.said:06d}.json").write_bytes(text)
-        for event in commands(self):
-            log(self, event)
+        for event in self.commands.read_folder():
+            self.note_happened(event)
             for action in step(self.state, replace(event, at=self.clock.now())):
-                log(self, action)
-                CARRY[type(action)](self, action)
+                self.carry(action)
 
     def is_unwritten(self, group) -> bool:
         "True for a group of which a rollout waits for a generator, or is with one."
-        return any(self.state.members[i].status in UNFINISHED for i in group.members)
+        return any(self.state.rollouts[i].status in UNFINISHED for i in group.rollouts)
 
     def most_unwritten(self) -> int:
         "Groups that may have rollouts still to be written, where the queue drops the oldest: each generator may be given what it runs and an eighth more, as much again may wait for it, and the last group may go beyond."
         c = self.state.config
-        running = [min(a.slots, c.concurrency) for a in generators(self.state).values()]
+        running = [min(a.slots, c.concurrency) for a in generators_up(self.state).values()]
         return 2 * sum(n + max(2, n // 8) for n in running) + 1
 
     def check(self) -> None:
@@ -470,25 +467,25 @@ class Fuzzed(Driver):
             "staleness": max(m.get("staleness", 0), c.staleness),
         }
         if c.backlog == "hold":
-            hold(live_groups(s) <= m["live"], f"{live_groups(s)} groups are alive, and {m['live']} may be")
-        unwritten = [g for g in s.groups.values() if not g.eval and g.doom is None and self.is_unwritten(g)]
+            hold(count_live_groups(s) <= m["live"], f"{count_live_groups(s)} groups are alive, and {m['live']} may be")
+        unwritten = [g for g in s.groups.values() if not g.eval and g.discarded is None and self.is_unwritten(g)]
         hold(
             len(unwritten) <= max(m["live"], m["unwritten"]),
             f"{len(unwritten)} groups have rollouts still to be written, and {m['unwritten']} may",
         )
         hold(
-            c.backlog != "drop_oldest" or len(s.queue) <= m["queue"],
-            f"{len(s.queue)} groups wait, and {m['queue']} may",
+            c.backlog != "drop_oldest" or len(s.training.queue) <= m["queue"],
+            f"{len(s.training.queue)} groups wait, and {m['queue']} may",
         )
         hold(
-            all(r.running <= m["running"] for r in self.memory.running.values()),
+            all(r.running <= m["running"] for r in self.meters.generators.values()),
             f"more than {m['running']} sequences run",
         )
-        if s.training and tuple(s.training) != self.batch:
-            members = [s.members[i] for g in s.training for i in s.groups[g].members]
+        if s.training.batch and tuple(s.training.batch) != self.batch:
+            members = [s.rollouts[i] for g in s.training.batch for i in s.groups[g].rollouts]
             hold(
-                len(s.training) == c.batch_groups == len(set(s.training)),
-                f"a batch of {len(s.training)} groups in place of {c.batch_groups}",
+                len(s.training.batch) == c.batch_groups == len(set(s.training.batch)),
+                f"a batch of {len(s.training.batch)} groups in place of {c.batch_groups}",
             )
             for member in members:
                 if member.reward is not None and not member.masked and not member.unrewarded:
@@ -496,7 +493,7 @@ class Fuzzed(Driver):
                         0 <= s.version - member.oldest <= c.staleness,
                         f"a rollout {s.version - member.oldest} versions old is trained, the bound is {c.staleness}",
                     )
-        self.batch = tuple(s.training)
+        self.batch = tuple(s.training.batch)
 
 
 def safe(config: RunConfig, text: bytes) -> bool:
@@ -531,7 +528,7 @@ def run_case(case: Case, root: Path) -> str:
     try:
         drive(driver)
     except (ValueError, OSError) as error:
-        if driver.state.dispatched or isinstance(error, UnicodeError):
+        if driver.state.dispatch.attempts or isinstance(error, UnicodeError):
             raise
         check_refusal(str(error))
         return "refused by an actor"

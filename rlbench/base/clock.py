@@ -6,6 +6,15 @@
 __all__ = ['Handle', 'RealClock', 'VirtualClock']
 
 # %% ../../nbs/base/02_clock.ipynb #clock-imports
+# Where the next event comes from: pipes in real time, a heap on the virtual clock.
+#
+# What always holds:
+#   * `wait` returns events and the time at which they happened; an empty list is a tick.
+#   * The real clock blocks until a pipe is readable or the time-out passes.
+#   * The virtual clock never blocks: it goes to the earliest due time, ties in the order of the handles.
+#   * On the virtual clock a run repeats exactly.
+#
+# This module does not know what events mean, and starts no actor.
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait as wait_connections

@@ -15,10 +15,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ..base.ledger import create_run_folder, read_json, read_table, write_json
-from ..loop.config import load_config, make_config, to_toml
+from ..base.ledger_reading import read_table
+from ..base.run_files import create_run_folder, read_json, write_json
+from ..loop.config import make_config
+from ..loop.config_files import load_config, to_toml
 from ..models.hardware import machine
-from ..runtime.driver import Driver, drive, make_pools
+from ..runtime.driver import Driver, drive
+from ..runtime.prompts import make_pools
 from ..workbench.handle import ending, free_name, run
 
 # %% ../../nbs/bench/05_balance.ipynb #bench-balance-cases
@@ -225,7 +228,9 @@ def bench_pairs(start: str, pairs: int, folder: Path, seconds: float, say: Calla
             told = read_json(path)
             found.append(Timed(**{**told, "moves": tuple(told["moves"])}))
             say(
-                f"{start}, pair {pair + 1}, {mode}: {found[-1].rate:.0f} rollouts a minute, trainer waits {found[-1].wait:.0%}, concurrency {found[-1].settings['concurrency']} at the end"
+                f"{start}, pair {pair + 1}, {mode}: {found[-1].rate:.0f} rollouts a minute, trainer "
+                f"waits {found[-1].wait:.0%}, concurrency {found[-1].settings['concurrency']} at the "
+                "end"
             )
     return found
 
@@ -253,7 +258,10 @@ class BalanceBench:
     def __str__(self) -> str:
         lines = [
             *map(str, self.cases),
-            f"worst gap {self.worst_wait_gap:+.3f}, {self.worst_wait_gap_whole:+.3f} over whole runs; lag {self.worst_lag:.2f} of {LAG:g} at most",
+            (
+                f"worst gap {self.worst_wait_gap:+.3f}, {self.worst_wait_gap_whole:+.3f} over whole runs; "
+                f"lag {self.worst_lag:.2f} of {LAG:g} at most"
+            ),
         ]
         for name, told in (("a bad start", self.bad_start_ratio), ("a balanced one", self.balanced_ratio)):
             lines += [f"from {name}: {told:.2f} times the trained rollouts a minute"] if told else []
@@ -266,7 +274,8 @@ def bench_balance(
     seconds: float = 45.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> BalanceBench:
-    "Both measurements; `pairs` 0 leaves the real runs out. Finished pieces are kept in `folder`. ValueError for fewer than 0 pairs or less than 5 s."
+    """Both measurements; `pairs` 0 leaves the real runs out. Finished pieces are kept in `folder`. ValueError for
+    fewer than 0 pairs or less than 5 s."""
     if pairs < 0 or seconds < 5:
         raise ValueError(f"pairs: {pairs}, seconds: {seconds:g}; give 0 or more pairs of at least 5 s")
     folder = Path(folder)

@@ -65,7 +65,10 @@ def until(condition: Callable, seconds: float = SLOW, every: float = 0.1, page: 
     while not (value := condition()):
         if time.monotonic() > limit:
             raise TimeoutError(f"browser: not within {seconds:g} s: {condition}")
-        page.wait_for_timeout(1000 * every) if page else time.sleep(every)
+        if page:
+            page.wait_for_timeout(1000 * every)
+        else:
+            time.sleep(every)
     return value
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-notebook
@@ -86,7 +89,8 @@ SETTINGS = {"notification": {"fetchNews": "false", "checkForUpdates": False}, "t
 
 
 def settle(state: Path) -> dict[str, str]:
-    "JupyterLab's settings in a folder of its own: no toasts, light or dark as the browser wishes. Returns the environment that points there."
+    """JupyterLab's settings in a folder of its own: no toasts, light or dark as the browser wishes. Returns the
+    environment that points there."""
     place = state / "settings" / "@jupyterlab" / "apputils-extension"
     place.mkdir(parents=True, exist_ok=True)
     for name, values in SETTINGS.items():
@@ -103,7 +107,8 @@ def settle(state: Path) -> dict[str, str]:
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-lab
 class Lab:
-    "A JupyterLab server on `folder/nbs`, and a Chromium. `command(arguments)`: how it is started. Raises ValueError for what is missing, RuntimeError if the server ends."
+    """A JupyterLab server on `folder/nbs`, and a Chromium. `command(arguments)`: how it is started. Raises
+    ValueError for what is missing, RuntimeError if the server ends."""
 
     def __init__(
         self,
@@ -229,7 +234,8 @@ def unrun(page: "Page") -> int:
 
 
 def run_all(page: "Page", clicks: int = 5) -> None:
-    "Run all cells, clicking again if a click came too early. Returns when all have been asked for; TimeoutError if they were not."
+    """Run all cells, clicking again if a click came too early. Returns when all have been asked for; TimeoutError if
+    they were not."""
     idle(page)
     for _ in range(clicks):
         menu(page, "Run", "runmenu:run-all")
@@ -286,7 +292,8 @@ def restart_kernel(page: "Page") -> None:
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-drag
 def drag(page: "Page", handle: "Locator", to: float, while_held: Callable[[], None] | None = None) -> float:
-    """Drag the handle of a slider to a share of its track with the mouse; the moment before its release, seconds since 1970.
+    """Drag the handle of a slider to a share of its track with the mouse; the moment before its release, seconds since
+    1970.
     `while_held` is called when the handle is there and the mouse button still down."""
     handle.scroll_into_view_if_needed()
     track = handle.locator("xpath=ancestor::*[contains(@class,'noUi-target')]").bounding_box()

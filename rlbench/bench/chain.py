@@ -20,17 +20,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.charts import Chart, Line, to_svg
-from ..base.ledger import ENDED, read_json, write_json
+from ..base.chart_parts import Line
+from ..base.charts import Chart, to_svg
+from ..base.run_files import read_json, write_json
+from ..base.status import ENDED
 from ..engines.torch import TorchGenerator, settle_cpu
 from ..environments.step_verifier import agrees, share_right, steps_of
 from ..environments.tasks import arithmetic
 from ..models.hardware import machine
 from ..models.model import load_policy
 from ..records import Group, StopReason
-from ..studies.delay import respond, solve_rate
+from ..training.one_page import mean_solve_rate, write_groups
 from ..training.reward_model import save_reward_model, train_reward_model, verifier_pairs
-from ..training.sft import FitSettings, Judged, rejection, tune
+from ..training.sft import FitSettings, JudgedResponse, rejection, tune_policy
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 if TYPE_CHECKING:
@@ -42,7 +44,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Course:
-    "One run, a number per examined version: solve rate, mean score (none without a reward model), share whose answer follows from the working, share of the working that is right, length, tokens written for training until then, KL from the start in nats per token (none without a reference), share of (right, wrong) pairs of responses in which the right one scores higher (none without a reward model, or if all are right)."
+    """One run, a number per examined version: solve rate, mean score (none without a reward model), share whose
+    answer follows from the working, share of the working that is right, length, tokens written for training until
+    then, KL from the start in nats per token (none without a reference), share of (right, wrong) pairs of responses
+    in which the right one scores higher (none without a reward model, or if all are right)."""
 
     arm: str
     seed: int
@@ -73,7 +78,11 @@ class Course:
 
     def __str__(self) -> str:
         proxy = "" if self.proxy[-1] is None else f", proxy {self.proxy[0]:+.2f} to {self.proxy[-1]:+.2f}"
-        return f"{self.arm}, seed {self.seed}: solve rate {self.true[0]:.3f}, at best {self.true[self.peak]:.3f} at version {self.versions[self.peak]}, in the end {self.true[-1]:.3f}{proxy}"
+        return (
+            f"{self.arm}, seed {self.seed}: solve rate {self.true[0]:.3f}, at best "
+            f"{self.true[self.peak]:.3f} at version {self.versions[self.peak]}, in the end "
+            f"{self.true[-1]:.3f}{proxy}"
+        )
 
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-course-of
 def mean(values) -> float:
@@ -134,7 +143,8 @@ def load_course(table: Mapping) -> Course:
 # %% ../../nbs/bench/18_chain.ipynb #bench-chain-arm
 @dataclass(frozen=True)
 class Length:
-    "How long the runs are: versions, versions between two examinations, rollouts of a batch and of a group, held-out tasks."
+    """How long the runs are: versions, versions between two examinations, rollouts of a batch and of a group,
+    held-out tasks."""
 
     versions: int = 40
     every: int = 5
@@ -194,13 +204,13 @@ def run_of(folder: Path, arm: str, knobs: Mapping[str, object], seed: int) -> Ru
 def write(policy: "Policy", tasks: Sequence, k: int, stream: int, max_tokens: int = 64) -> list[Group]:
     "k judged responses of a policy to each task, at temperature 1."
     generator = TorchGenerator(policy.model, max_length=32 + max_tokens, slots=128)
-    return respond(policy, generator, tasks, k, stream, max_tokens)
+    return write_groups(policy, generator, tasks, k, stream, max_tokens)
 
 
-def judged(groups: Sequence[Group]) -> list[Judged]:
+def judged(groups: Sequence[Group]) -> list[JudgedResponse]:
     "As pairs and rejection sampling want them."
     return [
-        Judged(
+        JudgedResponse(
             g.task.prompt,
             r.text,
             bool(r.correct),
@@ -228,7 +238,9 @@ def exploitable(folder: Path, pairs: int, tasks: int, say: Say) -> tuple[Path, d
         save_reward_model(model, place, result)
     told = read_json(place / "reward_model.json")
     say(
-        f"reward model: {told['fit']['trained_on']} pairs, accuracy {told['held_out']['accuracy']:.3f} and ECE {told['held_out']['ece']:.3f} on {told['held_out']['pairs']} held-out pairs"
+        f"reward model: {told['fit']['trained_on']} pairs, accuracy "
+        f"{told['held_out']['accuracy']:.3f} and ECE {told['held_out']['ece']:.3f} on "
+        f"{told['held_out']['pairs']} held-out pairs"
     )
     return place.resolve(), told
 
@@ -261,7 +273,10 @@ class OverBench:
         trust = self.reward["held_out"]
         return "\n".join(
             [
-                f"reward model: accuracy {trust['accuracy']:.3f}, ECE {trust['ece']:.3f} on {trust['pairs']} held-out pairs",
+                (
+                    f"reward model: accuracy {trust['accuracy']:.3f}, ECE {trust['ece']:.3f} on "
+                    f"{trust['pairs']} held-out pairs"
+                ),
                 *lines,
                 self.figure,
             ]
@@ -277,7 +292,8 @@ def bench_chain(
     weights: Sequence[float] = KL_WEIGHTS,
     say: Say = lambda line: None,
 ) -> OverBench:
-    "Pairs, reward model, RL against it with every weight of the divergence and against the verifier; pieces are kept in `folder`, the figure beside them. ValueError for too few pairs or no seeds."
+    """Pairs, reward model, RL against it with every weight of the divergence and against the verifier; pieces are
+    kept in `folder`, the figure beside them. ValueError for too few pairs or no seeds."""
     if seeds < 1 or pairs < 10 or not weights:
         raise ValueError(
             f"seeds: {seeds}, pairs: {pairs}, weights: {list(weights)}; give at least 1 seed, 10 pairs and one weight"
@@ -371,7 +387,7 @@ def examined(arm: str, seed: int, version: int, tokens: int, policy: "Policy", e
         arm,
         seed,
         (version,),
-        (round(solve_rate(groups), 5),),
+        (round(mean_solve_rate(groups), 5),),
         (None,),
         (mean(_follows(*two) for two in texts),),
         (mean(_right(*two) for two in texts),),
@@ -416,7 +432,8 @@ def tokens_of(groups: Sequence[Group]) -> int:
 
 
 def from_samples(teacher: Path, budgets: Sequence[int], seed: int, exam: int) -> Course:
-    "The start policy fine-tuned on all that the teacher writes within each budget of tokens; the first point is the start policy."
+    """The start policy fine-tuned on all that the teacher writes within each budget of tokens; the first point is
+    the start policy."""
     settle_cpu()
     groups, points = (
         written_until(load_policy(str(teacher)), max(budgets), seed),
@@ -425,7 +442,7 @@ def from_samples(teacher: Path, budgets: Sequence[int], seed: int, exam: int) ->
     for place, budget in enumerate(sorted(budgets), 1):
         part = [g for i, g in enumerate(groups) if i == 0 or tokens_of(groups[: i + 1]) <= budget]
         policy = load_policy("tiny")
-        tune(
+        tune_policy(
             policy,
             [d for j in [judged(part)] for d in rejection([replace(each, correct=True) for each in j])],
             FitSettings(epochs=3, held_out=0.1),
@@ -435,15 +452,19 @@ def from_samples(teacher: Path, budgets: Sequence[int], seed: int, exam: int) ->
 
 
 def by_rejection(rounds: int, budget: int, seed: int, exam: int) -> Course:
-    "Rounds of rejection sampling within a budget of tokens: write, keep what is right, fine-tune on it, go on from there."
+    """Rounds of rejection sampling within a budget of tokens: write, keep what is right, fine-tune on it, go on from
+    there."""
     settle_cpu()
-    policy, pool, spent, used = load_policy("tiny"), arithmetic(seed=seed), 0, 0
+    policy = load_policy("tiny")
+    pool = arithmetic(seed=seed)
+    spent = 0
+    used = 0
     points = [examined("rejection sampling", seed, 0, 0, policy, exam)]
     for place in range(1, rounds + 1):
         groups = []
         while spent + tokens_of(groups) < budget * place / rounds and used + 16 <= len(pool):
             groups, used = groups + write(policy, pool[used : used + 16], 4, 900 * place + seed), used + 16
-        tune(policy, rejection(judged(groups)), FitSettings(epochs=2, held_out=0.1))
+        tune_policy(policy, rejection(judged(groups)), FitSettings(epochs=2, held_out=0.1))
         spent += tokens_of(groups)
         points.append(examined("rejection sampling", seed, place, spent, policy, exam))
     return joined(points)
@@ -471,7 +492,8 @@ def bench_distill(
     rounds: int = 4,
     say: Say = lambda line: None,
 ) -> DistillBench:
-    "A teacher from RL of `teaching` versions, a student taught on its own responses, fine-tuning on the teacher's, rejection sampling; pieces are kept in `folder`. ValueError for no seeds or rounds."
+    """A teacher from RL of `teaching` versions, a student taught on its own responses, fine-tuning on the teacher's,
+    rejection sampling; pieces are kept in `folder`. ValueError for no seeds or rounds."""
     if seeds < 1 or rounds < 1:
         raise ValueError(f"seeds: {seeds}, rounds: {rounds}; give at least 1 of each")
     folder, found, reached = Path(folder), [], {}
@@ -555,7 +577,10 @@ class ProcessBench:
         return "\n".join(
             [
                 *(
-                    f"{c}; answer follows from the working {c.agree[0]:.3f} to {c.agree[-1]:.3f}, working right {c.working[-1]:.3f}"
+                    (
+                        f"{c}; answer follows from the working {c.agree[0]:.3f} to {c.agree[-1]:.3f}, "
+                        f"working right {c.working[-1]:.3f}"
+                    )
                     for c in self.courses
                 ),
                 *(f"seed {seed}: {knob} = {value} at version {version}" for seed, version, knob, value in self.journal),
@@ -571,7 +596,8 @@ def bench_process(
     arms: Sequence[str] = (),
     say: Say = lambda line: None,
 ) -> ProcessBench:
-    "Rewards for outcome, process and both, and weights that change in the running run; `arms`: some of them, empty for all. Pieces are kept in `folder`. ValueError for no seeds or an unknown arm."
+    """Rewards for outcome, process and both, and weights that change in the running run; `arms`: some of them, empty
+    for all. Pieces are kept in `folder`. ValueError for no seeds or an unknown arm."""
     if seeds < 1 or set(arms) - set(process_arms()):
         raise ValueError(
             f"seeds: {seeds}, arms: {list(arms)}; give at least 1 seed and of the arms {', '.join(process_arms())}"

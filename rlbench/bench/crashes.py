@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from ..base.ledger import ENDED, Follower, read_json, read_table, write_json
+from ..base.ledger_reading import Follower, read_table
+from ..base.run_files import read_json, write_json
+from ..base.status import ENDED
 from ..models.hardware import machine
 from ..workbench.handle import Run, ending, run, wait
 
@@ -83,7 +85,8 @@ VICTIMS = ("run process", "run process", "trainer", "everything")
 
 @dataclass(frozen=True)
 class Kill:
-    "One kill: in which phase it was meant to fall and did, who was killed, the version reached, and the one resumed from."
+    """One kill: in which phase it was meant to fall and did, who was killed, the version reached, and the one
+    resumed from."""
 
     meant: str
     phase: str
@@ -203,7 +206,8 @@ KILLS_A_RUN = 4
 
 @dataclass(frozen=True)
 class Crashed:
-    "A run that was killed and resumed, and what is wrong with it. `equal`: its digest is that of the untouched run; None if it is asynchronous."
+    """A run that was killed and resumed, and what is wrong with it. `equal`: its digest is that of the untouched
+    run; None if it is asynchronous."""
 
     number: int
     placement: str
@@ -238,12 +242,10 @@ def untouched(folder: Path, settings: dict) -> str:
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-run-part-2
 def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings: dict, seed: int = 0) -> Crashed:
     "Start a run, kill it in these phases one after the other and resume it each time, lead it to its end, check."
-    (placement, staleness), r, began, kills = (
-        PLACES[number % len(PLACES)],
-        random.Random(f"{seed} {number}"),
-        time.monotonic(),
-        [],
-    )
+    (placement, staleness) = PLACES[number % len(PLACES)]
+    r = random.Random(f"{seed} {number}")
+    began = time.monotonic()
+    kills = []
     shutil.rmtree(folder / f"run-{number:02d}", ignore_errors=True)
     meant = list(meant)
     with ending(
@@ -276,7 +278,8 @@ def crash(number: int, meant: Iterable[str], folder: Path, digest: str, settings
 # %% ../../nbs/bench/06_crashes.ipynb #bench-crashes-many
 @dataclass(frozen=True)
 class CrashBench:
-    "Kills, and after how many of them all was exact, the books closed and (of the `synchronous` ones) the digest was that of the untouched run; kills by phase and by victim."
+    """Kills, and after how many of them all was exact, the books closed and (of the `synchronous` ones) the digest
+    was that of the untouched run; kills by phase and by victim."""
 
     kills: int
     exact: int

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.ledger import read_json, write_json
+from ..base.run_files import read_json, write_json
 from ..models.hardware import machine
 from ..records import Rollout
-from ..runtime.diagnosis import Course, Diagnosis, Exams, Unused, course_of, diagnose
-from ..runtime.run_reader import View
+from ..runtime.diagnosis import Diagnosis, course_of, diagnose
+from ..runtime.live_view import LiveView
+from ..runtime.signs import Exams, RunHistory, Unused
 from ..workbench.handle import ending, free_name, run, wait
 
 if TYPE_CHECKING:
@@ -92,17 +93,18 @@ HEALTHY: dict[str, dict[str, object]] = {
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-record
 @dataclass(frozen=True)
 class RecordedArm:
-    "A run as it was: its course, when versions and examinations came (seconds), and its alerts as (version, condition)."
+    """A run as it was: its course, when versions and examinations came (seconds), and its alerts as (version,
+    condition)."""
 
     name: str
     seed: int
     state: str
-    course: Course
+    course: RunHistory
     at: np.ndarray
     exams_at: np.ndarray
     alerts: tuple[tuple[int, str], ...]
 
-    def until(self, row: int) -> Course:
+    def until(self, row: int) -> RunHistory:
         "The course as it was known when a row of the steps table was written."
         seen = self.exams_at <= self.at[row]
         exams = self.course.exams
@@ -113,7 +115,7 @@ class RecordedArm:
 
 def record_arm(name: str, seed: int, folder: Path) -> RecordedArm:
     "Read an ended run. RuntimeError if it is still running."
-    seen = View(folder).poll()
+    seen = LiveView(folder).poll()
     if seen.state not in ("finished", "failed"):
         raise RuntimeError(f"run: {folder} is {seen.state}; see its run.log")
     rows = seen.commands.filter(seen.commands["knob"] == "alert") if len(seen.commands) else seen.commands
@@ -157,7 +159,7 @@ def read_arm(told: Mapping) -> RecordedArm:
     exams = Exams(kept["versions"].astype(int), kept["mean"], kept["low"], kept["high"])
     figures = {name: number_array(values) for name, values in told["figures"].items()}
     unused = Unused(**told["unused"]) if told["unused"] else None
-    course = Course(np.array(told["versions"], int), figures, exams, told["settings"], (), unused)
+    course = RunHistory(np.array(told["versions"], int), figures, exams, told["settings"], (), unused)
     alerts = tuple((version, when) for version, when in told["alerts"])
     return RecordedArm(told["name"], told["seed"], told["state"], course, number_array(told["at"]), kept["at"], alerts)
 
@@ -177,7 +179,8 @@ MARGIN = 0.5  # of the width of what is usual
 
 
 def usual_range(healthy: Sequence[RecordedArm], figure: str, version: int) -> tuple[float, float]:
-    "The smallest and the largest value of a figure that healthy runs show around a version, with a margin; NaN without any."
+    """The smallest and the largest value of a figure that healthy runs show around a version, with a margin; NaN
+    without any."""
     near = [arm.course.column(figure)[np.abs(arm.course.versions - version) <= 1] for arm in healthy]
     return _widened(np.concatenate(near) if near else np.zeros(0))
 
@@ -217,8 +220,10 @@ ALARMS = ("collapsing", "stalled")
 
 @dataclass(frozen=True)
 class ArmRow:
-    """What was said of an arm. `cause`: the truth, empty for a healthy one; `sign` and `figure`: its first sign; `named_at`: the version
-    from which on the right cause was said, -1 if it was not; `late`: versions from the sign to the name; `verdicts`: each with the
+    """What was said of an arm. `cause`: the truth, empty for a healthy one; `sign` and `figure`: its first sign;
+    `named_at`: the version
+    from which on the right cause was said, -1 if it was not; `late`: versions from the sign to the name; `verdicts`:
+    each with the
     version at which it was first said; `alarms`: what came up in a healthy run."""
 
     arm: str
@@ -273,7 +278,8 @@ def judge_arm(arm: RecordedArm, cause: str, healthy: Sequence[RecordedArm]) -> A
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-bench
 @dataclass(frozen=True)
 class DiagnosisBench:
-    "`named`: faulty arms whose cause was said; `late_versions`: the latest of them; `false_alarms`: healthy arms with an alarm."
+    """`named`: faulty arms whose cause was said; `late_versions`: the latest of them; `false_alarms`: healthy arms
+    with an alarm."""
 
     named: int
     late_versions: int

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TIMERS', 'Work', 'run_work', 'recorded_work', 'save_work', 'synthetic', 'bench_cases', 'Setting', 'time_generator',
-           'time_torch', 'time_vllm', 'time_generate', 'bench_model', 'Arm', 'settings', 'sample', 'choose',
+           'time_torch', 'time_vllm', 'time_generate', 'bench_model', 'EngineTiming', 'settings', 'sample', 'choose',
            'EngineBench', 'bench_engine']
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-imports
@@ -20,9 +20,11 @@ from typing import Callable
 import numpy as np
 import torch
 
-from ..base.ledger import read_json, read_table, write_json
+from ..base.ledger_reading import read_table
+from ..base.run_files import read_json, write_json
 from ..engines.torch import TorchGenerator, settle_cpu
-from ..engines.vllm import VllmGenerator, vllm_missing
+from ..engines.vllm import VllmGenerator
+from ..engines.vllm_engine import vllm_missing
 from ..generator import Generator, Request, drain
 from ..models.hardware import machine
 from ..records import Sampling
@@ -30,7 +32,8 @@ from ..records import Sampling
 # %% ../../nbs/bench/23_engine.ipynb #bench-work
 @dataclass(frozen=True, eq=False)
 class Work:
-    "Sequences to write, in their order: prompt tokens, group, wanted tokens and policy version at dispatch, int [N] each."
+    """Sequences to write, in their order: prompt tokens, group, wanted tokens and policy version at dispatch, int
+    [N] each."""
 
     prompts: np.ndarray
     groups: np.ndarray
@@ -74,7 +77,8 @@ def run_work(run: str | Path) -> Work:
 
 
 def recorded_work(path: str | Path | None = None) -> Work:
-    "The recorded lengths of a file (four lists: prompts, groups, wanted, dispatched), by default the one that comes with the package."
+    """The recorded lengths of a file (four lists: prompts, groups, wanted, dispatched), by default the one that
+    comes with the package."""
     told = read_json(path or files("rlbench.data") / "measured" / "tiny_lengths.json")
     return Work(*(np.array(told[name], int) for name in ("prompts", "groups", "wanted", "dispatched")))
 
@@ -135,7 +139,8 @@ def time_torch(model, work: Work, setting: Setting) -> tuple[float, float]:
 
 
 def time_vllm(model, work: Work, setting: Setting) -> tuple[float, float]:
-    "CPU and wall seconds for vLLM behind the protocol. A new engine is started outside the clock, and has written a few tokens."
+    """CPU and wall seconds for vLLM behind the protocol. A new engine is started outside the clock, and has written
+    a few tokens."""
     generator = VllmGenerator(model, max_length=work.longest, slots=setting.batch)
     generator.submit([Request((-1, 0), work.prompt(0, model.config.vocab_size), Sampling(max_tokens=2), stream=0)])
     drain(generator)
@@ -211,7 +216,7 @@ def bench_model(path: str | Path | None = None):
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-arms
 @dataclass(frozen=True)
-class Arm:
+class EngineTiming:
     "One timing of one side."
 
     case: str
@@ -232,14 +237,16 @@ class Arm:
 TIMERS = {"torch": time_torch, "vllm": time_vllm, "generate": time_generate}
 
 
-def _arm(folder: Path, side: str, model, case: str, work: Work, setting: Setting, phase: str, repetition: int) -> Arm:
+def _arm(
+    folder: Path, side: str, model, case: str, work: Work, setting: Setting, phase: str, repetition: int
+) -> EngineTiming:
     "Read a finished arm, or time it and write it down."
     path = folder / f"{phase}-{case}-{side}-{setting.batch}-{setting.cache}-{setting.attention}-{repetition}.json"
     if not path.exists():
         seconds = TIMERS[side](model, work, setting)
-        write_json(path, asdict(Arm(case, side, setting, phase, repetition, work.tokens, *seconds)))
+        write_json(path, asdict(EngineTiming(case, side, setting, phase, repetition, work.tokens, *seconds)))
     told = read_json(path)
-    return Arm(**{**told, "setting": Setting(**told["setting"])})
+    return EngineTiming(**{**told, "setting": Setting(**told["setting"])})
 
 # %% ../../nbs/bench/23_engine.ipynb #bench-choose
 def settings(side: str, batches: tuple[int, ...]) -> list[Setting]:
@@ -272,7 +279,8 @@ def choose(folder: Path, side: str, model, case: str, work: Work, batches: tuple
 # %% ../../nbs/bench/23_engine.ipynb #bench-result
 @dataclass(frozen=True)
 class EngineBench:
-    "Tokens a second of rlbench's generator over those of `transformers.generate`, by case, with the arms behind them; `tokens_per_s` by side, on the recorded lengths."
+    """Tokens a second of rlbench's generator over those of `transformers.generate`, by case, with the arms behind
+    them; `tokens_per_s` by side, on the recorded lengths."""
 
     generate_ratio: float
     early_ratio: float
@@ -282,7 +290,7 @@ class EngineBench:
     tokens_per_s: dict[str, float]
     rates: dict[str, dict[str, float]]  # case -> side -> median tokens a second
     chosen: dict[str, dict[str, Setting]]
-    arms: tuple[Arm, ...] = field(repr=False)
+    arms: tuple[EngineTiming, ...] = field(repr=False)
     machine: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -315,7 +323,8 @@ def bench_engine(
     vllm: bool | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> EngineBench:
-    "Compare rlbench's generators with `transformers.generate`; arms are kept in `folder` and a second call goes on from them. `vllm`: whether it takes part; None: if it runs here."
+    """Compare rlbench's generators with `transformers.generate`; arms are kept in `folder` and a second call goes on
+    from them. `vllm`: whether it takes part; None: if it runs here."""
     settle_cpu()
     folder, lm = Path(folder), bench_model(model)
     gc.collect()
@@ -323,7 +332,7 @@ def bench_engine(
     folder.mkdir(parents=True, exist_ok=True)
     recorded = work or (run_work(run) if run is not None else recorded_work())
     sides = ("generate", "torch", *(("vllm",) if vllm or vllm is None and not vllm_missing() else ()))
-    arms: list[Arm] = []
+    arms: list[EngineTiming] = []
     chosen: dict[str, dict[str, Setting]] = {}
     for case, todo in bench_cases(recorded, sequences).items():
         chosen[case] = {side: choose(folder, side, lm, case, todo, batches) for side in sides}

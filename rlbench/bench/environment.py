@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..base.ledger import read_json, read_table, write_json
+from ..base.ledger_reading import read_table
+from ..base.run_files import read_json, write_json
 from ..knobs import Knob
 from ..models.hardware import machine
 from ..workbench.handle import ending, free_name, run, wait
@@ -31,7 +32,8 @@ def late_tool(
         help="true: the same response waits equally long in every run; false: each call draws its own wait", live=False
     ) = True,
 ):
-    "Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the response, or at random."
+    """Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the
+    response, or at random."""
     import asyncio
     import random
     from hashlib import blake2b
@@ -40,7 +42,7 @@ def late_tool(
 
     from rlbench.environments.environment import Done, Observation
 
-    class Late:
+    class LateTool:
         def __init__(self):
             self.turn, self.calls = 0, 0
 
@@ -61,12 +63,13 @@ def late_tool(
             await asyncio.sleep(median * exp(sigma * NormalDist().inv_cdf((drawn + 0.5) / 2**48)))
             return Observation(self.prompt)
 
-    return Late()
+    return LateTool()
 
 # %% ../../nbs/bench/15_environment.ipynb #bench-environment-side
 @dataclass(frozen=True)
 class ToolRun:
-    "One run, over the batches between its beginning and its end. Seconds are by the clock; `idle` and `stalled` are the generator's, `tool_seconds` and `turns` per rollout, `writing` are sequences being decoded at a time."
+    """One run, over the batches between its beginning and its end. Seconds are by the clock; `idle` and `stalled`
+    are the generator's, `tool_seconds` and `turns` per rollout, `writing` are sequences being decoded at a time."""
 
     seconds: float
     idle: float
@@ -82,7 +85,8 @@ class ToolRun:
 
     @property
     def stall_share(self) -> float:
-        "Of the time by the clock, that in which the generator had nothing to do and something was with the environment."
+        """Of the time by the clock, that in which the generator had nothing to do and something was with the
+        environment."""
         return self.stalled / self.seconds
 
     @property
@@ -134,10 +138,11 @@ MEDIAN, SIGMA, TURNS = 0.2, 1.0, 4
 
 TARGET = 0.05
 
-
+# %% ../../nbs/bench/15_environment.ipynb #bench-environment-bench-two
 @dataclass(frozen=True)
 class EnvironmentBench:
-    "With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's time, with latency; `throughput_kept`: tokens per second with it, over those without."
+    """With latency, and without it; `narrow`: with it, at a staleness bound of 2. `stall_share`: of the generator's
+    time, with latency; `throughput_kept`: tokens per second with it, over those without."""
 
     late: ToolRun
     prompt: ToolRun
@@ -151,13 +156,33 @@ class EnvironmentBench:
     def __str__(self) -> str:
         late, prompt, narrow = self.late, self.prompt, self.narrow
         lines = (
-            f"{SETTING['concurrency']} slots, rollouts of {late.turns:.1f} turns and {late.tool_calls:.1f} calls of a tool (lognormal, median {MEDIAN:g} s, sigma {SIGMA:g}); each waited {late.tool_seconds:.2f} s",
-            f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {'yes' if self.stall_share <= TARGET else 'NO'}; without latency {prompt.stall_share:.2%}",
-            f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency {prompt.idle / prompt.seconds:.2%}",
+            (
+                f"{SETTING['concurrency']} slots, rollouts of {late.turns:.1f} turns and "
+                f"{late.tool_calls:.1f} calls of a tool (lognormal, median {MEDIAN:g} s, sigma "
+                f"{SIGMA:g}); each waited {late.tool_seconds:.2f} s"
+            ),
+            (
+                f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: "
+                f"{'yes' if self.stall_share <= TARGET else 'NO'}; without latency "
+                f"{prompt.stall_share:.2%}"
+            ),
+            (
+                f"idle      {late.idle / late.seconds:.2%} for whatever reason; without latency "
+                f"{prompt.idle / prompt.seconds:.2%}"
+            ),
             f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
-            f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept",
-            f"bound 2   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept",
-            f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {late.efficiency:.2f} useful tokens per slot and second",
+            (
+                f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, "
+                f"of which {self.throughput_kept:.0%} are kept"
+            ),
+            (
+                f"bound 2   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, "
+                f"{self.throughput_kept_at_2:.0%} of the tokens per second kept"
+            ),
+            (
+                f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; "
+                f"{late.efficiency:.2f} useful tokens per slot and second"
+            ),
         )
         return "\n".join(lines)
 
@@ -179,7 +204,8 @@ def compared(late: ToolRun, prompt: ToolRun, narrow: ToolRun, where: dict[str, s
 def bench_environment(
     folder: str | Path = "bench-environment", steps: int = 40, say: Callable[[str], None] = lambda line: None
 ) -> EnvironmentBench:
-    "The runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError for a run that fails."
+    """The runs, one after the other; finished ones are kept in `folder`. ValueError for too few steps, RuntimeError
+    for a run that fails."""
     last = SETTING["staleness"] + 1
     if steps < last + 2:
         raise ValueError(

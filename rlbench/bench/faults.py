@@ -18,10 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from ..base.ledger import living, read_json, write_json
-from ..sandbox.sweep import kill_all
+from ..base.run_files import read_json, write_json
+from ..base.status import living_processes
+from ..sandbox.pool_folder import kill_all
 from ..workbench.handle import Run, free_name, run, wait
-from ..workbench.supervisor import unfinished
+from ..workbench.supervisor import attempts_without_fate
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-blow
 TARGETS = ("generator", "trainer", "run process", "environment", "supervisor")
@@ -59,7 +60,7 @@ def leftovers(processes: list[psutil.Process], folder: Path) -> list[str]:
     "Processes and mapped files that are still there once the patience is over."
     limit = time.monotonic() + PATIENCE
     while True:
-        left = [f"process {p.pid} is left" for p in living(processes)]
+        left = [f"process {p.pid} is left" for p in living_processes(processes)]
         left += [f"{path.name} is left" for path in folder.glob("weights*")]
         if not left or time.monotonic() > limit:
             return left
@@ -78,7 +79,7 @@ def book_problems(ended: Run) -> list[str]:
         "status and rollouts differ": counted == booked,
         "dispatched is not the sum of fates": sum(n for n, _ in booked.values()) == status.dispatched,
         "an attempt has two fates": not rows.select("rollout", "try").is_duplicated().any(),
-        "an attempt that was dispatched has no fate": not unfinished(ended.folder),
+        "an attempt that was dispatched has no fate": not attempts_without_fate(ended.folder),
         "steps and rollouts differ on what was trained": steps["trained_rollouts"].sum()
         == (rows["fate"] == "trained").sum(),
         "a step is missing": steps["version"].to_list() == list(range(1, len(steps) + 1)),
@@ -100,7 +101,8 @@ def _until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def fall(struck: Run, target: str, name: str, processes: list[psutil.Process]) -> list[str]:
-    "Send a signal to a process of a live run, and see it go on if it must; a process that is started instead is added to `processes`. Returns what is wrong."
+    """Send a signal to a process of a live run, and see it go on if it must; a process that is started instead is
+    added to `processes`. Returns what is wrong."""
     lost = pid_of(struck, target)
     os.kill(lost, getattr(signal, name))
     if target in GOES_ON:
@@ -133,7 +135,8 @@ MOMENTS = 6.0  # the blow falls within so many seconds after the workers are up
 def strike(
     number: int, target: str, name: str, runs: Path, after: float, first: tuple[tuple[str, str], ...] = (), **settings
 ) -> Blow:
-    "Start a run, strike one of its processes, wait for the end, check the promises. `first`: (target, signal) of blows before it, which the run must outlive."
+    """Start a run, strike one of its processes, wait for the end, check the promises. `first`: (target, signal) of
+    blows before it, which the run must outlive."""
     struck = run("tiny", runs=runs, name=f"{number:02d}-{target.replace(' ', '-')}-{name}", **ENDLESS | settings)
     problems = (
         []
@@ -180,7 +183,7 @@ def _told(number, target, name, after, version, began, struck: Run, processes, p
     )
     problems += leftovers(processes, struck.folder) + book_problems(struck)
     counts = {fate: int(entry["count"]) for fate, entry in status.books.items()}
-    kill_all(living(processes))  # whatever is left must not disturb the next one
+    kill_all(living_processes(processes))  # whatever is left must not disturb the next one
     return Blow(
         number,
         target,
@@ -234,7 +237,8 @@ def bench_faults(
         blow = Blow(**{**(told := read_json(path)), "problems": tuple(told["problems"])})
         blows.append(blow)
         say(
-            f"{number + 1:3d}/{times}  {name} to the {target} after {blow.after:.1f} s: {blow.state} within {blow.seconds:.0f} s; {', '.join(blow.problems) or 'all kept'}"
+            f"{number + 1:3d}/{times}  {name} to the {target} after {blow.after:.1f} s: {blow.state} "
+            f"within {blow.seconds:.0f} s; {', '.join(blow.problems) or 'all kept'}"
         )
     broken = tuple(b for b in blows if b.problems)
     return FaultBench(times, times - len(broken), broken, tuple(blows), max(b.seconds for b in blows))

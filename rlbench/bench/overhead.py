@@ -40,7 +40,10 @@ class OverheadBench:
         return "\n".join(
             [
                 *lines,
-                f"overhead of the worse ({self.worse}): {self.overhead_share:.1%}   publish {self.publish_ms:.1f} ms (write {self.write_ms:.2f}, load {self.load_ms:.2f})",
+                (
+                    f"overhead of the worse ({self.worse}): {self.overhead_share:.1%}   publish "
+                    f"{self.publish_ms:.1f} ms (write {self.write_ms:.2f}, load {self.load_ms:.2f})"
+                ),
             ]
         )
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NEWEST', 'TARGETS', 'DRAWN', 'STEADY', 'CELLS', 'SHOW', 'START', 'CLOSE', 'WRITE', 'TIMES', 'HISTORY', 'PAGE_SECONDS',
            'later', 'longer', 'write_history', 'PanelBench', 'cpu_seconds', 'processes_of', 'browser_processes',
-           'browser_share', 'next_step', 'window', 'measure_open', 'Bench', 'with_lab', 'with_live', 'showing',
-           'measure_page', 'measure_pair', 'measure_slider', 'piece', 'source_run', 'bench_panel']
+           'browser_share', 'next_step', 'window', 'measure_open', 'PanelBenchParts', 'with_lab', 'with_live',
+           'showing', 'measure_page', 'measure_pair', 'measure_slider', 'piece', 'source_run', 'bench_panel']
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-imports
 import json
@@ -19,16 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from rlbench.base.ledger import (
-    Follower,
-    Ledger,
-    Status,
-    create_run_folder,
-    read_json,
-    read_table,
-    write_json,
-    write_status,
-)
+from ..base.ledger import Ledger
+from ..base.ledger_reading import Follower, read_table
+from ..base.run_files import create_run_folder, read_json, write_json
+from ..base.status import Status, write_status
 from .browser import Lab, code_cells, drag, idle, notebook, run_cell, until
 from ..models.hardware import machine
 from ..workbench.handle import Run, attach, free_name, run, wait
@@ -40,7 +34,8 @@ def later(value, by):
 
 
 def longer(rows: list[dict], count: int, numbers: Mapping[str, int], last: Mapping[str, float]) -> Iterator[dict]:
-    "`count` rows made by repeating `rows`: columns in `numbers` go on from their start by the length given in `last` per repetition."
+    """`count` rows made by repeating `rows`: columns in `numbers` go on from their start by the length given in
+    `last` per repetition."""
     for n, row in enumerate(islice(cycle(rows), count)):
         turn = n // len(rows)
         told = {name: value for name, value in row.items() if name not in ("seq", "attempt") and value is not None}
@@ -143,10 +138,16 @@ class PanelBench:
             "open_s": f"{self.history_steps:,} steps; the call takes {self.first_frame_s:.2f} s",
             "update_ms": f"{self.frames_per_s:.1f} frames a second",
             "browser_cpu": f"without a panel {self.idle_cpu:.3f}",
-            "slowdown": f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: {', '.join(f'{r:.3f}' for r in self.ratios)}",
+            "slowdown": (
+                f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: "
+                f"{', '.join(f'{r:.3f}' for r in self.ratios)}"
+            ),
         }
         return "\n".join(
-            f"{name:20s} {getattr(self, name):8.3f}   at most {most:<6g} {'kept' if self.kept[name] else 'MISSED'}   {beside[name]}"
+            (
+                f"{name:20s} {getattr(self, name):8.3f}   at most {most:<6g} "
+                f"{'kept' if self.kept[name] else 'MISSED'}   {beside[name]}"
+            )
             for name, most in TARGETS.items()
         )
 
@@ -207,7 +208,10 @@ def measure_open(lab: Lab, folder: Path, number: int) -> dict[str, float]:
     notebook(
         lab.notebooks / f"open-{number}.ipynb",
         f"import time\nfrom pathlib import Path\nimport rlbench as rl\nrun = rl.attach({str(folder)!r})",
-        f"began = time.perf_counter()\npanel = run.panel()\nPath({str(took)!r}).write_text(str(time.perf_counter() - began))\npanel",
+        (
+            "began = time.perf_counter()\npanel = "
+            f"run.panel()\nPath({str(took)!r}).write_text(str(time.perf_counter() - began))\npanel"
+        ),
     )
     page = lab.open_notebook(f"open-{number}.ipynb", height=1500)
     run_cell(page, 0)
@@ -235,11 +239,14 @@ panel.frame = frame""",
     "Path({stamps!r}).write_text(json.dumps(stamps))",
     "panel",
 )
-SHOW, START, CLOSE, WRITE = 4, 1, 2, 3
+SHOW = 4
+START = 1
+CLOSE = 2
+WRITE = 3
 
 
 @dataclass
-class Bench:
+class PanelBenchParts:
     "What is shared by the measurements; made when the first of them needs it."
 
     folder: Path
@@ -256,7 +263,7 @@ class Bench:
             self.lab.close()
 
 
-def with_lab(bench: Bench) -> Lab:
+def with_lab(bench: PanelBenchParts) -> Lab:
     "The server and the browser."
     if bench.lab is None:
         place = bench.folder / free_name(bench.folder, "lab")
@@ -265,7 +272,7 @@ def with_lab(bench: Bench) -> Lab:
     return bench.lab
 
 
-def with_live(bench: Bench) -> tuple[Run, object]:
+def with_live(bench: PanelBenchParts) -> tuple[Run, object]:
     "The steady run, and a page with a notebook whose panel is not shown yet."
     if bench.live is None:
         lab = with_lab(bench)
@@ -278,7 +285,7 @@ def with_live(bench: Bench) -> tuple[Run, object]:
     return bench.live, bench.page
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-shown
-def showing(bench: Bench) -> tuple[Run, object]:
+def showing(bench: PanelBenchParts) -> tuple[Run, object]:
     "The same with the panel shown and alive."
     live, page = with_live(bench)
     if not page.locator(".jupyter-widgets.rl-panel").count():
@@ -288,7 +295,7 @@ def showing(bench: Bench) -> tuple[Run, object]:
     return live, page
 
 
-def measure_page(bench: Bench, seconds: float) -> dict[str, float]:
+def measure_page(bench: PanelBenchParts, seconds: float) -> dict[str, float]:
     "Chromium's cores without and with the panel, and the panel's own CPU time a frame."
     _, page = with_live(bench)
     page.wait_for_timeout(5000)
@@ -309,7 +316,7 @@ def measure_page(bench: Bench, seconds: float) -> dict[str, float]:
     }
 
 
-def measure_pair(bench: Bench, number: int, seconds: float) -> dict[str, float]:
+def measure_pair(bench: PanelBenchParts, number: int, seconds: float) -> dict[str, float]:
     "One window with the panel open and one with it closed, in turns first; CPU seconds per 1,000 trained tokens."
     found = {}
     for name in ("open", "closed") if number % 2 == 0 else ("closed", "open"):
@@ -320,7 +327,7 @@ def measure_pair(bench: Bench, number: int, seconds: float) -> dict[str, float]:
     return found
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-slider
-def measure_slider(bench: Bench, number: int) -> dict[str, float]:
+def measure_slider(bench: PanelBenchParts, number: int) -> dict[str, float]:
     "Seconds from a slider's release to the command's file, and to its row in the run's table."
     live, page = showing(bench)
     idle(page)
@@ -366,12 +373,13 @@ def bench_panel(
     seconds: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> PanelBench:
-    "Measure the panel. `windows` of `seconds` with it open, and as many closed. ValueError for what is missing, or for less than one window."
+    """Measure the panel. `windows` of `seconds` with it open, and as many closed. ValueError for what is missing, or
+    for less than one window."""
     if windows < 1 or seconds <= 0:
         raise ValueError(f"windows: {windows} of {seconds:g} s are nothing to compare; give 1 or more of some seconds")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    bench, middle = Bench(folder), lambda rows, key: statistics.median(row[key] for row in rows)
+    bench, middle = PanelBenchParts(folder), lambda rows, key: statistics.median(row[key] for row in rows)
     try:
 
         def history():

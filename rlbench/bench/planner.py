@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STILL', 'LATE', 'SUMS', 'REGIMES', 'LEARNING', 'TURNS', 'PATIENCE', 'FIGURES', 'HEAD', 'DRAWN', 'CHANGES', 'SEED',
-           'STRATEGIES', 'PLAIN', 'NEAR', 'Regime', 'trained', 'reaches', 'training', 'settled', 'mean_of', 'Row',
+           'STRATEGIES', 'PLAIN', 'NEAR', 'Regime', 'trained', 'reaches', 'training', 'settled', 'mean_of', 'MoveRow',
            'row_of', 'read_row', 'moved', 'base_run', 'answer_seconds', 'drifting_row', 'PlannerBench', 'bench_of',
            'bench_planner', 'spaced', 'any_table', 'any_change', 'valid', 'drawn', 'looked_at', 'came_of', 'off_by',
            'is_near', 'Drawn', 'drawn_rows', 'VirtualBench', 'virtual_of', 'drawn_row', 'bench_virtual']
@@ -23,19 +23,23 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.ledger import create_run_folder, read_json, read_table, write_json
+from ..base.ledger_reading import read_table
+from ..base.run_files import create_run_folder, read_json, write_json
 from .environment import late_tool
-from ..loop.config import make_config, to_toml
+from ..loop.config import make_config
+from ..loop.config_files import to_toml
 from ..models.hardware import machine
 from ..planning.fit import LEAST, Fitted, fit, jackknife, predict, replayed
-from ..runtime.driver import Driver, drive, make_pools
-from ..runtime.forecasts import Figures, Prediction, errors, filling, happened
+from ..runtime.driver import Driver, drive
+from ..runtime.forecasts import Figures, Prediction, filling_versions, forecast_errors, measured_figures
+from ..runtime.prompts import make_pools
 from ..workbench.handle import Run, ending, free_name, run, wait
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-regimes
 @dataclass(frozen=True)
 class Regime:
-    "A run to be predicted: its knobs, the concurrencies of its opening, its changes. `plateau`: whether its policy is trained before."
+    """A run to be predicted: its knobs, the concurrencies of its opening, its changes. `plateau`: whether its policy
+    is trained before."""
 
     name: str
     knobs: dict
@@ -136,7 +140,8 @@ def reaches(live: Run, version: int) -> None:
     while (status := live.status) is None or status.version < version:
         if time.monotonic() > limit or live.state not in ("starting", "running"):
             raise TimeoutError(
-                f"run {live.name!r}: no version {version} within {PATIENCE:g} s ({live.state}); look at {live.folder}/run.log"
+                f"run {live.name!r}: no version {version} within {PATIENCE:g} s ({live.state}); look "
+                f"at {live.folder}/run.log"
             )
         time.sleep(0.1)
 
@@ -150,7 +155,8 @@ def training(folder: Path, name: str, **knobs) -> Iterator[Run]:
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-settled
 def settled(made: Run, first: int, until: int | None = None) -> tuple[Figures, Figures, int]:
-    "The figures of a run's versions after `first`, their standard errors, and how many versions these are. RuntimeError if there are too few."
+    """The figures of a run's versions after `first`, their standard errors, and how many versions these are.
+    RuntimeError if there are too few."""
     steps = made.steps
     steps = steps.filter((steps["version"] > first) & (steps["version"] <= (until or 2**31)))
     if len(steps) < 2:
@@ -159,7 +165,7 @@ def settled(made: Run, first: int, until: int | None = None) -> tuple[Figures, F
     def told(found):
         return np.array([found.wait, found.rate, found.staleness])
 
-    value, wrong = jackknife(len(steps), lambda keep: told(happened(steps.filter(keep))))
+    value, wrong = jackknife(len(steps), lambda keep: told(measured_figures(steps.filter(keep))))
     return Figures(*map(float, value)), Figures(*map(float, wrong)), len(steps)
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-row
@@ -172,8 +178,9 @@ def mean_of(each: Sequence[Figures]) -> Figures:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A move: what was predicted by simulation (with its 90 % range) and by formula, what was measured and its standard errors; predicted less measured as share of the time, share of the rate, versions.
+class MoveRow:
+    """A move: what was predicted by simulation (with its 90 % range) and by formula, what was measured and its standard
+    errors; predicted less measured as share of the time, share of the rate, versions.
     `versions`: measured over so many; `turns`: of each turn, those three errors."""
 
     regime: str
@@ -201,7 +208,10 @@ class Row:
         )
 
 
-HEAD = f"{'':22s}{'trainer waits':18s}{'rollouts a minute':28s}{'staleness':12s}\n{'move':22s} said  came        said   came        off   said came"
+HEAD = (
+    f"{'':22s}{'trainer waits':18s}{'rollouts a minute':28s}{'staleness':12s}\n{'move':22s} said  came    "
+    "    said   came        off   said came"
+)
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-row-of
 def row_of(
@@ -210,16 +220,17 @@ def row_of(
     knobs: dict,
     turns: Sequence[tuple[Prediction, tuple[Figures, Figures, int]]],
     kind: str = "move",
-) -> Row:
-    "The row of a move from its turns: each a prediction, and what was measured with its error and its number of versions."
+) -> MoveRow:
+    """The row of a move from its turns: each a prediction, and what was measured with its error and its number of
+    versions."""
     said, came = [said for said, _ in turns], [came for _, came in turns]
     simulated, measured = mean_of([each.simulated for each in said]), mean_of([each[0] for each in came])
     wrong = [each[1] for each in came]
     error = Figures(
         *(sum(getattr(one, name) ** 2 for one in wrong) ** 0.5 / len(wrong) for name in ("wait", "rate", "staleness"))
     )
-    off, each = errors(simulated, measured), [errors(s.simulated, c[0]) for s, c in turns]
-    return Row(
+    off, each = forecast_errors(simulated, measured), [forecast_errors(s.simulated, c[0]) for s, c in turns]
+    return MoveRow(
         regime,
         move,
         dict(knobs),
@@ -237,15 +248,16 @@ def row_of(
     )
 
 
-def read_row(told: dict) -> Row:
+def read_row(told: dict) -> MoveRow:
     "A row as it was stored."
-    return Row(
+    return MoveRow(
         **{**told, **{name: Figures(**told[name]) for name in FIGURES}, "turns": tuple(map(tuple, told["turns"]))}
     )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-moved
 def moved(live: Run, base: dict, knobs: dict, seconds: float) -> tuple[Figures, Figures, int]:
-    "Set these knobs, let the run go on for so long, and set them back to its `base`; what it did once it had filled up."
+    """Set these knobs, let the run go on for so long, and set them back to its `base`; what it did once it had
+    filled up."""
     if knobs:
         live.set(**knobs)
     first = live.status.version
@@ -253,11 +265,12 @@ def moved(live: Run, base: dict, knobs: dict, seconds: float) -> tuple[Figures, 
     last = live.status.version
     if knobs:
         live.set(**{knob: base[knob] for knob in knobs})
-    return settled(live, first + 1 + filling(knobs.get("staleness", base["staleness"])), last)
+    return settled(live, first + 1 + filling_versions(knobs.get("staleness", base["staleness"])), last)
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-arms
-def base_run(regime: Regime, runs: Path, seconds: float, say: Callable[[str], None]) -> tuple[Run, list[Row]]:
-    "One run: its opening, and then each change predicted, made and taken back, in turns. The run, and a row per change."
+def base_run(regime: Regime, runs: Path, seconds: float, say: Callable[[str], None]) -> tuple[Run, list[MoveRow]]:
+    """One run: its opening, and then each change predicted, made and taken back, in turns. The run, and a row per
+    change."""
     base, moves = regime.knobs, {"as it is": {}, **regime.moves}
     turns: dict[str, list] = {name: [] for name in moves}
     known = {"model": trained(runs, say)} if regime.plateau else {}
@@ -267,7 +280,8 @@ def base_run(regime: Regime, runs: Path, seconds: float, say: Callable[[str], No
             time.sleep(seconds),
             reaches(
                 live,
-                live.status.version + max(0, LEAST + filling(base["staleness"]) + 2 - (live.status.version - back)),
+                live.status.version
+                + max(0, LEAST + filling_versions(base["staleness"]) + 2 - (live.status.version - back)),
             ),
         )
 
@@ -300,7 +314,7 @@ def answer_seconds(fitted: Fitted, folder: Path, moves: dict[str, dict]) -> dict
     return took
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-drift
-def drifting_row(runs: Path, seconds: float) -> Row:
+def drifting_row(runs: Path, seconds: float) -> MoveRow:
     "A run that learns: its first half says what its second half would be if nothing moved."
     with training(runs, "learning", **LEARNING) as live:
         time.sleep(4 * seconds)
@@ -313,9 +327,10 @@ def drifting_row(runs: Path, seconds: float) -> Row:
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-bench
 @dataclass(frozen=True)
 class PlannerBench:
-    "A row per change; by regime: how many of the counted ones came true, of how many; what was fitted; seconds of an answer, simulated and by formula."
+    """A row per change; by regime: how many of the counted ones came true, of how many; what was fitted; seconds of
+    an answer, simulated and by formula."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MoveRow, ...]
     inside: dict[str, int]
     moves: dict[str, int]
     fitted: dict[str, dict]
@@ -328,7 +343,10 @@ class PlannerBench:
             took = self.seconds[regime]
             told += [
                 "",
-                f"{regime}: {self.inside[regime]} of {count} inside; an answer took {took['simulated']:.2f} s, by formula {1000 * took['formula']:.0f} ms",
+                (
+                    f"{regime}: {self.inside[regime]} of {count} inside; an answer took "
+                    f"{took['simulated']:.2f} s, by formula {1000 * took['formula']:.0f} ms"
+                ),
                 *(str(row) for row in self.rows if row.regime == regime),
             ]
         return "\n".join(told)
@@ -352,7 +370,8 @@ def bench_of(parts: Sequence[dict], learning: dict, where: dict[str, str]) -> Pl
 def bench_planner(
     folder: str | Path = "bench-planner", seconds: float = 30.0, say: Callable[[str], None] = lambda line: None
 ) -> PlannerBench:
-    "All changes of both runs, each three times for `seconds`, and what is not counted; finished runs are kept in `folder`. ValueError for less than 10 s."
+    """All changes of both runs, each three times for `seconds`, and what is not counted; finished runs are kept in
+    `folder`. ValueError for less than 10 s."""
     if seconds < 10:
         raise ValueError(f"seconds: {seconds:g}; a run needs 10 or more to fill up and be looked at")
     folder = Path(folder)
@@ -513,7 +532,7 @@ def drawn(index: int, changes: int, seed: int = SEED) -> tuple[dict, list[dict]]
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-came
 def looked_at(table: Mapping) -> tuple[int, int]:
     "The versions of a drawn run that are looked at: after it has filled up, about a thousand rollouts."
-    first = filling(table["staleness"])
+    first = filling_versions(table["staleness"])
     return first, first + max(14, min(50, 1000 // table["batch"]))
 
 
@@ -531,7 +550,7 @@ def came_of(table: Mapping, folder: Path) -> Figures | None:
         (folder / "done").write_text("", encoding="utf-8")
     steps = read_table(folder, "steps")
     kept = steps.filter((steps["version"] > first) & (steps["version"] <= last))
-    return happened(kept) if len(kept) == last - first else None
+    return measured_figures(kept) if len(kept) == last - first else None
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-drawn-rows
 NEAR = (0.03, 0.03, 0.2)  # how near a run as it is must be: share of time, share of the rate, versions
@@ -549,7 +568,9 @@ def is_near(figures: Figures, came: Figures) -> bool:
 
 @dataclass(frozen=True)
 class Drawn:
-    "A change of a drawn run, none for the run as it is: the figures predicted (with their 90 % range) and by formula, and those that came; by figure, whether they came inside the range, and how wide it is (share of time, share of the rate, versions)."
+    """A change of a drawn run, none for the run as it is: the figures predicted (with their 90 % range) and by
+    formula, and those that came; by figure, whether they came inside the range, and how wide it is (share of time,
+    share of the rate, versions)."""
 
     index: int
     knobs: dict
@@ -593,12 +614,21 @@ class Drawn:
         off, marks = self.off, "".join("x" if each else "." for each in self.inside)
         if self.replayed:
             again = off_by(self.replayed, self.came)
-            return f"{self.index:3d} as it is, made once more {100 * again[0]:+5.1f} points {again[1]:+6.1%} {again[2]:+5.2f} versions; as predicted {100 * off[0]:+5.1f} points {off[1]:+6.1%} {off[2]:+5.2f} versions"
-        return f"{self.index:3d} {', '.join(f'{knob} {value}' for knob, value in self.knobs.items()) or 'as it is':44s} {marks}  {100 * off[0]:+5.1f} points {off[1]:+6.1%} {off[2]:+5.2f} versions"
+            return (
+                f"{self.index:3d} as it is, made once more {100 * again[0]:+5.1f} points {again[1]:+6.1%} "
+                f"{again[2]:+5.2f} versions; as predicted {100 * off[0]:+5.1f} points {off[1]:+6.1%} "
+                f"{off[2]:+5.2f} versions"
+            )
+        return (
+            f"{self.index:3d} "
+            f"{', '.join(f'{knob} {value}' for knob, value in self.knobs.items()) or 'as it is':44s} "
+            f"{marks}  {100 * off[0]:+5.1f} points {off[1]:+6.1%} {off[2]:+5.2f} versions"
+        )
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-drawn-run
 def drawn_rows(task: tuple[Path, int, int]) -> list[dict]:
-    "The rows of one drawn run: its own and those of its changes, as they are kept in the folder. `task`: folder, number of the run, changes."
+    """The rows of one drawn run: its own and those of its changes, as they are kept in the folder. `task`: folder,
+    number of the run, changes."""
     folder, index, changes = task
     kept = folder / f"{SEED}-{index}-{changes}.json"
     if kept.exists():
@@ -623,11 +653,13 @@ def drawn_rows(task: tuple[Path, int, int]) -> list[dict]:
     write_json(kept, rows)
     return rows
 
-
+# %% ../../nbs/bench/20_planner.ipynb #bench-planner-drawn-run-two
 @dataclass(frozen=True)
 class VirtualBench:
-    """Share of the drawn runs that their fitted world makes again (rate, waiting and staleness, each within `NEAR`), and that it
-    predicts as near without knowing their lengths and verdicts; share of the changes' figures inside their range, how wide these
+    """Share of the drawn runs that their fitted world makes again (rate, waiting and staleness, each within `NEAR`),
+    and that it
+    predicts as near without knowing their lengths and verdicts; share of the changes' figures inside their range, how
+    wide these
     are in the mean, how far the formulas are off in the mean, and by figure the coverage (waiting, rate, staleness)."""
 
     as_it_is: float
@@ -643,13 +675,20 @@ class VirtualBench:
 
     def __str__(self) -> str:
         def told(parts):
-            return f"{100 * parts['wait']:.1f} points of waiting, {parts['rate']:.1%} of the rate, {parts['staleness']:.2f} versions"
+            return (
+                f"{100 * parts['wait']:.1f} points of waiting, {parts['rate']:.1%} of the rate, "
+                f"{parts['staleness']:.2f} versions"
+            )
 
         return "\n".join(
             [
                 *map(str, self.rows),
                 "",
-                f"as it is: {self.as_it_is:.1%} of {self.runs} runs are made again, {self.as_predicted:.1%} are predicted; {self.coverage:.1%} of the figures of {self.changes} changes are inside their 90 % range",
+                (
+                    f"as it is: {self.as_it_is:.1%} of {self.runs} runs are made again, "
+                    f"{self.as_predicted:.1%} are predicted; {self.coverage:.1%} of the figures of "
+                    f"{self.changes} changes are inside their 90 % range"
+                ),
                 f"ranges are {told(self.width)} wide; the formulas are off by {told(self.formula)}",
             ]
         )
@@ -698,7 +737,8 @@ def bench_virtual(
     processes: int = 2,
     say: Callable[[str], None] = lambda line: None,
 ) -> VirtualBench:
-    "Drawn runs on the virtual clock, and as many changes of each, predicted and made; finished ones are kept in `folder`, and gone on from. ValueError for none."
+    """Drawn runs on the virtual clock, and as many changes of each, predicted and made; finished ones are kept in
+    `folder`, and gone on from. ValueError for none."""
     if runs < 1 or changes < 1:
         raise ValueError(f"runs: {runs} with {changes} changes each are nothing to look at; give at least one of both")
     rows, tasks = [], [(Path(folder) / "virtual", index, changes) for index in range(runs)]

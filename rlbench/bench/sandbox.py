@@ -21,18 +21,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..models.hardware import machine
-from ..sandbox.jail import BEGIN, Jail, as_user, bwrap_command, sealed, self_test, unprivileged, zygote_source
-from ..sandbox.pool import Pool, stop_pool
-from ..sandbox.pool_rules import Policy, PoolSpec
+from ..sandbox.jail import Jail
+from rlbench.sandbox.jail_start import (
+    BEGIN,
+    as_user,
+    bwrap_command,
+    sealed_file,
+    self_test,
+    unprivileged_user,
+    zygote_source,
+)
+from ..sandbox.pool import PoolClient, stop_pool
+from ..sandbox.pool_rules import PoolRules, PoolSpec
 from ..sandbox.types import Order, Program, Reply
-from ..sandbox.workspace import Store, put_files
+from ..sandbox.workspace import LayerStore, put_files
 
 # %% ../../nbs/bench/16_sandbox.ipynb #bench-sandbox-ask
 PRINTS = Program("print(1 + 1)")
 
 
 @contextmanager
-def jails(number: int, store: Store | None = None) -> Iterator[list[Jail]]:
+def jails(number: int, store: LayerStore | None = None) -> Iterator[list[Jail]]:
     "So many jails of the best tier, ready; closed at the end."
     mine = sorted(os.sched_getaffinity(0))
     made = [Jail(f"bench-{i}", store, found=self_test(), core=mine[i % len(mine)]) for i in range(number)]
@@ -98,7 +107,7 @@ class Starts:
 def floor() -> Iterator[tuple[Callable[[], float], float]]:
     "A function that forks in a fresh Python and tells the seconds; and the MiB of that Python."
     found = self_test()
-    source = sealed(zygote_source(), "zygote")
+    source = sealed_file(zygote_source(), "zygote")
     bare = [found.python.path, "-I", "-S", "-E", "-c"]
     child = subprocess.Popen(
         [*bare, BEGIN % source, *bare, FLOOR],
@@ -133,7 +142,7 @@ def measure_starts(number: int, say: Callable[[str], None]) -> Starts:
     "Programs and forks in turns, programs and fresh jails in turns, then programs for armed children."
     command, user = (
         [*bwrap_command(self_test().python), self_test().python.path, "-I", "-S", "-E", "-c", PRINTS.code],
-        unprivileged(),
+        unprivileged_user(),
     )
     made, bwrap = {"fork": [], "hardened": [], "caller": [], "warm": []}, []
     with jails(1) as (jail,), floor() as (fork, size):
@@ -153,7 +162,10 @@ def measure_starts(number: int, say: Callable[[str], None]) -> Starts:
             done = timed(jail, Order(3, "exec", program=PRINTS))[1].value
             made["warm"] += [done.wall_s] if done.warm else []
     say(
-        f"starts: fork {1e3 * statistics.median(made['fork']):.2f} ms, hardened {1e3 * statistics.median(made['hardened']):.2f} ms, warm {1e3 * statistics.median(made['warm']):.2f} ms, bwrap {1e3 * statistics.median(bwrap):.1f} ms"
+        f"starts: fork {1e3 * statistics.median(made['fork']):.2f} ms, hardened "
+        f"{1e3 * statistics.median(made['hardened']):.2f} ms, warm "
+        f"{1e3 * statistics.median(made['warm']):.2f} ms, bwrap {1e3 * statistics.median(bwrap):.1f} "
+        "ms"
     )
     return Starts(**made, bwrap=bwrap, floor_mb=size)
 
@@ -174,7 +186,7 @@ def measure_burst(number: int, running: int, say: Callable[[str], None], patienc
     ends: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as place:
         try:
-            with Pool.connect(place, PoolSpec(policy=Policy(running=running))) as pool:
+            with PoolClient.connect(place, PoolSpec(policy=PoolRules(running=running))) as pool:
                 for _ in range(20):
                     pool.run(PRINTS)
                 began = time.perf_counter()
@@ -208,7 +220,7 @@ class Workspaces:
 def measure_workspaces(number: int, files: int, say: Callable[[str], None]) -> Workspaces:
     "Open sessions over a base tree, change a file in each, snapshot, restore."
     with tempfile.TemporaryDirectory() as place:
-        store = Store(Path(place))
+        store = LayerStore(Path(place))
         base = put_files(store, {f"pkg{i % 10}/module{i}.py": f"VALUE = {i}\n".encode() * 400 for i in range(files)})
         opened, kept, back = [], [], []
         with jails(1, store) as (jail,):
@@ -224,7 +236,9 @@ def measure_workspaces(number: int, files: int, say: Callable[[str], None]) -> W
                 1
             ].value.startswith(b"VALUE = -1")
     say(
-        f"workspaces: open {1e3 * statistics.median(opened):.2f} ms, snapshot {1e3 * statistics.median(kept):.2f} ms, restore {1e3 * statistics.median(back):.2f} ms with {number} open"
+        f"workspaces: open {1e3 * statistics.median(opened):.2f} ms, snapshot "
+        f"{1e3 * statistics.median(kept):.2f} ms, restore {1e3 * statistics.median(back):.2f} ms with "
+        f"{number} open"
     )
     return Workspaces(number, files, opened, kept, back)
 
@@ -263,11 +277,21 @@ class SandboxBench:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"hardened / fork    {self.hardened_to_fork:.2f} x   {self.hardened_ms:.2f} ms and {self.fork_ms:.2f} ms, in {self.tier}; the caller sees {self.caller_ms:.2f} ms",
+                (
+                    f"hardened / fork    {self.hardened_to_fork:.2f} x   {self.hardened_ms:.2f} ms and "
+                    f"{self.fork_ms:.2f} ms, in {self.tier}; the caller sees {self.caller_ms:.2f} ms"
+                ),
                 f"armed              {self.warm_ms:.2f} ms",
                 f"fresh jail+Python  {self.vs_bwrap_python:.1f} x as long: {self.bwrap_python_ms:.1f} ms",
-                f"{self.burst} at once        p50 {self.burst_p50_s:.2f} s, p99 {self.burst_p99_s:.2f} s, {self.burst_per_s:,.0f} a second; {self.burst_lost} lost, {self.burst_infra} failed by the machine",
-                f"{self.workspaces} workspaces     open {self.open_ms:.2f} ms, snapshot {self.snapshot_ms:.2f} ms, restore {self.restore_ms:.2f} ms",
+                (
+                    f"{self.burst} at once        p50 {self.burst_p50_s:.2f} s, p99 "
+                    f"{self.burst_p99_s:.2f} s, {self.burst_per_s:,.0f} a second; {self.burst_lost} lost, "
+                    f"{self.burst_infra} failed by the machine"
+                ),
+                (
+                    f"{self.workspaces} workspaces     open {self.open_ms:.2f} ms, snapshot "
+                    f"{self.snapshot_ms:.2f} ms, restore {self.restore_ms:.2f} ms"
+                ),
                 *[f"others kept {self.load:.1f} cores busy before it; repeat it at a quiet time with a new folder"]
                 * (self.load > 0.3),
                 f"{self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
@@ -324,7 +348,8 @@ def bench_sandbox(
     files: int = 300,
     say: Callable[[str], None] = lambda line: None,
 ) -> SandboxBench:
-    "Measure the sandbox of this machine; finished parts are kept in `folder`. ValueError for a number below 1; Fault if there is no tier that isolates."
+    """Measure the sandbox of this machine; finished parts are kept in `folder`. ValueError for a number below 1;
+    Fault if there is no tier that isolates."""
     for name, value in (
         ("starts", starts),
         ("burst", burst),

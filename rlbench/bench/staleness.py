@@ -12,11 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import rmtree
 
-from ..base.ledger import create_run_folder, read_json, read_table, write_json
-from ..loop.config import make_config, read_config, to_toml
+from ..base.ledger_reading import read_table
+from ..base.run_files import create_run_folder, read_json, write_json
+from ..loop.config import make_config
+from ..loop.config_files import read_config, to_toml
 from ..models.hardware import machine
 from ..planning.queueing import drop_oldest_form, hold_form, tail_factor
-from ..runtime.driver import Driver, drive, make_pools
+from ..runtime.driver import Driver, drive
+from ..runtime.prompts import make_pools
 
 # %% ../../nbs/bench/04_staleness.ipynb #bench-staleness-point
 DECODE, MEAN, TAIL = 0.01, 96.0, 0.5  # seconds of a decode step, tokens, lognormal shape
@@ -27,7 +30,8 @@ FIRST = 20  # versions that are left out: the run fills up
 
 @dataclass(frozen=True)
 class Point:
-    "A setting, what its form says and what the run's table says, in versions; `error` is the relative difference. `dropped`: share of the rollouts that ended and were pushed out."
+    """A setting, what its form says and what the run's table says, in versions; `error` is the relative difference.
+    `dropped`: share of the rollouts that ended and were pushed out."""
 
     rho: float
     backlog: str
@@ -42,7 +46,7 @@ class Point:
     dropped: float
     versions: int
 
-
+# %% ../../nbs/bench/04_staleness.ipynb #bench-staleness-point-config
 def point_config(
     rho: float,
     backlog: str,
@@ -130,7 +134,8 @@ WITH_GROUPS = tuple(("drop_oldest", rho, 1, 8) for rho in (0.7, 1.3))
 
 @dataclass(frozen=True)
 class StalenessBench:
-    "`worst_error`: largest relative difference between form and run, over all points with groups of one. Per point a row."
+    """`worst_error`: largest relative difference between form and run, over all points with groups of one. Per point
+    a row."""
 
     worst_error: float
     rows: tuple[Point, ...]
@@ -139,7 +144,11 @@ class StalenessBench:
 
     def __str__(self) -> str:
         lines = [
-            f"{p.backlog:11s}  rho {p.rho:4.2f}  q {p.queue_batches}  group {p.group}  form {p.predicted:5.3f}  run {p.measured:5.3f}  {100 * p.error:+5.1f} %  dropped {100 * p.dropped:4.1f} %"
+            (
+                f"{p.backlog:11s}  rho {p.rho:4.2f}  q {p.queue_batches}  group {p.group}  form "
+                f"{p.predicted:5.3f}  run {p.measured:5.3f}  {100 * p.error:+5.1f} %  dropped "
+                f"{100 * p.dropped:4.1f} %"
+            )
             for p in (*self.rows, *self.groups)
         ]
         return "\n".join([*lines, f"worst error {self.worst_error:.3f}"])
@@ -152,7 +161,8 @@ def bench_staleness(
     groups: tuple = WITH_GROUPS,
     **size,
 ) -> StalenessBench:
-    "Every point through the loop; finished ones are kept in `folder`. `size`: batch, running, steps, seed of `point_config`."
+    """Every point through the loop; finished ones are kept in `folder`. `size`: batch, running, steps, seed of
+    `point_config`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -164,7 +174,8 @@ def bench_staleness(
             rmtree(folder / "run", ignore_errors=True)
         found = Point(**read_json(path))
         say(
-            f"{backlog}, rho {rho:g}, q {queue_batches}, group {group}: form {found.predicted:.3f}, run {found.measured:.3f}"
+            f"{backlog}, rho {rho:g}, q {queue_batches}, group {group}: form {found.predicted:.3f}, "
+            f"run {found.measured:.3f}"
         )
         return found
 

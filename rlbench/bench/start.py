@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from ..base.ledger import read_json, write_json
+from ..base.run_files import read_json, write_json
 from ..models.hardware import machine
 from ..workbench.handle import Run, ending, run
 

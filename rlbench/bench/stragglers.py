@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SETTING', 'WARM', 'FACTOR', 'WASTED', 'SHOWN', 'ALONE', 'QUICK', 'TAILS', 'virtual_run', 'StragglerRow', 'measure',
            'arm', 'StragglerBench', 'table', 'printed', 'MeterRow', 'cut_off_tokens', 'cut_off', 'continuous',
-           'bench_stragglers']
+           'bench_stragglers', 'stragglers_of']
 
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-imports
 import tempfile
@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.ledger import create_run_folder, read_table
-from ..loop.config import make_config, to_toml
-from ..runtime.driver import Driver, drive, make_pools
+from ..base.ledger_reading import read_table
+from ..base.run_files import create_run_folder
+from ..loop.config import make_config
+from ..loop.config_files import to_toml
+from ..runtime.driver import Driver, drive
+from ..runtime.prompts import make_pools
 from ..staleness import STRAGGLERS
 
 if TYPE_CHECKING:
@@ -219,7 +222,11 @@ class MeterRow:
 
     def __str__(self) -> str:
         formula = "" if self.expected_tokens is None else f" (formula {100 * self.expected_tokens:.2f} %)"
-        return f"{self.case:36s} rollouts {100 * self.discard_count:5.2f} %   tokens {100 * self.discard_tokens:5.2f} %{formula}   unfinished at fill {100 * self.unfinished_at_fill:5.2f} %"
+        return (
+            f"{self.case:36s} rollouts {100 * self.discard_count:5.2f} %   tokens "
+            f"{100 * self.discard_tokens:5.2f} %{formula}   unfinished at fill "
+            f"{100 * self.unfinished_at_fill:5.2f} %"
+        )
 
 
 ALONE = {
@@ -234,7 +241,8 @@ QUICK = {"decode": 0.01, "prefill": 0.0, "train": 1e-9, "publish": 1e-6, "score"
 
 
 def cut_off_tokens(k: float, tail: float) -> float:
-    "Share of the tokens thrown away if k batches are launched and the first is kept; lognormal lengths of shape `tail`."
+    """Share of the tokens thrown away if k batches are launched and the first is kept; lognormal lengths of shape
+    `tail`."""
     from statistics import NormalDist
 
     normal = NormalDist()
@@ -242,7 +250,7 @@ def cut_off_tokens(k: float, tail: float) -> float:
     capped = normal.cdf(z - tail) + (1 - 1 / k) * pow(2.718281828459045, tail * z - tail**2 / 2)  # E[min(L, t*)] / E[L]
     return (1 - 1 / k) * pow(2.718281828459045, tail * z - tail**2 / 2) / capped
 
-
+# %% ../../nbs/bench/03_stragglers.ipynb #stragglers-meters-two
 def cut_off(folder: Path | str, tail: float, k: float = 2.5) -> MeterRow:
     "Synchronous oversampling by the factor k."
     virtual = {**QUICK, "scripted_tail": tail}
@@ -262,7 +270,8 @@ def cut_off(folder: Path | str, tail: float, k: float = 2.5) -> MeterRow:
 
 
 def continuous(folder: Path | str, tail: float = 0.7) -> MeterRow:
-    "1,280 rollouts always alive at the end of a batch (683 being written, 85 at the generator, 512 finished), and a bound that drops nothing."
+    """1,280 rollouts always alive at the end of a batch (683 being written, 85 at the generator, 512 finished), and
+    a bound that drops nothing."""
     virtual = {**QUICK, "scripted_tail": tail}
     table = {**ALONE, "batch": 512, "steps": 6, "concurrency": 683, "staleness": 16, "virtual": virtual}
     return _meters(
@@ -284,15 +293,18 @@ TAILS = (0.3, 0.5, 0.7, 1.0)
 
 
 def bench_stragglers(
-    seed: int = 0, tails: tuple[float, ...] = TAILS, say: Callable[[str], None] = lambda line: None
+    seed: int = 0,
+    tails: tuple[float, ...] = TAILS,
+    say: Callable[[str], None] = lambda line: None,
+    setting: Mapping = SETTING,
 ) -> StragglerBench:
-    "Run every strategy. Equal seeds give equal figures, on any machine."
+    "Run every strategy in a setting. Equal seeds give equal figures, on any machine."
     with tempfile.TemporaryDirectory() as folder:
 
         def row(strategy: str, bound: int = 2, unit: str = "group") -> StragglerRow:
             found = measure(
                 virtual_run(
-                    {**SETTING, "seed": seed, **arm(strategy, bound, unit)}, folder, f"{strategy}-{bound}-{unit}"
+                    {**setting, "seed": seed, **arm(strategy, bound, unit)}, folder, f"{strategy}-{bound}-{unit}"
                 )
             )
             say(f"{strategy}, bound {bound}, {unit}: {found.seconds:.2f} s a batch, {found.wasted:.1%} wasted")
@@ -306,3 +318,9 @@ def bench_stragglers(
         return StragglerBench(
             rows, synchronous, single, (*(cut_off(folder, tail) for tail in tails), continuous(folder))
         )
+
+
+def stragglers_of(told: Mapping) -> StragglerBench:
+    "The bench from its data, as `--json` prints them."
+    tables = dict.fromkeys(("rows", "synchronous", "single"), StragglerRow) | {"meters": MeterRow}
+    return StragglerBench(**{name: tuple(kind(**row) for row in told[name]) for name, kind in tables.items()})

@@ -30,17 +30,19 @@ from statistics import mean, median
 import numpy as np
 import psutil
 
-from ..base.charts import Chart, Line, Reference
-from ..base.ledger import read_json, write_json
+from ..base.chart_parts import Line, Reference
+from ..base.charts import Chart
+from ..base.run_files import read_json, write_json
 from . import trl_arm
 from .trl_arm import TrlJob, TrlSetting
-from ..curriculum import SAMPLERS, Curriculum, draw
+from ..curriculum import SAMPLERS, Curriculum, draw_task_index
 from ..environments.tasks import make_tasks
-from ..loop.config import RunConfig, load_config, to_toml
+from ..loop.config import RunConfig
+from ..loop.config_files import load_config, to_toml
 from ..models.hardware import machine
-from ..models.model import locate
+from ..models.model import locate_model
 from ..reward import boxed, exact, final_answer
-from ..sandbox.sweep import kill_all
+from ..sandbox.pool_folder import kill_all
 from ..workbench.handle import ENDED, Run, attach, run
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-arm
@@ -81,7 +83,8 @@ def samples_per_second(arm: TrlArm) -> float:
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-solve
 def time_to_solve(arm: TrlArm, rate: float = 0.6, row: int = 5) -> float | None:
-    "Seconds from the first step's begin to the end of the first of `row` batches in a row at `rate` or above; None if that never was."
+    """Seconds from the first step's begin to the end of the first of `row` batches in a row at `rate` or above; None
+    if that never was."""
     good = arm.solve_rates >= rate
     for first in range(len(good) - row + 1):
         if good[first : first + row].all():
@@ -121,7 +124,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> dict[str, str]:
-    "Install TRL into `folder`/venv unless it is there; returns the versions by package. OSError with pip's reason if it cannot be had."
+    """Install TRL into `folder`/venv unless it is there; returns the versions by package. OSError with pip's reason
+    if it cannot be had."""
     python, versions = folder / "venv" / "bin" / "python", folder / "versions.json"
     if versions.is_file() and python.exists():
         return read_json(versions)
@@ -181,7 +185,8 @@ def _shown(command: Sequence[str], say: Callable[[str], None]) -> None:
             lines[-1] if lines else f"exit status {process.returncode}",
         )
         raise OSError(
-            f"TRL's environment: {reason}; check that pip reaches an index (its settings and PIP_* variables are used) and that the disk has 2 GB, then call again"
+            f"TRL's environment: {reason}; check that pip reaches an index (its settings and PIP_* "
+            "variables are used) and that the disk has 2 GB, then call again"
         )
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-config
@@ -207,7 +212,7 @@ def served_tasks(config: RunConfig, count: int) -> list:
     "The first `count` training tasks that a run with this configuration serves, after its preflight of one."
     pool = make_tasks(config.tasks, "train", config.seed)
     state = Curriculum([task.level for task in pool], draws=config.preflight)
-    return [pool[draw(state, SAMPLERS["uniform"], config.seed, config.band, 0.0)] for _ in range(count)]
+    return [pool[draw_task_index(state, SAMPLERS["uniform"], config.seed, config.band, 0.0)] for _ in range(count)]
 
 
 def trl_job(folder: Path, config: RunConfig, setting: TrlSetting) -> TrlJob:
@@ -216,7 +221,7 @@ def trl_job(folder: Path, config: RunConfig, setting: TrlSetting) -> TrlJob:
     verifier.write_text("\n\n".join(map(inspect.getsource, (boxed, final_answer, exact))), encoding="utf-8")
     tasks = served_tasks(c, -(-c.steps // setting.ahead) * setting.ahead * c.batch_groups)
     return TrlJob(
-        model=locate(c.model),
+        model=locate_model(c.model),
         verifier=str(verifier),
         prompts=tuple(t.prompt for t in tasks),
         answers=tuple(t.answer for t in tasks),
@@ -268,12 +273,10 @@ def watched(make: Callable[[], TrlArm], every: float = 0.5, busy: Callable[[], f
             look()
 
     look()
-    own, began, before, watcher = (
-        sum(used.values()),
-        time.monotonic(),
-        busy(),
-        threading.Thread(target=watch, daemon=True),
-    )
+    own = sum(used.values())
+    began = time.monotonic()
+    before = busy()
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         arm = make()
@@ -441,14 +444,15 @@ def sources() -> str:
 
 def weights(model: str) -> str:
     "A digest of a policy's weights."
-    return digest(*(path.read_bytes() for path in sorted(Path(locate(model)).glob("*.safetensors"))))
+    return digest(*(path.read_bytes() for path in sorted(Path(locate_model(model)).glob("*.safetensors"))))
 
 
 TRIES = 3  # of an arm that others disturb
 
 
 def kept(path: Path, make: Callable[[], TrlArm], failed: bool = False) -> TrlArm:
-    "Read a finished arm, or run it and store it. ChildProcessError for an arm that failed, unless `failed` ones are wanted too."
+    """Read a finished arm, or run it and store it. ChildProcessError for an arm that failed, unless `failed` ones
+    are wanted too."""
     if not path.exists():
         tried: list[TrlArm] = []
         while not tried or tried[-1].busy > QUIET and not tried[-1].error and len(tried) < TRIES:
@@ -548,17 +552,30 @@ class TrlBench:
         }
         return "\n".join(
             [
-                f"samples a second   {ratio['samples']} TRL's ({ratio['as_it_comes_samples']} with band and filter, the preset as it comes)",
+                (
+                    f"samples a second   {ratio['samples']} TRL's ({ratio['as_it_comes_samples']} with "
+                    "band and filter, the preset as it comes)"
+                ),
                 f"time to solve      {ratio['time_to_solve']} as fast ({ratio['wall_to_solve']} with start-up)",
-                f"curve gap          {self.curve_gap:+.3f} at equal rollouts ({' '.join(f'{gap:+.3f}' for gap in self.curve_gaps)})",
+                (
+                    f"curve gap          {self.curve_gap:+.3f} at equal rollouts "
+                    f"({' '.join(f'{gap:+.3f}' for gap in self.curve_gaps)})"
+                ),
                 row("samples/s", self.samples_per_second),
                 row("seconds to solve", self.time_to_solve),
                 row("start-up, s", self.startup),
                 *[
-                    f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"
+                    (
+                        f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a "
+                        "quiet time with a new folder"
+                    )
                 ]
                 * (self.busy > QUIET),
-                f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}, staleness {self.staleness}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
+                (
+                    f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}, staleness "
+                    f"{self.staleness}; {self.machine['cores']} cores of {self.machine['processor']}, "
+                    f"{self.machine['date']}"
+                ),
             ]
         )
 

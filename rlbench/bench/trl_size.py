@@ -31,9 +31,10 @@ from rlbench.bench.trl import (
 )
 from .trl_arm import TrlSetting
 from ..knobs import unknown
-from ..loop.config import RunConfig, load_config, to_toml
+from ..loop.config import RunConfig
+from ..loop.config_files import load_config, to_toml
 from ..models.hardware import ModelShape, kv_bytes_per_token, machine
-from ..models.model import locate, quiet
+from ..models.model import locate_model, quiet_library
 
 # %% ../../nbs/bench/21_trl_size.ipynb #bench-size-sizes
 SIZES = {
@@ -48,7 +49,8 @@ NEVER = "<never>"
 
 
 def make_policy(folder: Path, size: str, tokens: int, seed: int = 0) -> Path:
-    "A checkpoint of a size with random weights that writes up to `tokens` tokens and never stops before; made once. ValueError for an unknown size."
+    """A checkpoint of a size with random weights that writes up to `tokens` tokens and never stops before; made
+    once. ValueError for an unknown size."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -57,7 +59,7 @@ def make_policy(folder: Path, size: str, tokens: int, seed: int = 0) -> Path:
     place, s = folder / "policies" / f"{size}-{tokens}-{seed}", SIZES[size]
     if place.is_dir():
         return place
-    tokenizer = AutoTokenizer.from_pretrained(locate("tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(locate_model("tiny"))
     tokenizer.add_special_tokens({"eos_token": NEVER})
     tokenizer.model_max_length = tokens + ROOM
     config = Qwen3Config(
@@ -82,7 +84,7 @@ def make_policy(folder: Path, size: str, tokens: int, seed: int = 0) -> Path:
         model.get_input_embeddings().weight[tokenizer.eos_token_id, 0] = -4.0
     aside = place.with_suffix(".part")
     shutil.rmtree(aside, ignore_errors=True)
-    with quiet():
+    with quiet_library():
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
     aside.rename(place)
@@ -125,7 +127,8 @@ def size_settings(cores: int, group: int, batch: int) -> list[TrlSetting]:
 
 
 def tokens_per_second(arm: TrlArm, warmup: int) -> float:
-    "Response tokens trained a second in the steps after the first `warmup`; 0 for an arm that failed. ValueError if there are none."
+    """Response tokens trained a second in the steps after the first `warmup`; 0 for an arm that failed. ValueError
+    if there are none."""
     if arm.error:
         return 0.0
     if len(arm.seconds) <= warmup:
@@ -159,13 +162,22 @@ class SizeBench:
         rates = "; ".join(f"{side} {' '.join(f'{x:,.1f}' for x in xs)}" for side, xs in self.tokens_per_second.items())
         return "\n".join(
             [
-                f"size ratio         {self.size_ratio:.2f} x TRL's, with {self.parameters:,} parameters, {self.tokens} tokens a response, {self.batch} responses a batch",
+                (
+                    f"size ratio         {self.size_ratio:.2f} x TRL's, with {self.parameters:,} "
+                    f"parameters, {self.tokens} tokens a response, {self.batch} responses a batch"
+                ),
                 f"tokens/s trained   {rates}",
                 *[
-                    f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a quiet time with a new folder"
+                    (
+                        f"others used up to {self.busy:.0%} of the machine meanwhile; repeat it at a "
+                        "quiet time with a new folder"
+                    )
                 ]
                 * (self.busy > QUIET),
-                f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}; {self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}",
+                (
+                    f"TRL {self.versions['trl']}: {self.chosen}; rlbench: {self.placement}; "
+                    f"{self.machine['cores']} cores of {self.machine['processor']}, {self.machine['date']}"
+                ),
             ]
         )
 
@@ -179,11 +191,14 @@ def size_summary(
     rates: Mapping[TrlSetting, float],
     versions: Mapping[str, str],
 ) -> SizeBench:
-    "The result of finished pairs: arms of the sides ours and trl. ValueError if a response was not as long as it may be: the sides would not have done the same."
+    """The result of finished pairs: arms of the sides ours and trl. ValueError if a response was not as long as it
+    may be: the sides would not have done the same."""
     for arm in arms:
         if set(arm.tokens) != {config.batch * config.max_tokens}:
             raise ValueError(
-                f"tokens: {arm.side} trained {sorted(set(arm.tokens))} tokens a step where {config.batch} responses of {config.max_tokens} were asked for; remove its arms and call again"
+                f"tokens: {arm.side} trained {sorted(set(arm.tokens))} tokens a step where "
+                f"{config.batch} responses of {config.max_tokens} were asked for; remove its arms and "
+                "call again"
             )
     speed = {
         side: [
@@ -232,7 +247,8 @@ def bench_size(
     limit: float = 3600.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> SizeBench:
-    "Compare rlbench's training with TRL's at a size; arms are kept in `folder` and a second call goes on from them. An arm may take `limit` seconds."
+    """Compare rlbench's training with TRL's at a size; arms are kept in `folder` and a second call goes on from
+    them. An arm may take `limit` seconds."""
     check_size_bench(size, pairs=pairs, tokens=tokens, timed=timed, warmup=warmup)
     size_config(
         Path("tiny"), size, tokens, warmup + timed, groups, group, placement

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ..environments.chat_endpoint import Endpoint
 from ..environments.tasks import make_tasks
-from ..loop.config import EvalConfig, RunConfig, load_config
+from ..loop.config import RunConfig
+from ..loop.config_files import load_config
+from ..loop.config_tables import EvalConfig
 from ..models.model import Policy, load_policy, save_policy
 from ..training.pairwise_judge import QUESTION, JudgeFigures
 from ..training.reward_model import FIGURES as REWARD_FIGURES
@@ -23,9 +25,9 @@ from rlbench.training.sft import (
     Demonstration,
     FitResult,
     FitSettings,
-    demonstrate,
+    demonstrate_tasks,
     read_demonstrations,
-    tune,
+    tune_policy,
     write_figures,
     write_lines,
 )
@@ -62,8 +64,8 @@ def load_start(model: str, device: str = "auto") -> Policy:
 def make_demonstrations(
     tasks: str | Mapping, out: str | Path, count: int = 1000, written: float = 1.0, slips: float = 0.0, seed: int = 0
 ) -> list[Demonstration]:
-    "Write demonstrations of a built-in task set (training side) to a file; `written`: share with working, `slips`: share wrong of the others. ValueError as `make_tasks` and `demonstrate`."
-    made = demonstrate(make_tasks(tasks, "train", seed, count), written, slips, seed)
+    "Write demonstrations of a built-in task set (training side) to a file; `written`: share with working, `slips`: share wrong of the others. ValueError as `make_tasks` and `demonstrate_tasks`."
+    made = demonstrate_tasks(make_tasks(tasks, "train", seed, count), written, slips, seed)
     write_lines(out, made)
     return made
 
@@ -118,7 +120,7 @@ def sft(
     say(f"{len(examples)} demonstrations of {len({e.prompt for e in examples})} prompts from {source}")
     policy = load_start(model, device)
     before = solve_rate(config, model) if config else None
-    fit = tune(policy, examples, settings, unusable, say)
+    fit = tune_policy(policy, examples, settings, unusable, say)
     told = Tuned(out, model, str(source), fit, before, None)
     save_policy(
         policy, out, beside=lambda aside: write_figures(aside, SFT_FIGURES, told.fit, model=model, source=str(source))
@@ -139,9 +141,9 @@ def sft(
 # %% ../../nbs/cli/01_chain.ipynb #chain-sft-part-3
 def solve_rate(config: RunConfig, model: str, count: int = 256) -> Rate:
     "The solve rate of a model on held-out tasks of a configuration, at temperature 1."
-    from rlbench.workbench.offline import evaluate
+    from rlbench.workbench.offline import evaluate_policy
 
-    (row,) = evaluate(config.model_copy(update={"model": model}), [EvalConfig(count=count)])
+    (row,) = evaluate_policy(config.model_copy(update={"model": model}), [EvalConfig(count=count)])
     return Rate(row.avg, row.avg_se, row.tasks)
 
 # %% ../../nbs/cli/01_chain.ipynb #chain-pairs
@@ -221,16 +223,21 @@ def tuned_text(t: Tuned) -> str:
     "What `rlbench sft` prints."
     f = t.fit
     lines = [
-        f"{t.folder}: {t.model} fine-tuned on {f.trained_on:,} demonstrations, {f.tokens:,} response tokens in {f.seconds:.1f} s"
+        (
+            f"{t.folder}: {t.model} fine-tuned on {f.trained_on:,} demonstrations, {f.tokens:,} response "
+            f"tokens in {f.seconds:.1f} s"
+        )
         + (f"; {f.left_out} left out" if f.left_out else "")
     ]
     if f.examined_on:
         lines.append(
-            f"held-out loss    {f.held_out[0]:.4f} -> {f.held_out[f.kept]:.4f} nats per token on {f.examined_on} demonstrations (weights of epoch {f.kept} kept)"
+            f"held-out loss    {f.held_out[0]:.4f} -> {f.held_out[f.kept]:.4f} nats per token on "
+            f"{f.examined_on} demonstrations (weights of epoch {f.kept} kept)"
         )
     if t.before and t.after:
         lines.append(
-            f"solve rate       {t.before.rate:.3f} ± {t.before.error:.3f} -> {t.after.rate:.3f} ± {t.after.error:.3f} on {t.after.tasks} held-out tasks"
+            f"solve rate       {t.before.rate:.3f} ± {t.before.error:.3f} -> {t.after.rate:.3f} ± "
+            f"{t.after.error:.3f} on {t.after.tasks} held-out tasks"
         )
     return "\n".join([*lines, f'use it with      rlbench run tiny --set model="{t.folder}"'])
 
@@ -245,7 +252,9 @@ def collected_text(c: Collected) -> str:
     if c.judge:
         j = c.judge
         lines.append(
-            f"the judge was asked about {j.asked} pairs in both orders: {j.kept} kept, {j.contradicted} contradicted, {j.undecided} undecided, {j.unreadable} unreadable; it named the first place in {j.first_place:.0%}"
+            f"the judge was asked about {j.asked} pairs in both orders: {j.kept} kept, "
+            f"{j.contradicted} contradicted, {j.undecided} undecided, {j.unreadable} unreadable; it "
+            f"named the first place in {j.first_place:.0%}"
         )
     return "\n".join([*lines, f"learn from them with  rlbench reward-model {c.file} --out FOLDER"])
 
@@ -259,7 +268,10 @@ def rewarding_text(r: Rewarding) -> str:
     ]
     if h.pairs:
         lines += [
-            f"accuracy         {h.accuracy:.3f} ± {h.accuracy_se:.3f} on {h.pairs} pairs of held-out prompts (trained pairs {t.accuracy:.3f}; the longer response wins {h.longer_wins:.3f})",
+            (
+                f"accuracy         {h.accuracy:.3f} ± {h.accuracy_se:.3f} on {h.pairs} pairs of held-out "
+                f"prompts (trained pairs {t.accuracy:.3f}; the longer response wins {h.longer_wins:.3f})"
+            ),
             f"calibration      ECE {h.ece:.3f}, log loss {h.log_loss:.3f} nats ({math.log(2):.3f} knows nothing)",
         ]
         lines += [f"  {b.low:.0%} to {b.high:.0%} sure  {b.count:4} pairs, {b.accuracy:.0%} right" for b in h.bins]

@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['RunName', 'RunsOption', 'JsonOption', 'app', 'LOW_BYTES', 'WaitOption', 'ManyRuns', 'YesOption', 'Tuning', 'Seen',
-           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen', 'attach',
-           'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block', 'disk_text', 'progress_line',
-           'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command', 'note_command', 'show', 'log',
-           'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume', 'guard_command', 'knob_rows',
-           'knobs_command', 'attach_command', 'eval_command', 'sample', 'export', 'rate_text', 'copy_policy', 'report',
-           'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm', 'archive', 'sandbox_doctor', 'doctor',
-           'sheet_table', 'print_plan', 'plan_command', 'regrade_command', 'why_command', 'drill_command', 'part_of',
-           'card_command', 'version_of', 'fork_command', 'replay_command', 'compare_command', 'axis_of',
-           'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command', 'pairs_command',
-           'reward_model_command', 'engine', 'trl', 'overhead', 'start_bench', 'objectives', 'mismatch', 'modes',
-           'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance', 'planner', 'crashes',
-           'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench', 'process_bench', 'panel', 'main']
+           'Until', 'Skip', 'Device', 'benches', 'FolderOption', 'friendly', 'plain', 'emit', 'put', 'Screen',
+           'print_result', 'attach', 'clock', 'left', 'held_out', 'share', 'progress_rows', 'progress_block',
+           'disk_text', 'progress_line', 'follow', 'pm', 'outcome', 'run_command', 'facts', 'ls', 'tag_command',
+           'note_command', 'show', 'log', 'outcome_of', 'tell', 'set_command', 'checkpoint_command', 'resume',
+           'guard_command', 'knob_rows', 'knobs_command', 'attach_command', 'eval_command', 'sample', 'export',
+           'rate_text', 'copy_policy', 'report', 'digest', 'check_removable', 'chosen_runs', 'check_ended', 'rm',
+           'archive', 'sandbox_doctor', 'doctor', 'sheet_table', 'print_plan', 'plan_command', 'regrade_command',
+           'why_command', 'drill_command', 'part_of', 'card_command', 'version_of', 'fork_command', 'replay_command',
+           'compare_command', 'axis_of', 'ablate_command', 'serve_command', 'demonstrations_command', 'sft_command',
+           'pairs_command', 'reward_model_command', 'engine', 'trl', 'overhead', 'start_bench', 'objectives',
+           'mismatch', 'modes', 'faults', 'diagnosis_bench', 'sandbox', 'environment', 'delay', 'study', 'balance',
+           'planner', 'crashes', 'staleness', 'simulator', 'stragglers', 'chain_bench', 'distill_bench',
+           'process_bench', 'panel', 'main']
 
 # %% ../../nbs/cli/02_main.ipynb #cli-imports
 import fnmatch
@@ -40,9 +41,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..base.ledger import ENDED, Status
 from ..base.refusals import describe_refusal
 from ..base.runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
+from ..base.status import ENDED, Status
 from ..runtime.listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
 from ..untrusted import make_json_visible, make_visible
 
@@ -118,6 +119,14 @@ RunsOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
 app = _app()
+
+# %% ../../nbs/cli/02_main.ipynb #cli-print-result
+def print_result(facts, text, as_json: bool) -> None:
+    "What a verb found: facts as one JSON object, or text for a person."
+    if as_json:
+        emit(facts)
+    else:
+        put(text)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-open-run
 def attach(name: str, runs: str | Path | None = None) -> "Run":
@@ -211,11 +220,19 @@ def _recent_rows(r: "Run", steps, status: Status) -> list[tuple[str, str]]:
         ),
         (
             "queue",
-            f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag {s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest {s['lag_max']} of {r.config.staleness}",
+            (
+                f"{s['queue_depth']:.1f} groups on average ({r.config.batch_groups} make a batch), lag "
+                f"{s['lag_in_flight']:.2f} in flight + {s['lag_in_queue']:.2f} in queue, largest "
+                f"{s['lag_max']} of {r.config.staleness}"
+            ),
         ),
         (
             "trainer",
-            f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits {share(recent['trainer_wait'].sum(), seconds)}; generator computes {share(recent['generator_compute'].sum(), seconds)}"
+            (
+                f"computes {share(recent['trainer_compute'].sum(), seconds)}, waits "
+                f"{share(recent['trainer_wait'].sum(), seconds)}; generator computes "
+                f"{share(recent['generator_compute'].sum(), seconds)}"
+            )
             + (
                 f"; scorer computes {share(recent['scorer_compute'].sum(), seconds)}"
                 if recent["scorer_compute"].null_count() < len(recent)
@@ -244,7 +261,7 @@ LOW_BYTES = 1 << 20  # of room, below which a run's rows soon wait in memory
 
 def disk_text(folder: Path) -> str:
     "What a disk without room means to a run; empty while there is room."
-    from rlbench.runtime.driver import FULL_SECONDS
+    from rlbench.runtime.run_context import FULL_SECONDS
 
     try:
         found = os.statvfs(folder)
@@ -339,7 +356,10 @@ def outcome(r: "Run", console: Console) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"held-out solve rate  {pm(s.solve_rate_start, s.solve_rate_start_se)}  ->  {pm(s.solve_rate_end, s.solve_rate_end_se)}{_of_version(r, status)}",
+        (
+            f"held-out solve rate  {pm(s.solve_rate_start, s.solve_rate_start_se)}  ->  "
+            f"{pm(s.solve_rate_end, s.solve_rate_end_se)}{_of_version(r, status)}"
+        ),
         highlight=False,
         soft_wrap=True,
     )
@@ -365,7 +385,10 @@ def outcome(r: "Run", console: Console) -> None:
         )
         console.print(table)
         console.print(
-            f"books {'closed' if status.books_closed else 'NOT closed'}: {status.dispatched:,} dispatched, {status.tokens:,} tokens generated",
+            (
+                f"books {'closed' if status.books_closed else 'NOT closed'}: {status.dispatched:,} "
+                f"dispatched, {status.tokens:,} tokens generated"
+            ),
             highlight=False,
         )
     report = r.folder / "report.html"
@@ -436,7 +459,7 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a run and watch it. Ctrl-C finishes the batch in training, saves the run and ends it."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
     from rlbench.workbench.handle import start_with_notes
 
     console = Screen(stderr=as_json)
@@ -449,10 +472,12 @@ def run_command(
         r, told = start_with_notes(source, runs, overrides, exist, tags or (), note)
     _print_started(r, told, console)
     if detach:
-        emit({"run": r.name, "folder": r.folder}) if as_json else None
+        if as_json:
+            emit({"run": r.name, "folder": r.folder})
         return
     state = follow(r, console, quiet)
-    outcome(r, console) if state in (*ENDED, "dead") else None
+    if state in (*ENDED, "dead"):
+        outcome(r, console)
     if as_json:
         emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
@@ -470,7 +495,8 @@ def _print_started(r: "Run", notes: list[str], console: Console) -> None:
 
 # %% ../../nbs/cli/02_main.ipynb #cli-run-parts
 def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], as_json: bool) -> None:
-    from rlbench.loop.config import load_config, notes_on, parse_assignment
+    from rlbench.loop.config_files import load_config, parse_assignment
+    from rlbench.loop.config_notes import notes_on
 
     with friendly():
         if not dry_run:
@@ -479,9 +505,10 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
 
         config = load_config(source, dict(map(parse_assignment, set_ or [])))
         plan, told = memory_plan(config, on=on), [note.text for note in notes_on(config)]
-    emit({**plan_facts(plan), "notes": told}) if as_json else put(
-        "\n".join([str(plan), *(f"note: {words}" for words in told)])
-    )
+    if as_json:
+        emit({**plan_facts(plan), "notes": told})
+    else:
+        put("\n".join([str(plan), *(f"note: {words}" for words in told)]))
     raise typer.Exit(int(not plan.fits))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-look
@@ -566,9 +593,7 @@ def tag_command(
     with friendly():
         r = attach(name, runs=runs)
         now = r.tag(*(tags or ()), drop=drop or ()) if tags or drop else r.tags
-    emit({"run": r.name, "tags": now}) if as_json else put(
-        f"{r.name}: {' '.join(f'#{tag}' for tag in now) or 'no tags'}"
-    )
+    print_result({"run": r.name, "tags": now}, f"{r.name}: {' '.join(f'#{tag}' for tag in now) or 'no tags'}", as_json)
 
 
 @app.command("note")
@@ -586,7 +611,7 @@ def note_command(
         r = attach(name, runs=runs)
         if text is not None:
             r.write_note(text)
-    emit({"run": r.name, "note": r.note}) if as_json else put(f"{r.name}: {r.note or 'no note'}")
+    print_result({"run": r.name, "note": r.note}, f"{r.name}: {r.note or 'no note'}", as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-show-verb
 @app.command()
@@ -685,7 +710,7 @@ def set_command(
     as_json: JsonOption = False,
 ) -> None:
     "Change knobs of a live run."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     tell(
         name,
@@ -716,7 +741,10 @@ for _name, _help in (
     ("publish", "Publish the newest weights to the generators now."),
     (
         "stop",
-        "Finish the batch in training, save the run and end it; resume continues it. For a dead run, only close its books.",
+        (
+            "Finish the batch in training, save the run and end it; resume continues it. For a dead run, "
+            "only close its books."
+        ),
     ),
 ):
     _verb(_name, _help)
@@ -768,7 +796,7 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     "Resume an ended or killed run from its newest checkpoint. Work after that checkpoint is lost."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     console = Screen(stderr=as_json)
     if bool(name) == all_:
@@ -785,11 +813,14 @@ def resume(
         soft_wrap=True,
     )
     if detach:
-        emit({"run": r.name, "folder": r.folder, "version": manifest.version}) if as_json else None
+        if as_json:
+            emit({"run": r.name, "folder": r.folder, "version": manifest.version})
         return
     state = follow(r, console, quiet)
-    outcome(r, console) if state in (*ENDED, "dead") else None
-    emit(facts(r)) if as_json else None
+    if state in (*ENDED, "dead"):
+        outcome(r, console)
+    if as_json:
+        emit(facts(r))
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-resume-all
@@ -869,7 +900,8 @@ def guard_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs
 def knob_rows(r: "Run") -> list[dict]:
     "Every live knob of a run: field, value in force, value asked for, range, unit, what it acts on, version since which."
-    from rlbench.loop.config import captured_functions, live_knobs
+    from rlbench.loop.config import live_knobs
+    from rlbench.loop.config_files import captured_functions
 
     status = r.status or Status("starting")
     asked = {**{field: value for field, (value, _) in status.ramps.items()}, **status.asked}
@@ -924,7 +956,10 @@ def knobs_command(
             path = r.save_knobs(save)
             return emit({"saved": path}) if as_json else put(path)
         rows = knob_rows(r)
-    emit({"knobs": rows}) if as_json else Screen().print(_knob_table(rows))
+    if as_json:
+        emit({"knobs": rows})
+    else:
+        Screen().print(_knob_table(rows))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-knobs-table
 def _apply_knobs(r: "Run", name: str, author: str, seconds: float, as_json: bool) -> None:
@@ -996,8 +1031,10 @@ def attach_command(
     except KeyboardInterrupt:
         console.print(f"left alone; look with: rlbench show {r.name}")
     state = r.state
-    outcome(r, console) if state in (*ENDED, "dead") else None
-    emit(facts(r)) if as_json else None
+    if state in (*ENDED, "dead"):
+        outcome(r, console)
+    if as_json:
+        emit(facts(r))
     raise typer.Exit(int(state in ("failed", "dead")))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-policy
@@ -1020,17 +1057,17 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     "Evaluate now: a live run evaluates itself; of an ended run, the saved policy is evaluated."
-    from rlbench.loop.config import captured_functions
+    from rlbench.loop.config_files import captured_functions
     from rlbench.runtime.metrics import turns_text
-    from rlbench.workbench.handle import say_changed_inputs
+    from rlbench.workbench.starting import warn_changed_inputs
 
     with friendly():
         r = attach(name, runs=runs)
         if r.state in (*ENDED, "dead"):
-            from rlbench.workbench.offline import evaluate
+            from rlbench.workbench.offline import evaluate_policy
 
-            say_changed_inputs(r.folder)
-            rows = [plain(e) for e in evaluate(_policy(r), extra=captured_functions(r.folder))]
+            warn_changed_inputs(r.folder)
+            rows = [plain(e) for e in evaluate_policy(_policy(r), extra=captured_functions(r.folder))]
         else:
             before, until = len(r.evals), time.monotonic() + seconds
             r.eval()
@@ -1045,11 +1082,14 @@ def eval_command(
         return emit({"evals": rows})
     for e in rows:
         put(
-            f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to {e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, mean length {e['length_mean']:.1f}"
+            f"{e['eval']}: {e['avg']:.3f} ± {e['avg_se']:.3f} ({e['avg_low']:.3f} to "
+            f"{e['avg_high']:.3f}) on {e['tasks']} tasks, k {e['k']}, mean length "
+            f"{e['length_mean']:.1f}"
         )
         if e["k"] > 1:
             put(
-                f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})"
+                f"  pass@{e['k']} {e['pass_at_k']:.3f} ({e['pass_low']:.3f} to {e['pass_high']:.3f}), "
+                f"maj@{e['k']} {e['maj_at_k']:.3f} ({e['maj_low']:.3f} to {e['maj_high']:.3f})"
             )
         if turns_text(e):
             put(f"  by turn: {turns_text(e)}")
@@ -1072,7 +1112,7 @@ def sample(
 
     with friendly():
         texts = respond(_policy(attach(name, runs=runs)), prompt, n, temperature, seed)
-    emit({"prompt": prompt, "responses": texts}) if as_json else put("\n".join(prompt + text for text in texts))
+    print_result({"prompt": prompt, "responses": texts}, "\n".join(prompt + text for text in texts), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-export
 @app.command()
@@ -1202,7 +1242,7 @@ def report(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) ->
 
     with friendly():
         path = write_report(attach(name, runs=runs).folder)
-    emit({"report": path}) if as_json else put(path)
+    print_result({"report": path}, path, as_json)
 
 
 @app.command()
@@ -1291,8 +1331,8 @@ def rm(names: ManyRuns, runs: RunsOption = "", yes: YesOption = False, as_json: 
     with friendly():
         for r in found:
             shutil.rmtree(r.folder.resolve())
-    emit({"removed": [r.folder for r in found]}) if as_json else put(
-        "\n".join(f"removed {shown_path(r.folder)}" for r in found)
+    print_result(
+        {"removed": [r.folder for r in found]}, "\n".join(f"removed {shown_path(r.folder)}" for r in found), as_json
     )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-archive
@@ -1315,23 +1355,23 @@ def archive(
                 raise FileExistsError(f"run: {there / r.folder.name} exists; remove or rename one of the two")
         there.mkdir(parents=True, exist_ok=True)
         moved = [r.folder.rename(there / r.folder.name) for r in found]
-    emit({"moved": moved}) if as_json else put("\n".join(f"moved to {shown_path(folder)}" for folder in moved))
+    print_result({"moved": moved}, "\n".join(f"moved to {shown_path(folder)}" for folder in moved), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-doctor
 def sandbox_doctor(spec: dict, target: int, as_json: bool) -> None:
     "What `rlbench doctor --sandbox` prints; exit status 1 if something failed."
     from rlbench.sandbox.pool_rules import PoolSpec
-    from rlbench.sandbox.preflight import preflight
+    from rlbench.sandbox.preflight import run_preflight
 
     with friendly():
         if target < 1:
             raise ValueError(f"--target: {target}; give the number of sandboxes at a time, 1 or more")
-        found = preflight(PoolSpec(**spec), target)
+        found = run_preflight(PoolSpec(**spec), target)
     levels = {
         name: [{**asdict(level), "per_second": level.per_second} for level in getattr(found, name)]
         for name in ("programs", "sandboxes")
     }
-    emit({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}) if as_json else put(found)
+    print_result({"ok": found.ok, "binding": found.binding, "findings": found.findings, **levels}, found, as_json)
     raise typer.Exit(int(not found.ok))
 
 
@@ -1364,7 +1404,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     "Check this machine and name what will not work. Exit status 1 if something necessary is missing."
-    from rlbench.workbench.doctor import changes_text, checks, healthy, since
+    from rlbench.workbench.doctor import changes_since, changes_text, is_healthy, run_checks
 
     if sandbox:
         return sandbox_doctor(
@@ -1373,11 +1413,14 @@ def doctor(
     if against:
         with friendly():
             r = attach(against, runs=runs)
-            found = since(r.folder)
+            found = changes_since(r.folder)
         return emit({"run": r.name, "changes": found}) if as_json else put(changes_text(found, r.name))
-    found = checks()
-    emit({"checks": found, "ok": healthy(found)}) if as_json else put(*found, sep="\n")
-    raise typer.Exit(int(not healthy(found)))
+    found = run_checks()
+    if as_json:
+        emit({"checks": found, "ok": is_healthy(found)})
+    else:
+        put(*found, sep="\n")
+    raise typer.Exit(int(not is_healthy(found)))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-plan
 def sheet_table(sheet) -> Table:
@@ -1451,7 +1494,10 @@ def _list_plans(as_json: bool) -> None:
                 [
                     *(f"{name:18s} {about}" for name, about in known.items()),
                     "",
-                    "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields `rlbench plan --fields` lists",
+                    (
+                        "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of "
+                        "your own, whose fields `rlbench plan --fields` lists"
+                    ),
                 ]
             )
         )
@@ -1493,7 +1539,7 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
     from rlbench.planning.planner import plan, plan_facts
 
     if checked:
@@ -1508,7 +1554,10 @@ def plan_command(
             status.update(f"simulating {what}: version {version} of {last}")
 
         found = plan(source, dict(map(parse_assignment, set_ or [])), tables or None, not form_only, seed, told)
-    emit(plan_facts(found)) if as_json else print_plan(found, Screen())
+    if as_json:
+        emit(plan_facts(found))
+    else:
+        print_plan(found, Screen())
 
 # %% ../../nbs/cli/02_main.ipynb #cli-regrade
 @app.command("regrade")
@@ -1520,8 +1569,8 @@ def regrade_command(
     as_json: JsonOption = False,
 ) -> None:
     "Grade a run's programs again under the same limits. Exit status 1 if a verdict changed."
+    from rlbench.runtime.environment_worker import open_pool
     from rlbench.runtime.steer import in_force
-    from rlbench.runtime.worker import open_pool
     from rlbench.views.regrade import regrade
 
     def told(done: int, all_: int) -> None:
@@ -1552,17 +1601,20 @@ def regrade_command(
         }
         for a in found.rows
     ]
-    emit(
-        {
-            "run": found.run,
-            "verdicts": found.verdicts,
-            "same": found.same,
-            "other": found.other,
-            "lost": found.lost,
-            "tiers": found.tiers,
-            "rows": rows,
-        }
-    ) if as_json else put(found)
+    if as_json:
+        emit(
+            {
+                "run": found.run,
+                "verdicts": found.verdicts,
+                "same": found.same,
+                "other": found.other,
+                "lost": found.lost,
+                "tiers": found.tiers,
+                "rows": rows,
+            }
+        )
+    else:
+        put(found)
     raise typer.Exit(int(bool(found.other or found.lost)))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-why
@@ -1571,7 +1623,10 @@ def why_command(name: RunName, runs: RunsOption = "", as_json: JsonOption = Fals
     "Show what limits a run now, with evidence and remedy."
     with friendly():
         found = attach(name, runs=runs).why()
-    emit(found.plain()) if as_json else Screen().print(Text(str(found)))
+    if as_json:
+        emit(found.plain())
+    else:
+        Screen().print(Text(str(found)))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-drill
 def _print_drills(name: str, found: list[dict], as_json: bool) -> None:
@@ -1581,7 +1636,7 @@ def _print_drills(name: str, found: list[dict], as_json: bool) -> None:
         told = f"no: {each['refused']}" if each["refused"] else f"{each['does']}; then {each['reaction']}"
         put(f"{each['drill']:18} {told}")
 
-
+# %% ../../nbs/cli/02_main.ipynb #cli-drill-two
 @app.command("drill")
 def drill_command(
     name: RunName,
@@ -1595,15 +1650,19 @@ def drill_command(
     as_json: JsonOption = False,
 ) -> None:
     "Inject faults into a live run and check its reaction. Exit status 1 if a check fails; Ctrl-C undoes the fault."
-    from rlbench.workbench.drill import listed, series
+    from rlbench.workbench.drill import hold_series, list_drills
 
-    console, last, told, stopped = Screen(stderr=True, soft_wrap=True, highlight=False, markup=False), {}, [], False
+    console = Screen(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    last = {}
+    told = []
+    stopped = False
 
     def say(which: str, state: str, text: str) -> None:
         if last.get(which) != state:
             last[which] = state
             console.print(
-                f"{which:18} {state}{': ' * (state in ('waiting', 'refused', 'injected'))}{text if state in ('waiting', 'refused', 'injected') else ''}"
+                f"{which:18} "
+                f"{state}{': ' * (state in ('waiting', 'refused', 'injected'))}{text if state in ('waiting', 'refused', 'injected') else ''}"
             )
 
     with friendly():
@@ -1617,12 +1676,12 @@ def drill_command(
                     "within_s": each.within,
                     "refused": why,
                 }
-                for each, why in listed(folder, names or ())
+                for each, why in list_drills(folder, names or ())
             ]
             return _print_drills(name, found, as_json)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            for each in series(folder, names or (), say):
+            for each in hold_series(folder, names or (), say):
                 told.append(each)
         except KeyboardInterrupt:
             stopped = True
@@ -1639,7 +1698,7 @@ def drill_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-card
 def part_of(text: str, option: str = "--loss") -> str | dict:
     "A part of the objective as typed: NAME, NAME:KNOB=VALUE,KNOB=VALUE, or a table {name = ..., source = ..., KNOB = ...}. ValueError naming the option for anything else."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     name, _, knobs = text.partition(":")
     if text.lstrip().startswith("{"):
@@ -1695,15 +1754,18 @@ def card_command(
         shown = card.compare(loss=part_of(against, "--against")) if against else card
         judged = tests_of(r.folder, rollout, attempt)
     told = "" if judged is None else "\n" + tests_text(judged)
-    emit(
-        {
-            "rollout": rollout,
-            "words": repr(shown),
-            "why_zero": card.why_zero(),
-            "tokens": shown.frame.to_dicts(),
-            "tests": judged,
-        }
-    ) if as_json else put(shown.text(most=tokens) + told)
+    if as_json:
+        emit(
+            {
+                "rollout": rollout,
+                "words": repr(shown),
+                "why_zero": card.why_zero(),
+                "tokens": shown.frame.to_dicts(),
+                "tests": judged,
+            }
+        )
+    else:
+        put(shown.text(most=tokens) + told)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-fork
 def version_of(text: str) -> int | str | None:
@@ -1738,7 +1800,7 @@ def fork_command(
     as_json: JsonOption = False,
 ) -> None:
     "Start a new run from a checkpoint of another run, with changed settings."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     console = Screen(stderr=as_json)
     with friendly():
@@ -1747,7 +1809,8 @@ def fork_command(
     if detach:
         return emit({"run": child.name, "folder": child.folder, "family": child.family}) if as_json else None
     state = follow(child, console, quiet)
-    outcome(child, console) if state in (*ENDED, "dead") else None
+    if state in (*ENDED, "dead"):
+        outcome(child, console)
     if as_json:
         emit({**facts(child), "family": child.family})
     raise typer.Exit(0 if state in ("finished", "stopped") else 1)
@@ -1772,7 +1835,7 @@ def replay_command(
     follow(again.run, console, quiet)
     with friendly():
         told = again.verdict
-    emit({**plain(told), "folder": again.run.folder}) if as_json else put(told)
+    print_result({**plain(told), "folder": again.run.folder}, told, as_json)
     raise typer.Exit(int(not told.equal))
 
 # %% ../../nbs/cli/02_main.ipynb #cli-compare
@@ -1813,7 +1876,7 @@ def compare_command(
 # %% ../../nbs/cli/02_main.ipynb #cli-ablate
 def axis_of(text: str) -> tuple[str, list]:
     "`field=value,value` or `field=[value, value]` as a field and its values. Raises ConfigError."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     field, value = parse_assignment(text)
     if not isinstance(value, str):
@@ -1826,6 +1889,13 @@ def axis_of(text: str) -> tuple[str, list]:
 def _measure_table(measure: str, level: float | None, column: str) -> dict[str, object]:
     "The measure as `ablate` takes it: its name, and level and column where they are given."
     return {"name": measure} | ({"level": level} if level is not None else {}) | ({"column": column} if column else {})
+
+
+def _write_ablation_page(found, page: Path | None) -> Path | None:
+    "Write an ablation as a page if one is asked for; returns its path."
+    from rlbench.workbench.ablation_result import ablation_page
+
+    return ablation_page(found, page) if page else None
 
 
 def _ablation_facts(found, measure: dict[str, object], page: Path | None) -> dict[str, object]:
@@ -1875,8 +1945,8 @@ def ablate_command(
     as_json: JsonOption = False,
 ) -> None:
     "Compare arms with the base over paired seeds. Ctrl-C keeps finished runs. Exit status 1 if the null arm differs."
-    from rlbench.loop.config import parse_assignment
-    from rlbench.workbench.ablation import ablate, ablation_page
+    from rlbench.loop.config_files import parse_assignment
+    from rlbench.workbench.ablation import ablate
 
     asked = _measure_table(measure, level, column)
     with friendly():
@@ -1896,7 +1966,7 @@ def ablate_command(
             )
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        where = ablation_page(found, page) if page else None
+        where = _write_ablation_page(found, page)
     if as_json:
         emit(_ablation_facts(found, asked, where))
     else:
@@ -1953,7 +2023,7 @@ def _said() -> Callable[[str], None]:
 
 def _task_set(text: str) -> str | dict:
     "A task set's name, or its table as TOML."
-    from rlbench.loop.config import parse_assignment
+    from rlbench.loop.config_files import parse_assignment
 
     return parse_assignment(f"tasks={text}")[1] if text else ""
 
@@ -1976,8 +2046,10 @@ def demonstrations_command(
 
     with friendly():
         made = make_demonstrations(_task_set(tasks), out, count, written, slips, seed)
-    emit({"file": out, "demonstrations": len(made)}) if as_json else put(
-        f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER"
+    print_result(
+        {"file": out, "demonstrations": len(made)},
+        f"{out}: {len(made):,} demonstrations\nlearn from them with  rlbench sft {out} --out FOLDER",
+        as_json,
     )
 
 # %% ../../nbs/cli/02_main.ipynb #cli-sft
@@ -2039,7 +2111,7 @@ def sft_command(
             runs,
             _said(),
         )
-    emit(told) if as_json else put(tuned_text(told))
+    print_result(told, tuned_text(told), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-pairs
 @app.command("pairs")
@@ -2078,7 +2150,7 @@ def pairs_command(
         told = make_pairs(
             sources or ["verifier"], out, name or None, per_task, seed, last, until, judge, runs=runs, say=_said()
         )
-    emit(told) if as_json else put(collected_text(told))
+    print_result(told, collected_text(told), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-reward-model
 @app.command("reward-model")
@@ -2106,7 +2178,7 @@ def reward_model_command(
         told = reward_model(
             pairs, out, model, settings, center, most, "skip" if skip_unusable else "refuse", device, _said()
         )
-    emit(told) if as_json else put(rewarding_text(told))
+    print_result(told, rewarding_text(told), as_json)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-bench
 def _measure(measure: Callable, as_json: bool) -> None:
@@ -2114,7 +2186,7 @@ def _measure(measure: Callable, as_json: bool) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with friendly():
         result = measure(say=Screen(stderr=True, soft_wrap=True, highlight=False, markup=False).print)
-    emit(result) if as_json else put(result)
+    print_result(result, result, as_json)
 
 
 benches = typer.Typer(no_args_is_help=True, help="Measure rlbench against alternatives and against its promises.")

@@ -32,7 +32,8 @@ class NoAnswer(ValueError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    "A chat model at an address, `url` up to and with /v1. `timeout` of a request and `pause` before the second of `tries`, in seconds."
+    """A chat model at an address, `url` up to and with /v1. `timeout` of a request and `pause` before the second of
+    `tries`, in seconds."""
 
     url: str
     model: str = "default"

@@ -23,7 +23,8 @@ from ..sandbox.grading_task import read_code_task
 
 # %% ../../nbs/environments/11_code_datasets.ipynb #codesets-shapes
 def _called(tests: list[str], code: str) -> str:
-    "The name of the function that tests call: one that the solution defines, or else the first that is none of Python's. ValueError if there is none."
+    """The name of the function that tests call: one that the solution defines, or else the first that is none of
+    Python's. ValueError if there is none."""
     try:
         defined = [node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
         called = [
@@ -54,7 +55,8 @@ def from_mbpp(row: Mapping) -> tuple[str, dict]:
 
 
 def from_humaneval(row: Mapping) -> tuple[str, dict]:
-    "The prompt and the code task of a row of HumanEval. The function's head stands before what the policy writes, unless that defines it itself."
+    """The prompt and the code task of a row of HumanEval. The function's head stands before what the policy writes,
+    unless that defines it itself."""
     name = row["entry_point"]
     return row["prompt"], {
         "kind": "asserts",
@@ -74,7 +76,8 @@ def task_of(row: Mapping) -> tuple[str, str]:
         prompt, table = from_humaneval(row)
     else:
         raise ValueError(
-            f"has {', '.join(map(repr, row)) or 'nothing'}; write prompt and task, or rows of MBPP (text, test_list, code) or HumanEval (prompt, test, entry_point)"
+            f"has {', '.join(map(repr, row)) or 'nothing'}; write prompt and task, or rows of MBPP "
+            "(text, test_list, code) or HumanEval (prompt, test, entry_point)"
         )
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"prompt is {prompt!r:.60}; write text")
@@ -94,11 +97,13 @@ def _row(line: str) -> dict:
 
 
 def read_code(path: str | Path = "") -> list[Task]:
-    "All tasks of a JSON-lines file; of the packaged set without a path. FileNotFoundError, or ValueError naming file and line."
+    """All tasks of a JSON-lines file; of the packaged set without a path. FileNotFoundError, or ValueError naming
+    file and line."""
     source = Path(path).expanduser() if path else files("rlbench.data") / "code" / "starter.jsonl"
     if path and not source.is_file():
         raise FileNotFoundError(
-            f"tasks.path: no file {str(source)!r} (looked in {str(source.absolute().parent)!r}); give a path from there or an absolute one"
+            f"tasks.path: no file {str(source)!r} (looked in {str(source.absolute().parent)!r}); give "
+            "a path from there or an absolute one"
         )
     found: dict[str, Task] = {}
     for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
@@ -135,7 +140,8 @@ def code(
     chosen = [task for task in found if held_out(canonical(task.prompt), one_in) == (split == "held_out")]
     if not chosen:
         raise ValueError(
-            f"tasks.code: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in"
+            f"tasks.code: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; "
+            "add tasks or change one_in"
         )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])

@@ -16,13 +16,14 @@ from .environment import Done, Observation, State
 from ..knobs import Knob
 from ..records import Task
 from ..sandbox.explain import asked_and_wanted
-from ..sandbox.grade import Check, Verdict, grade
-from ..sandbox.grading_task import CodeTask, Test, accepted, read_code_task
+from ..sandbox.grade import grade
+from ..sandbox.grading_task import CodeTask, Test, accepted_changes, read_code_task
 from ..sandbox.types import KNOWN_GOOD, End, Execution, Fault, Layer, Limits, Program
-from ..sandbox.workspace import content_of, note, noted
+from ..sandbox.verdict import CheckedTest, Verdict
+from ..sandbox.workspace import content_of, read_note, write_note
 
 # %% ../../nbs/environments/07_code_episodes.ipynb #coding-told
-def told(task: CodeTask, checks: tuple[Check, ...], most: int = 200) -> str:
+def told(task: CodeTask, checks: tuple[CheckedTest, ...], most: int = 200) -> str:
     "What the policy reads: the first shown test that its program fails."
     test, check = next((t, c) for t, c in zip(task.tests, checks) if not c.passed)
     asked, wanted = asked_and_wanted(task, test, most)
@@ -32,11 +33,13 @@ def told(task: CodeTask, checks: tuple[Check, ...], most: int = 200) -> str:
 
 
 def shown_tests(task: CodeTask, number: int) -> tuple[Test, ...]:
-    "The first tests of a task; with 0, those that it calls shown: their ids begin so. ValueError where it calls none so."
+    """The first tests of a task; with 0, those that it calls shown: their ids begin so. ValueError where it calls
+    none so."""
     found = task.tests[:number] if number else tuple(test for test in task.tests if test.id.startswith("shown"))
     if not found:
         raise ValueError(
-            "environment: shown = 0 tries the tests whose id begins with `shown`, and this task has none; say how many are to be tried"
+            "environment: shown = 0 tries the tests whose id begins with `shown`, and this task has "
+            "none; say how many are to be tried"
         )
     return found
 
@@ -46,7 +49,8 @@ PROGRAM = "solution.py"
 
 @dataclass(frozen=True)
 class Inside:
-    "A sandbox that stands for a pool: everything is run in its workspace, with `files` written first, and nothing else."
+    """A sandbox that stands for a pool: everything is run in its workspace, with `files` written first, and nothing
+    else."""
 
     sandbox: object
     files: Mapping[str, bytes]
@@ -62,12 +66,13 @@ def files_of(task: CodeTask, program: str | Mapping[str, str]) -> dict[str, byte
         return {PROGRAM: program.encode("utf-8", "surrogatepass")}
     return {
         path: text.encode("utf-8", "surrogatepass")
-        for path, text in {**task.files, **accepted(task, program)[0]}.items()
+        for path, text in {**task.files, **accepted_changes(task, program)[0]}.items()
     }
 
 
 def kept(pool, layer: Layer) -> str:
-    "The name of a snapshot, under which its layers can be found again; that of its last layer where the pool has no store here."
+    """The name of a snapshot, under which its layers can be found again; that of its last layer where the pool has
+    no store here."""
     chain = (*filter(None, (layer.base,)), *layer.below, layer.digest)
     if getattr(pool, "store", None) is None:
         return layer.digest[:16]
@@ -75,13 +80,13 @@ def kept(pool, layer: Layer) -> str:
         name = content_of(pool.store, chain)
     except KeyError:  # the layers are somewhere else
         name = layer.digest[:16]
-    note(pool.store, name, json.dumps(asdict(layer)))
+    write_note(pool.store, name, json.dumps(asdict(layer)))
     return name
 
 
 def found(pool, name: str) -> Layer | None:
     "The snapshot with this name; None if nobody here has kept one."
-    text = noted(pool.store, name) if getattr(pool, "store", None) is not None else None
+    text = read_note(pool.store, name) if getattr(pool, "store", None) is not None else None
     if text is None:
         return None
     told = json.loads(text)
@@ -89,12 +94,19 @@ def found(pool, name: str) -> Layer | None:
 
 # %% ../../nbs/environments/07_code_episodes.ipynb #coding-episode
 class Coding:
-    """An episode around one code task, in one workspace. `shown`: so many tests are tried after each response (0: those that the task calls shown), and told in parts of `most` characters.
+    """An episode around one code task, in one workspace. `shown`: so many tests are tried after each response (0: those
+    that the task calls shown), and told in parts of `most` characters.
     The machine's failures are raised (Fault) and end no episode. `calls`: executions so far."""
 
     def __init__(self, pool=None, shown: int = 1, most: int = 200, limits: Limits = Limits()):
-        self.pool, self.shown, self.most, self.limits = pool, shown, most, limits
-        self.state, self.layer, self.turn, self.calls = State(), None, 0, 0
+        self.pool = pool
+        self.shown = shown
+        self.most = most
+        self.limits = limits
+        self.state = State()
+        self.layer = None
+        self.turn = 0
+        self.calls = 0
 
     def start(self, task: Task) -> str:
         "The task's prompt. ValueError for a task without tests to try."

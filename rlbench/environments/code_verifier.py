@@ -9,14 +9,15 @@ __all__ = ['CODE_VERIFIERS', 'CODE_REWARDS', 'program_in', 'code', 'tests']
 from ..knobs import Knob
 from ..records import Rollout
 from ..reward import correct, final_answer
-from ..sandbox.grade import SCORES, Verdict, grade
-from ..sandbox.grading_task import CodeTask, changes_in, read_code_task, wrapped
+from ..sandbox.grade import grade
+from ..sandbox.grading_task import CodeTask, changes_in, read_code_task, wrapped_code
 from ..sandbox.types import Limits
+from ..sandbox.verdict import SCORES, Verdict
 
 # %% ../../nbs/environments/04_code_verifier.ipynb #code-verifier-grade
 def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
     "What of a response is run: a program, or the changes to a project."
-    return changes_in(response) if task.kind == "repository" else wrapped(task, response, final_answer(response))
+    return changes_in(response) if task.kind == "repository" else wrapped_code(task, response, final_answer(response))
 
 
 def code(

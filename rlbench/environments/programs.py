@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'SMALL', 'DIGITS', 'FACTORS', 'EDGES', 'NUMBERS', 'PAIRS', 'LISTS', 'FORMS', 'ANCHORS', 'LEAST', 'MOST',
-           'Form', 'Family', 'inputs_of', 'source_of', 'family', 'examples', 'shown_as', 'lookup', 'problem',
+           'Form', 'ProgramFamily', 'inputs_of', 'source_of', 'family', 'examples', 'shown_as', 'lookup', 'problem',
            'drawable', 'programs']
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-imports
@@ -24,7 +24,8 @@ from ..records import Task
 # %% ../../nbs/environments/10_programs.ipynb #programs-forms
 @dataclass(frozen=True)
 class Form:
-    "A body with the constants {a} and {b}. `takes`: x (a number), xy (two) or list; `values`: of the constants; `spelled`: other bodies that do the same."
+    """A body with the constants {a} and {b}. `takes`: x (a number), xy (two) or list; `values`: of the constants;
+    `spelled`: other bodies that do the same."""
 
     takes: str
     level: int
@@ -40,7 +41,10 @@ class Form:
 HEADS = {"x": "def f(x):", "xy": "def f(x,y):", "list": "def f(x):"}
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-forms-numbers
-SMALL, DIGITS, FACTORS, EDGES = range(1, 30), range(1, 10), range(2, 10), range(3, 9)
+SMALL = range(1, 30)
+DIGITS = range(1, 10)
+FACTORS = range(2, 10)
+EDGES = range(3, 9)
 NUMBERS = (
     Form("x", 1, "return x+{a}", (range(1, 60),), ("return {a}+x",)),
     Form("x", 1, "return x-{a}", (SMALL,)),
@@ -74,8 +78,9 @@ FORMS = (*NUMBERS, *PAIRS, *LISTS)
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-family
 @dataclass(frozen=True, eq=False)
-class Family:
-    "All functions that take the same arguments. `inputs`: the argument lists, of which the first `shown` may stand in a prompt; `bodies`, `forms` and `constants` by function; `results` [F][I]; `table` int32 [F, I]."
+class ProgramFamily:
+    """All functions that take the same arguments. `inputs`: the argument lists, of which the first `shown` may stand
+    in a prompt; `bodies`, `forms` and `constants` by function; `results` [F][I]; `table` int32 [F, I]."""
 
     inputs: tuple[tuple, ...]
     shown: int
@@ -108,7 +113,7 @@ def source_of(takes: str, body: str) -> str:
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-family-make
 @lru_cache(8)
-def family(takes: str) -> Family:
+def family(takes: str) -> ProgramFamily:
     "The family of a kind. Of functions that return the same for all arguments only the first is in it."
     (inputs, shown), found, number = inputs_of(takes), {}, {}
     for form in (each for each in FORMS if each.takes == takes):
@@ -119,7 +124,7 @@ def family(takes: str) -> Family:
             found.setdefault(tuple(map(repr, results)), (body, form, constants, results))
     bodies, forms, constants, results = zip(*found.values())
     table = np.array([[number.setdefault(text, len(number)) for text in row] for row in found], np.int32)
-    return Family(inputs, shown, bodies, forms, constants, results, table)
+    return ProgramFamily(inputs, shown, bodies, forms, constants, results, table)
 
 # %% ../../nbs/environments/10_programs.ipynb #programs-examples
 ANCHORS = {"x": ((0,), (1,), (2,)), "xy": ((0, 0), (0, 1), (1, 0), (2, 2)), "list": (([0],), ([2, 1, 3],))}
@@ -128,7 +133,8 @@ MOST = 7
 
 
 def examples(random: Random, takes: str, at: int) -> list[int]:
-    "Which arguments to show, in order, so that function `at` alone agrees with all of them; empty if `MOST` are too few."
+    """Which arguments to show, in order, so that function `at` alone agrees with all of them; empty if `MOST` are
+    too few."""
     f, chosen = family(takes), [family(takes).inputs.index(args) for args in ANCHORS[takes]]
     while len(chosen) < LEAST[takes]:
         chosen = [*dict.fromkeys([*chosen, random.randrange(f.shown)])]
@@ -181,7 +187,8 @@ def problem(random: Random, form: Form, at: int, hidden: int) -> Problem | None:
 # %% ../../nbs/environments/10_programs.ipynb #programs-set
 @lru_cache(16)
 def drawable(level: int, largest: int) -> tuple[tuple[Form, tuple[int, ...]], ...]:
-    "The forms of a level, each with those of its functions that have no constant above `largest`. Forms without any are left out."
+    """The forms of a level, each with those of its functions that have no constant above `largest`. Forms without
+    any are left out."""
     found = []
     for form in (each for each in FORMS if each.level == level):
         f = family(form.takes)

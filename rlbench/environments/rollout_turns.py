@@ -25,7 +25,8 @@ from rlbench.records import (
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-grow
 def shown(rollout: Rollout, text: str, turn: int, state: str = "", writer: int = -1) -> Rollout:
-    "The rollout with what the environment shows before `turn`, which begins in its state `state`, in which the newest writes are of version `writer`."
+    """The rollout with what the environment shows before `turn`, which begins in its state `state`, in which the
+    newest writes are of version `writer`."""
     *before, response = rollout.segments
     return replace(
         rollout,
@@ -34,19 +35,22 @@ def shown(rollout: Rollout, text: str, turn: int, state: str = "", writer: int =
 
 
 def opened(rollout: Rollout) -> tuple[tuple[Segment, ...], Segment]:
-    "The finished turns of an episode, and the observation that opens the one to come; what was begun of that is left out."
+    """The finished turns of an episode, and the observation that opens the one to come; what was begun of that is
+    left out."""
     *before, observation = rollout.segments if rollout.segments[-1].kind == "observation" else rollout.segments[:-1]
     return tuple(before), observation
 
 
 def told_so_far(rollout: Rollout) -> tuple[str, np.ndarray]:
-    "What a generator has to read for a later turn: the text that the environment shows, and the tokens before it, int32 [T]."
+    """What a generator has to read for a later turn: the text that the environment shows, and the tokens before it,
+    int32 [T]."""
     before, observation = opened(rollout)
     return observation.text, np.concatenate([s.tokens for s in before])
 
 
 def written(rollout: Rollout, prompt_tokens: np.ndarray, response: Segment, text: str, reason: StopReason) -> Rollout:
-    """The rollout with the response of its turn, which may have been begun before. `prompt_tokens`: what the generator read last, the prompt or the
+    """The rollout with the response of its turn, which may have been begun before. `prompt_tokens`: what the generator
+    read last, the prompt or the
     observation. A turn whose observation leaves no room for a response is left out."""
     response = _mask_of(rollout, response)
     if len(rollout.segments) < 3:
@@ -105,7 +109,8 @@ def without_begun(rollout: Rollout) -> Rollout:
 
 
 def weigh_old(rollout: Rollout, how: str, version: int) -> Rollout:
-    "Give the response tokens that are older than `version` the weight that `how` says; a token without weight gets none back."
+    """Give the response tokens that are older than `version` the weight that `how` says; a token without weight gets
+    none back."""
 
     def older(s: Segment) -> Segment:
         mask = np.ones(len(s), np.uint8) if s.mask is None else s.mask
@@ -131,7 +136,8 @@ def later_turns(rollout: Rollout, n: int) -> Rollout:
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-columns
 def turn_columns(rollout: Rollout) -> dict:
-    "Columns of the rollout table for an episode of several turns: what was said, and of each response the state and the newest writer it began in."
+    """Columns of the rollout table for an episode of several turns: what was said, and of each response the state
+    and the newest writer it began in."""
     if all(s.kind != "observation" for s in rollout.segments) and len(rollout.responses) < 2:
         return {}
     words = [s for s in rollout.segments if s.kind != "prompt"]
@@ -206,7 +212,8 @@ def segments_of(
 
 # %% ../../nbs/environments/08_rollout_turns.ipynb #episode-told
 def told_columns(rollout: Rollout, told) -> dict:
-    "Columns of the tokens table for what training made of a rollout's tokens (a `Told` of the trainer, or None), and its log-probabilities under the reference; NaN where a token carries no weight."
+    """Columns of the tokens table for what training made of a rollout's tokens (a `Told` of the trainer, or None),
+    and its log-probabilities under the reference; NaN where a token carries no weight."""
     response_T = np.concatenate([np.full(len(s), s.kind == "response") for s in rollout.segments])
 
     def of_responses(values_T) -> np.ndarray | None:

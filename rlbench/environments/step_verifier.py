@@ -22,7 +22,8 @@ _SUM, _COUNT = re.compile(r"(\d+(?:\+\d+)+)=\s*$"), re.compile(r"([a-z]+)/([a-z]
 
 
 def expected_steps(prompt: str, columns: bool = True) -> tuple[str, ...]:
-    "The working of a built-in task, step by step; none for other tasks. `columns`: two numbers are added digit by digit, else with a running total."
+    """The working of a built-in task, step by step; none for other tasks. `columns`: two numbers are added digit by
+    digit, else with a running total."""
     if found := _COUNT.search(prompt):
         word, letter = found.groups()
         return tuple(f"{c}{word[:i].count(letter)}" for i, c in enumerate(word, 1))
@@ -45,7 +46,8 @@ def _totals(terms: list[int]) -> list[str]:
 # %% ../../nbs/environments/03_step_verifier.ipynb #steps-of
 @dataclass(frozen=True)
 class Step:
-    "One step of a written-out working. `right` None: it follows a wrong one, and was not looked at. `should`: what a wrong one should have been, empty if nothing."
+    """One step of a written-out working. `right` None: it follows a wrong one, and was not looked at. `should`: what
+    a wrong one should have been, empty if nothing."""
 
     text: str
     end: int
@@ -59,7 +61,8 @@ def working(response: str) -> str:
 
 
 def steps_of(response: str, prompt: str) -> tuple[Step, ...]:
-    "The steps of a response's working, each judged up to the first wrong one. Empty without working, and for tasks whose working is not known."
+    """The steps of a response's working, each judged up to the first wrong one. Empty without working, and for tasks
+    whose working is not known."""
     text, found, sound = working(response), [], True
     should = expected_steps(prompt, "c" in text.partition(";")[0])
     for place, piece in enumerate(
@@ -112,7 +115,9 @@ def agrees(response: str, prompt: str) -> bool | None:
 
 # %% ../../nbs/environments/03_step_verifier.ipynb #steps-place
 def place_steps(steps: Sequence[tuple[int, float]], pieces: Sequence[str]) -> np.ndarray:
-    "Rewards at tokens, float64 [T], from (characters so far, reward) pairs; `pieces` is the text of each of the T response tokens. What lies behind their end goes to the last one. ValueError for a place before the first character."
+    """Rewards at tokens, float64 [T], from (characters so far, reward) pairs; `pieces` is the text of each of the T
+    response tokens. What lies behind their end goes to the last one. ValueError for a place before the first
+    character."""
     ends_T, placed_T = np.cumsum([len(piece) for piece in pieces]), np.zeros(len(pieces))
     for end, reward in steps:
         if end < 1:
@@ -136,7 +141,8 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
 
 # %% ../../nbs/environments/03_step_verifier.ipynb #steps-reward
 def process_worth(rollout: Rollout, scale: float, wrong: float) -> tuple[float, StepRewards]:
-    "What the working is worth: `scale` for all of it, evenly over the steps it should have, less `wrong` for its first wrong step; in one number, and where each part fell due."
+    """What the working is worth: `scale` for all of it, evenly over the steps it should have, less `wrong` for its
+    first wrong step; in one number, and where each part fell due."""
     found = steps_of(rollout.text, rollout.prompt)
     wanted = len(expected_steps(rollout.prompt, bool(found) and "c" in found[0].text))
     due = tuple(
@@ -171,7 +177,8 @@ def steps(
     agreement: Knob(0, 10, unit="reward", help="reward for an answer that follows from the working") = 0.25,
     wrong: Knob(0, 10, unit="reward", help="reward subtracted at the first wrong step of the working") = 0.0,
 ) -> tuple[float, dict[str, float], StepRewards]:
-    "The share of the working that is right up to its first wrong step, and a bonus if the answer follows from it; not the verdict."
+    """The share of the working that is right up to its first wrong step, and a bonus if the answer follows from it;
+    not the verdict."""
     return mixed(rollout, outcome=0.0, process=1.0, agreement=agreement, wrong=wrong)
 
 

@@ -73,7 +73,8 @@ def counting_problem(random: Random, level: int) -> Problem:
 def pool(
     draw: Callable[[Random], tuple[str, Problem, int]], name: str, split: str, seed: int, count: int
 ) -> list[Task]:
-    "Up to `count` different tasks of one split. `draw` gives a kind, a problem of that kind and its level; ids are KIND/PROMPT without the equals sign."
+    """Up to `count` different tasks of one split. `draw` gives a kind, a problem of that kind and its level; ids are
+    KIND/PROMPT without the equals sign."""
     check_request(split, count)
     random, found, in_vain = Random(seed), {}, 0
     while len(found) < count and in_vain < 20 * len(found) + 1000:
@@ -193,7 +194,10 @@ def arithmetic(
 def chain_problem(random: Random, length: int, digits: int) -> Problem:
     """`length` sums: two numbers of `digits` digits each, then the result and a number from 1 to 9. The first two may
     change places: that is the same problem."""
-    low, results, sums, problem = 10 ** (digits - 1), [], [], []
+    low = 10 ** (digits - 1)
+    results = []
+    sums = []
+    problem = []
     for place in range(length):
         first, then = (
             random.randrange(low, 10 * low),
@@ -328,13 +332,15 @@ def say_joined(field: str, joined: int, rows: int) -> None:
 
 
 def read_tasks(path: str | Path, extract: str = "auto") -> list[Task]:
-    "All tasks of a .jsonl or .parquet file, in its order. Raises FileNotFoundError, or ValueError naming file, line and field."
+    """All tasks of a .jsonl or .parquet file, in its order. Raises FileNotFoundError, or ValueError naming file,
+    line and field."""
     path = Path(path).expanduser()
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"tasks.path: {str(path)!r} is neither .jsonl nor .parquet; convert it")
     if not path.is_file():
         raise FileNotFoundError(
-            f"tasks.path: no file {str(path)!r} (looked in {str(path.absolute().parent)!r}); give a path from there or an absolute one"
+            f"tasks.path: no file {str(path)!r} (looked in {str(path.absolute().parent)!r}); give a "
+            "path from there or an absolute one"
         )
     first, ids, rows = {}, {}, [(where, _question(row)) for where, row in _rows(path)]
     rule = settled(extract, [row.get("answer") for _, row in rows if isinstance(row, dict)])
@@ -343,7 +349,8 @@ def read_tasks(path: str | Path, extract: str = "auto") -> list[Task]:
         earlier, at = first.setdefault(canonical(task.prompt), (task, where))
         if earlier.answer != task.answer:
             raise ValueError(
-                f"{where}: answer {task.answer!r} contradicts {earlier.answer!r} at {at.removeprefix(f'{path}: ')} for the same prompt; keep one"
+                f"{where}: answer {task.answer!r} contradicts {earlier.answer!r} at "
+                f"{at.removeprefix(f'{path}: ')} for the same prompt; keep one"
             )
         if earlier is task and ids.setdefault(task.id, where) != where:
             raise ValueError(
@@ -385,7 +392,8 @@ def file(
     chosen = [task for task in found if held_out(canonical(task.prompt), one_in) == (split == "held_out")]
     if not chosen:
         raise ValueError(
-            f"{path}: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add tasks or change one_in"
+            f"{path}: none of its {len(found)} tasks falls into {split!r} with one_in = {one_in}; add "
+            "tasks or change one_in"
         )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])
@@ -407,12 +415,14 @@ def _source(dataset: str) -> str:
     path = Path(dataset).expanduser()
     if path.is_file():
         raise ValueError(
-            f'tasks.dataset: {dataset!r} is a file; use tasks = {{name = "file", path = ...}}, or give the folder it is in'
+            f'tasks.dataset: {dataset!r} is a file; use tasks = {{name = "file", path = ...}}, or '
+            "give the folder it is in"
         )
     if not path.is_dir() and (dataset[0] in "./~\\" or dataset.count("/") > 1):
         beside = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())
         raise FileNotFoundError(
-            f"tasks.dataset: no folder {dataset!r} (looked from {str(Path.cwd())!r}); give a folder, or a name on the Hub such as openai/gsm8k{nearest(path, beside)}"
+            f"tasks.dataset: no folder {dataset!r} (looked from {str(Path.cwd())!r}); give a folder, "
+            f"or a name on the Hub such as openai/gsm8k{nearest(path, beside)}"
         )
     return str(path) if path.is_dir() else dataset
 
@@ -443,7 +453,8 @@ def open_hub(dataset: str, config: str = "", revision: str = ""):
         ) from None
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"tasks.dataset: {_first_line(error)}; check name and revision, for a private or gated one log in with `hf auth login`{nearest(dataset, _cached_sets())}"
+            f"tasks.dataset: {_first_line(error)}; check name and revision, for a private or gated "
+            f"one log in with `hf auth login`{nearest(dataset, _cached_sets())}"
         ) from None
     except ValueError as error:
         raise _config_error(dataset, source, config, revision, error) from None
@@ -512,12 +523,14 @@ def check_columns(features: Mapping, columns: Columns) -> None:
         ):
             wanted = "text" if field == "prompt" else "text or numbers"
             raise ValueError(
-                f"tasks.{field}: the column {column!r} holds {str(feature)[:80]}, not {wanted}; choose another of {', '.join(features)}"
+                f"tasks.{field}: the column {column!r} holds {str(feature)[:80]}, not {wanted}; "
+                f"choose another of {', '.join(features)}"
             )
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-read
 def read_split(dataset: str, builder, field: str, split: str, columns: Columns) -> list[tuple[str, dict]]:
-    "Where each row of a split stands and what its columns hold. `field`: the knob that named the split. ValueError for an unknown or empty split and unreadable files."
+    """Where each row of a split stands and what its columns hold. `field`: the knob that named the split. ValueError
+    for an unknown or empty split and unreadable files."""
     datasets = _datasets()
     known = [str(name) for name in (builder.info.splits or builder.config.data_files or ())]
     if known and split.partition("[")[0] not in known:
@@ -557,7 +570,8 @@ def _at(row: Mapping, path: Sequence[str]) -> object:
 
 # %% ../../nbs/environments/02_tasks.ipynb #tasks-hub-rows
 def _hub_row(row: Mapping, columns: Columns) -> dict:
-    "A row with its prompt as text and its level as a whole number, where that can be had. ValueError for a conversation."
+    """A row with its prompt as text and its level as a whole number, where that can be had. ValueError for a
+    conversation."""
     prompt, level = row["prompt"], row.get("level", 0)
     if isinstance(prompt, list):
         if len(prompt) != 1 or prompt[0].get("role") != "user":
@@ -579,7 +593,11 @@ def hub_tasks(
     name: str, rows: Sequence[tuple[str, dict]], columns: Columns, extract: str, unusable: str, longest: int = 0
 ) -> dict[str, Task]:
     "Tasks by canonical problem. ValueError for the first row that makes no task, unless `unusable` is skip."
-    rule, found, places, faults, disputed = settled(extract, [row["answer"] for _, row in rows]), {}, {}, [], set()
+    rule = settled(extract, [row["answer"] for _, row in rows])
+    found = {}
+    places = {}
+    faults = []
+    disputed = set()
     for number, (where, row) in enumerate(rows):
         try:
             task = _task(
@@ -592,7 +610,8 @@ def hub_tasks(
             if found.setdefault(problem, task).answer != task.answer:
                 disputed.add(problem)
                 raise ValueError(
-                    f"{where}: answer {task.answer!r} contradicts {found[problem].answer!r} at {places[problem]} for the same prompt"
+                    f"{where}: answer {task.answer!r} contradicts {found[problem].answer!r} at "
+                    f"{places[problem]} for the same prompt"
                 )
             places.setdefault(problem, where)
         except ValueError as error:
@@ -642,7 +661,8 @@ def hub(
     in_template(template, [])
     if not dataset:
         raise ValueError(
-            'tasks.dataset: the set "hub" needs one, e.g. tasks = {name = "hub", dataset = "openai/gsm8k", config = "main"}'
+            'tasks.dataset: the set "hub" needs one, e.g. tasks = {name = "hub", dataset = '
+            '"openai/gsm8k", config = "main"}'
         )
     columns, builder = Columns(prompt, answer, level), open_hub(dataset, config, revision)
     stem = "/".join(filter(None, (Path(dataset).name if Path(dataset).expanduser().is_dir() else dataset, config)))
@@ -657,7 +677,8 @@ def hub(
     chosen = list(found.values()) if found is examined else _side(found, split, examined, 0 if held_out else one_in)
     if not chosen:
         raise ValueError(
-            f"tasks.hub: none of the {len(found)} tasks of {dataset!r} is left for {split!r}; choose other splits, another one_in or a larger longest"
+            f"tasks.hub: none of the {len(found)} tasks of {dataset!r} is left for {split!r}; choose "
+            "other splits, another one_in or a larger longest"
         )
     Random(seed).shuffle(chosen)
     return in_template(template, chosen[:count])
@@ -708,12 +729,14 @@ def make_tasks(
     count: int | None = None,
     functions: Mapping[str, Callable] = TASK_SETS,
 ) -> list[Task]:
-    "The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks, None for as many as the set gives by itself."
+    """The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks, None for as many
+    as the set gives by itself."""
     named = resolve("tasks", functions, table)
     bound, wanted = bind(functions, named), {"split": split, "seed": seed} | ({} if count is None else {"count": count})
     parameters = inspect.signature(bound).parameters
     if missing := [name for name in ("split", "seed", "count") if name not in parameters]:
         raise ValueError(
-            f'tasks.{named.name}: takes no {missing[0]!r}; a task set begins with def {named.name}(*, split="train", seed=0, count=1000)'
+            f"tasks.{named.name}: takes no {missing[0]!r}; a task set begins with def {named.name}(*, "
+            'split="train", seed=0, count=1000)'
         )
     return check_tasks(named.name, bound(**wanted))

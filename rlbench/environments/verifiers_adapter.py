@@ -7,7 +7,8 @@ __all__ = ['HEARD', 'NAMES_OF_ROWS', 'ID', 'ARGS', 'Listener', 'has_tasksets', '
            'shown_name', 'task_of', 'row_of', 'stated_problem', 'identity_of', 'join_repeated', 'tasks_of_split',
            'tasks', 'load_taskset', 'Tasks', 'canonical', 'new_messages', 'Full', 'in_process', 'completion',
            'policy_client', 'chat_loop', 'called', 'play', 'output_of', 'judged', 'Foreign', 'ended', 'begin',
-           'rollout', 'said', 'go', 'ask', 'output', 'over', 'verifiers', 'settled', 'judgement', 'to_verifiers']
+           'rollout', 'said', 'go', 'ask', 'output', 'over', 'verifiers', 'settled', 'judgement', 'to_verifiers',
+           'check_can_export']
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-imports
 import asyncio
@@ -31,6 +32,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ..base.chat import Chat, answer_message, content_text, read_chat, write_chat
+from ..base.safe_call import function_name
 from rlbench.environments.environment import (
     Done,
     Episode,
@@ -44,7 +46,6 @@ from rlbench.environments.environment import (
     closing,
     cut,
     first_prompts,
-    function_name,
     of_itself,
     rest,
     until_awaited,
@@ -79,7 +80,8 @@ def has_tasksets(vf) -> bool:
 
 @lru_cache(1)
 def package():
-    "The package `verifiers`: before version 0.4 its classes around `MultiTurnEnv`, from 0.4 on those of `verifiers.v1`. ValueError with the remedy if it is not there."
+    """The package `verifiers`: before version 0.4 its classes around `MultiTurnEnv`, from 0.4 on those of
+    `verifiers.v1`. ValueError with the remedy if it is not there."""
     try:
         import verifiers as vf
 
@@ -98,12 +100,14 @@ def package():
 
 @contextmanager
 def own_signals():
-    "Whatever is done with the handlers of signals meanwhile is undone, and no progress bars are shown. ValueError outside the main thread."
+    """Whatever is done with the handlers of signals meanwhile is undone, and no progress bars are shown. ValueError
+    outside the main thread."""
     import datasets
 
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            "environment.verifiers: an environment is loaded in the main thread, since it sets handlers of signals; call load there first"
+            "environment.verifiers: an environment is loaded in the main thread, since it sets "
+            "handlers of signals; call load there first"
         )
     before, bars = (
         {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)},
@@ -113,7 +117,8 @@ def own_signals():
     try:
         yield
     finally:
-        datasets.enable_progress_bars() if bars else None
+        if bars:
+            datasets.enable_progress_bars()
         for each, handler in before.items():
             signal.signal(each, handler)
 
@@ -131,7 +136,8 @@ def _module(id: str):
         return importlib.import_module(where.replace("-", "_").split("/")[-1])
     except (ImportError, OSError) as error:
         raise ValueError(
-            f"environment.verifiers: id: {id!r} cannot be imported ({error}); give an installed module, module:function, or the path of a Python file"
+            f"environment.verifiers: id: {id!r} cannot be imported ({error}); give an installed "
+            "module, module:function, or the path of a Python file"
         ) from None
 
 
@@ -140,14 +146,16 @@ def _maker(id: str) -> Callable:
     where, _, name = id.partition(":")
     if not callable(made := getattr(_module(id), name or "load_environment", None)):
         raise ValueError(
-            f"environment.verifiers: id: {where!r} has no function {name or 'load_environment'!r}; name one as {where}:FUNCTION"
+            f"environment.verifiers: id: {where!r} has no function {name or 'load_environment'!r}; "
+            f"name one as {where}:FUNCTION"
         )
     return made
 
 
 @lru_cache(16)
 def load(id: str, args: str = "{}"):
-    "The environment of an `id`, made with `args` (JSON). ValueError for what is none, or one that this module cannot run."
+    """The environment of an `id`, made with `args` (JSON). ValueError for what is none, or one that this module
+    cannot run."""
     if not id:
         raise ValueError(
             'environment.verifiers: id: none; name a module, e.g. environment = {name = "verifiers", id = "my_module"}'
@@ -159,11 +167,13 @@ def load(id: str, args: str = "{}"):
         env = _maker(id)(**json.loads(args))
     if not isinstance(env, vf.Environment):
         raise ValueError(
-            f"environment.verifiers: id: {id!r} makes a {type(env).__name__}; it has to return an Environment of the package `verifiers`"
+            f"environment.verifiers: id: {id!r} makes a {type(env).__name__}; it has to return an "
+            "Environment of the package `verifiers`"
         )
     if getattr(env, "requires_group_rollouts", False):
         raise ValueError(
-            f"environment.verifiers: {id!r} rewards the rollouts of a group together, and here each is judged when it ends; use a rubric whose functions look at one rollout"
+            f"environment.verifiers: {id!r} rewards the rollouts of a group together, and here each "
+            "is judged when it ends; use a rubric whose functions look at one rollout"
         )
     return env
 
@@ -175,7 +185,8 @@ def _plain(message) -> dict:
 
 
 def tools_of(env, info) -> tuple[dict, ...]:
-    "The tools that a rollout may call, as OpenAI's API describes them: those of the row's info, or else the environment's."
+    """The tools that a rollout may call, as OpenAI's API describes them: those of the row's info, or else the
+    environment's."""
     info = json.loads(info) if isinstance(info, str) and info else info
     told = (info or {}).get("tool_defs") if isinstance(info, Mapping) else None
     tables = [_plain(tool) for tool in (told if told is not None else getattr(env, "tool_defs", None) or ())]
@@ -205,7 +216,8 @@ def task_of(env, id: str, split: str, row: Mapping) -> Task:
         )
     except TypeError as error:
         raise ValueError(
-            f"tasks.verifiers: row {row.get('example_id')} of {id!r} cannot be written as JSON ({error}); only text is served"
+            f"tasks.verifiers: row {row.get('example_id')} of {id!r} cannot be written as JSON "
+            f"({error}); only text is served"
         ) from None
     level = row.get("level")
     return Task(
@@ -296,14 +308,16 @@ def tasks(
         found = [task for task in found if identity_of(task) not in examined]
     if not found:
         raise ValueError(
-            f"tasks.verifiers: none of the rows of {id!r} falls into {split!r}; give it an eval_dataset, more rows, or another one_in"
+            f"tasks.verifiers: none of the rows of {id!r} falls into {split!r}; give it an "
+            "eval_dataset, more rows, or another one_in"
         )
     Random(seed).shuffle(found)
     return found[:count]
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-taskset
 def load_taskset(vf, id: str, args: Mapping) -> "Tasks":
-    "The taskset of an `id`, with `args` as its configuration. ValueError for what is none, or one that this module cannot run."
+    """The taskset of an `id`, with `args` as its configuration. ValueError for what is none, or one that this module
+    cannot run."""
     where, _, name = id.partition(":")
     module = _module(id)
     found = [getattr(module, each, None) for each in ([name] if name else getattr(module, "__all__", vars(module)))]
@@ -317,7 +331,8 @@ def load_taskset(vf, id: str, args: Mapping) -> "Tasks":
         for each in vars(module).values()
     ):
         raise ValueError(
-            f"environment.verifiers: {id!r} has an environment of its own for several agents, and here one policy plays; use a taskset alone"
+            f"environment.verifiers: {id!r} has an environment of its own for several agents, and "
+            "here one policy plays; use a taskset alone"
         )
     return Tasks(vf, shown_name(id), classes[0], args)
 
@@ -417,11 +432,14 @@ def new_messages(known: Sequence[tuple], messages: Sequence[Mapping]) -> tuple[d
     for place, (was, now) in enumerate(zip(known, asked)):
         if was != now:
             raise ValueError(
-                f"it rewrote its history: message {place} was {was[0]} {was[1][:60]!r}{was[2] or ''}, and is {now[0]} {now[1][:60]!r}{now[2] or ''}; a policy goes on from the tokens it wrote, so a history may only grow"
+                f"it rewrote its history: message {place} was {was[0]} {was[1][:60]!r}{was[2] or ''}, "
+                f"and is {now[0]} {now[1][:60]!r}{now[2] or ''}; a policy goes on from the tokens it "
+                "wrote, so a history may only grow"
             )
     if len(asked) < len(known):
         raise ValueError(
-            f"it rewrote its history: {len(known)} messages were known, and it asks with {len(asked)}; a policy goes on from the tokens it wrote, so a history may only grow"
+            f"it rewrote its history: {len(known)} messages were known, and it asks with "
+            f"{len(asked)}; a policy goes on from the tokens it wrote, so a history may only grow"
         )
     if len(asked) == len(known):
         raise ValueError("it asks again without showing anything new; a policy that was heard is asked once a turn")
@@ -436,7 +454,8 @@ class Full(Exception):
 
 
 def in_process(vf, ask: Callable):
-    "A client of the package, whose every call is `await ask(messages)`: a message of the assistant as a dictionary, or Full."
+    """A client of the package, whose every call is `await ask(messages)`: a message of the assistant as a
+    dictionary, or Full."""
     from openai.types.chat import ChatCompletion
 
     async def create(*, messages, model: str = "policy", **asked):
@@ -471,9 +490,10 @@ def completion(message: Mapping, model: str = "policy") -> dict:
 
 
 def policy_client(vf, ask: Callable):
-    "A client of the package from 0.4 on, whose every call is `await ask(messages)`. `full`: no further response is to be had."
+    """A client of the package from 0.4 on, whose every call is `await ask(messages)`. `full`: no further response is
+    to be had."""
 
-    class Policy(vf.Client):
+    class RunPolicyClient(vf.Client):
         "Responses of a run's generator."
 
         full = False
@@ -489,7 +509,7 @@ def policy_client(vf, ask: Callable):
             response.raw = raw
             return response
 
-    return Policy()
+    return RunPolicyClient()
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-loop
 def chat_loop(vf, client):
@@ -553,7 +573,7 @@ async def play(vf, tasks: Tasks, place: int, ask: Callable):
 
     client = policy_client(vf, ask)
 
-    class Asked(InterceptionServer):
+    class RunServer(InterceptionServer):
         "The package's server, with the run's client."
 
         def register(self, session):
@@ -563,7 +583,7 @@ async def play(vf, tasks: Tasks, place: int, ask: Callable):
 
     nowhere = vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="RLBENCH_NO_KEY")
     config = vf.AgentConfig(model="policy", client=nowhere, harness={"id": "null"}, runtime=vf.SubprocessConfig())
-    async with serve_shared(tasks.taskset.toolsets(tasks.taskset.config)) as shared, Asked() as server:
+    async with serve_shared(tasks.taskset.toolsets(tasks.taskset.config)) as shared, RunServer() as server:
         agent = vf.make_agent(config, interception=server)
         agent.harness = chat_loop(vf, client)(agent.harness.config)
         return await agent.run(tasks.by_index[place], tools=shared)
@@ -611,13 +631,11 @@ class Foreign:
 
     def __init__(self, env, name: str = ""):
         self.env, self.name = env, name or getattr(env, "env_id", "") or type(env).__name__
-        self.known, self.turn, self.text, self.calls, self.wrong = (
-            [],
-            0,
-            "",
-            0,
-            "",
-        )  # known: messages asked and answered; wrong: why it cannot go on
+        self.known = []  # messages asked and answered
+        self.turn = 0
+        self.text = ""
+        self.calls = 0
+        self.wrong = ""  # why it cannot go on
         self.heard: list[str] = []
         self.running: asyncio.Task | None = None
         self.asks: asyncio.Future | None = None  # has the new messages when the environment asks
@@ -629,7 +647,8 @@ class Foreign:
         return task.prompt
 
     async def advance(self, response: str) -> Observation | Done:
-        "Answer the environment's call, and let it run until it asks again or is over. Raises what it raises, and ValueError for one that cannot be continued token by token."
+        """Answer the environment's call, and let it run until it asks again or is over. Raises what it raises, and
+        ValueError for one that cannot be continued token by token."""
         if self.running is None:
             await begin(self)
         message = answer_message(response, self.turn)
@@ -665,12 +684,17 @@ async def begin(e: Foreign) -> None:
     if first is None:
         raise ValueError(
             e.wrong
-            or f"its rollout was over before it asked for a response: {output(e).get('error') or output(e).get('stop_condition')}"
+            or (
+                "its rollout was over before it asked for a response: "
+                f"{output(e).get('error') or output(e).get('stop_condition')}"
+            )
         )
     wanted, asked = ([canonical(message) for message in messages] for messages in (read_chat(e.prompt).messages, first))
     if wanted != asked:
         raise ValueError(
-            f"it asks first with {write_chat(Chat(first))[:200]!r}, and its row says {e.prompt[:200]!r}; an environment whose prompt is made when a rollout begins cannot be continued from the row's tokens. Make it in the dataset"
+            f"it asks first with {write_chat(Chat(first))[:200]!r}, and its row says "
+            f"{e.prompt[:200]!r}; an environment whose prompt is made when a rollout begins cannot be "
+            "continued from the row's tokens. Make it in the dataset"
         )
 
 
@@ -692,7 +716,10 @@ async def go(e: Foreign, answer: dict | Full) -> tuple[dict, ...] | None:
     "Answer the call that waits, and hear what comes next."
     e.asks, waits = asyncio.get_running_loop().create_future(), e.answer
     e.answer = None
-    waits.set_exception(answer) if isinstance(answer, Full) else waits.set_result(answer)
+    if isinstance(answer, Full):
+        waits.set_exception(answer)
+    else:
+        waits.set_result(answer)
     return await said(e)
 
 # %% ../../nbs/environments/09_verifiers_adapter.ipynb #foreign-ask
@@ -711,14 +738,16 @@ async def ask(e: Foreign, messages: Sequence[Mapping]) -> dict:
 
 
 def output(e: Foreign) -> Mapping:
-    "What the package says of a rollout that is over. Raises what the environment raised, and RuntimeError for one that was cancelled by its own code."
+    """What the package says of a rollout that is over. Raises what the environment raised, and RuntimeError for one
+    that was cancelled by its own code."""
     if e.running.cancelled():
         raise RuntimeError("its rollout was cancelled from within; nothing here had asked for that")
     return e.running.result()
 
 
 def over(e: Foreign) -> Done:
-    "The end of the rollout, judged. Raises what the environment raised, and ValueError for one that could not be continued."
+    """The end of the rollout, judged. Raises what the environment raised, and ValueError for one that could not be
+    continued."""
     if e.wrong:
         raise ValueError(e.wrong)
     return Done(e.text, judged(output(e), e.name, getattr(e.env, "pass_threshold", 0.5), e.heard))
@@ -783,15 +812,12 @@ def to_verifiers(
     eval_tasks: Sequence[Task] = (),
     max_turns: int = 8,
 ):
-    "An environment of the package `verifiers` that asks, answers and rewards as these do. ValueError if the package is not there; FunctionFailed if `environment` cannot start on a task."
+    "The same as an environment of `verifiers`. ValueError without that package, FunctionFailed for a task it refuses."
     vf = package()
-    if has_tasksets(vf):
-        raise ValueError(
-            "to_verifiers: an export is an environment of the classes before 0.4, and a newer version of `verifiers` is installed; pip install 'verifiers<0.4' for it"
-        )
+    check_can_export(vf)
     from datasets import Dataset
 
-    class Judge(vf.Rubric):
+    class RewardRubric(vf.Rubric):
         "Verifier and reward as a rubric."
 
         async def score_rollout(self, state):
@@ -810,7 +836,7 @@ def to_verifiers(
             for state in states:
                 await self.score_rollout(state)
 
-    class Exported(vf.MultiTurnEnv):
+    class EpisodeLoopEnvironment(vf.MultiTurnEnv):
         "Episodes as a loop of turns."
 
         async def setup_state(self, state):
@@ -829,9 +855,18 @@ def to_verifiers(
                 await settled(closing(state["episode"]))
 
     with own_signals():
-        return Exported(
+        return EpisodeLoopEnvironment(
             dataset=Dataset.from_list(_prompt_rows(environment, tasks)),
             eval_dataset=Dataset.from_list(_prompt_rows(environment, eval_tasks)) if eval_tasks else None,
-            rubric=Judge(),
+            rubric=RewardRubric(),
             max_turns=max_turns,
+        )
+
+
+def check_can_export(vf) -> None:
+    "ValueError for a version of `verifiers` that has other classes than an export needs."
+    if has_tasksets(vf):
+        raise ValueError(
+            "to_verifiers: an export is an environment of the classes before 0.4, and a newer "
+            "version of `verifiers` is installed; pip install 'verifiers<0.4' for it"
         )

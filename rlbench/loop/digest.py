@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.ledger import read_status, read_table
+from ..base.ledger_reading import read_table
+from ..base.status import read_status
 
 # %% ../../nbs/loop/05_digest.ipynb #digest-fold
 PARTS = ("events", "evaluations", "weights")
@@ -53,7 +54,8 @@ def whole_digest(parts: Mapping[str, str]) -> str:
 # %% ../../nbs/loop/05_digest.ipynb #digest-trace
 @dataclass(frozen=True)
 class Trace:
-    "What a run folder tells of its digest: `parts` (those it knows), `evaluations` by (version, name) and `weights` by version."
+    """What a run folder tells of its digest: `parts` (those it knows), `evaluations` by (version, name) and
+    `weights` by version."""
 
     run: str
     parts: Mapping[str, str]

@@ -38,7 +38,8 @@ _ROWS = re.compile(r"(.*?)\s+for\s+(\d+)\s*", re.ASCII | re.DOTALL)
 
 @dataclass(frozen=True)
 class Clause:
-    "A comparison of a sum of figures with a number, or with that many times a level of the run: its `start` or its `best`."
+    """A comparison of a sum of figures with a number, or with that many times a level of the run: its `start` or its
+    `best`."""
 
     names: tuple[str, ...]
     sign: str
@@ -67,7 +68,8 @@ class Condition:
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-parse
 def parse_condition(text: str) -> Condition:
-    """Read `entropy < 0.1`, `ess < 0.3 for 3`, `all_pass + all_fail > 0.9 for 5`, `loss is nan`, `held_out < 0.5 of best`,
+    """Read `entropy < 0.1`, `ess < 0.3 for 3`, `all_pass + all_fail > 0.9 for 5`, `loss is nan`, `held_out < 0.5 of
+    best`,
     `truncated > 2 of start and truncated > 0.1`. Raises ValueError with the form it should have."""
     whole, rows = _split_rows(text) if isinstance(text, str) else (None, 1)
     if not 1 <= rows <= 100_000:
@@ -95,7 +97,8 @@ def _parse_clause(part: str | None, text: object) -> Clause:
         )
     if level and level not in LEVELS:
         raise ValueError(
-            f"guard: {level!r} in {text!r} is no level of a run; write 'of start' (its first rows) or 'of best' (its highest so far)"
+            f"guard: {level!r} in {text!r} is no level of a run; write 'of start' (its first rows) or "
+            "'of best' (its highest so far)"
         )
     return Clause(
         tuple(name.strip() for name in names.split("+")), "is nan" if nan else sign, float(bound or 0), level or ""
@@ -114,7 +117,8 @@ def step_figures(row: Mapping[str, object]) -> dict[str, float | None]:
 
 
 def eval_figures(name: str, row: Mapping[str, object]) -> dict[str, float | None]:
-    "The figures of an evaluation's row: `held_out` is its mean solve rate, `held_out.length_mean` another of its columns."
+    """The figures of an evaluation's row: `held_out` is its mean solve rate, `held_out.length_mean` another of its
+    columns."""
     dotted = {f"{name}.{column}": None if row.get(column) is None else float(row[column]) for column in EVAL_FIGURES}
     return dotted if name in FIGURES else {name: dotted[f"{name}.avg"], **dotted}
 
@@ -126,7 +130,9 @@ def check_condition(condition: Condition, evals: Iterable[str]) -> None:
         if not any(name in row for row in rows):
             known = [figure for row in rows for figure in row]
             raise ValueError(
-                f"guard: {name!r} is neither a number of the steps table nor an evaluation{nearest(name, known)}; run.steps.columns has the first, the configuration's [[eval]] the second"
+                f"guard: {name!r} is neither a number of the steps table nor an "
+                f"evaluation{nearest(name, known)}; run.steps.columns has the first, the "
+                "configuration's [[eval]] the second"
             )
     if not any(set(condition.names) <= set(row) for row in rows):
         raise ValueError(
@@ -165,7 +171,8 @@ START_ROWS = 3  # so many rows make the level `start`
 
 @dataclass(frozen=True)
 class Guard:
-    """A condition, what to do, and where it stands: rows in a row for which the condition was true; whether it can fire; the version
+    """A condition, what to do, and where it stands: rows in a row for which the condition was true; whether it can
+    fire; the version
     at which it last did (-1: never); for each clause, how many rows it has seen and the level that it compares with."""
 
     id: str
@@ -246,7 +253,8 @@ ALERTS = (
 
 
 def eval_alerts(evals: Iterable[str]) -> tuple[str, ...]:
-    "An alert for each evaluation set whose solve rate falls below half of its best. A name that no condition can hold has none."
+    """An alert for each evaluation set whose solve rate falls below half of its best. A name that no condition can
+    hold has none."""
     return tuple(f"{name} < 0.5 of best" for name in evals if re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII))
 
 
@@ -259,7 +267,8 @@ def first_guards(alerts: Iterable[str], guards: Iterable[tuple[str, str]]) -> li
 
 
 def short_names(guards: Iterable[Guard]) -> dict[str, str]:
-    "Short name of each guard by its id: the first figure it looks at, numbered from the second that looks at it (`grad_norm-2`)."
+    """Short name of each guard by its id: the first figure it looks at, numbered from the second that looks at it
+    (`grad_norm-2`)."""
     names: dict[str, str] = {}
     seen: dict[str, int] = {}
     for guard in guards:

@@ -9,7 +9,7 @@ __all__ = ['BACKLOGS', 'Waiting', 'Taken', 'take', 'capacity', 'overflow', 'back
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..staleness import fresh, hold
+from ..staleness import holds_batch, is_fresh
 
 # %% ../../nbs/loop/01_queue.ipynb #queue-waiting
 @dataclass(frozen=True, order=True)
@@ -38,13 +38,14 @@ def take(
     unfinished_oldest: Iterable[int],
     in_turn: bool = False,
 ) -> Taken:
-    "Sort out stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not hold it. `in_turn`: in order of arrival, not of age."
-    stale = tuple(w for w in queue if not fresh(w.oldest, version, bound))
-    usable = [w for w in queue if fresh(w.oldest, version, bound)]
+    """Sort out stale groups and take the next batch of `batch` groups if there is one and the `wait` rule does not
+    hold it. `in_turn`: in order of arrival, not of age."""
+    stale = tuple(w for w in queue if not is_fresh(w.oldest, version, bound))
+    usable = [w for w in queue if is_fresh(w.oldest, version, bound)]
     if (
         len(usable) < batch
         or overdue == "wait"
-        and hold(version, bound, unfinished_oldest, [w.oldest for w in usable], batch)
+        and holds_batch(version, bound, unfinished_oldest, [w.oldest for w in usable], batch)
     ):
         return Taken((), tuple(usable), stale)
     chosen = (usable if in_turn else sorted(usable))[:batch]
@@ -67,5 +68,6 @@ def overflow(queue: list[Waiting], capacity: int) -> tuple[list[Waiting], list[W
 
 
 def backpressure(queue_batches: int, batch: int, running: int, live: int) -> int:
-    "Groups that may be dispatched so that, with `running` groups at work, at most `queue_batches` batches wait; `live` are in the system already."
+    """Groups that may be dispatched so that, with `running` groups at work, at most `queue_batches` batches wait;
+    `live` are in the system already."""
     return max(0, running + queue_batches * batch - live)

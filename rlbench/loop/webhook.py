@@ -24,11 +24,13 @@ def check_address(text: str) -> None:
             raise ValueError(f"webhook: {text!r} names no environment variable; write $NAME")
     elif urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
         raise ValueError(
-            "webhook: not an address that can be posted to; write http://… or https://…, or $NAME for one in the environment"
+            "webhook: not an address that can be posted to; write http://… or https://…, or $NAME "
+            "for one in the environment"
         )
     elif is_metadata(urlsplit(text).hostname):
         raise ValueError(
-            "webhook: a link-local address, under which a cloud's machine tells its keys; name the server that is to be told"
+            "webhook: a link-local address, under which a cloud's machine tells its keys; name the "
+            "server that is to be told"
         )
 
 

@@ -4,14 +4,26 @@
 
 # %% auto #0
 __all__ = ['SECTIONS', 'TABLES', 'HARDWARE', 'MODELS', 'SAVED', 'VLLM_CPU_FLAGS', 'ModelShape', 'Hardware', 'TokenPrices',
-           'Transport', 'SandboxOffer', 'Tables', 'read_tables', 'named', 'kv_bytes_per_token', 'kv_replication',
-           'sequence_bytes', 'weight_bytes', 'max_concurrency', 'resident_tokens', 'EngineMemory', 'engine_of',
-           'training_flops', 'forward_flops', 'utilisation', 'optimizer_bytes', 'lora_parameters', 'activation_bytes',
-           'Efficiency', 'touched', 'peak_of', 'decode_seconds', 'prefill_seconds', 'publish_seconds',
-           'dollars_per_million', 'measured', 'Pools', 'transfer_seconds', 'pools_of', 'processor', 'cores', 'machine',
-           'cpu_flags', 'gpus_here', 'portions']
+           'Transport', 'SandboxOffer', 'gpu_row', 'Tables', 'checked_row', 'read_tables', 'find_row',
+           'kv_bytes_per_token', 'kv_replication', 'sequence_bytes', 'weight_bytes', 'max_concurrency',
+           'resident_tokens', 'EngineMemory', 'memory_refusal', 'engine_of', 'training_flops', 'forward_flops',
+           'utilisation', 'optimizer_bytes', 'lora_parameters', 'activation_bytes', 'Efficiency', 'parameters_read',
+           'peak_of', 'decode_seconds', 'prefill_seconds', 'publish_seconds', 'dollars_per_million',
+           'measured_efficiency', 'Pools', 'transfer_seconds', 'pools_of', 'processor_name', 'cores', 'machine',
+           'cpu_flags', 'gpus_here', 'batch_by_length']
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-imports
+# Hardware: arithmetic of memory, compute and money.
+#
+# Owns: the shapes of models and the data sheets of machines (`TABLES`), and the formulas over them. It also says on
+# which machine this process runs (`machine`, `cores`, `gpus_here`).
+#
+# What always holds:
+#   * Times are lower bounds: a roofline, scaled only by an efficiency that the caller names.
+#   * Units are bytes, tokens, seconds, FLOP and US dollars; GB is 1e9 bytes.
+#
+# Refuses: an unknown name, a table with a wrong field, a model that does not fit, each with a remedy.
+# Does not: measure, predict queueing, or import torch.
 import os
 import platform
 import time
@@ -54,12 +66,16 @@ class ModelShape:
     @property
     def in_experts(self) -> float:
         "Parameters that lie in experts: those that make the difference between all and active ones."
-        return (self.parameters - self.passed) / (1 - self.routed / self.experts) if self.experts else 0.0
+        if not self.experts:
+            return 0.0
+        unread = 1 - self.routed / self.experts
+        return (self.parameters - self.passed) / unread
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-hardware
 @dataclass(frozen=True)
 class Hardware:
-    "One accelerator or core: FLOP/s dense, bytes of memory, bytes/s, dollars an hour; FLOP/s in FP8 (0: none), bytes/s to its neighbours (0: not known)."
+    """One accelerator or core: FLOP/s dense, bytes of memory, bytes/s, dollars an hour; FLOP/s in FP8 (0: none),
+    bytes/s to its neighbours (0: not known)."""
 
     name: str
     peak: float
@@ -96,14 +112,15 @@ class SandboxOffer:
     hour: float = 0.0
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-tables
-def _gpu(
-    name: str, peak: float, memory: float, bandwidth: float, hour: float, fp8: float = 0.0, link: float = 0.0
-) -> Hardware:
-    return Hardware(name, peak * 1e12, memory * 1e9, bandwidth * 1e12, hour, fp8 * 1e12, link * 1e9)
+def gpu_row(name, peak, memory, bandwidth, hour, fp8=0.0, link=0.0) -> Hardware:
+    "A row of the GPU table, from TFLOP/s, GB, TB/s, dollars an hour, TFLOP/s in FP8 and GB/s."
+    tera, giga = 1e12, 1e9
+    flops, flops_fp8 = peak * tera, fp8 * tera
+    return Hardware(name, flops, memory * giga, bandwidth * tera, hour, flops_fp8, link * giga)
 
 
 SECTIONS = {
-    "gpu": (_gpu, ("peak", "memory", "bandwidth", "hour"), ("fp8", "link")),
+    "gpu": (gpu_row, ("peak", "memory", "bandwidth", "hour"), ("fp8", "link")),
     "model": (
         lambda name, **numbers: ModelShape(**numbers),
         tuple(f.name for f in fields(ModelShape))[:6],
@@ -114,7 +131,7 @@ SECTIONS = {
     "sandbox": (lambda name, **numbers: SandboxOffer(**numbers), ("median", "p99"), ("hour",)),
 }  # section -> what makes a row, fields it needs, fields it may have
 
-
+# %% ../../nbs/models/01_hardware.ipynb #capacity-tables-read
 @dataclass(frozen=True)
 class Tables:
     "What is known by name: GPUs, models, prices of tokens, transports, sandboxes."
@@ -126,28 +143,32 @@ class Tables:
     sandbox: Mapping[str, SandboxOffer] = field(default_factory=dict)
 
 
-def _row(where: str, section: str, name: str, told) -> object:
+def checked_row(where: str, section: str, name: str, told) -> object:
+    "A row of a table, checked. ValueError that names file, section and field."
     make, needed, optional = SECTIONS[section]
     place = f"{where}: {section}.{name}"
+    fields_known = (*needed, *optional)
     if not isinstance(told, Mapping):
         raise ValueError(f'{place}: {told!r} is no table; write [{section}."{name}"] with {", ".join(needed)}')
     for key, value in told.items():
-        if key not in (*needed, *optional):
-            raise unknown(place, key, (*needed, *optional))
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        if key not in fields_known:
+            raise unknown(place, key, fields_known)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or value < 0:
             raise ValueError(f"{place}.{key}: {value!r} is no number from 0 up")
-    if missing := [key for key in needed if key not in told]:
+    missing = [key for key in needed if key not in told]
+    if missing:
         raise ValueError(f"{place}: {missing[0]} is missing; a {section} needs {', '.join(needed)}")
     return make(name, **told)
 
 
 def read_tables(path: str | Path | None = None) -> Tables:
-    "The tables that come with rlbench, with those of a TOML file of the same form over them. ValueError, naming file, section and field, for what is no table of these; OSError for a file that cannot be read."
+    """The tables that come with rlbench, with those of a TOML file of the same form over them. ValueError, naming
+    file, section and field, for what is no table of these; OSError for a file that cannot be read."""
     found: dict[str, dict] = {section: {} for section in SECTIONS}
-    sources = [
-        ("planner/tables.toml", files("rlbench.data") / "planner" / "tables.toml"),
-        *([(str(path), Path(path))] if path else []),
-    ]
+    sources = [("planner/tables.toml", files("rlbench.data") / "planner" / "tables.toml")]
+    if path:
+        sources.append((str(path), Path(path)))
     for where, source in sources:
         try:
             told = tomllib.loads(source.read_text(encoding="utf-8"))
@@ -156,7 +177,8 @@ def read_tables(path: str | Path | None = None) -> Tables:
         for section, rows in told.items():
             if section not in SECTIONS or not isinstance(rows, Mapping):
                 raise unknown(where, section, SECTIONS)
-            found[section].update((name, _row(where, section, name, row)) for name, row in rows.items())
+            for name, row in rows.items():
+                found[section][name] = checked_row(where, section, name, row)
     return Tables(**found)
 
 
@@ -164,8 +186,9 @@ TABLES = read_tables()
 HARDWARE, MODELS = TABLES.gpu, TABLES.model
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-named
-def named(section: str, name: str, tables: Tables = TABLES):
-    "The row of this name: a GPU, a model, prices, a transport or a sandbox. ValueError with the known names for an unknown one."
+def find_row(section: str, name: str, tables: Tables = TABLES):
+    """The row of this name: a GPU, a model, prices, a transport or a sandbox. ValueError with the known names for an
+    unknown one."""
     rows = getattr(tables, section)
     if name not in rows:
         raise unknown(section, name, rows)
@@ -174,19 +197,31 @@ def named(section: str, name: str, tables: Tables = TABLES):
 # %% ../../nbs/models/01_hardware.ipynb #capacity-kv
 def kv_bytes_per_token(shape: ModelShape, dtype_bytes: int = 2, replication: int = 1, indexer: bool = False) -> int:
     "Bytes of cache that one resident token costs, all layers; `indexer`: with the keys of sparse attention."
-    numbers = shape.latent if shape.latent else 2 * shape.kv_heads * shape.head_dim
-    return shape.layers * (numbers * dtype_bytes + indexer * shape.indexer) * replication
+    numbers = shape.latent or 2 * shape.kv_heads * shape.head_dim
+    layer = numbers * dtype_bytes
+    if indexer:
+        layer += shape.indexer
+    return shape.layers * layer * replication
 
 
 def kv_replication(shape: ModelShape, tensor_parallel: int = 1, by_sequence: bool = False) -> int:
     "How many times the ranks of an engine store the same keys and values."
-    return 1 if by_sequence else tensor_parallel if shape.latent else max(1, -(-tensor_parallel // shape.kv_heads))
+    if by_sequence:
+        return 1
+    if shape.latent:
+        return tensor_parallel
+    ranks_per_head = -(-tensor_parallel // shape.kv_heads)
+    return max(1, ranks_per_head)
 
 
 def sequence_bytes(shape: ModelShape, resident: float, dtype_bytes: int = 2, replication: int = 1) -> float:
     "Bytes of cache that a sequence of `resident` tokens holds; layers with a window hold no more than that."
-    beyond = shape.windowed / shape.layers * max(0.0, resident - shape.window) if shape.window else 0.0
-    return kv_bytes_per_token(shape, dtype_bytes, replication, True) * (resident - beyond)
+    per_token = kv_bytes_per_token(shape, dtype_bytes, replication, True)
+    if not shape.window:
+        return per_token * resident
+    forgotten = max(0.0, resident - shape.window)
+    share = shape.windowed / shape.layers
+    return per_token * (resident - share * forgotten)
 
 
 def weight_bytes(shape: ModelShape, dtype_bytes: float = 2) -> float:
@@ -195,11 +230,14 @@ def weight_bytes(shape: ModelShape, dtype_bytes: float = 2) -> float:
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-concurrency
 def max_concurrency(kv_bytes: float, per_token: int, resident: float) -> int:
-    "Sequences of `resident` tokens that a cache of `kv_bytes` holds at `per_token` bytes. Raises ValueError if that is none."
-    fits = int(kv_bytes // (per_token * resident))
+    """Sequences of `resident` tokens that a cache of `kv_bytes` holds at `per_token` bytes. Raises ValueError if
+    that is none."""
+    each = per_token * resident
+    fits = int(kv_bytes // each)
     if fits < 1:
         raise ValueError(
-            f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {resident:,.0f} tokens; one needs {per_token * resident:,.0f} bytes. Raise kv_bytes or lower the longest response"
+            f"kv_bytes: {kv_bytes:,.0f} holds no sequence of {resident:,.0f} tokens; one needs "
+            f"{each:,.0f} bytes. Raise kv_bytes or lower the longest response"
         )
     return fits
 
@@ -211,7 +249,8 @@ def resident_tokens(prompt: float, response: float) -> float:
 # %% ../../nbs/models/01_hardware.ipynb #capacity-engine
 @dataclass(frozen=True)
 class EngineMemory:
-    "What an engine holds, in bytes: weights, activations, cache. `sequence`: bytes of cache for a sequence of so many tokens."
+    """What an engine holds, in bytes: weights, activations, cache. `sequence`: bytes of cache for a sequence of so
+    many tokens."""
 
     weights: float
     activations: float
@@ -227,18 +266,24 @@ class EngineMemory:
     @property
     def tokens(self) -> int:
         "Tokens that the cache holds, windows aside."
-        return int(self.cache // kv_bytes_per_token(self.shape, self.kv_dtype_bytes, self.replication, True))
+        per_token = kv_bytes_per_token(self.shape, self.kv_dtype_bytes, self.replication, True)
+        return int(self.cache // per_token)
 
     def sequences(self, context: float, engines: int = 1) -> int:
         "Sequences of `context` resident tokens that so many engines hold together."
-        return int(engines * self.cache // self.sequence(context))
+        total = engines * self.cache
+        return int(total // self.sequence(context))
 
     def load(self, running: float, context: float, engines: int = 1) -> float:
-        "Share of the cache that is full with `running` sequences over all engines; above 1 they do not fit, and the cache binds."
-        return running * self.sequence(context) / (engines * self.cache)
+        """Share of the cache that is full with `running` sequences over all engines; above 1 they do not fit, and
+        the cache binds."""
+        wanted = running * self.sequence(context)
+        total = engines * self.cache
+        return wanted / total
 
     def context(self, running: float, engines: int = 1) -> float:
-        "Mean resident tokens of a sequence at which `running` of them fill the cache; infinite where windows keep it from ever filling."
+        """Mean resident tokens of a sequence at which `running` of them fill the cache; infinite where windows keep
+        it from ever filling."""
         each, shape = engines * self.cache / running, self.shape
         per_token = kv_bytes_per_token(shape, self.kv_dtype_bytes, self.replication, True)
         wide = each / per_token
@@ -248,6 +293,25 @@ class EngineMemory:
         return (wide - part * shape.window) / (1 - part) if part < 1 else inf
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-engine-of
+def memory_refusal(
+    hardware: Hardware, gpus: int, used: float, activations: float, weights: float, number: float
+) -> str:
+    "What to say of a model that does not fit; `number`: bytes a number of its weights."
+    each = hardware.memory * used - activations
+    there = max(0.0, gpus * each) / 1e9
+    if each > 0:
+        remedy = f"take at least {int(weights // each) + 1} of them"
+        if number > 1:
+            remedy += ", or FP8 weights (1 byte a number)"
+    else:
+        remedy = "the activations alone are too large for one; lower them"
+    of_each = f"{used:.0%} of {hardware.memory / 1e9:,.0f} GB less {activations / 1e9:,.1f} GB, each"
+    return (
+        f"gpus: {gpus} x {hardware.name} hold {there:,.1f} GB beside activations ({of_each}), and the weights take "
+        f"{weights / 1e9:,.1f} GB ({number:g} bytes a number): memory binds. Remedy: {remedy}"
+    )
+
+
 def engine_of(
     shape: ModelShape,
     hardware: Hardware,
@@ -258,34 +322,26 @@ def engine_of(
     kv_dtype_bytes: int = 2,
     by_sequence: bool = False,
 ) -> EngineMemory:
-    """What an engine of `gpus` GPUs holds: `used` of their memory, `activations` bytes on each, weights of `dtype_bytes` a number.
+    """What an engine of `gpus` GPUs holds: `used` of their memory, `activations` bytes on each, weights of
+    `dtype_bytes` a number.
     With attention `by_sequence` no key is stored twice. ValueError where the model does not fit, with what would."""
-    if gpus < 1 or not 0 < used <= 1:
-        raise ValueError(
-            f"gpus: {gpus}; an engine has at least one"
-            if gpus < 1
-            else f"used: {used:g}; give a share of the memory, above 0 and at most 1"
-        )
-    weights, each = weight_bytes(shape, dtype_bytes), hardware.memory * used - activations
-    cache = gpus * each - weights
+    if gpus < 1:
+        raise ValueError(f"gpus: {gpus}; an engine has at least one")
+    if not 0 < used <= 1:
+        raise ValueError(f"used: {used:g}; give a share of the memory, above 0 and at most 1")
+    weights = weight_bytes(shape, dtype_bytes)
+    cache = gpus * (hardware.memory * used - activations) - weights
     if cache <= 0:
-        enough = (
-            f"take at least {int(weights // each) + 1} of them"
-            if each > 0
-            else "the activations alone are too large for one; lower them"
-        )
-        raise ValueError(
-            f"gpus: {gpus} x {hardware.name} hold {max(0.0, gpus * each) / 1e9:,.1f} GB beside activations ({used:.0%} of {hardware.memory / 1e9:,.0f} GB less {activations / 1e9:,.1f} GB, each), and the weights take "
-            f"{weights / 1e9:,.1f} GB ({dtype_bytes:g} bytes a number): memory binds. Remedy: {enough}{', or FP8 weights (1 byte a number)' if dtype_bytes > 1 and each > 0 else ''}"
-        )
-    return EngineMemory(
-        weights, activations * gpus, cache, shape, kv_dtype_bytes, kv_replication(shape, gpus, by_sequence)
-    )
+        raise ValueError(memory_refusal(hardware, gpus, used, activations, weights, dtype_bytes))
+    replication = kv_replication(shape, gpus, by_sequence)
+    return EngineMemory(weights, activations * gpus, cache, shape, kv_dtype_bytes, replication)
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-flops
 def training_flops(shape: ModelShape, tokens: float, context: float = 0) -> float:
     "FLOP to train on `tokens`; attention is counted for sequences of `context` tokens, 0 leaves it out."
-    return tokens * (6 * shape.passed + 6 * shape.layers * context * shape.heads * shape.head_dim)
+    weights = 6 * shape.passed
+    attention = 6 * shape.layers * context * shape.heads * shape.head_dim
+    return tokens * (weights + attention)
 
 
 def forward_flops(shape: ModelShape, tokens: float, context: float = 0) -> float:
@@ -295,7 +351,8 @@ def forward_flops(shape: ModelShape, tokens: float, context: float = 0) -> float
 
 def utilisation(flops: float, seconds: float, hardware: Hardware, count: int = 1) -> float:
     "Share of the peak that was used."
-    return flops / (seconds * hardware.peak * count)
+    possible = seconds * hardware.peak * count
+    return flops / possible
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-training
 def optimizer_bytes(shape: ModelShape) -> int:
@@ -304,13 +361,16 @@ def optimizer_bytes(shape: ModelShape) -> int:
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
-    "Parameters of adapters of `rank` on every matrix in the layers of a dense decoder. ValueError if the shape does not say how wide its feed-forward part is."
+    """Parameters of adapters of `rank` on every matrix in the layers of a dense decoder. ValueError if the shape
+    does not say how wide its feed-forward part is."""
     if not shape.inner:
         raise ValueError(
             "inner: the shape has none, so the size of adapters cannot be told; give the width of the feed-forward part"
         )
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return shape.layers * rank * (2 * (shape.width + q) + 2 * (shape.width + kv) + 3 * (shape.width + shape.inner))
+    queries = shape.width + shape.heads * shape.head_dim  # and the same for the output
+    keys = shape.width + shape.kv_heads * shape.head_dim  # and the same for values
+    feed_forward = shape.width + shape.inner  # three times
+    return shape.layers * rank * (2 * queries + 2 * keys + 3 * feed_forward)
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-activations
 SAVED = {
@@ -320,15 +380,24 @@ SAVED = {
 
 
 def activation_bytes(shape: ModelShape, tokens: float, dtype_bytes: int = 2, checkpointing: bool = True) -> float:
-    "Bytes of activations kept for a backward pass over `tokens`, in passes of 4 or 2 bytes a number. A shape without `inner` is taken to have one of four widths."
-    wide = (shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.inner or 4 * shape.width)
-    layer = tokens * sum(size * each for size, each in zip(wide, SAVED[dtype_bytes], strict=True))
-    return shape.layers * shape.width * tokens * 4 + layer if checkpointing else shape.layers * layer
+    """Bytes of activations kept for a backward pass over `tokens`, in passes of 4 or 2 bytes a number. A shape
+    without `inner` is taken to have one of four widths."""
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    inner = shape.inner or 4 * shape.width
+    wide = (shape.width, queries, keys, inner)
+    per_token = sum(size * each for size, each in zip(wide, SAVED[dtype_bytes], strict=True))
+    layer = tokens * per_token
+    if not checkpointing:
+        return shape.layers * layer
+    inputs = shape.layers * shape.width * tokens * 4
+    return inputs + layer
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-roofline
 @dataclass(frozen=True)
 class Efficiency:
-    "Share of the bound that is reached in decoding (of the memory's bandwidth), reading prompts and training (of the peak); where that is from."
+    """Share of the bound that is reached in decoding (of the memory's bandwidth), reading prompts and training (of
+    the peak); where that is from."""
 
     decode: float = 0.5
     prefill: float = 0.5
@@ -336,7 +405,7 @@ class Efficiency:
     source: str = "assumed"
 
 
-def touched(shape: ModelShape, sequences: float) -> float:
+def parameters_read(shape: ModelShape, sequences: float) -> float:
     "Parameters that a step of so many sequences reads: of experts those that at least one has chosen."
     if not shape.experts:
         return shape.parameters
@@ -345,7 +414,9 @@ def touched(shape: ModelShape, sequences: float) -> float:
 
 def peak_of(hardware: Hardware, dtype_bytes: float) -> float:
     "FLOP/s in numbers of so many bytes: FP8 where the machine has it, else what it has."
-    return hardware.fp8 if dtype_bytes <= 1 and hardware.fp8 else hardware.peak
+    if dtype_bytes <= 1 and hardware.fp8:
+        return hardware.fp8
+    return hardware.peak
 
 
 def decode_seconds(
@@ -359,11 +430,14 @@ def decode_seconds(
     kv_dtype_bytes: int = 0,
     replication: int = 1,
 ) -> float:
-    "Lower bound of one decode step on `count` devices; `efficiency` below 1 scales it to what a system reaches (0.3 to 0.7 is usual). `dtype_bytes`: of a weight, and of a number in the cache unless `kv_dtype_bytes` says otherwise."
-    read = touched(shape, sequences) * dtype_bytes + sequences * sequence_bytes(
-        shape, resident, kv_dtype_bytes or max(1, int(dtype_bytes)), replication
-    )
-    memory, compute = read / hardware.bandwidth, forward_flops(shape, sequences) / peak_of(hardware, dtype_bytes)
+    """Lower bound of one decode step on `count` devices; `efficiency` below 1 scales it to what a system reaches
+    (0.3 to 0.7 is usual). `dtype_bytes`: of a weight, and of a number in the cache unless `kv_dtype_bytes` says
+    otherwise."""
+    kv_dtype = kv_dtype_bytes or max(1, int(dtype_bytes))
+    weights = parameters_read(shape, sequences) * dtype_bytes
+    cache = sequences * sequence_bytes(shape, resident, kv_dtype, replication)
+    memory = (weights + cache) / hardware.bandwidth
+    compute = forward_flops(shape, sequences) / peak_of(hardware, dtype_bytes)
     return max(memory, compute) / (count * efficiency)
 
 
@@ -376,38 +450,40 @@ def prefill_seconds(
     efficiency: float = 1.0,
 ) -> float:
     "Lower bound of reading a prompt of `tokens`, attention counted."
-    memory, compute = (
-        touched(shape, tokens) * dtype_bytes / hardware.bandwidth,
-        forward_flops(shape, tokens, tokens) / peak_of(hardware, dtype_bytes),
-    )
+    weights = parameters_read(shape, tokens) * dtype_bytes
+    memory = weights / hardware.bandwidth
+    compute = forward_flops(shape, tokens, tokens) / peak_of(hardware, dtype_bytes)
     return max(memory, compute) / (count * efficiency)
 
-
+# %% ../../nbs/models/01_hardware.ipynb #capacity-roofline-money
 def publish_seconds(shape: ModelShape, transport: Transport, dtype_bytes: float = 2) -> float:
     "Seconds for weights of so many bytes a number to reach a generator."
-    return transport.before + weight_bytes(shape, dtype_bytes) / transport.rate
+    size = weight_bytes(shape, dtype_bytes)
+    return transport.before + size / transport.rate
 
 
 def dollars_per_million(hardware: Hardware, tokens_per_second: float, count: int = 1) -> float:
     "What a million tokens cost at a rate."
-    return count * hardware.dollars_per_hour / 3600 / tokens_per_second * 1e6 if tokens_per_second else inf
+    if not tokens_per_second:
+        return inf
+    dollars_per_second = count * hardware.dollars_per_hour / 3600
+    return dollars_per_second / tokens_per_second * 1e6
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-measured
-def measured(
+def measured_efficiency(
     tokens_per_second: float, step: float, sequences: float, where: str, other: Efficiency = Efficiency()
 ) -> Efficiency:
-    "The efficiency of decoding at which all of `sequences` together made `tokens_per_second`, where the bound of a step is `step` seconds; reading and training as in `other`."
-    return Efficiency(
-        round(tokens_per_second * step / sequences, 4),
-        other.prefill,
-        other.training,
-        f"decode measured: {where}; the rest {other.source}",
-    )
+    """The efficiency of decoding at which all of `sequences` together made `tokens_per_second`, where the bound of a
+    step is `step` seconds; reading and training as in `other`."""
+    decode = tokens_per_second * step / sequences
+    source = f"decode measured: {where}; the rest {other.source}"
+    return Efficiency(round(decode, 4), other.prefill, other.training, source)
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-pools
 @dataclass(frozen=True)
 class Pools:
-    "GPUs that read prompts and GPUs that write: requests a second of each, and seconds of a request's reading, its cache's way across, and its writing."
+    """GPUs that read prompts and GPUs that write: requests a second of each, and seconds of a request's reading, its
+    cache's way across, and its writing."""
 
     reads: float
     writes: float
@@ -433,7 +509,8 @@ class Pools:
 
 def transfer_seconds(shape: ModelShape, tokens: float, transport: Transport, dtype_bytes: int = 2) -> float:
     "Seconds for the cache of `tokens` to travel to another GPU; it is sent once, whatever is stored twice."
-    return transport.before + sequence_bytes(shape, tokens, dtype_bytes) / transport.rate
+    size = sequence_bytes(shape, tokens, dtype_bytes)
+    return transport.before + size / transport.rate
 
 
 def pools_of(
@@ -450,27 +527,22 @@ def pools_of(
     efficiency: Efficiency = Efficiency(),
     replication: int = 1,
 ) -> Pools:
-    "Two pools of so many GPUs with `running` requests being written, each with `prompt` tokens to be read and `response` tokens to be written. ValueError for a pool of no GPU."
-    if prefill < 1 or decode < 1:
-        raise ValueError(
-            f"{'prefill' if prefill < 1 else 'decode'}: {min(prefill, decode)}; a pool has at least one GPU"
-        )
+    """Two pools of so many GPUs with `running` requests being written, each with `prompt` tokens to be read and
+    `response` tokens to be written. ValueError for a pool of no GPU."""
+    for pool, gpus in (("prefill", prefill), ("decode", decode)):
+        if gpus < 1:
+            raise ValueError(f"{pool}: {gpus}; a pool has at least one GPU")
     read = prefill_seconds(shape, hardware, prompt, prefill, dtype_bytes, efficiency.prefill)
-    write = response * decode_seconds(
-        shape,
-        hardware,
-        running,
-        resident_tokens(prompt, response),
-        decode,
-        dtype_bytes,
-        efficiency.decode,
-        kv_dtype_bytes,
-        replication,
+    resident = resident_tokens(prompt, response)
+    step = decode_seconds(
+        shape, hardware, running, resident, decode, dtype_bytes, efficiency.decode, kv_dtype_bytes, replication
     )
-    return Pools(1 / read, running / write, read, transfer_seconds(shape, prompt, transport, kv_dtype_bytes), write)
+    write = response * step
+    across = transfer_seconds(shape, prompt, transport, kv_dtype_bytes)
+    return Pools(reads=1 / read, writes=running / write, prefill=read, transfer=across, decode=write)
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-machine
-def processor() -> str:
+def processor_name() -> str:
     "The processor's name; its architecture where the system gives no name."
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -481,7 +553,9 @@ def processor() -> str:
 
 def cores() -> int:
     "Processor cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def machine(*packages: str) -> dict[str, str]:
@@ -494,7 +568,7 @@ def machine(*packages: str) -> dict[str, str]:
             return ""
 
     return {
-        "processor": processor(),
+        "processor": processor_name(),
         "cores": str(os.cpu_count() or 1),
         "system": platform.system(),
         "python": platform.python_version(),
@@ -512,8 +586,11 @@ def cpu_flags(path: str | Path = "/proc/cpuinfo") -> frozenset[str] | None:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    found = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
-    return None if found is None else frozenset(found)
+    for line in lines:
+        if line.startswith("flags"):
+            _, _, flags = line.partition(":")
+            return frozenset(flags.split())
+    return None
 
 
 def gpus_here() -> tuple[str, ...]:
@@ -527,11 +604,14 @@ def gpus_here() -> tuple[str, ...]:
         return ()
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-portions
-def portions(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    "Places of the sequences that share a forward pass: of like lengths, with at most `budget` tokens, padding included. One that is longer goes alone."
+def batch_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Places of the sequences that share a forward pass: of like lengths, with at most `budget` tokens, padding
+    included. One that is longer goes alone."""
     found: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if found and lengths[place] * (len(found[-1]) + 1) <= budget:
+    by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    for place in by_length:
+        longer = len(found[-1]) + 1 if found else 0
+        if found and lengths[place] * longer <= budget:
             found[-1].append(place)
         else:
             found.append([place])

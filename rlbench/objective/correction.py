@@ -57,7 +57,8 @@ def decoupled(
     *,
     cap: Knob(1, 100, help="drop tokens with a larger ratio of trainer to sampler probability") = 5.0,
 ):
-    "Importance weight pi_old / mu per token, 0 above the cap: the behaviour weight of decoupled PPO (arXiv 2110.00641, 2505.24298)."
+    """Importance weight pi_old / mu per token, 0 above the cap: the behaviour weight of decoupled PPO (arXiv
+    2110.00641, 2505.24298)."""
     return mis(old_RT, sampler_RT, low=0.0, high=cap)
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-sequence
@@ -138,7 +139,8 @@ def m2po(
         help="largest mean squared log-ratio of the batch; the most extreme tokens are dropped until it holds",
     ) = 0.04,
 ):
-    "Importance weight pi_old / mu, 0 for the tokens whose squared log-ratio must go for the batch's mean to be at most tau (arXiv 2510.01161). Of a whole batch."
+    """Importance weight pi_old / mu, 0 for the tokens whose squared log-ratio must go for the batch's mean to be at
+    most tau (arXiv 2510.01161). Of a whole batch."""
     log_RT = old_RT.detach() - sampler_RT
     square_N = (log_RT.double() ** 2)[whole_RT.bool()].sort().values
     mean_N = square_N.cumsum(0) / (square_N.new_ones(square_N.shape).cumsum(0))
@@ -176,17 +178,20 @@ def kl_k3(old_RT, sampler_RT, mask_RT) -> float:
 
 
 def chi_square(old_RT, sampler_RT, mask_RT) -> float:
-    "Estimate of E_mu[(pi_old / mu)^2] - 1 over the tokens with mask 1; 0.0 without tokens. Below 0 when the batch's ratios are small."
+    """Estimate of E_mu[(pi_old / mu)^2] - 1 over the tokens with mask 1; 0.0 without tokens. Below 0 when the
+    batch's ratios are small."""
     log_c = (old_RT - sampler_RT)[mask_RT.bool()].double()
     return float((2 * log_c).exp().mean()) - 1 if log_c.numel() else 0.0
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-log-linear
 def alpha(behave, proximal, current):
-    "Share of the way from the sampler's version to the current one at which the proximal version lies, 0 where all are one. Numbers, arrays or tensors."
+    """Share of the way from the sampler's version to the current one at which the proximal version lies, 0 where all
+    are one. Numbers, arrays or tensors."""
     span = current - behave
     return (proximal - behave) / (span + (span == 0))
 
 
 def log_linear(logprobs_RT, sampler_RT, alpha_RT):
-    "Log-probs [R, T] of the proximal policy, interpolated between the sampler's and the current ones; no gradient (arXiv 2512.06547)."
+    """Log-probs [R, T] of the proximal policy, interpolated between the sampler's and the current ones; no gradient
+    (arXiv 2512.06547)."""
     return sampler_RT + alpha_RT * (logprobs_RT.detach() - sampler_RT)

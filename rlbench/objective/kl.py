@@ -12,7 +12,8 @@ from ..knobs import Knob
 
 # %% ../../nbs/objective/04_kl.ipynb #kl-estimates
 def k1(logprobs_RT, reference_RT):
-    "log pi - log ref per token, in nats: unbiased, may be negative. As a loss its expected gradient is 0; meant for the reward."
+    """log pi - log ref per token, in nats: unbiased, may be negative. As a loss its expected gradient is 0; meant
+    for the reward."""
     return logprobs_RT - reference_RT
 
 
@@ -27,7 +28,8 @@ def k3(
     *,
     clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0,
 ):
-    "e^u - u - 1 per token with u = log ref - log pi, in nats, at least 0 (GRPO, arXiv 2402.03300); its gradient as a loss is that of KL(ref || pi)."
+    """e^u - u - 1 per token with u = log ref - log pi, in nats, at least 0 (GRPO, arXiv 2402.03300); its gradient as
+    a loss is that of KL(ref || pi)."""
     u_RT = (reference_RT - logprobs_RT).clamp(-clamp, clamp)
     return u_RT.exp() - u_RT - 1
 
@@ -39,7 +41,8 @@ def weighted_k3(
     *,
     clamp: Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size") = 20.0,
 ):
-    "k3 times pi / pi_old, gradient through both: unbiased on samples of pi_old, in value and in the gradient of KL(pi || ref) (DeepSeek-V3.2, arXiv 2512.02556)."
+    """k3 times pi / pi_old, gradient through both: unbiased on samples of pi_old, in value and in the gradient of
+    KL(pi || ref) (DeepSeek-V3.2, arXiv 2512.02556)."""
     return (logprobs_RT - old_RT.detach()).exp() * k3(logprobs_RT, reference_RT, clamp=clamp)
 
 
@@ -81,7 +84,8 @@ def adaptive(
         help="below: raise the weight while the measure is above the target (KL); above: while it is below",
     ) = "below",
 ) -> float:
-    "The weight used last, turned up or down by how far the measure is from its target (arXiv 1909.08593); the configured weight before there is a measure."
+    """The weight used last, turned up or down by how far the measure is from its target (arXiv 1909.08593); the
+    configured weight before there is a measure."""
     last = weight if last is None else last
     if measured is None or not math.isfinite(measured):
         return last

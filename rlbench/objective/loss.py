@@ -25,22 +25,35 @@ class LossTerms:
 def unsound(terms, logprobs_RT) -> str:
     "What is wrong with what a loss returned; empty if nothing is."
     if not isinstance(terms, LossTerms):
-        return f"returned a {type(terms).__name__}; return rlbench.objective.loss.LossTerms(loss_RT, clipped_low_RT, clipped_high_RT)"
+        return (
+            f"returned a {type(terms).__name__}; return rlbench.objective.loss.LossTerms(loss_RT, "
+            "clipped_low_RT, clipped_high_RT)"
+        )
     if tuple(terms.loss_RT.shape) != tuple(logprobs_RT.shape):
-        return f"returned loss_RT of shape {tuple(terms.loss_RT.shape)} for log-probabilities of shape {tuple(logprobs_RT.shape)}; return one number per token, without adding up"
+        return (
+            f"returned loss_RT of shape {tuple(terms.loss_RT.shape)} for log-probabilities of shape "
+            f"{tuple(logprobs_RT.shape)}; return one number per token, without adding up"
+        )
     if logprobs_RT.requires_grad and not terms.loss_RT.requires_grad:
-        return "its value does not depend on the log-probabilities (it was detached, or made with .item() or numpy); nothing would be learned from it"
+        return (
+            "its value does not depend on the log-probabilities (it was detached, or made with .item() "
+            "or numpy); nothing would be learned from it"
+        )
     if not bool(terms.loss_RT.isfinite().all()):
         return "gives a token a value that is not finite; guard the division or logarithm that made it"
     return ""
 
 
 def unsound_weights(weight_RT, like_RT) -> str:
-    "What is wrong with weights of tokens that a function returned; empty if nothing is. One number for each row is enough."
+    """What is wrong with weights of tokens that a function returned; empty if nothing is. One number for each row is
+    enough."""
     if not hasattr(weight_RT, "isfinite"):
         return f"returned a {type(weight_RT).__name__}; return a tensor with a number per token"
     if tuple(weight_RT.shape) not in (tuple(like_RT.shape), (like_RT.shape[0], 1)):
-        return f"returned shape {tuple(weight_RT.shape)} for tokens of shape {tuple(like_RT.shape)}; return one number per token"
+        return (
+            f"returned shape {tuple(weight_RT.shape)} for tokens of shape {tuple(like_RT.shape)}; return "
+            "one number per token"
+        )
     if not bool(weight_RT.isfinite().all()):
         return "gives a token a number that is not finite; guard the division or logarithm that made it"
     return ""
@@ -54,7 +67,8 @@ def ppo(
     low: Knob(0, 1, help="clip the ratio at 1 - low for tokens with negative advantage") = 0.2,
     high: Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage") = 0.2,
 ) -> LossTerms:
-    "PPO's clipped surrogate per token (arXiv 1707.06347); `advantages_RT` may be [R, 1]. Gradient flows through `logprobs_RT` only."
+    """PPO's clipped surrogate per token (arXiv 1707.06347); `advantages_RT` may be [R, 1]. Gradient flows through
+    `logprobs_RT` only."""
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
     clipped_RT = ratio_RT.clamp(1 - low, 1 + high)
     return LossTerms(
@@ -98,7 +112,8 @@ def two_sided(
     high: Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage") = 0.2,
     delta: Knob(1, 100, help="largest ratio in the unclipped term of the loss") = 4.0,
 ) -> LossTerms:
-    "PPO's surrogate with the ratio cut at `delta` in its unclipped part as well, per token (INTELLECT-2, arXiv 2505.07291)."
+    """PPO's surrogate with the ratio cut at `delta` in its unclipped part as well, per token (INTELLECT-2, arXiv
+    2505.07291)."""
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
     clipped_RT, least, most = ratio_RT.clamp(1 - low, 1 + high), min(delta, 1 + high), max(delta, 1 + high)
     return LossTerms(
@@ -109,7 +124,8 @@ def two_sided(
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-over-sequence
 def over_sequence(values_RT, mask_RT):
-    "Mean of each row's values where the mask is 1, [R, 1]; 0 for a row without any. What stands elsewhere does not matter."
+    """Mean of each row's values where the mask is 1, [R, 1]; 0 for a row without any. What stands elsewhere does not
+    matter."""
     inside_RT = mask_RT.bool()
     return values_RT.where(inside_RT, 0).sum(1, keepdim=True) / inside_RT.sum(1, keepdim=True).clip(1)
 
@@ -123,7 +139,8 @@ def gspo(
     low: Knob(0, 1, help="clip the ratio at 1 - low for sequences with negative advantage") = 3e-4,
     high: Knob(0, 10, help="clip the ratio at 1 + high for sequences with positive advantage") = 4e-4,
 ) -> LossTerms:
-    "PPO's surrogate on the geometric mean of a sequence's ratios, given at each of its tokens (arXiv 2507.18071); add up with sequence_mean."
+    """PPO's surrogate on the geometric mean of a sequence's ratios, given at each of its tokens (arXiv 2507.18071);
+    add up with sequence_mean."""
     ratio_R1 = over_sequence(logprobs_RT - old_RT.detach(), mask_RT).exp()
     clipped_R1, inside_RT = ratio_R1.clamp(1 - low, 1 + high), mask_RT.bool()
     return LossTerms(
@@ -142,7 +159,8 @@ def gmpo(
     low: Knob(0, 10, unit="nats", help="clip the log-ratio at -low for tokens whose advantage is not positive") = 0.4,
     high: Knob(0, 10, unit="nats", help="clip the log-ratio at high for tokens with positive advantage") = 0.4,
 ) -> LossTerms:
-    "Advantage times the geometric mean of a sequence's ratios, each clipped in the log first (arXiv 2507.20673); add up with sequence_mean."
+    """Advantage times the geometric mean of a sequence's ratios, each clipped in the log first (arXiv 2507.20673);
+    add up with sequence_mean."""
     log_RT, good_RT, inside_RT = logprobs_RT - old_RT.detach(), advantages_RT > 0, mask_RT.bool()
     clipped_RT = log_RT.clamp(max=high).where(good_RT, log_RT.clamp(min=-low))
     return LossTerms(
@@ -168,7 +186,8 @@ def cispo(
     low: Knob(0, 1, help="lower bound of the weight is 1 - low; 1: no lower bound") = 1.0,
     high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 0.28,
 ) -> LossTerms:
-    "Log-probability weighted by the clipped ratio without gradient, bounds as distances from 1 (MiniMax-M1, arXiv 2506.13585)."
+    """Log-probability weighted by the clipped ratio without gradient, bounds as distances from 1 (MiniMax-M1, arXiv
+    2506.13585)."""
     ratio_RT = (logprobs_RT - old_RT).detach().exp()
     return _weighted(ratio_RT.clamp(1 - low, 1 + high), ratio_RT, logprobs_RT, advantages_RT)
 
@@ -180,7 +199,8 @@ def cispo_cap(
     *,
     cap: Knob(0, 100, help="upper bound of the weight itself (not its distance from 1)") = 5.0,
 ) -> LossTerms:
-    "Log-probability weighted by min(ratio, cap) without gradient: CISPO as ScaleRL (arXiv 2510.13786) and TRL write it."
+    """Log-probability weighted by min(ratio, cap) without gradient: CISPO as ScaleRL (arXiv 2510.13786) and TRL
+    write it."""
     ratio_RT = (logprobs_RT - old_RT).detach().exp()
     return _weighted(ratio_RT.clamp(max=cap), ratio_RT, logprobs_RT, advantages_RT)
 
@@ -188,12 +208,14 @@ def cispo_cap(
 def pipeline(
     logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 4.0
 ) -> LossTerms:
-    "Log-probability weighted by min(ratio, 1 + high) without gradient (PipelineRL, arXiv 2509.19128); meant for old = sampler and sequence_sum."
+    """Log-probability weighted by min(ratio, 1 + high) without gradient (PipelineRL, arXiv 2509.19128); meant for
+    old = sampler and sequence_sum."""
     return cispo_cap(logprobs_RT, old_RT, advantages_RT, cap=1 + high)
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-supervised
 def supervised(logprobs_RT, old_RT, advantages_RT) -> LossTerms:
-    "Negative log-probability per token, in nats: imitation of what is shown. Neither `old_RT` nor `advantages_RT` is used."
+    """Negative log-probability per token, in nats: imitation of what is shown. Neither `old_RT` nor `advantages_RT`
+    is used."""
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
     return LossTerms(loss_RT=-logprobs_RT, clipped_low_RT=never_RT, clipped_high_RT=never_RT)
 
@@ -207,7 +229,8 @@ def value_loss(
         0, 1e6, help="largest change of a value within a batch that the loss rewards, in reward units; 0: no bound"
     ) = 0.2,
 ):
-    "Half the squared error of the critic per token, pessimistic about moves beyond `clip` (arXiv 1707.06347's code; [R, T]). Gradient flows through `values_RT` only."
+    """Half the squared error of the critic per token, pessimistic about moves beyond `clip` (arXiv 1707.06347's
+    code; [R, T]). Gradient flows through `values_RT` only."""
     error_RT = (values_RT - returns_RT.detach()) ** 2
     if not clip:
         return error_RT / 2
@@ -217,7 +240,8 @@ def value_loss(
 # %% ../../nbs/objective/02_loss.ipynb #loss-totals
 @dataclass(frozen=True)
 class Totals:
-    "What an optimizer batch holds, counted before it is split: tokens that carry weight, and sequences with at least one."
+    """What an optimizer batch holds, counted before it is split: tokens that carry weight, and sequences with at
+    least one."""
 
     tokens: int
     sequences: int

@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'OLD', 'KL_IN', 'WEIGHTS', 'RATIOLESS', 'TO_SAMPLER', 'OF_GROUP', 'OF_BATCH', 'MAY_ASK', 'no_kl',
-           'weighed_twice', 'Objective', 'bound_part', 'one_of', 'objective', 'names_to_ask', 'check_ingredients',
-           'Tokens', 'Weights', 'proximal', 'corrected', 'Value', 'divergence', 'evaluate']
+           'weighed_twice', 'Objective', 'bound_part', 'one_of', 'objective', 'check_values', 'names_to_ask',
+           'check_ingredients', 'Tokens', 'Weights', 'proximal', 'corrected', 'Value', 'divergence', 'evaluate']
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-imports
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 
 from ..advantage import ADVANTAGES, grpo
+from ..base.safe_call import FunctionFailed, function_name
 from ..knobs import Named, bind, ingredients_of, nearest, resolve, supply
 from .correction import CORRECTIONS, log_linear, none, tis
 from .kl import KLS, SCHEDULES, constant
-from .loss import AGGREGATIONS, LOSSES, Totals, ppo, token_mean
+from .loss import AGGREGATIONS, LOSSES, Totals, ppo, token_mean, unsound, unsound_weights
 from .rare_objectives import ZOO_ADVANTAGES, ZOO_CORRECTIONS, ZOO_LOSSES
 from .shaping import INGREDIENTS as SHAPING_INGREDIENTS
 from .shaping import SHAPINGS
@@ -53,17 +55,26 @@ TO_SAMPLER = ("dppo_tv", "ipo_mask")  # losses whose ratio is to the sampler, wh
 
 
 def weighed_twice(old: str, loss: str, correction: str) -> str:
-    "What is wrong with a ratio to the sampler beside a correction that weighs by it; empty if nothing is. Names of built-in functions."
+    """What is wrong with a ratio to the sampler beside a correction that weighs by it; empty if nothing is. Names of
+    built-in functions."""
     if loss in TO_SAMPLER and correction in WEIGHTS:
-        return f'loss: the ratio of "{loss}" is to the sampler and carries all of the mismatch, and correction "{correction}" would weigh it once more; use correction = "none" or a mask'
+        return (
+            f'loss: the ratio of "{loss}" is to the sampler and carries all of the mismatch, and '
+            f'correction "{correction}" would weigh it once more; use correction = "none" or a mask'
+        )
     if old == "sampler" and correction in WEIGHTS and loss not in RATIOLESS:
-        return f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction "{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a mask, or loss = "reinforce"'
+        return (
+            f'old: "sampler" makes the ratio of loss "{loss}" carry all of the mismatch, and correction '
+            f'"{correction}" would weigh it once more; use old = "recomputed", correction = "none" or a '
+            'mask, or loss = "reinforce"'
+        )
     return ""
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-record
 @dataclass(frozen=True)
 class Objective:
-    "What a training step minimises: advantage x loss x correction, added up by the aggregation, plus KL and less entropy. All callables are bound; `old` says whose log-probs the ratio is taken to."
+    """What a training step minimises: advantage x loss x correction, added up by the aggregation, plus KL and less
+    entropy. All callables are bound; `old` says whose log-probs the ratio is taken to."""
 
     advantage: Callable = grpo  # rewards_R -> advantages_R
     loss: Callable = ppo  # logprobs_RT, old_RT, advantages_RT -> LossTerms
@@ -112,7 +123,8 @@ def objective(
     kl_in="loss",
     **more,
 ) -> Objective:
-    "Names, tables {name, knobs} or `Named` -> Objective; `more`: shaping, kl_schedule, entropy_weight, entropy_schedule. ValueError names an unknown function, an unknown knob or a value out of range."
+    """Names, tables {name, knobs} or `Named` -> Objective; `more`: shaping, kl_schedule, entropy_weight,
+    entropy_schedule. ValueError names an unknown function, an unknown knob or a value out of range."""
     parts = {
         field: bound_part(field, value)
         for field, value in dict(advantage=advantage, loss=loss, correction=correction, aggregation=aggregation).items()
@@ -127,6 +139,20 @@ def objective(
         kl_in=one_of("kl_in", kl_in, KL_IN),
         **given,
     )
+
+# %% ../../nbs/objective/06_objective.ipynb #objective-check
+def check_values(field: str, function: Callable) -> Callable:
+    "The function of tokens, raising FunctionFailed if what it returns cannot be trained with."
+    why_unusable = unsound if field == "loss" else unsound_weights
+
+    @wraps(function)
+    def checked(first_RT, *args, **kwargs):
+        value = function(first_RT, *args, **kwargs)
+        if reason := why_unusable(value, first_RT):
+            raise FunctionFailed(field, f"{field} {function_name(function)}: {reason}")
+        return value
+
+    return checked
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-asked
 OF_GROUP = (*SHAPING_INGREDIENTS, "batch_R")  # what an advantage may ask for when it is called for one group
@@ -214,7 +240,8 @@ class Weights:
 
 # %% ../../nbs/objective/06_objective.ipynb #objective-proximal
 def proximal(old: str, t: Tokens):
-    "Log-probs [R, T] that the ratio is taken to, without gradient. ValueError if `old` needs versions that are not there."
+    """Log-probs [R, T] that the ratio is taken to, without gradient. ValueError if `old` needs versions that are not
+    there."""
     if old == "log_linear":
         if t.alpha_RT is None:
             raise ValueError(
@@ -239,7 +266,8 @@ def corrected(objective: Objective, t: Tokens, old_RT):
 # %% ../../nbs/objective/06_objective.ipynb #objective-evaluate
 @dataclass(frozen=True, eq=False)
 class Value:
-    "The objective on some rows: a scalar tensor to differentiate, and its terms [R, T]. `share_RT` is the aggregation's weight; `kl_RT` is None without a KL term."
+    """The objective on some rows: a scalar tensor to differentiate, and its terms [R, T]. `share_RT` is the
+    aggregation's weight; `kl_RT` is None without a KL term."""
 
     loss: object
     clipped_low_RT: object
@@ -252,12 +280,14 @@ class Value:
 
 
 def divergence(objective: Objective, t: Tokens, old_RT):
-    "KL per token [R, T] by the objective's estimator; None without one in the loss. ValueError if there is no reference."
+    """KL per token [R, T] by the objective's estimator; None without one in the loss. ValueError if there is no
+    reference."""
     if objective.kl is None or objective.kl_in != "loss":
         return None
     if t.reference_RT is None:
         raise ValueError(
-            'kl: needs the log-probabilities of a reference policy, and these rollouts have none; set reference = "start", or kl = "none"'
+            "kl: needs the log-probabilities of a reference policy, and these rollouts have none; "
+            'set reference = "start", or kl = "none"'
         )
     return supply(objective.kl, t.logprobs_RT, t.reference_RT, sampler_RT=t.sampler_RT, old_RT=old_RT)
 

@@ -25,7 +25,8 @@ def sapo(
         0.01, 100, help="gate temperature for other advantages. Higher values fade updates sooner away from ratio 1"
     ) = 1.05,
 ) -> LossTerms:
-    "Advantage times a sigmoid of the ratio per token: PPO's gradient at ratio 1, fading away from it (arXiv 2511.20347). Nothing is clipped."
+    """Advantage times a sigmoid of the ratio per token: PPO's gradient at ratio 1, fading away from it (arXiv
+    2511.20347). Nothing is clipped."""
     ratio_RT, never_RT = (logprobs_RT - old_RT.detach()).exp(), logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
 
     def gate(tau):
@@ -63,7 +64,8 @@ def dppo_tv(
         0, 100, help="weight of the squared log-ratio. Higher values keep the policy closer to the sampler"
     ) = 1e-3,
 ) -> LossTerms:
-    "Advantage times the ratio to the sampler, dropped where the probability moved too far the asked way, plus a squared log-ratio, per token (arXiv 2602.04879)."
+    """Advantage times the ratio to the sampler, dropped where the probability moved too far the asked way, plus a
+    squared log-ratio, per token (arXiv 2602.04879)."""
     moved_RT, good_RT = logprobs_RT.detach().exp() - sampler_RT.exp(), advantages_RT > 0
     return _masked(
         logprobs_RT, sampler_RT, advantages_RT, (moved_RT < -low) & ~good_RT, (moved_RT > high) & good_RT, spring
@@ -113,7 +115,8 @@ def dro(
         0, 1000, help="weight of the squared log-ratio. Higher values pull the policy more strongly to ratio 1"
     ) = 1.0,
 ) -> LossTerms:
-    "Negative advantage times log-probability, plus beta/2 times the squared log-ratio, per token (arXiv 2405.19107). Nothing is clipped."
+    """Negative advantage times log-probability, plus beta/2 times the squared log-ratio, per token (arXiv
+    2405.19107). Nothing is clipped."""
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
     return LossTerms(-advantages_RT * logprobs_RT + beta / 2 * (logprobs_RT - old_RT.detach()) ** 2, never_RT, never_RT)
 
@@ -129,7 +132,8 @@ def vespo(
     bad_k: Knob(0, 100, help="exponent k of the weight W^k e^(-lambda W) for sequences with negative advantage") = 3.0,
     bad_lambda: Knob(0, 100, help="decay lambda of the weight for sequences with negative advantage") = 2.0,
 ) -> LossTerms:
-    "Log-probability weighted by e^l W^k e^(-l W) of the sequence's whole ratio W, without gradient (arXiv 2602.10693). Nothing is clipped."
+    """Log-probability weighted by e^l W^k e^(-l W) of the sequence's whole ratio W, without gradient (arXiv
+    2602.10693). Nothing is clipped."""
     never_RT = logprobs_RT.new_zeros(logprobs_RT.shape, dtype=bool)
     log_R1 = (over_sequence((logprobs_RT - old_RT).detach(), mask_RT) * mask_RT.bool().sum(1, keepdim=True)).clamp(
         max=80
@@ -155,7 +159,8 @@ def opsm(
         help="drop tokens with negative advantage if their sequence's mean log-probability falls this far",
     ) = 0.5,
 ):
-    "0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1 (off-policy sequence masking, arXiv 2512.02556)."
+    """0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1
+    (off-policy sequence masking, arXiv 2512.02556)."""
     far_R1 = over_sequence(sampler_RT - old_RT.detach(), mask_RT) > delta
     return (~(far_R1 & (advantages_RT < 0))).to(old_RT.dtype).expand_as(old_RT)
 
@@ -170,7 +175,8 @@ def rae(
         0, 1, help="share of the running baseline that remains after each rollout. Higher values adapt more slowly"
     ) = 0.95,
 ) -> np.ndarray:
-    "Reward minus its role's running mean, float64 [R], NaN without a reward (arXiv 2506.24119); `memory` holds the means under 'rae NAME' and is moved on. Needs no group."
+    """Reward minus its role's running mean, float64 [R], NaN without a reward (arXiv 2506.24119); `memory` holds the
+    means under 'rae NAME' and is moved on. Needs no group."""
     rewards_R = np.asarray(rewards_R, float)
     roles_R = np.asarray([""] * len(rewards_R) if sets_R is None else sets_R, str)
     advantages_R = np.full_like(rewards_R, np.nan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..environments.environment import FunctionFailed, function_name
+from ..base.safe_call import FunctionFailed, function_name
 from ..knobs import Knob, supply
 from ..records import Group, Rollout, StopReason
 from ..reward import overlong_penalty
@@ -30,7 +30,8 @@ def kimi_length(
         help="weight of the length reward, which lies between -0.5 and 0.5. Higher values shorten responses",
     ) = 0.5,
 ) -> np.ndarray:
-    "Reward plus Kimi k1.5's length reward, float64 [R] (arXiv 2501.12599). The scale is set by the members that have a reward."
+    """Reward plus Kimi k1.5's length reward, float64 [R] (arXiv 2501.12599). The scale is set by the members that
+    have a reward."""
     rewards_R, lengths_R = np.asarray(rewards_R, float), np.asarray(lengths_R, float)
     judged = lengths_R[~np.isnan(rewards_R)]
     if not len(judged) or judged.min() == judged.max():
@@ -49,7 +50,8 @@ def length_share(
         0, 10, help="penalty of the episode with the most turns, as a multiple of the group's mean reward"
     ) = 0.0,
 ) -> np.ndarray:
-    "Reward minus mean reward x (tokens x length / longest + turns x turns / most), float64 [R]. Only members that have a reward set mean and maxima."
+    """Reward minus mean reward x (tokens x length / longest + turns x turns / most), float64 [R]. Only members that
+    have a reward set mean and maxima."""
     rewards_R = np.asarray(rewards_R, float)
     judged_R = ~np.isnan(rewards_R)
     if not judged_R.any():
@@ -87,7 +89,8 @@ def soft_overlong(
     cache: Knob(0, 65536, unit="tokens", help="length of the penalty's slope below the limit") = 20,
     limit: Knob(1, 10_000_000, unit="tokens", help="response length with the full penalty; usually max_tokens") = 64,
 ) -> np.ndarray:
-    "Reward plus DAPO's soft overlong penalty, float64 [R]; a truncated response pays 1 whatever the limit (arXiv 2503.14476)."
+    """Reward plus DAPO's soft overlong penalty, float64 [R]; a truncated response pays 1 whatever the limit (arXiv
+    2503.14476)."""
     penalty_R = [
         -1.0 if cut else overlong_penalty(int(length), limit, cache) for length, cut in zip(lengths_R, truncated_R)
     ]
@@ -163,7 +166,8 @@ def facts_of(rollouts: Sequence[Rollout]) -> Facts:
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-shaped
 def reshape(shaping: Callable, rewards_R, known: Facts) -> np.ndarray:
-    "The shaped rewards of one group, float64 [R]; NaN stays NaN. FunctionFailed for anything but one number, or NaN, for each; ValueError for an ingredient that is not there."
+    """The shaped rewards of one group, float64 [R]; NaN stays NaN. FunctionFailed for anything but one number, or
+    NaN, for each; ValueError for an ingredient that is not there."""
     before_R = np.array(rewards_R, float)
     value = supply(shaping, before_R.copy(), **vars(known))
     try:
@@ -174,7 +178,10 @@ def reshape(shaping: Callable, rewards_R, known: Facts) -> np.ndarray:
         text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
         raise FunctionFailed(
             "shaping",
-            f"shaping {function_name(shaping)}: returned {text} for {len(before_R)} rewards; return one number for each, NaN for none",
+            (
+                f"shaping {function_name(shaping)}: returned {text} for {len(before_R)} rewards; return "
+                "one number for each, NaN for none"
+            ),
         )
     return np.where(np.isnan(before_R), np.nan, after_R)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AVERAGES', 'Fleet', 'Batch', 'per_million', 'latency_billed', 'wall_clock', 'lines', 'token_priced', 'over_batches',
-           'by_fate', 'wasted', 'Owned', 'monthly_share', 'capital_hourly', 'owned_hourly', 'break_even']
+           'by_fate', 'wasted', 'OwnedServer', 'monthly_share', 'capital_hourly', 'owned_hourly', 'break_even']
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-imports
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,8 @@ from ..models.hardware import TokenPrices
 # %% ../../nbs/planning/03_cost.ipynb #cost-fleet
 @dataclass(frozen=True)
 class Fleet:
-    "Machines that a run keeps busy: GPUs, their price an hour, and dollars an hour for everything beside them (sandboxes, processors, storage) by name."
+    """Machines that a run keeps busy: GPUs, their price an hour, and dollars an hour for everything beside them
+    (sandboxes, processors, storage) by name."""
 
     gpus: int
     gpu_hour: float
@@ -35,7 +36,8 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Batch:
-    "One trained batch: rollouts, tokens of them all (prompts included), mean seconds from a rollout's start to its end, seconds since the batch before."
+    """One trained batch: rollouts, tokens of them all (prompts included), mean seconds from a rollout's start to its
+    end, seconds since the batch before."""
 
     rollouts: int
     tokens: float
@@ -50,22 +52,26 @@ class Batch:
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-conventions
 def per_million(hourly: float, seconds: float, tokens: float) -> float:
-    "Dollars per million tokens of machines at `hourly` dollars an hour that take `seconds` for `tokens`; infinite without tokens."
+    """Dollars per million tokens of machines at `hourly` dollars an hour that take `seconds` for `tokens`; infinite
+    without tokens."""
     return hourly * seconds / 3600 / tokens * 1e6 if tokens else inf
 
 
 def latency_billed(fleet: Fleet, batch: Batch, beside: bool = False) -> float:
-    "Dollars per million tokens if the fleet is billed for a rollout's mean time, as articles print it; `beside`: with what stands beside the GPUs."
+    """Dollars per million tokens if the fleet is billed for a rollout's mean time, as articles print it; `beside`:
+    with what stands beside the GPUs."""
     return per_million(fleet.hourly if beside else fleet.gpus_hourly, batch.latency, batch.tokens)
 
 
 def wall_clock(fleet: Fleet, batch: Batch, beside: bool = False) -> float:
-    "Dollars per million tokens if the fleet is billed for the time between two batches, as an invoice does; `beside`: with what stands beside the GPUs."
+    """Dollars per million tokens if the fleet is billed for the time between two batches, as an invoice does;
+    `beside`: with what stands beside the GPUs."""
     return per_million(fleet.hourly if beside else fleet.gpus_hourly, batch.wall, batch.tokens)
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-lines
 def lines(fleet: Fleet, batch: Batch) -> tuple[tuple[str, float], ...]:
-    "Dollars per million tokens, billed by the clock, for each line of the invoice: the GPUs first. They add up to `wall_clock` with `beside`."
+    """Dollars per million tokens, billed by the clock, for each line of the invoice: the GPUs first. They add up to
+    `wall_clock` with `beside`."""
     return tuple(
         (name, per_million(hourly, batch.wall, batch.tokens))
         for name, hourly in (("GPUs", fleet.gpus_hourly), *fleet.beside)
@@ -88,7 +94,9 @@ def over_batches(
     seconds = {"wall": lambda b: b.wall, "latency": lambda b: b.latency}.get(convention)
     if seconds is None or average not in AVERAGES:
         raise ValueError(
-            f"{'convention' if seconds is None else 'average'}: {convention if seconds is None else average!r} is unknown; choose from {', '.join(('wall', 'latency') if seconds is None else AVERAGES)}"
+            f"{'convention' if seconds is None else 'average'}: "
+            f"{convention if seconds is None else average!r} is unknown; choose from "
+            f"{', '.join(('wall', 'latency') if seconds is None else AVERAGES)}"
         )
     hourly = fleet.hourly if beside else fleet.gpus_hourly
     if average == "mean":
@@ -97,7 +105,8 @@ def over_batches(
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-fates
 def by_fate(books: Mapping[str, Mapping[str, float]], generation: float, training: float = 0.0) -> dict[str, float]:
-    "Dollars by fate, most first: `generation` dollars divided by generated tokens, `training` dollars on top of what was trained. `books`: as the status of a run has them."
+    """Dollars by fate, most first: `generation` dollars divided by generated tokens, `training` dollars on top of
+    what was trained. `books`: as the status of a run has them."""
     tokens = {fate: entry["tokens"] for fate, entry in books.items()}
     total = sum(tokens.values())
     spent = {fate: generation * n / total if total else 0.0 for fate, n in tokens.items()}
@@ -113,8 +122,9 @@ def wasted(spent: Mapping[str, float], useful: Iterable[str] = ("trained", "eval
 
 # %% ../../nbs/planning/03_cost.ipynb #cost-own
 @dataclass(frozen=True)
-class Owned:
-    "A server bought: dollars, GPUs in it, years of life, interest a year, share of its price that is left at the end, dollars a GPU and hour to run it."
+class OwnedServer:
+    """A server bought: dollars, GPUs in it, years of life, interest a year, share of its price that is left at the
+    end, dollars a GPU and hour to run it."""
 
     capital: float
     gpus: int = 8
@@ -135,12 +145,12 @@ def monthly_share(years: float, rate: float, residual: float = 0.0) -> float:
     return (1 - residual * v) * rate / 12 / (1 - v)
 
 
-def capital_hourly(owned: Owned) -> float:
+def capital_hourly(owned: OwnedServer) -> float:
     "Dollars of capital a GPU and hour."
     return owned.capital * monthly_share(owned.years, owned.rate, owned.residual) * 12 / (owned.gpus * 8760)
 
 
-def owned_hourly(owned: Owned, used: float = 1.0) -> float:
+def owned_hourly(owned: OwnedServer, used: float = 1.0) -> float:
     "Dollars a GPU and hour in which it is used; `used`: share of the hours in which it is."
     return (capital_hourly(owned) + owned.operations) / used
 

@@ -6,7 +6,7 @@
 __all__ = ['BLOCKS', 'Z90', 'MOST_TRAINING', 'UNKNOWN', 'VARIES', 'LEAST_UNSURE', 'LITTLE', 'LONG', 'SURE', 'ALWAYS',
            'LEAST_WORK', 'EXACT', 'TOLD_APART', 'QUANTILES', 'LEAST', 'KINDS', 'LOOP', 'QUIET', 'SIMULATED', 'MOST',
            'REPLICATES', 'T90', 'LONGER', 'CLOSE', 'TRIES', 'Estimate', 'jackknife', 'estimate', 'nonnegative', 'Turns',
-           'Bench', 'spans_of', 'overlap', 'turns_of', 'writing_share', 'Curve', 'curve_of', 'stated_curve',
+           'GeneratorTimeline', 'spans_of', 'overlap', 'turns_of', 'writing_share', 'Curve', 'curve_of', 'stated_curve',
            'solve_stated', 'slowdown', 'spread_of', 'capped', 'cut_mean', 'whole_lengths', 'likeness', 'solve_of',
            'train_of', 'Fitted', 'Read', 'read_run', 'last_fed', 'batch_seconds', 'weights_seconds', 'verdict_seconds',
            'judged', 'Responses', 'written_of', 'slots_over_time', 'config_at', 'fit', 'world_of', 'tokens_of',
@@ -28,22 +28,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.ledger import read_table
+from ..base.ledger_reading import read_table
 from ..knobs import key_of
-from rlbench.loop.config import (
-    FUNCTIONS,
-    RunConfig,
-    captured_functions,
-    load_config,
-    make_config,
-    read_config,
-    value_of,
-    with_knob,
-)
+from ..loop.config import RunConfig, make_config, value_of, with_knob
+from ..loop.config_files import captured_functions, load_config, read_config
+from ..loop.config_tables import FUNCTIONS
 from .queueing import group_shares, mean_below, staleness_of, tail_factor
-from .simulator import Decode, KnownRollout, Simulated, Spread, Step, World, simulate
-from ..runtime.forecasts import Figures, Prediction, dollars, filling, happened
-from ..runtime.run_reader import at_version, over_time
+from .simulator import Decode, KnownRollout, Simulated, SimulatedStep, Spread, World, simulate
+from ..runtime.forecasts import Figures, Prediction, dollars_per_thousand, filling_versions, measured_figures
+from ..runtime.setting_history import at_version, over_time
 from ..runtime.steer import in_force
 
 if TYPE_CHECKING:
@@ -73,7 +66,9 @@ BLOCKS, Z90 = 8, 1.645
 def jackknife(
     count: int, figure: Callable[[np.ndarray], np.ndarray], mixed: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    "Values of `figure` over all of `count` observations in order of time, and their standard errors. `figure(keep)`: a mask of observations -> float64 [F]; `mixed`: nothing drifts with time, so a block has observations of all of it."
+    """Values of `figure` over all of `count` observations in order of time, and their standard errors.
+    `figure(keep)`: a mask of observations -> float64 [F]; `mixed`: nothing drifts with time, so a block has
+    observations of all of it."""
     whole, blocks = figure(np.ones(count, bool)), min(BLOCKS, count)
     part = np.arange(count) % max(1, blocks) if mixed else np.arange(count) * blocks // max(1, count)
     each = np.array([figure(part != b) for b in range(blocks)]) if blocks > 1 else np.array([whole])
@@ -107,7 +102,9 @@ def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 # %% ../../nbs/planning/04_fit.ipynb #fit-turns
 @dataclass(frozen=True, eq=False)
 class Turns:
-    "Finished turns, in order of their ends; arrays [N]: seconds at which each began and ended, tokens, and sequences at work in its generator meanwhile (mean over its time), seconds of these in which a batch was trained. `loads`: of each generator (second, sequences at work from then on)."
+    """Finished turns, in order of their ends; arrays [N]: seconds at which each began and ended, tokens, and
+    sequences at work in its generator meanwhile (mean over its time), seconds of these in which a batch was trained.
+    `loads`: of each generator (second, sequences at work from then on)."""
 
     begin: np.ndarray
     end: np.ndarray
@@ -118,8 +115,9 @@ class Turns:
 
 
 @dataclass
-class Bench:
-    "A generator as the log shows it: what runs (key -> when it began), what waits, its changes of load (time, sequences at work)."
+class GeneratorTimeline:
+    """A generator as the log shows it: what runs (key -> when it began), what waits, its changes of load (time,
+    sequences at work)."""
 
     running: dict = field(default_factory=dict)
     line: deque = field(default_factory=deque)
@@ -159,9 +157,13 @@ def turns_of(
     slots_at: Sequence[tuple[float, int]],
     spans: Sequence[tuple[float, float]],
 ) -> Turns:
-    "The finished turns of a log of events: seconds, kinds, fields. `slots_at`: (second, sequences that a generator may have at work from then on), in order."
-    benches: dict[str, Bench] = {}
-    whose, written, stopped, rows = {}, {}, set(), []
+    """The finished turns of a log of events: seconds, kinds, fields. `slots_at`: (second, sequences that a generator
+    may have at work from then on), in order."""
+    benches: dict[str, GeneratorTimeline] = {}
+    whose = {}
+    written = {}
+    stopped = set()
+    rows = []
     slots, changes = slots_at[0][1], deque(slots_at[1:])
     for now, kind, t in zip(at, kinds, told):
         while changes and changes[0][0] <= now:
@@ -169,7 +171,7 @@ def turns_of(
             for bench in benches.values():
                 bench.fill(since, slots)
         if kind == "Generate":
-            bench = benches.setdefault(t["actor"], Bench())
+            bench = benches.setdefault(t["actor"], GeneratorTimeline())
             for rollout, attempt, _ in t["rollouts"]:
                 whose[rollout, attempt] = t["actor"]
                 bench.line.append((rollout, attempt))
@@ -202,7 +204,8 @@ def turns_of(
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-turns-two-part-2
 def writing_share(turns: Turns, begin: float, end: float) -> float:
-    "Share of the time between two moments in which a generator had something to write, in the mean of the generators; 1 if nothing is known of any."
+    """Share of the time between two moments in which a generator had something to write, in the mean of the
+    generators; 1 if nothing is known of any."""
     span = np.array([begin]), np.array([end])
     return (
         float(
@@ -249,7 +252,9 @@ SURE, ALWAYS = (
 
 @dataclass(frozen=True)
 class Curve:
-    "A decode curve with its estimates: seconds of a token alone, for each sequence beside; slowdown beside training. `beside`: sequences at work, mean; `error`: standard error of the part of the pace at that load that goes with the sequences at work."
+    """A decode curve with its estimates: seconds of a token alone, for each sequence beside; slowdown beside
+    training. `beside`: sequences at work, mean; `error`: standard error of the part of the pace at that load that
+    goes with the sequences at work."""
 
     base: Estimate
     each: Estimate
@@ -260,7 +265,8 @@ class Curve:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-decode-part-2
 def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> Curve:
-    "The decode curve of finished turns. `apart`: on the virtual clock no two actors share a machine and nothing drifts; `looks`: of its generator in a turn, mean."
+    """The decode curve of finished turns. `apart`: on the virtual clock no two actors share a machine and nothing
+    drifts; `looks`: of its generator in a turn, mean."""
     seconds, count = turns.end - turns.begin, len(turns.end)
     x = np.column_stack([turns.tokens, turns.tokens * turns.beside, np.ones(count)])
     share, mean = turns.training / seconds, float(np.average(turns.beside, weights=seconds))
@@ -323,8 +329,10 @@ TOLD_APART = (
 
 
 def stated_curve(rows: "pl.DataFrame", generators: int) -> Curve | None:
-    """The decode curve of a run on the virtual clock, from what its generators did in each version: decode steps, tokens,
-    prompt tokens, and the stated seconds of all of it. None if these do not explain the seconds, or are not in the ledger."""
+    """The decode curve of a run on the virtual clock, from what its generators did in each version: decode steps,
+    tokens,
+    prompt tokens, and the stated seconds of all of it. None if these do not explain the seconds, or are not in the
+    ledger."""
     rows = rows.drop_nulls(["decode_steps", "decode_tokens", "prefill_tokens"])
     rows = rows.filter(rows["decode_steps"] > 0)
     work = rows.select("decode_steps", "decode_tokens", "prefill_tokens").to_numpy().astype(float)
@@ -351,7 +359,8 @@ def stated_curve(rows: "pl.DataFrame", generators: int) -> Curve | None:
 
 
 def solve_stated(work: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
-    "Costs of each kind of work, float64 [F], that explain the seconds [V] exactly; None if there are none from 0 up, or several. work: float64 [V, F]."
+    """Costs of each kind of work, float64 [F], that explain the seconds [V] exactly; None if there are none from 0
+    up, or several. work: float64 [V, F]."""
     scale = np.linalg.norm(work, axis=0)
     if not scale.all():
         return None
@@ -363,7 +372,8 @@ def solve_stated(work: np.ndarray, seconds: np.ndarray) -> np.ndarray | None:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-slowdown
 def slowdown(x: np.ndarray, seconds: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-    "By what share a token's pace falls while a batch is trained, at most `MOST_TRAINING`, and the standard error. x: float64 [N, F], what a turn would take without; seconds and shares of training [N]."
+    """By what share a token's pace falls while a batch is trained, at most `MOST_TRAINING`, and the standard error.
+    x: float64 [N, F], what a turn would take without; seconds and shares of training [N]."""
     tried = np.linspace(0.0, MOST_TRAINING, 26)
 
     def best(keep: np.ndarray) -> np.ndarray:
@@ -378,7 +388,8 @@ def slowdown(x: np.ndarray, seconds: np.ndarray, share: np.ndarray) -> tuple[flo
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-spread
 def spread_of(values: np.ndarray, ceiling: float = 0.0, draws: np.ndarray | float = 1.0) -> Spread:
-    "A lognormal with the mean and the variance of these values [N], each the mean of so many `draws`; none above the largest that there can have been. Zero without any."
+    """A lognormal with the mean and the variance of these values [N], each the mean of so many `draws`; none above
+    the largest that there can have been. Zero without any."""
     if not len(values) or values.mean() <= 0:
         return Spread(0.0)
     draws = np.broadcast_to(draws, values.shape)
@@ -414,7 +425,8 @@ QUANTILES = 400
 
 
 def whole_lengths(written: np.ndarray, stopped: np.ndarray) -> np.ndarray:
-    "The distribution of lengths, some of which were stopped before their end (Kaplan-Meier), as so many values in order that are equally likely. written: float64 [N]; stopped: bool [N]."
+    """The distribution of lengths, some of which were stopped before their end (Kaplan-Meier), as so many values in
+    order that are equally likely. written: float64 [N]; stopped: bool [N]."""
     order = np.lexsort((stopped, written))
     written, stopped = written[order], stopped[order]
     left = np.arange(len(written), 0, -1)
@@ -425,7 +437,8 @@ def whole_lengths(written: np.ndarray, stopped: np.ndarray) -> np.ndarray:
 
 
 def likeness(values: np.ndarray, groups: np.ndarray) -> float:
-    "Correlation of values [N] within their groups [N], from 0 to 0.95, of their ranks as normal numbers; 0 if it is no more than chance."
+    """Correlation of values [N] within their groups [N], from 0 to 0.95, of their ranks as normal numbers; 0 if it
+    is no more than chance."""
     rank = np.argsort(np.argsort(values + 1e-9 * np.arange(len(values)) % 7))
     normal = np.array([NormalDist().inv_cdf((each + 0.5) / len(values)) for each in rank])
     _, which, counts = np.unique(groups, return_inverse=True, return_counts=True)
@@ -441,7 +454,8 @@ def likeness(values: np.ndarray, groups: np.ndarray) -> float:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-solve
 def solve_of(solved: np.ndarray, scored: np.ndarray) -> tuple[float, float] | float:
-    """A Beta distribution of solve rates with the mean that was seen, of which as many groups have both right and wrong rollouts
+    """A Beta distribution of solve rates with the mean that was seen, of which as many groups have both right and wrong
+    rollouts
     as were seen; one rate where tasks do not differ. From right and judged rollouts of groups [G]."""
     group, mean = round(float(scored.mean())), float(solved.sum() / scored.sum())
     mixed = float(((solved > 0) & (solved < scored)).mean())
@@ -475,7 +489,8 @@ LEAST = 12  # versions that a fit needs
 
 @dataclass(frozen=True)
 class Fitted:
-    "A run as a world: its configuration, the versions looked at, the parameters with their ranges, and what was seen meanwhile. `busy`: of the seconds of a batch, those in which the trainer itself is at work."
+    """A run as a world: its configuration, the versions looked at, the parameters with their ranges, and what was
+    seen meanwhile. `busy`: of the seconds of a batch, those in which the trainer itself is at work."""
 
     name: str
     config: RunConfig
@@ -504,7 +519,8 @@ class Fitted:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    "What is read of a run for a fit: rows of steps, rollouts and groups of the window, its log of events, and when each batch was sent."
+    """What is read of a run for a fit: rows of steps, rollouts and groups of the window, its log of events, and when
+    each batch was sent."""
 
     steps: "pl.DataFrame"
     rollouts: "pl.DataFrame"
@@ -529,7 +545,7 @@ def read_run(folder: Path, config: RunConfig, since: int, until: int | None) -> 
         read_table(folder, "commands", ["status", "version", "over", "value"]),
     )
     changed = _last_changed(commands, until)
-    first, last = max(since, changed) + filling(config.staleness), until if until is not None else 2**31
+    first, last = max(since, changed) + filling_versions(config.staleness), until if until is not None else 2**31
     kept = steps.filter(
         (pl.col("version") > first)
         & (pl.col("version") <= last)
@@ -603,7 +619,8 @@ def last_fed(folder: Path, steps: "pl.DataFrame", config: RunConfig) -> int:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-parts
 def batch_seconds(read: Read) -> tuple[np.ndarray, np.ndarray, float]:
-    "Seconds from sending each batch to its version without those in which weights were handed over before, its tokens, and the share of these seconds in which the trainer was at work."
+    """Seconds from sending each batch to its version without those in which weights were handed over before, its
+    tokens, and the share of these seconds in which the trainer was at work."""
     rows = read.steps.select(
         "version", "at", "trained_tokens", "trainer_compute", "trainer_overhead", "trainer_publish"
     ).rows()
@@ -617,7 +634,8 @@ def batch_seconds(read: Read) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def weights_seconds(read: Read, config: RunConfig, look: float) -> tuple[Estimate, Estimate, Estimate]:
-    "Seconds for which handing weights over holds the trainer up, for which loading them does a generator, and those from a finished batch to an idle generator; `look`: those between two looks of a busy one."
+    """Seconds for which handing weights over holds the trainer up, for which loading them does a generator, and
+    those from a finished batch to an idle generator; `look`: those between two looks of a busy one."""
     begin, end = read.span
     loaded = [
         (t["actor"], t["version"])
@@ -648,16 +666,18 @@ def weights_seconds(read: Read, config: RunConfig, look: float) -> tuple[Estimat
 
 
 def verdict_seconds(read: Read, config: RunConfig) -> np.ndarray:
-    "Seconds of verdicts: those of each, or on the virtual clock, where the environment gives one after the other, what it was at work for."
+    """Seconds of verdicts: those of each, or on the virtual clock, where the environment gives one after the other,
+    what it was at work for."""
     each = read.rollouts["score_seconds"].drop_nulls().to_numpy()
     if config.clock == "virtual" and len(each):
         given = read.steps["verdicts"].sum() or len(each)
         return np.full(len(each), float(read.steps["environment_compute"].sum() / given))
     return each
 
-
+# %% ../../nbs/planning/04_fit.ipynb #fit-parts-judged
 def judged(read: Read) -> tuple[np.ndarray, np.ndarray, Estimate, Estimate]:
-    "Right and judged rollouts of the groups served, share of groups that the filter lets through, share of verdicts that the machine failed to give."
+    """Right and judged rollouts of the groups served, share of groups that the filter lets through, share of
+    verdicts that the machine failed to give."""
     import polars as pl
 
     groups = read.groups.filter(
@@ -674,7 +694,9 @@ def judged(read: Read) -> tuple[np.ndarray, np.ndarray, Estimate, Estimate]:
 # %% ../../nbs/planning/04_fit.ipynb #fit-fit
 @dataclass(frozen=True, eq=False)
 class Responses:
-    "The rollouts of a window in order of time, arrays [N]: response tokens, whether it was stopped before its end, turns, group; of those with several turns the mean seconds of a wait for the episode, and how many waits these were."
+    """The rollouts of a window in order of time, arrays [N]: response tokens, whether it was stopped before its end,
+    turns, group; of those with several turns the mean seconds of a wait for the episode, and how many waits these
+    were."""
 
     tokens: np.ndarray
     stopped: np.ndarray
@@ -742,12 +764,14 @@ def _is_knob(config: RunConfig, name: str) -> bool:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-run
 def fit(folder: str | Path, since: int = 0, until: int | None = None) -> Fitted:
-    "The world of a run from its ledger, from the versions after `since` up to `until` (None: the newest) and after the last change of a knob. ValueError for a run with too little to go by, or whose actors take turns."
+    """The world of a run from its ledger, from the versions after `since` up to `until` (None: the newest) and after
+    the last change of a knob. ValueError for a run with too little to go by, or whose actors take turns."""
     folder = Path(getattr(folder, "folder", folder))
     config = config_at(folder, until)
     if config.placement != "split":
         raise ValueError(
-            f'placement: {folder.name} is "{config.placement}", its actors take turns in one worker; only "split" runs are fitted'
+            f'placement: {folder.name} is "{config.placement}", its actors take turns in one worker; '
+            'only "split" runs are fitted'
         )
     read = read_run(folder, config, since, until)
     ends = dict(read_table(folder, "steps", ["version", "at"]).select("version", "at").iter_rows())
@@ -766,7 +790,7 @@ def fit(folder: str | Path, since: int = 0, until: int | None = None) -> Fitted:
         world,
         estimates,
         busy,
-        happened(read.steps, config.dollars_per_hour),
+        measured_figures(read.steps, config.dollars_per_hour),
         curve.beside,
         max(ends),
         (wrote.tokens, wrote.stopped),
@@ -780,7 +804,8 @@ def fit(folder: str | Path, since: int = 0, until: int | None = None) -> Fitted:
 def world_of(
     read: Read, config: RunConfig, turns: Turns, curve: Curve, wrote: Responses
 ) -> tuple[World, dict[str, Estimate], float, tuple[np.ndarray, ...]]:
-    "The world that a window shows, its estimates, the share of a batch's seconds in which the trainer is at work, and how the groups were judged."
+    """The world that a window shows, its estimates, the share of a batch's seconds in which the trainer is at work,
+    and how the groups were judged."""
     seconds, tokens, busy = batch_seconds(read)
     train, train_token = train_of(seconds, tokens)
     slowed = 1 + (curve.shared.value - 1) * writing_share(turns, *read.span)
@@ -832,7 +857,8 @@ def world_of(
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-run-lengths
 def tokens_of(written: np.ndarray, stopped: np.ndarray, most: int) -> Spread:
-    "Response lengths as they were seen, those that were stopped taken into account; where none of the finished came to `most`, as a lognormal above what was seen."
+    """Response lengths as they were seen, those that were stopped taken into account; where none of the finished
+    came to `most`, as a lognormal above what was seen."""
     values = whole_lengths(written, stopped)
     mean = float(values.mean())
     return Spread(
@@ -844,7 +870,8 @@ def tokens_of(written: np.ndarray, stopped: np.ndarray, most: int) -> Spread:
 
 
 def workload_of(folder: Path) -> dict[tuple[int, int], KnownRollout]:
-    "What the ledger tells of each rollout, by group and place in it; of several attempts the last. Groups count from the first that was served, since a simulation has no preflight, whose groups come before."
+    """What the ledger tells of each rollout, by group and place in it; of several attempts the last. Groups count
+    from the first that was served, since a simulation has no preflight, whose groups come before."""
     import polars as pl
 
     columns = ["group", "k", "try", "reason", "length", "reward", "correct"]
@@ -876,7 +903,8 @@ def _shares(groups: "pl.DataFrame") -> np.ndarray:
 def away_seconds(
     at: Sequence[float], kinds: Sequence[str], told: Sequence[Mapping], span: tuple[float, float]
 ) -> Estimate:
-    "Seconds from sending a turn to a generator until the loop hears that it is finished, of those that were in a span of time."
+    """Seconds from sending a turn to a generator until the loop hears that it is finished, of those that were in a
+    span of time."""
     sent, stopped, away = {}, set(), []
     for now, kind, t in zip(at, kinds, told):
         if kind == "Generate":
@@ -893,7 +921,9 @@ def away_seconds(
 # %% ../../nbs/planning/04_fit.ipynb #fit-form
 @dataclass(frozen=True)
 class Sizes:
-    "What the formulas need of a world, worked out once: response tokens, turns, seconds between turns and of a verdict, share of groups let through, longest of a group over the mean, with what is outside and without, and longest of a batch."
+    """What the formulas need of a world, worked out once: response tokens, turns, seconds between turns and of a
+    verdict, share of groups let through, longest of a group over the mean, with what is outside and without, and
+    longest of a batch."""
 
     tokens: float
     turns: float
@@ -908,12 +938,10 @@ def sizes_of(config: RunConfig, world: World) -> Sizes:
     "The sizes of a world under a configuration."
     turns = max(1.0, cut_mean(world.turns))
     accepted = group_shares(world.solve, config.group).accepted if config.filter != "none" else 1.0
-    tokens, calls, tool, batch = (
-        cut_mean(world.tokens),
-        turns - 1,
-        cut_mean(world.tool),
-        min(config.batch, config.concurrency * config.generators),
-    )
+    tokens = cut_mean(world.tokens)
+    calls = turns - 1
+    tool = cut_mean(world.tool)
+    batch = min(config.batch, config.concurrency * config.generators)
     outside, writing = calls * tool + cut_mean(world.score), turns * world.prefill + tokens * world.decode.seconds(1)
     spread = writing**2 * expm1(world.tokens.sigma**2) + calls * tool**2 * expm1(world.tool.sigma**2)
     whole = sqrt(log1p(spread / (writing + outside) ** 2))  # sigma of a rollout from its beginning to its verdict
@@ -968,7 +996,8 @@ def form(config: RunConfig, world: World, busy: float, sizes: Sizes | None = Non
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-form-parts
 def idle_tokens(config: RunConfig, world: World, sizes: Sizes, count: float) -> float:
-    "Tokens that a place could have written while it was empty, for each rollout: what ends between two looks of a generator is replaced at once as far as something waits in it, else after the look that follows."
+    """Tokens that a place could have written while it was empty, for each rollout: what ends between two looks of a
+    generator is replaced at once as far as something waits in it, else after the look that follows."""
     if not world.looks:
         return 0.0
     ends, waiting = (
@@ -1010,7 +1039,7 @@ def waves(config: RunConfig, world: World, busy: float, sizes: Sizes, compute: f
 def figures(config: RunConfig, rate: float, compute: float, busy: float, world: World, staleness: float) -> Figures:
     "Figures from rollouts a second and the trainer's seconds for a batch, of which it is at work for a share `busy`."
     wait = max(0.0, 1 - (compute * busy + world.sync / config.publish_every) * rate / config.batch)
-    return Figures(wait, 60 * rate, staleness, dollars(60 * rate, config.dollars_per_hour))
+    return Figures(wait, 60 * rate, staleness, dollars_per_thousand(60 * rate, config.dollars_per_hour))
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-knobs
 LOOP = (
@@ -1067,19 +1096,23 @@ def words_of(fitted: Fitted, config: RunConfig, knobs: Mapping[str, object]) -> 
             continue
         elif head == "max_tokens":
             said.append(
-                "max_tokens: how long the responses would have become that were cut is not in the ledger; predicted with the lengths seen"
+                "max_tokens: how long the responses would have become that were cut is not in the "
+                "ledger; predicted with the lengths seen"
             )
         elif head == "max_turns" and config.max_turns <= fitted.config.max_turns or head in LOOP:
             continue
         else:
             said.append(
-                f"{knob}: what it does to lengths, solve rates and the time of a batch is not in the ledger; predicted as if it did nothing"
+                f"{knob}: what it does to lengths, solve rates and the time of a batch is not in the "
+                "ledger; predicted as if it did nothing"
             )
     for knob in [
         knob for knob in ("concurrency", "generators") if knob in knobs and fitted.estimates["each"].source == "assumed"
     ]:
         said.append(
-            f"{knob}: the run always had about {fitted.beside:.0f} sequences at work, so what another number does to the speed of each is not in its ledger; the range is that of anything from nothing to most of it"
+            f"{knob}: the run always had about {fitted.beside:.0f} sequences at work, so what another "
+            "number does to the speed of each is not in its ledger; the range is that of anything "
+            "from nothing to most of it"
         )
     if config.filter != "none" and fitted.config.filter == "none" and "filter" in knobs:
         said.append("filter: nothing was filtered in this run; what will be follows from the solve rates seen")
@@ -1142,25 +1175,27 @@ def bare(config: RunConfig) -> RunConfig:
 def played(
     config: RunConfig, world: World, busy: float, seed: int = 0, versions: int = 0
 ) -> tuple[Figures, Simulated, tuple[float, float]]:
-    "The figures of so many versions of a simulated run (0: enough of them), what was simulated, and when these versions began and ended. `config` is a bare one."
-    first = filling(config.staleness)
+    """The figures of so many versions of a simulated run (0: enough of them), what was simulated, and when these
+    versions began and ended. `config` is a bare one."""
+    first = filling_versions(config.staleness)
     until = first + (versions or max(8, min(MOST, SIMULATED // config.batch)))
     seen = simulate(config, world, seed, until)
     begin, steps = seen.steps[first - 1].at, seen.steps[first:until]
     return figures_of(config, begin, steps, busy), seen, (begin, steps[-1].at)
 
 
-def figures_of(config: RunConfig, begin: float, steps: Sequence[Step], busy: float) -> Figures:
+def figures_of(config: RunConfig, begin: float, steps: Sequence[SimulatedStep], busy: float) -> Figures:
     "The figures of simulated versions that follow one another from a second on."
     seconds, rollouts = steps[-1].at - begin, sum(each.rollouts for each in steps)
     wait = max(0.0, 1 - (sum(each.compute for each in steps) * busy + sum(each.sync for each in steps)) / seconds)
     rate = 60 * rollouts / seconds
     staleness = sum(each.staleness * each.rollouts for each in steps) / rollouts
-    return Figures(wait, rate, staleness, dollars(rate, config.dollars_per_hour))
+    return Figures(wait, rate, staleness, dollars_per_thousand(rate, config.dollars_per_hour))
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-replayed
 def replayed(fitted: Fitted) -> Figures:
-    "The figures of the versions looked at when the fitted world makes the run once more, with the response lengths and verdicts that the run had: how well it reproduces the run. For a run whose knobs nobody turned."
+    """The figures of the versions looked at when the fitted world makes the run once more, with the response lengths
+    and verdicts that the run had: how well it reproduces the run. For a run whose knobs nobody turned."""
     first, last = fitted.versions
     seen = simulate(bare(fitted.config), replace(fitted.world, workload=fitted.workload), 0, last)
     return figures_of(
@@ -1169,7 +1204,9 @@ def replayed(fitted: Fitted) -> Figures:
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-predict
 def as_drawn(fitted: Fitted, world: World, target: RunConfig, chance: np.random.Generator) -> World:
-    "The world with every parameter drawn from what the run's data leave open: lengths and solve rates from other samples of its rollouts and groups, how much of a token's time goes with the sequences beside it, and the trainer's seconds."
+    """The world with every parameter drawn from what the run's data leave open: lengths and solve rates from other
+    samples of its rollouts and groups, how much of a token's time goes with the sequences beside it, and the
+    trainer's seconds."""
     written, stopped = another_sample(fitted.lengths, chance)
     tokens = world.tokens if stopped.all() else tokens_of(written, stopped, target.max_tokens)
     solved, scored = another_sample(fitted.judged, chance)
@@ -1233,7 +1270,8 @@ def predict(
     folder: Path | None = None,
     **knobs,
 ) -> Prediction:
-    """What the run would do with these knobs, dotted ones in `table`, or with another configuration. `simulated=False`: by formula alone, at once; `folder`: that of the run, for functions of its own.
+    """What the run would do with these knobs, dotted ones in `table`, or with another configuration. `simulated=False`:
+    by formula alone, at once; `folder`: that of the run, for functions of its own.
     ValueError for an unknown knob or a value that a run would refuse."""
     asked = {**(table or {}), **knobs}
     target = changed(folder, config or fitted.config, asked)
@@ -1263,7 +1301,8 @@ def predict(
 
 # %% ../../nbs/planning/04_fit.ipynb #fit-predict-range-part-2
 def replicated(fitted: Fitted, target: RunConfig, world: World) -> tuple[Figures, Figures, Figures]:
-    """Figures, from a long simulation of the fitted world, and the ends of their 90 % range for as many versions as were fitted
+    """Figures, from a long simulation of the fitted world, and the ends of their 90 % range for as many versions as
+    were fitted
     (`MOST` at most), from simulations each with other luck and other parameters."""
     chance, plain = np.random.default_rng(0), bare(target)
     versions = max(8, min(MOST, fitted.versions[1] - fitted.versions[0] + 1))
@@ -1282,15 +1321,17 @@ def replicated(fitted: Fitted, target: RunConfig, world: World) -> tuple[Figures
             min(1.0, max(0.0, float(v[0]))),
             max(0.0, float(v[1])),
             min(float(target.staleness), max(0.0, float(v[2]))),
-            dollars(max(0.0, float(v[1])), target.dollars_per_hour),
+            dollars_per_thousand(max(0.0, float(v[1])), target.dollars_per_hour),
         )
 
     return make(mean), make(mean - spread), make(mean + spread)
 
 
 def cycle_error(publish_every: int, versions: int) -> float:
-    """By how much the mean staleness of so many versions may be off because nobody knows where in the cycle of publications they
-    begin: it goes up from one publication to the next, and the versions may hold a part of a cycle beside whole ones."""
+    """By how much the mean staleness of so many versions may be off because nobody knows where in the cycle of
+    publications they
+    begin: it goes up from one publication to the next, and the versions may hold a part of a cycle beside whole
+    ones."""
     return publish_every**2 // 4 / (2 * versions)
 
 
@@ -1303,7 +1344,7 @@ def corrected(fitted: Fitted, target: RunConfig, figures: Figures) -> Figures:
         min(1.0, max(0.0, wait)),
         rate,
         min(float(target.staleness), max(0.0, age)),
-        dollars(rate, target.dollars_per_hour),
+        dollars_per_thousand(rate, target.dollars_per_hour),
     )
 
 
@@ -1316,7 +1357,8 @@ CLOSE, TRIES = 0.004, 4  # how near the simulated turns come to those that were 
 
 
 def paced(fitted: Fitted, away: Estimate) -> Fitted:
-    "The fitted world with the pace at which a turn of its simulation comes back after as many seconds as those that were seen."
+    """The fitted world with the pace at which a turn of its simulation comes back after as many seconds as those
+    that were seen."""
     plain = bare(fitted.config)
     for _ in range(TRIES if away.value else 0):
         runs = [played(plain, fitted.world, fitted.busy, seed)[1:] for seed in (0, 1)]

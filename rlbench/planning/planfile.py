@@ -6,8 +6,8 @@
 __all__ = ['PRECISIONS', 'DRIFTS', 'PARTS', 'Range', 'OWN_FIELDS', 'ELSEWHERE', 'NEEDED', 'RUN_FIELDS', 'ModelPart',
            'GeneratorPart', 'TrainerPart', 'RolloutPart', 'EnvironmentPart', 'PricePart', 'TargetPart', 'TenancyPart',
            'DriftPart', 'drifted', 'is_number', 'split_range', 'check_solve', 'check_trace', 'read_part', 'read_run',
-           'PlanFile', 'with_value', 'named', 'read_shape', 'check_parts', 'offered', 'make_plan', 'plans', 'load_plan',
-           'plan_fields']
+           'PlanFile', 'with_value', 'named', 'read_shape', 'check_parts', 'check_generators', 'check_rollouts',
+           'offered', 'make_plan', 'plans', 'load_plan', 'plan_fields']
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-imports
 import tomllib
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, get_type_hints
 
 from ..knobs import Knob, check_value, unknown
-from ..loop.config import ConfigError, RunConfig, make_config, set_dotted
+from ..loop.config import RunConfig, make_config, set_dotted
+from ..loop.config_tables import ConfigError
 from ..models.hardware import TABLES, ModelShape, Tables, read_tables
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-model
@@ -262,7 +263,8 @@ def check_trace(place: str, value) -> tuple[float, ...]:
 
 
 def read_part(section: str, table: Mapping, ranges: dict[str, Range]):
-    "The record of a table of a plan file; what came as a range is put into `ranges`. ValueError naming section, field and remedy."
+    """The record of a table of a plan file; what came as a range is put into `ranges`. ValueError naming section,
+    field and remedy."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{section}: {table!r} is no table; write [{section}] and its fields below it")
     kind, told = PARTS[section], {}
@@ -324,7 +326,8 @@ def read_run(table: Mapping) -> RunConfig:
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-plan
 @dataclass(frozen=True)
 class PlanFile:
-    "A checked plan: the records of its tables, the shape of its model, the run's configuration, and what was given as a range. `asked`: whether the file says how many rollouts are to be written at once."
+    """A checked plan: the records of its tables, the shape of its model, the run's configuration, and what was given
+    as a range. `asked`: whether the file says how many rollouts are to be written at once."""
 
     name: str
     about: str
@@ -364,7 +367,8 @@ class PlanFile:
 
 
 def with_value(plan: PlanFile, place: str, value) -> PlanFile:
-    "The plan with one field changed, such as `rollouts.sigma` or `run.staleness`. ValueError for a field or value that a file could not have either."
+    """The plan with one field changed, such as `rollouts.sigma` or `run.staleness`. ValueError for a field or value
+    that a file could not have either."""
     section, _, name = place.partition(".")
     if section == "run":
         changed = {**plan.run.model_dump(include=plan.run.model_fields_set), name: value}
@@ -398,7 +402,7 @@ def read_shape(model: ModelPart, tables: Tables, folder: Path) -> ModelShape:
     path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").is_file():
         raise ValueError(f"model.config: there is no config.json at {model.config!r}; name the file, or its folder")
-    from rlbench.runtime.memory_plan import shape_of
+    from rlbench.runtime.model_shapes import shape_of
 
     return shape_of(str(path))
 
@@ -421,34 +425,51 @@ def check_parts(
     ):
         if name:
             named(place, name, known)
-    writing = generators.gpus - generators.prefill_gpus
-    if generators.prefill_gpus >= generators.gpus:
-        raise ValueError(
-            f"generators.prefill_gpus: {generators.prefill_gpus} of {generators.gpus} GPUs only read prompts, and none is left to write; use fewer, or more generators.gpus"
-        )
-    if writing < generators.engine:
-        raise ValueError(
-            f"generators.engine: {generators.engine} GPUs hold the weights once, and {writing} write; use at most {max(1, writing)}, or more generators.gpus"
-        )
-    if generators.tensor_parallel > generators.engine:
-        raise ValueError(
-            f"generators.tensor_parallel: {generators.tensor_parallel} is more than an engine has; use at most generators.engine = {generators.engine}"
-        )
-    if generators.prefill_gpus % generators.engine:
-        raise ValueError(
-            f"generators.prefill_gpus: {generators.prefill_gpus} are no whole number of engines; use a multiple of generators.engine = {generators.engine}"
-        )
-    if rollouts.longest and rollouts.longest < rollouts.prompt + rollouts.response:
-        raise ValueError(
-            f"rollouts.longest: {rollouts.longest:,.0f} tokens are less than prompt and response together on average, {rollouts.prompt + rollouts.response:,.0f}; give a longer one, or 0"
-        )
-    if rollouts.latency and rollouts.latency <= (rollouts.turns - 1) * rollouts.tool:
-        raise ValueError(
-            f"rollouts.latency: {rollouts.latency:g} s are from the start of a rollout to its end, and its tools take {(rollouts.turns - 1) * rollouts.tool:g} s of them (rollouts.turns, rollouts.tool); give a longer latency, fewer turns, or faster tools"
-        )
+    check_generators(generators)
+    check_rollouts(rollouts)
     if environment.offer and environment.start:
         raise ValueError(
             "environment.start: the offer says how long a sandbox takes to start; give one of start and offer"
+        )
+
+
+def check_generators(generators: GeneratorPart) -> None:
+    "ValueError for GPUs of generators that do not go together."
+    writing = generators.gpus - generators.prefill_gpus
+    if generators.prefill_gpus >= generators.gpus:
+        raise ValueError(
+            f"generators.prefill_gpus: {generators.prefill_gpus} of {generators.gpus} GPUs only read "
+            "prompts, and none is left to write; use fewer, or more generators.gpus"
+        )
+    if writing < generators.engine:
+        raise ValueError(
+            f"generators.engine: {generators.engine} GPUs hold the weights once, and {writing} write; "
+            f"use at most {max(1, writing)}, or more generators.gpus"
+        )
+    if generators.tensor_parallel > generators.engine:
+        raise ValueError(
+            f"generators.tensor_parallel: {generators.tensor_parallel} is more than an engine has; "
+            f"use at most generators.engine = {generators.engine}"
+        )
+    if generators.prefill_gpus % generators.engine:
+        raise ValueError(
+            f"generators.prefill_gpus: {generators.prefill_gpus} are no whole number of engines; use "
+            f"a multiple of generators.engine = {generators.engine}"
+        )
+
+
+def check_rollouts(rollouts: RolloutPart) -> None:
+    "ValueError for lengths and times of rollouts that do not go together."
+    if rollouts.longest and rollouts.longest < rollouts.prompt + rollouts.response:
+        raise ValueError(
+            f"rollouts.longest: {rollouts.longest:,.0f} tokens are less than prompt and response "
+            f"together on average, {rollouts.prompt + rollouts.response:,.0f}; give a longer one, or 0"
+        )
+    if rollouts.latency and rollouts.latency <= (rollouts.turns - 1) * rollouts.tool:
+        raise ValueError(
+            f"rollouts.latency: {rollouts.latency:g} s are from the start of a rollout to its end, "
+            f"and its tools take {(rollouts.turns - 1) * rollouts.tool:g} s of them (rollouts.turns, "
+            "rollouts.tool); give a longer latency, fewer turns, or faster tools"
         )
 
 # %% ../../nbs/planning/05_planfile.ipynb #planfile-check-part-3
@@ -475,7 +496,8 @@ def make_plan(table: Mapping, name: str = "", tables: Tables = TABLES, folder: P
     ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)}: missing, and a plan needs {'it' if len(missing) == 1 else 'them'}; `rlbench plan --fields` lists all fields"
+            f"{', '.join(missing)}: missing, and a plan needs "
+            f"{'it' if len(missing) == 1 else 'them'}; `rlbench plan --fields` lists all fields"
         )
     parts["trainer"] = replace(parts["trainer"], gpu=parts["trainer"].gpu or parts["generators"].gpu)
     check_parts(parts["generators"], parts["trainer"], parts["rollouts"], parts["environment"], parts["prices"], tables)
@@ -511,13 +533,14 @@ def plans() -> dict[str, str]:
         name: str(tomllib.loads(found[name].read_text(encoding="utf-8")).get("about", "")) for name in sorted(found)
     }
 
-
+# %% ../../nbs/planning/05_planfile.ipynb #planfile-load-two
 def load_plan(
     source: str | Path | Mapping | PlanFile,
     overrides: Mapping[str, object] | None = None,
     tables: str | Path | None = None,
 ) -> PlanFile:
-    "A plan by the name of one that comes along, from a TOML file, or from its tables; `overrides` by dotted names; `tables`: a file with GPUs, models, prices of one's own. ValueError with what to mend."
+    """A plan by the name of one that comes along, from a TOML file, or from its tables; `overrides` by dotted names;
+    `tables`: a file with GPUs, models, prices of one's own. ValueError with what to mend."""
     if isinstance(source, PlanFile):
         for place, value in (overrides or {}).items():
             source = with_value(source, place, value)
@@ -547,14 +570,19 @@ def load_plan(
     for place, value in (overrides or {}).items():
         if "." not in place:
             raise ValueError(
-                f"--set: {place!r} names no field of a table; write such as rollouts.sigma=0.4 or run.staleness=4, and see `rlbench plan --fields`"
+                f"--set: {place!r} names no field of a table; write such as rollouts.sigma=0.4 or "
+                "run.staleness=4, and see `rlbench plan --fields`"
             )
         section, _, name = place.partition(".")
         inner = table[section] = dict(table.get(section, {}))
-        set_dotted(inner, name, value) if section == "run" else inner.update({name: value})
+        if section == "run":
+            set_dotted(inner, name, value)
+        else:
+            inner.update({name: value})
     if tables and not Path(tables).is_file():
         raise ValueError(
-            f"tables: there is no file {str(tables)!r}; give a TOML file like data/planner/tables.toml, with rows of your own"
+            f"tables: there is no file {str(tables)!r}; give a TOML file like "
+            "data/planner/tables.toml, with rows of your own"
         )
     return make_plan(table, path.stem or "plan", read_tables(tables) if tables else TABLES, path.parent)
 

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['SKIP', 'LOOK', 'Told', 'USUAL', 'PLATEAU', 'PACED', 'COMPUTED', 'FIGURES', 'APART', 'SETTING_NAMES', 'CHOICE_COLUMNS',
-           'Memory', 'adapter_bytes', 'engine_bytes', 'held_bytes', 'sequence_size', 'memory_of', 'size',
+           'ServingMemory', 'adapter_bytes', 'engine_bytes', 'held_bytes', 'sequence_size', 'memory_of', 'size',
            'check_trainer', 'train_seconds', 'sync_seconds', 'reached', 'Limit', 'limits', 'flags', 'count', 'three',
            'Pace', 'token_seconds', 'curve', 'reading_seconds', 'pace_of', 'settled', 'last_wave', 'wave_seconds',
            'Cycle', 'cycle_of', 'calibrated', 'Forecast', 'fleet_of', 'trainer_hourly', 'bought', 'filled',
            'staleness_form', 'thrown_form', 'forecast_form', 'world_of', 'config_of', 'simulated', 'forecast_simulated',
-           'seen', 'Choice', 'target_of', 'first_true', 'best_concurrency', 'compared', 'splits', 'best', 'split_plan',
-           'improved', 'split_chart', 'settings', 'alternatives', 'Swing', 'ranges_of', 'sensitivity', 'Tenant',
-           'tenant_of', 'tenants', 'Change', 'changed_at', 'changing', 'change_words', 'change_chart', 'Plan', 'binds',
-           'overridden', 'plan', 'Sheet', 'money', 'percent', 'forecast_sheet', 'choice_rows', 'as_planned',
-           'best_words', 'split_sheet', 'settings_sheet', 'sensitivity_sheet', 'tenants_sheet', 'sheets', 'plan_facts']
+           'seen', 'PlanChoice', 'target_of', 'first_true', 'best_concurrency', 'compared', 'splits', 'best',
+           'split_plan', 'improved', 'split_chart', 'settings', 'alternatives', 'Swing', 'ranges_of', 'sensitivity',
+           'Tenant', 'tenant_of', 'tenants', 'ForecastChange', 'changed_at', 'changing', 'change_words', 'change_chart',
+           'Plan', 'binds', 'overridden', 'plan', 'Sheet', 'money', 'percent', 'forecast_sheet', 'choice_rows',
+           'as_planned', 'best_words', 'split_sheet', 'settings_sheet', 'sensitivity_sheet', 'tenants_sheet', 'sheets',
+           'plan_facts']
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-imports
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf, isnan, log, nan
 
-from ..base.charts import Chart, Line, Mark
+from ..base.chart_parts import Line, VerticalMark
+from ..base.charts import Chart
 from ..loop.config import RunConfig
 from rlbench.models.hardware import (
     decode_seconds,
@@ -29,12 +31,12 @@ from rlbench.models.hardware import (
     kv_replication,
     lora_parameters,
     optimizer_bytes,
+    parameters_read,
     peak_of,
     prefill_seconds,
     publish_seconds,
     resident_tokens,
     sequence_bytes,
-    touched,
     training_flops,
     utilisation,
     weight_bytes,
@@ -66,8 +68,10 @@ from .simulator import Decode, Simulated, Spread, World, ended, simulate, summar
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-memory
 @dataclass(frozen=True)
-class Memory:
-    "The memory of the GPUs that write: engines, bytes of an engine's weights (all runs), bytes and tokens of cache an engine holds, tokens a sequence holds on average, sequences that fit in all engines, and how many if each reserved room to its longest (nan: not told)."
+class ServingMemory:
+    """The memory of the GPUs that write: engines, bytes of an engine's weights (all runs), bytes and tokens of cache
+    an engine holds, tokens a sequence holds on average, sequences that fit in all engines, and how many if each
+    reserved room to its longest (nan: not told)."""
 
     engines: int
     weights: float
@@ -87,7 +91,8 @@ def adapter_bytes(plan: PlanFile) -> float:
         return weight_bytes(plan.shape, PRECISIONS[plan.generators.precision])
     if not plan.shape.inner or plan.shape.experts:
         raise ValueError(
-            f"tenancy.rank: the shape of {plan.model.name or plan.model.config} does not tell how large its adapters are; set tenancy.adapter = GB of one"
+            f"tenancy.rank: the shape of {plan.model.name or plan.model.config} does not tell how "
+            "large its adapters are; set tenancy.adapter = GB of one"
         )
     return lora_parameters(plan.shape, t.rank) * 2.0
 
@@ -117,8 +122,9 @@ def sequence_size(plan: PlanFile, resident: float) -> float:
     )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-memory-of
-def memory_of(plan: PlanFile) -> Memory:
-    "What fits. ValueError where the weights do not, or not one sequence beside them; or more runs than there is memory for."
+def memory_of(plan: PlanFile) -> ServingMemory:
+    """What fits. ValueError where the weights do not, or not one sequence beside them; or more runs than there is
+    memory for."""
     g, r, runs = plan.generators, plan.rollouts, plan.tenancy.runs
     have, held, name = engine_bytes(plan), held_bytes(plan, runs), plan.model.name or plan.model.config
     resident = resident_tokens(r.prompt, r.response)
@@ -139,12 +145,13 @@ def memory_of(plan: PlanFile) -> Memory:
             else "lower generators.activations"
         )
         raise ValueError(
-            f"generators.engine: {name} in {g.precision} takes {size(alone)} and one sequence {size(least)}, and {g.engine} {g.gpu} have {size(max(0.0, have))} for them; {remedy}"
+            f"generators.engine: {name} in {g.precision} takes {size(alone)} and one sequence "
+            f"{size(least)}, and {g.engine} {g.gpu} have {size(max(0.0, have))} for them; {remedy}"
         )
     engines, room = (g.gpus - g.prefill_gpus) // g.engine, have - held
     whole = inf if g.sequences == 0 else g.sequences
     each = min(room / least, whole)
-    return Memory(
+    return ServingMemory(
         engines,
         held,
         room,
@@ -173,7 +180,11 @@ def check_trainer(plan: PlanFile) -> None:
     one = plan.tables.gpu[t.gpu].memory * 0.9
     if need > t.gpus * one:
         raise ValueError(
-            f"trainer.gpus: weights, gradients and optimizer of {plan.model.name or plan.model.config} take {size(need)}, and {t.gpus} {t.gpu} have {size(t.gpus * one)}; use at least {ceil(need / one)}"
+            (
+                "trainer.gpus: weights, gradients and optimizer of "
+                f"{plan.model.name or plan.model.config} take {size(need)}, and {t.gpus} {t.gpu} have "
+                f"{size(t.gpus * one)}; use at least {ceil(need / one)}"
+            )
             + ("" if t.offload else ", or trainer.offload = true")
         )
 
@@ -214,8 +225,9 @@ class Limit:
     words: str
 
 
-def limits(plan: PlanFile, memory: Memory) -> tuple[Limit, ...]:
-    "All of them, the lowest first. Those of sandboxes and of the bound count rollouts that are under way, the others sequences in an engine."
+def limits(plan: PlanFile, memory: ServingMemory) -> tuple[Limit, ...]:
+    """All of them, the lowest first. Those of sandboxes and of the bound count rollouts that are under way, the
+    others sequences in an engine."""
     c, g = plan.run, plan.generators
     alive = (
         (max(1, c.staleness) + c.oversample)
@@ -237,19 +249,24 @@ def limits(plan: PlanFile, memory: Memory) -> tuple[Limit, ...]:
     ]
     return tuple(sorted(found, key=lambda limit: limit.rollouts))
 
-
-def flags(plan: PlanFile, memory: Memory) -> tuple[str, ...]:
+# %% ../../nbs/planning/06_planner.ipynb #planner-limits-two
+def flags(plan: PlanFile, memory: ServingMemory) -> tuple[str, ...]:
     "What a person should know about a plan that is not refused."
     g, found = plan.generators, []
     asked = plan.concurrency * plan.tenancy.runs
     if plan.asked and asked > memory.sequences:
         found.append(
-            f"over capacity: {asked:,} rollouts at once, and the cache holds {three(memory.sequences)} of {three(memory.resident)} tokens on average; {asked:,} fit up to a context of {three(memory.engines * memory.tokens / asked)} tokens. The rest waits for a place"
+            f"over capacity: {asked:,} rollouts at once, and the cache holds "
+            f"{three(memory.sequences)} of {three(memory.resident)} tokens on average; {asked:,} fit "
+            f"up to a context of {three(memory.engines * memory.tokens / asked)} tokens. The rest "
+            "waits for a place"
         )
     if plan.environment.sandboxes and plan.asked and plan.concurrency > plan.environment.sandboxes:
         waves = plan.concurrency / plan.environment.sandboxes
         found.append(
-            f"over the quota: {plan.concurrency:,} rollouts ask for {plan.environment.sandboxes:,} sandboxes; of a first wave the last gets one after {waves - 1:.3g} times the time of a rollout"
+            f"over the quota: {plan.concurrency:,} rollouts ask for {plan.environment.sandboxes:,} "
+            f"sandboxes; of a first wave the last gets one after {waves - 1:.3g} times the time of a "
+            "rollout"
         )
     if idle := (g.gpus - g.prefill_gpus) % g.engine:
         found.append(f"idle: {idle} of {g.gpus} GPUs make no whole engine of {g.engine}")
@@ -257,7 +274,8 @@ def flags(plan: PlanFile, memory: Memory) -> tuple[str, ...]:
         found.append("drift: the figures below are of its mean; see what changes over the run")
     if plan.tenancy.runs > 1:
         found.append(
-            f"tenancy: the figures below are of one run with its share of the cache; what {plan.tenancy.runs} do to each other's speed and price stands at the end"
+            "tenancy: the figures below are of one run with its share of the cache; what "
+            f"{plan.tenancy.runs} do to each other's speed and price stands at the end"
         )
     return tuple(found)
 
@@ -266,7 +284,7 @@ def count(value: float) -> str:
     "A number of rollouts: whole if it was told, three digits if it was worked out."
     return f"{value:,.0f}" if value == round(value) else three(value)
 
-
+# %% ../../nbs/planning/06_planner.ipynb #planner-limits-three
 def three(value: float) -> str:
     "A number with three digits at most."
     if isnan(value):
@@ -278,7 +296,8 @@ def three(value: float) -> str:
 # %% ../../nbs/planning/06_planner.ipynb #planner-pace
 @dataclass(frozen=True)
 class Pace:
-    "Seconds of a rollout with so many written at once: a token, all tokens, reading, tools, a sandbox, a verdict; the share of the roofline that decoding reaches, whether that was fitted, and the curve of the engine."
+    """Seconds of a rollout with so many written at once: a token, all tokens, reading, tools, a sandbox, a verdict;
+    the share of the roofline that decoding reaches, whether that was fitted, and the curve of the engine."""
 
     running: float
     token: float
@@ -302,7 +321,7 @@ class Pace:
         return self.engine + self.tools + self.start + self.score
 
 
-def token_seconds(plan: PlanFile, memory: Memory, running: float) -> float:
+def token_seconds(plan: PlanFile, memory: ServingMemory, running: float) -> float:
     "The bound of one decode step with so many sequences in all engines."
     g = plan.generators
     replication = kv_replication(plan.shape, g.tensor_parallel or g.engine, g.by_sequence)
@@ -319,11 +338,12 @@ def token_seconds(plan: PlanFile, memory: Memory, running: float) -> float:
     )
 
 
-def curve(plan: PlanFile, memory: Memory, running: float, efficiency: float) -> Decode:
-    "The engine's curve around so many sequences: weights once, then for each its cache, or its operations where those take longer."
+def curve(plan: PlanFile, memory: ServingMemory, running: float, efficiency: float) -> Decode:
+    """The engine's curve around so many sequences: weights once, then for each its cache, or its operations where
+    those take longer."""
     g, gpu, n = plan.generators, plan.tables.gpu[plan.generators.gpu], running / memory.engines
     bytes_weight, scale = PRECISIONS[g.precision], 1 / (g.engine * efficiency)
-    base = touched(plan.shape, n) * bytes_weight / gpu.bandwidth * scale
+    base = parameters_read(plan.shape, n) * bytes_weight / gpu.bandwidth * scale
     cache = sequence_size(plan, memory.resident) / memory.resident / gpu.bandwidth * scale
     flops = forward_flops(plan.shape, 1) / peak_of(gpu, bytes_weight) * scale
     return (
@@ -342,7 +362,7 @@ def reading_seconds(plan: PlanFile) -> float:
     return read + (sequence_size(plan, plan.rollouts.prompt) / gpu.link if g.prefill_gpus and gpu.link else 0.0)
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-pace-of
-def pace_of(plan: PlanFile, memory: Memory, running: float) -> Pace:
+def pace_of(plan: PlanFile, memory: ServingMemory, running: float) -> Pace:
     "The times of a rollout with so many sequences in the engines. ValueError for a latency that no engine can reach."
     r, e, g = plan.rollouts, plan.environment, plan.generators
     tools, reading, bound = (r.turns - 1) * r.tool, reading_seconds(plan), token_seconds(plan, memory, running)
@@ -370,7 +390,7 @@ def pace_of(plan: PlanFile, memory: Memory, running: float) -> Pace:
     )
 
 
-def settled(plan: PlanFile, memory: Memory) -> tuple[Pace, Limit]:
+def settled(plan: PlanFile, memory: ServingMemory) -> tuple[Pace, Limit]:
     "How many sequences are in the engines, with the times of a rollout then; and the limit that decides it."
     lowest = limits(plan, memory)
     in_engines = min(
@@ -390,8 +410,9 @@ def settled(plan: PlanFile, memory: Memory) -> tuple[Pace, Limit]:
     return pace, under_way
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-wave
-def last_wave(plan: PlanFile, memory: Memory, pace: Pace, count: int, points: int = 200) -> float:
-    "Seconds until the last of `count` rollouts that start together has its verdict: the fewer are left in an engine, the faster each is written."
+def last_wave(plan: PlanFile, memory: ServingMemory, pace: Pace, count: int, points: int = 200) -> float:
+    """Seconds until the last of `count` rollouts that start together has its verdict: the fewer are left in an
+    engine, the faster each is written."""
     sigma = plan.rollouts.sigma
     if count == 1 or not sigma:
         return pace.latency
@@ -410,7 +431,8 @@ def last_wave(plan: PlanFile, memory: Memory, pace: Pace, count: int, points: in
 
 
 def wave_seconds(plan: PlanFile, pace: Pace, accepted: float) -> float:
-    "Seconds in which a synchronous run writes a batch: everything starts at once, as far as there is room, and what counts is the last to end, or of more than a batch the last that is needed."
+    """Seconds in which a synchronous run writes a batch: everything starts at once, as far as there is room, and
+    what counts is the last to end, or of more than a batch the last that is needed."""
     c, sigma = plan.run, plan.rollouts.sigma
     started = c.batch * (1 + c.oversample) / accepted
     if c.stragglers == "oversample" and c.oversample:
@@ -421,7 +443,9 @@ def wave_seconds(plan: PlanFile, pace: Pace, accepted: float) -> float:
 # %% ../../nbs/planning/06_planner.ipynb #planner-cycle
 @dataclass(frozen=True)
 class Cycle:
-    "Seconds of a batch: from one to the next, computing, weights travelling; share of rollouts whose group the filter leaves; of those the share that is too old when it is done; seconds to write the rollouts of a batch; share of the time in which the engines stand still."
+    """Seconds of a batch: from one to the next, computing, weights travelling; share of rollouts whose group the
+    filter leaves; of those the share that is too old when it is done; seconds to write the rollouts of a batch;
+    share of the time in which the engines stand still."""
 
     step: float
     compute: float
@@ -438,7 +462,8 @@ class Cycle:
 
     @property
     def rho(self) -> float:
-        "What the generators could deliver over what the trainer could take, both with the time in which weights travel."
+        """What the generators could deliver over what the trainer could take, both with the time in which weights
+        travel."""
         return (self.compute + self.sync) / (self.written + self.sync)
 
 
@@ -462,7 +487,8 @@ def cycle_of(plan: PlanFile, pace: Pace) -> Cycle:
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-calibrated
 def calibrated(plan: PlanFile) -> PlanFile:
-    "The plan with what its measured latency and seconds say put in their place: efficiency and MFU, which hold for other numbers of GPUs and rollouts, too."
+    """The plan with what its measured latency and seconds say put in their place: efficiency and MFU, which hold for
+    other numbers of GPUs and rollouts, too."""
     pace, _ = settled(plan, memory_of(plan))
     efficiency = pace.efficiency / (1 - cycle_of(plan, pace).still) if pace.fitted else pace.efficiency
     return replace(
@@ -475,8 +501,13 @@ def calibrated(plan: PlanFile) -> PlanFile:
 # %% ../../nbs/planning/06_planner.ipynb #planner-forecast
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will do. `rate`: trained rollouts a second; `step`: seconds of a batch, of which the trainer has the shares `compute`, `sync`, `wait`; `ratio`: what it could take over what it gets; staleness in versions; `latency`: seconds of a rollout;
-    `unfinished`, `thrown`, `thrown_tokens`, `zero_advantage`: shares; `mfu`: while it computes; dollars per million trained tokens as `latency_billed`, by `wall` clock, with what stands `beside` the GPUs (sandboxes, processors), and as `listed` by an API; `even`: the hour of a GPU at which the clock and the list agree; `first`: seconds until the first batch is full; `fates`: what a dollar bought."""
+    """What a run will do. `rate`: trained rollouts a second; `step`: seconds of a batch, of which the trainer has the
+    shares `compute`, `sync`, `wait`; `ratio`: what it could take over what it gets; staleness in versions; `latency`:
+    seconds of a rollout;
+    `unfinished`, `thrown`, `thrown_tokens`, `zero_advantage`: shares; `mfu`: while it computes; dollars per million
+    trained tokens as `latency_billed`, by `wall` clock, with what stands `beside` the GPUs (sandboxes, processors),
+    and as `listed` by an API; `even`: the hour of a GPU at which the clock and the list agree; `first`: seconds
+    until the first batch is full; `fates`: what a dollar bought."""
 
     how: str
     rate: float
@@ -515,7 +546,8 @@ def trainer_hourly(plan: PlanFile) -> float:
 
 
 def bought(plan: PlanFile, tokens: Mapping[str, float], wait: float) -> tuple[tuple[str, float], ...]:
-    "Shares of a dollar by what it bought: generation by the fate of its tokens, the trainer's work on top of what was trained, and its waiting."
+    """Shares of a dollar by what it bought: generation by the fate of its tokens, the trainer's work on top of what
+    was trained, and its waiting."""
     training = trainer_hourly(plan)
     spent = by_fate({fate: {"tokens": n} for fate, n in tokens.items()}, plan.hourly - training, training * (1 - wait))
     spent = {**spent, "trainer waits": training * wait}
@@ -538,7 +570,8 @@ def filled(
     tokens: float = 0.0,
     **rest: float,
 ) -> Forecast:
-    "A forecast with what follows from a few of its figures. `compute` and `sync`: seconds of a batch; `fates`: tokens of what ended; `tokens`: of a trained rollout, the plan's if 0."
+    """A forecast with what follows from a few of its figures. `compute` and `sync`: seconds of a batch; `fates`:
+    tokens of what ended; `tokens`: of a trained rollout, the plan's if 0."""
     r, c = plan.rollouts, plan.run
     each, wait = tokens or r.prompt + r.response, max(0.0, 1 - (compute + sync) / step)
     batch, fleet = Batch(c.batch, c.batch * each, latency, step, c.batch * r.prompt), fleet_of(plan, under_way)
@@ -569,7 +602,8 @@ def filled(
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-form
 def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> float:
-    "Mean staleness in versions, by the discipline of the queue; weights that are published rarely are older by half of what they skip."
+    """Mean staleness in versions, by the discipline of the queue; weights that are published rarely are older by
+    half of what they skip."""
     c = plan.run
     if c.staleness == 0:
         return 0.0
@@ -585,7 +619,8 @@ def staleness_form(plan: PlanFile, pace: Pace, cycle: Cycle, factor: float) -> f
 
 
 def thrown_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
-    "(share of the rollouts that ended without being trained, share of their tokens): the filter, what a full queue pushes out, what a cut-off leaves behind."
+    """(share of the rollouts that ended without being trained, share of their tokens): the filter, what a full queue
+    pushes out, what a cut-off leaves behind."""
     c = plan.run
     kept = (
         cycle.accepted * (1 - cycle.stale) / max(1.0, cycle.rho if c.backlog == "drop_oldest" and c.staleness else 1.0)
@@ -662,7 +697,8 @@ def world_of(plan: PlanFile) -> World:
 
 
 def config_of(plan: PlanFile) -> RunConfig:
-    "The configuration with which a plan is simulated: as many rollouts at once as are asked for, and as engines run by their own setting; the cache is the simulator's own limit."
+    """The configuration with which a plan is simulated: as many rollouts at once as are asked for, and as engines
+    run by their own setting; the cache is the simulator's own limit."""
     g, memory = plan.generators, memory_of(plan)
     slots = plan.run.concurrency if plan.asked else ceil(memory.sequences / plan.run.generators)
     if g.sequences:
@@ -727,8 +763,9 @@ def seen(plan: PlanFile, steps: Sequence, skip: int = SKIP) -> Forecast:
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-split
 @dataclass(frozen=True)
-class Choice:
-    "One way to do it: GPUs that write and train, rollouts at once, the field that differs, its value, the forecast, and how much more a token costs than with the best one."
+class PlanChoice:
+    """One way to do it: GPUs that write and train, rollouts at once, the field that differs, its value, the
+    forecast, and how much more a token costs than with the best one."""
 
     writing: int
     training: int
@@ -745,15 +782,17 @@ def target_of(plan: PlanFile, factor: float = 0.0) -> float:
 
 
 def first_true(low: int, high: int, holds) -> int:
-    "The smallest number from `low` to `high`, to half a percent, for which something holds that holds for all larger ones; `high` is known to be one."
+    """The smallest number from `low` to `high`, to half a percent, for which something holds that holds for all
+    larger ones; `high` is known to be one."""
     while high - low > max(1, low // 200):
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
 
-def best_concurrency(plan: PlanFile, target: float, factor: float) -> Choice | None:
-    "The plan at the smallest concurrency with (nearly) the most trained rollouts under the target; None if none keeps it. More at once is never slower and never fresher, so halving finds it."
+def best_concurrency(plan: PlanFile, target: float, factor: float) -> PlanChoice | None:
+    """The plan at the smallest concurrency with (nearly) the most trained rollouts under the target; None if none
+    keeps it. More at once is never slower and never fresher, so halving finds it."""
 
     def at(running: int) -> Forecast:
         return forecast_form(
@@ -768,17 +807,18 @@ def best_concurrency(plan: PlanFile, target: float, factor: float) -> Choice | N
         most = max(1, over - 1 - over // 200)
     enough = 0.995 * at(most).rate
     running = first_true(0, most, lambda running: at(max(1, running)).rate >= enough)
-    return Choice(plan.generators.gpus, plan.trainer.gpus, running, "", 0.0, at(running))
+    return PlanChoice(plan.generators.gpus, plan.trainer.gpus, running, "", 0.0, at(running))
 
 
-def compared(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+def compared(choices: Sequence[PlanChoice]) -> tuple[PlanChoice, ...]:
     "The choices with what each costs beyond the cheapest."
     best = min((choice.forecast.wall for choice in choices), default=inf)
     return tuple(replace(choice, dearer=choice.forecast.wall / best - 1) for choice in choices)
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-splits
-def splits(plan: PlanFile, most: int = 24) -> tuple[Choice, ...]:
-    "Splits of the same GPUs that fit and keep the target, at most about so many, the fewest that write first. Empty where the two kinds of GPUs differ, or GPUs that only read prompts are set apart."
+def splits(plan: PlanFile, most: int = 24) -> tuple[PlanChoice, ...]:
+    """Splits of the same GPUs that fit and keep the target, at most about so many, the fewest that write first.
+    Empty where the two kinds of GPUs differ, or GPUs that only read prompts are set apart."""
     g, t = plan.generators, plan.trainer
     if g.gpu != t.gpu:
         return ()
@@ -804,12 +844,12 @@ def splits(plan: PlanFile, most: int = 24) -> tuple[Choice, ...]:
     return compared(found)
 
 
-def best(choices: Sequence[Choice]) -> Choice:
+def best(choices: Sequence[PlanChoice]) -> PlanChoice:
     "The cheapest."
     return min(choices, key=lambda choice: choice.forecast.wall)
 
 
-def split_plan(plan: PlanFile, choice: Choice) -> PlanFile:
+def split_plan(plan: PlanFile, choice: PlanChoice) -> PlanFile:
     "The plan with the GPUs and the concurrency of a choice."
     c = calibrated(plan)
     reading = (
@@ -827,14 +867,14 @@ def split_plan(plan: PlanFile, choice: Choice) -> PlanFile:
 
 def improved(
     plan: PlanFile, seed: int = 0, simulate: bool = True, told: Told | None = None
-) -> tuple[tuple[Choice, ...], Forecast | None]:
+) -> tuple[tuple[PlanChoice, ...], Forecast | None]:
     "All splits, and the best of them simulated if it saves two per cent or more."
     found = splits(plan)
     worth = simulate and found and best(found).forecast.wall < 0.98 * forecast_form(plan).wall
     return found, forecast_simulated(split_plan(plan, best(found)), seed, LOOK // 2, told=told) if worth else None
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-splits-figure
-def split_chart(choices: Sequence[Choice], target: float) -> Chart:
+def split_chart(choices: Sequence[PlanChoice], target: float) -> Chart:
     "Trained rollouts a second over GPUs that write, and their staleness."
     top, x = best(choices), [choice.writing for choice in choices]
     lines = (
@@ -845,11 +885,14 @@ def split_chart(choices: Sequence[Choice], target: float) -> Chart:
     return Chart(
         "Who writes, who trains",
         lines,
-        f"best with {top.writing} of {top.writing + top.training} GPUs that write: {three(top.forecast.rate)} rollouts a second",
+        (
+            f"best with {top.writing} of {top.writing + top.training} GPUs that write: "
+            f"{three(top.forecast.rate)} rollouts a second"
+        ),
         x_label="GPUs that write",
         y_label="share",
         y_range=(0, 1.05),
-        marks=(Mark(float(top.writing), "best"),),
+        marks=(VerticalMark(float(top.writing), "best"),),
     )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-alternatives
@@ -864,7 +907,7 @@ def settings(plan: PlanFile) -> list[tuple[str, float]]:
     )
 
 
-def alternatives(plan: PlanFile) -> tuple[Choice, ...]:
+def alternatives(plan: PlanFile) -> tuple[PlanChoice, ...]:
     "Every setting by closed form, and what it costs beyond the cheapest that keeps the target."
     c, factor = calibrated(plan), tail_factor(plan.run.group, plan.rollouts.sigma)
     target, found = target_of(plan, factor), []
@@ -875,7 +918,7 @@ def alternatives(plan: PlanFile) -> tuple[Choice, ...]:
             asked=c.asked or place == "run.concurrency",
         )
         found.append(
-            Choice(
+            PlanChoice(
                 plan.generators.gpus,
                 plan.trainer.gpus,
                 tried.run.concurrency,
@@ -892,7 +935,8 @@ def alternatives(plan: PlanFile) -> tuple[Choice, ...]:
 # %% ../../nbs/planning/06_planner.ipynb #planner-sensitivity
 @dataclass(frozen=True)
 class Swing:
-    "An input from one end of its range to the other: what rate, wait, staleness and dollars by the clock are there. `told`: the plan gave the range."
+    """An input from one end of its range to the other: what rate, wait, staleness and dollars by the clock are
+    there. `told`: the plan gave the range."""
 
     place: str
     low: float
@@ -941,7 +985,8 @@ def ranges_of(plan: PlanFile) -> dict[str, tuple[float, float, float]]:
 
 
 def sensitivity(plan: PlanFile) -> tuple[Swing, ...]:
-    "What every range moves, most first. An end that the plan cannot have (a batch that is no whole number of groups, a latency faster than the memory) is left out with its input."
+    """What every range moves, most first. An end that the plan cannot have (a batch that is no whole number of
+    groups, a latency faster than the memory) is left out with its input."""
     found = []
     for place, (low, value, high) in ranges_of(plan).items():
         whole = isinstance(getattr(getattr(plan, place.partition(".")[0]), place.partition(".")[2]), int)
@@ -955,7 +1000,9 @@ def sensitivity(plan: PlanFile) -> tuple[Swing, ...]:
 # %% ../../nbs/planning/06_planner.ipynb #planner-tenants
 @dataclass(frozen=True)
 class Tenant:
-    "So many runs on the same generators: bytes of weights in an engine, sequences the cache holds, sequences written at once, seconds of a token; of each run the seconds of a batch, trained rollouts a second, dollars per million trained tokens by the clock."
+    """So many runs on the same generators: bytes of weights in an engine, sequences the cache holds, sequences
+    written at once, seconds of a token; of each run the seconds of a batch, trained rollouts a second, dollars per
+    million trained tokens by the clock."""
 
     runs: int
     weights: float
@@ -1007,8 +1054,10 @@ def tenants(plan: PlanFile, most: int = 8) -> tuple[Tenant, ...]:
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-drift
 @dataclass(frozen=True)
-class Change:
-    "A run whose inputs change: rate, staleness and seconds of a rollout version by version, the forecasts before and after, and the quantities that change, with their first and last value and the rate after over the rate before if nothing else changed; most first."
+class ForecastChange:
+    """A run whose inputs change: rate, staleness and seconds of a rollout version by version, the forecasts before
+    and after, and the quantities that change, with their first and last value and the rate after over the rate
+    before if nothing else changed; most first."""
 
     versions: tuple[int, ...]
     rates: tuple[float, ...]
@@ -1040,8 +1089,9 @@ def changed_at(plan: PlanFile, version: int, names: Sequence[str] = DRIFTS) -> P
     return replace(plan, rollouts=rollouts, trainer=replace(plan.trainer, seconds=plan.trainer.seconds * longer))
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-drift-part-2
-def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told | None = None) -> Change:
-    "The plan's run while its rollouts change, with so many versions before and after. ValueError for a plan without drift."
+def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told | None = None) -> ForecastChange:
+    """The plan's run while its rollouts change, with so many versions before and after. ValueError for a plan
+    without drift."""
     names = [name for name in DRIFTS if getattr(plan.drift, name)]
     if not names:
         raise ValueError("drift: the plan has none; give first and last values, such as drift.latency = [352, 1941]")
@@ -1070,7 +1120,7 @@ def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told |
         ),
         key=lambda cause: cause[3],
     )
-    return Change(
+    return ForecastChange(
         tuple(each.version for each in steps[SKIP:]),
         tuple(each.rollouts / took for each, took in zip(steps[SKIP:], seconds[SKIP:])),
         tuple(each.latency for each in steps[SKIP:]),
@@ -1080,7 +1130,7 @@ def changing(plan: PlanFile, seed: int = 0, plateau: int = PLATEAU, told: Told |
     )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-drift-part-3
-def change_words(plan: PlanFile, change: Change) -> str:
+def change_words(plan: PlanFile, change: ForecastChange) -> str:
     "What changes, and what it does, in a sentence or two."
     name, first, last, alone = change.causes[0]
     mean = forecast_form(plan).rate
@@ -1090,7 +1140,7 @@ def change_words(plan: PlanFile, change: Change) -> str:
     )
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-drift-figure
-def change_chart(change: Change) -> Chart:
+def change_chart(change: ForecastChange) -> Chart:
     "The delivered rate and the time of a rollout over the versions, each over its first value."
     lines = (
         Line("rollouts a second", change.versions, [rate / change.before.rate for rate in change.rates], "blue"),
@@ -1114,10 +1164,12 @@ def change_chart(change: Change) -> Chart:
 # %% ../../nbs/planning/06_planner.ipynb #planner-plan
 @dataclass(frozen=True)
 class Plan:
-    "What the planner has to say about a plan file: what fits and what binds, the forecasts, other splits and settings, ranges, tenants, what changes. `confirmed`: the best split simulated, where it is worth it. `simulated`, `confirmed` and `change` are None where nothing was simulated."
+    """What the planner has to say about a plan file: what fits and what binds, the forecasts, other splits and
+    settings, ranges, tenants, what changes. `confirmed`: the best split simulated, where it is worth it.
+    `simulated`, `confirmed` and `change` are None where nothing was simulated."""
 
     file: PlanFile
-    memory: Memory
+    memory: ServingMemory
     limits: tuple[Limit, ...]
     pace: Pace
     bind: str
@@ -1125,18 +1177,18 @@ class Plan:
     flags: tuple[str, ...]
     formed: Forecast
     simulated: Forecast | None
-    splits: tuple[Choice, ...]
+    splits: tuple[PlanChoice, ...]
     confirmed: Forecast | None
-    alternatives: tuple[Choice, ...]
+    alternatives: tuple[PlanChoice, ...]
     swings: tuple[Swing, ...]
     tenants: tuple[Tenant, ...]
-    change: Change | None
+    change: ForecastChange | None
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, sheets(self)))
 
 # %% ../../nbs/planning/06_planner.ipynb #planner-plan-part-2
-def binds(plan: PlanFile, memory: Memory, pace: Pace, limit: Limit, cycle: Cycle) -> tuple[str, tuple[str, ...]]:
+def binds(plan: PlanFile, memory: ServingMemory, pace: Pace, limit: Limit, cycle: Cycle) -> tuple[str, tuple[str, ...]]:
     "What binds, in one word; and why, in sentences."
     found, rate = limits(plan, memory), plan.run.batch / cycle.step
     other = next((each for each in found if each.name != limit.name and each.rollouts >= limit.rollouts), None)
@@ -1144,11 +1196,14 @@ def binds(plan: PlanFile, memory: Memory, pace: Pace, limit: Limit, cycle: Cycle
     told = [f"At most {count(pace.running)} rollouts are written at once: {limit.words} ({limit.name}){after}."]
     if cycle.rho < 0.97:
         told.append(
-            f"Rollouts are scarce: {three(rate)} a second are trained, and the trainer could take {three(plan.run.batch / (cycle.compute + cycle.sync))}; it waits {percent(1 - (cycle.compute + cycle.sync) / cycle.step)} of its time."
+            f"Rollouts are scarce: {three(rate)} a second are trained, and the trainer could take "
+            f"{three(plan.run.batch / (cycle.compute + cycle.sync))}; it waits "
+            f"{percent(1 - (cycle.compute + cycle.sync) / cycle.step)} of its time."
         )
     elif cycle.rho > 1.03:
         told.append(
-            f"The trainer is short: it takes {three(rate)} rollouts a second, and {three(rate * cycle.rho)} could be delivered."
+            f"The trainer is short: it takes {three(rate)} rollouts a second, and "
+            f"{three(rate * cycle.rho)} could be delivered."
         )
     else:
         told.append(f"Both sides keep pace at {three(rate)} rollouts a second, where what is trained is oldest.")
@@ -1166,11 +1221,15 @@ def binds(plan: PlanFile, memory: Memory, pace: Pace, limit: Limit, cycle: Cycle
             for name, seconds in parts
             if seconds / pace.latency >= 0.005
         )
-        + f"; {three(1 / pace.token)} tokens/s a sequence are {percent(pace.efficiency)} of what the memory could do ({'fitted' if pace.fitted else 'assumed'})."
+        + (
+            f"; {three(1 / pace.token)} tokens/s a sequence are {percent(pace.efficiency)} of what the "
+            f"memory could do ({'fitted' if pace.fitted else 'assumed'})."
+        )
     )
     if cycle.accepted < 1:
         told.append(
-            f"{percent(1 - cycle.accepted)} of the groups teach nothing and are filtered, so {three(1 / cycle.accepted)} rollouts are written for each that is trained."
+            f"{percent(1 - cycle.accepted)} of the groups teach nothing and are filtered, so "
+            f"{three(1 / cycle.accepted)} rollouts are written for each that is trained."
         )
     return (
         "trainer"
@@ -1207,7 +1266,8 @@ COMPUTED = (
 
 
 def overridden(source, overrides: Mapping[str, object], tables=None) -> PlanFile:
-    "A plan file with fields overridden: what was measured under other conditions is replaced by what it says of efficiency and MFU, and a price of an hour that was told for another GPU by that of the tables."
+    """A plan file with fields overridden: what was measured under other conditions is replaced by what it says of
+    efficiency and MFU, and a price of an hour that was told for another GPU by that of the tables."""
     file, touches = (
         load_plan(source, overrides, tables),
         lambda places: any(place.startswith(places) for place in overrides),
@@ -1246,7 +1306,9 @@ def plan(
     seed: int = 0,
     told: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """Plan a run: the name of a plan that comes along, a TOML file, a table, or a `PlanFile`; `overrides` by dotted names. Without simulation it takes a moment, with it some seconds, minutes for thousands of GPUs: `told` hears what is simulated, the version and the last one.
+    """Plan a run: the name of a plan that comes along, a TOML file, a table, or a `PlanFile`; `overrides` by dotted
+    names. Without simulation it takes a moment, with it some seconds, minutes for thousands of GPUs: `told` hears what
+    is simulated, the version and the last one.
     ValueError, naming field, value and remedy, for what cannot be."""
     file = overridden(source, overrides or {}, tables)
     memory = memory_of(file)
@@ -1345,7 +1407,11 @@ def forecast_sheet(p: Plan) -> Sheet:
     ]
     apart = p.simulated.wall / p.formed.wall - 1 if p.simulated else 0.0
     words = (
-        f"The two differ by {percent(abs(apart))} in what a million tokens cost; where they do, believe the simulation: it leaves nothing out. Splits and settings below are compared by closed form.",
+        (
+            f"The two differ by {percent(abs(apart))} in what a million tokens cost; where they do, "
+            "believe the simulation: it leaves nothing out. Splits and settings below are compared by "
+            "closed form."
+        ),
     ) * (abs(apart) > APART)
     return Sheet(
         "Forecast, steady state",
@@ -1355,7 +1421,7 @@ def forecast_sheet(p: Plan) -> Sheet:
     )
 
 
-def choice_rows(choices: Sequence[Choice], target: float, label) -> tuple[tuple[str, ...], ...]:
+def choice_rows(choices: Sequence[PlanChoice], target: float, label) -> tuple[tuple[str, ...], ...]:
     "A row for each choice; a star where the target is not kept."
     return tuple(
         (
@@ -1370,10 +1436,10 @@ def choice_rows(choices: Sequence[Choice], target: float, label) -> tuple[tuple[
     )
 
 
-def as_planned(p: Plan) -> Choice:
+def as_planned(p: Plan) -> PlanChoice:
     "The plan itself, as one of its splits."
     g, t, most = p.file.generators, p.file.trainer, best(p.splits).forecast.wall
-    return Choice(
+    return PlanChoice(
         g.gpus,
         t.gpus,
         round(p.pace.running),
@@ -1390,17 +1456,32 @@ def best_words(p: Plan) -> tuple[str, ...]:
     gain = 1 - top.forecast.wall / p.formed.wall
     if gain < 0.02:
         return (
-            f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. No other split is cheaper by 2 % or more.",
+            (
+                f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. No other split "
+                "is cheaper by 2 % or more."
+            ),
         )
     if p.confirmed and p.simulated and p.confirmed.wall > 0.98 * p.simulated.wall:
         return (
-            f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. By closed form {top.writing} + {top.training} with {top.concurrency:,} at once would be {percent(gain)} cheaper; simulated it is not: {money(p.confirmed.wall)} against {money(p.simulated.wall)}.",
+            (
+                f"As planned: {f.generators.gpus} GPUs write and {f.trainer.gpus} train. By closed form "
+                f"{top.writing} + {top.training} with {top.concurrency:,} at once would be "
+                f"{percent(gain)} cheaper; simulated it is not: {money(p.confirmed.wall)} against "
+                f"{money(p.simulated.wall)}."
+            ),
         )
-    told = f"Best: {top.writing} GPUs write, {top.training} train, {top.concurrency:,} at once: {money(top.forecast.wall)} a million tokens by the clock instead of {money(p.formed.wall)} with {f.generators.gpus} + {f.trainer.gpus}, {percent(gain)} less."
+    told = (
+        f"Best: {top.writing} GPUs write, {top.training} train, {top.concurrency:,} at once: "
+        f"{money(top.forecast.wall)} a million tokens by the clock instead of {money(p.formed.wall)} with "
+        f"{f.generators.gpus} + {f.trainer.gpus}, {percent(gain)} less."
+    )
     return (
         told
         + (
-            f" Simulated: {money(p.confirmed.wall)} instead of {money(p.simulated.wall)}, {three(p.confirmed.rate)} rollouts a second, staleness {three(p.confirmed.staleness)}."
+            (
+                f" Simulated: {money(p.confirmed.wall)} instead of {money(p.simulated.wall)}, "
+                f"{three(p.confirmed.rate)} rollouts a second, staleness {three(p.confirmed.staleness)}."
+            )
             if p.confirmed
             else ""
         ),
@@ -1492,7 +1573,10 @@ def tenants_sheet(p: Plan) -> Sheet:
     return Sheet(
         "Runs on the same generators",
         (
-            "Here each run pays its trainer and its share of the generators; the forecast above charges all of them to this run.",
+            (
+                "Here each run pays its trainer and its share of the generators; the forecast above "
+                "charges all of them to this run."
+            ),
         ),
         ("runs", "at once", "room", "tokens/s", "batch s", "$/Mtok each"),
         tuple(
@@ -1527,7 +1611,7 @@ def sheets(p: Plan) -> tuple[Sheet, ...]:
 def plan_facts(p: Plan) -> dict:
     "A plan as data: what binds, flags, forecasts, splits, settings, ranges, tenants, what changes."
 
-    def choices(found: Sequence[Choice]) -> list[dict]:
+    def choices(found: Sequence[PlanChoice]) -> list[dict]:
         return [
             {
                 "writing": c.writing,

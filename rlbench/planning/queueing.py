@@ -66,7 +66,8 @@ def latency_of(running: float, rate: float) -> float:
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-trainer
 @dataclass(frozen=True)
 class TrainerShares:
-    "Seconds of a step; shares of it spent computing, with weights on their way, waiting for rollouts; `rho`: delivered over what could be trained."
+    """Seconds of a step; shares of it spent computing, with weights on their way, waiting for rollouts; `rho`:
+    delivered over what could be trained."""
 
     step: float
     compute: float
@@ -86,7 +87,8 @@ class TrainerShares:
 
 
 def trainer_shares(batch: float, rate: float, compute: float, sync: float = 0.0) -> TrainerShares:
-    "A trainer that takes `compute` seconds for a batch and `sync` to hand on weights, where `rate` rollouts a second are delivered."
+    """A trainer that takes `compute` seconds for a batch and `sync` to hand on weights, where `rate` rollouts a
+    second are delivered."""
     above(batch=batch, rate=rate, compute=compute)
     from_zero(sync=sync)
     busy = compute + sync
@@ -102,14 +104,16 @@ def train_rate(batch: float, compute: float, sync: float = 0.0) -> float:
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-sync
 def paused_rate(rate: float, batch: float, sync: float, published: int = 1) -> float:
-    "Rollouts a second left of `rate`, where generators stand still for `sync` seconds every `published` batches and go on: rate x (1 - sync / step)."
+    """Rollouts a second left of `rate`, where generators stand still for `sync` seconds every `published` batches
+    and go on: rate x (1 - sync / step)."""
     above(rate=rate, batch=batch, published=published)
     from_zero(sync=sync)
     return batch / (batch / rate + sync / published)
 
 
 def drain_seconds(running: int, latency: float, sigma: float) -> float:
-    "Seconds that a slot stands empty on average if all of `running` must end before weights are loaded: mean of the longest less the mean."
+    """Seconds that a slot stands empty on average if all of `running` must end before weights are loaded: mean of
+    the longest less the mean."""
     above(running=running, latency=latency)
     return latency * (tail_factor(running, sigma) - 1)
 
@@ -153,7 +157,8 @@ BACKLOGS = ("hold", "drop_oldest")
 
 
 def drop_oldest_form(rho: float, running: float, batch: float, queue_batches: int, factor: float = 1.0) -> float:
-    "Mean staleness in versions where the generator never waits and the queue pushes out the oldest. Source: Applied Compute, 2026."
+    """Mean staleness in versions where the generator never waits and the queue pushes out the oldest. Source:
+    Applied Compute, 2026."""
     before = running * factor / (batch * max(1.0, rho))
     return before + (rho if rho < 1 else (2 * queue_batches + rho - 1) / (2 * rho))
 
@@ -173,7 +178,8 @@ def staleness_of(
     sigma: float = 0.0,
     acceptance: float = 1.0,
 ) -> float:
-    "Mean staleness in versions of what is trained; `rho` with what is delivered, `running` with what is to be filtered. ValueError for an unknown backlog."
+    """Mean staleness in versions of what is trained; `rho` with what is delivered, `running` with what is to be
+    filtered. ValueError for an unknown backlog."""
     above(rho=rho, running=running, batch=batch, acceptance=acceptance)
     share(acceptance=acceptance)
     if backlog not in BACKLOGS:
@@ -223,7 +229,10 @@ def sigma_of_first_batch(seconds: float, running: float, batch: float, latency: 
         batch < running / 2,
         "batch",
         batch,
-        f"with {running:g} in flight slots that were used twice blur the first batch; give a run with more than two batches in flight",
+        (
+            f"with {running:g} in flight slots that were used twice blur the first batch; give a run with "
+            "more than two batches in flight"
+        ),
     )
     z, y = NORMAL.inv_cdf((batch / running) ** (1 / group)), log(seconds / latency)
     longest = latency * exp(z * abs(z) / 2) if z > 0 else latency
@@ -279,7 +288,8 @@ def dispatch_rate(rate: float, dropped: float) -> float:
 
 
 def running_with_drops(rate: float, latency: float, dropped: float, dropped_latency: float) -> float:
-    "Rollouts in flight where `rate` arrive a second after `latency`, and a share `dropped` of all is lost after `dropped_latency`."
+    """Rollouts in flight where `rate` arrive a second after `latency`, and a share `dropped` of all is lost after
+    `dropped_latency`."""
     from_zero(dropped_latency=dropped_latency)
     return running_of(rate, latency) + dropped * dispatch_rate(rate, dropped) * dropped_latency
 
@@ -333,13 +343,17 @@ def group_loss(fails: float, group: int) -> float:
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-filter-fit
 def beta_of(mean: float, all_pass: float, group: int) -> tuple[float, float]:
-    "The Beta distribution of solve rates with this mean and this share of groups of `group` in which all pass. ValueError where there is none."
+    """The Beta distribution of solve rates with this mean and this share of groups of `group` in which all pass.
+    ValueError where there is none."""
     need(0 < mean < 1, "mean", mean, "give a solve rate between 0 and 1")
     need(
         mean**group < all_pass < mean,
         "all_pass",
         all_pass,
-        f"with a mean of {mean:g} it lies between {mean**group:.3g} (all tasks alike) and {mean:g} (each solved always or never)",
+        (
+            f"with a mean of {mean:g} it lies between {mean**group:.3g} (all tasks alike) and {mean:g} "
+            "(each solved always or never)"
+        ),
     )
     low, high = -20.0, 20.0  # logarithm of a + b: the larger, the more alike the tasks
     for _ in range(80):
@@ -350,7 +364,8 @@ def beta_of(mean: float, all_pass: float, group: int) -> tuple[float, float]:
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-sync-fit
 def sync_of(wait: float, ratio: float, compute: float) -> float:
-    "Seconds of sync, from the share of waiting, consumption over production, and the seconds of training. ValueError where they contradict each other."
+    """Seconds of sync, from the share of waiting, consumption over production, and the seconds of training.
+    ValueError where they contradict each other."""
     above(ratio=ratio, compute=compute)
     share(wait=wait)
     rest = ratio * (1 - wait) - 1
@@ -358,7 +373,10 @@ def sync_of(wait: float, ratio: float, compute: float) -> float:
         rest >= -1e-9,
         "wait",
         wait,
-        f"with a ratio of {ratio:g} computing takes {1 / ratio:.1%} of the time, so at most {1 - 1 / ratio:.1%} can be waiting; look at how both were measured",
+        (
+            f"with a ratio of {ratio:g} computing takes {1 / ratio:.1%} of the time, so at most "
+            f"{1 - 1 / ratio:.1%} can be waiting; look at how both were measured"
+        ),
     )
     return compute * max(0.0, rest)
 
@@ -383,7 +401,8 @@ def hit_share(chance: float, count: int) -> float:
 
 
 def barrier_seconds(count: int, latency: float, sigma: float, chance: float = 0.0, slow: float = 0.0) -> float:
-    "Mean seconds until all of `count` rollouts are done, of which each takes `slow` instead with `chance`; `slow` is taken to be later than all others."
+    """Mean seconds until all of `count` rollouts are done, of which each takes `slow` instead with `chance`; `slow`
+    is taken to be later than all others."""
     above(latency=latency)
     hit = hit_share(chance, count)
     return (1 - hit) * latency * tail_factor(count, sigma) + hit * max(slow, latency)
@@ -399,7 +418,8 @@ class Split:
 
 
 def split_of(gpus: float, per_trainer: float, per_generator: float, rho: float = 1.0) -> Split:
-    "The split of `gpus` at which the generators deliver `rho` times what the trainer takes; rollouts a second that one GPU of each makes."
+    """The split of `gpus` at which the generators deliver `rho` times what the trainer takes; rollouts a second that
+    one GPU of each makes."""
     above(gpus=gpus, per_trainer=per_trainer, per_generator=per_generator, rho=rho)
     trainer = gpus / (1 + rho * per_trainer / per_generator)
     return Split(trainer, gpus - trainer, min(1.0, rho) * trainer * per_trainer)

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['QUANTILES', 'NEVER_RUN', 'LENGTH_TRIES', 'STANDARD_NORMAL', 'CARRY', 'OWN', 'Spread', 'Decode', 'KnownRollout',
-           'World', 'Engine', 'rest_of', 'slow', 'Clock', 'Floor', 'Writer', 'Desk', 'by_looks', 'Life', 'Tally',
-           'Step', 'Simulation', 'Due', 'Ready', 'Arrived', 'Said', 'Sent', 'Looked', 'There', 'Loading', 'begin',
-           'quantiles_of', 'solve_of', 'born', 'draw_tokens', 'draw_luck', 'luck_of_task', 'carry_generate',
-           'prefill_seconds', 'on_arrived', 'fill', 'fill_all', 'expect', 'want', 'ask_sandbox', 'leave_sandbox',
-           'give_back', 'on_ready', 'leave_engine', 'tell', 'on_due', 'on_said', 'send', 'on_sent', 'look', 'put_down',
-           'write', 'start', 'beside', 'on_looked', 'carry_abort', 'carry_score', 'carry_train', 'floors',
-           'writing_share', 'pace', 'carry_prepare', 'on_there', 'carry_publish', 'on_loading', 'carry_write',
-           'carry_save', 'hear', 'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate',
+           'World', 'Engine', 'rest_of', 'slow', 'EventHeap', 'Floor', 'SimulatedGenerator', 'SimulatedDesk',
+           'by_looks', 'Life', 'Tally', 'SimulatedStep', 'Simulation', 'Due', 'SandboxReady', 'Arrived', 'TurnFinished',
+           'Sent', 'Looked', 'There', 'Loading', 'begin', 'quantiles_of', 'solve_of', 'born', 'draw_tokens',
+           'draw_luck', 'luck_of_task', 'carry_generate', 'prefill_seconds', 'on_arrived', 'fill', 'fill_all', 'expect',
+           'want', 'ask_sandbox', 'leave_sandbox', 'give_back', 'on_ready', 'leave_engine', 'tell', 'on_due', 'on_said',
+           'send', 'on_sent', 'look', 'put_down', 'write', 'start', 'beside', 'on_looked', 'carry_abort', 'carry_score',
+           'carry_train', 'floors', 'writing_share', 'pace', 'carry_prepare', 'on_there', 'carry_publish', 'on_loading',
+           'carry_write', 'carry_save', 'hear', 'advance', 'Simulated', 'check', 'outcome', 'uncollected', 'simulate',
            'simulate_together', 'Summary', 'ended', 'summary']
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-imports
@@ -27,35 +27,21 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ..loop.actions import Abort, Generate, PrepareWeights, Publish, Save, Score, Train, WantedResponse, Write
 from ..loop.config import RunConfig
-from ..loop.loop import FINISHED, step
-from rlbench.loop.state import (
-    Abort,
-    Generate,
-    Generated,
-    Item,
-    LoopState,
-    Observed,
-    Prepare,
-    Publish,
-    Published,
-    Save,
-    Saved,
-    Score,
-    Scored,
-    Started,
-    Train,
-    Trained,
-    Write,
-    books_closed,
-    start_state,
-)
+from ..loop.ending import FINISHED
+from ..loop.events import Generated, Published, Saved, Scored, Started, Trained, TurnEnded
+from ..loop.fates import are_books_closed
+from ..loop.loop import step
+from ..loop.state import LoopState, start_state
 from ..records import Fate, Outcome, StopReason
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-spread
 @dataclass(frozen=True)
 class Spread:
-    "A lognormal quantity: mean, standard deviation of the logarithm (0: always the mean), a value that none exceeds (0: none), and a share `rare` that takes `slow` instead. `seen`: values as shares of the mean, in order, from which it is drawn in place of the lognormal."
+    """A lognormal quantity: mean, standard deviation of the logarithm (0: always the mean), a value that none
+    exceeds (0: none), and a share `rare` that takes `slow` instead. `seen`: values as shares of the mean, in order,
+    from which it is drawn in place of the lognormal."""
 
     mean: float
     sigma: float = 0.0
@@ -94,7 +80,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class KnownRollout:
-    "What the ledger tells of a rollout that is simulated again: response tokens, whether it was right (None: not judged), and whether it was stopped, so that it would have become longer than its tokens."
+    """What the ledger tells of a rollout that is simulated again: response tokens, whether it was right (None: not
+    judged), and whether it was stopped, so that it would have become longer than its tokens."""
 
     tokens: float
     right: float | None = None
@@ -103,7 +90,9 @@ class KnownRollout:
 
 @dataclass(frozen=True)
 class World:
-    "What the actors of a run take and do: seconds and tokens. `latency` of a rollout counts without a `decode` curve, `tokens` of its response always; both are shared equally among its `turns`, each but the last followed by a `tool`."
+    """What the actors of a run take and do: seconds and tokens. `latency` of a rollout counts without a `decode`
+    curve, `tokens` of its response always; both are shared equally among its `turns`, each but the last followed by
+    a `tool`."""
 
     latency: Spread = Spread(1.0)
     prompt: float = 0.0
@@ -142,17 +131,15 @@ class Engine:
     "Sequences that are written together. With a curve the unit of work is a token, without one a second."
 
     def __init__(self, decode: Decode | None = None):
-        (
-            self.decode,
-            self.progress,
-            self.at,
-            self.still,
-            self.resident,
-            self.pace,
-            self.slowed,
-            self.phase,
-            self.worked,
-        ) = decode, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0
+        self.decode = decode
+        self.progress = 0.0
+        self.at = 0.0
+        self.still = 0.0
+        self.resident = 0.0
+        self.pace = 1.0
+        self.slowed = 1.0
+        self.phase = 0.0
+        self.worked = 0.0
         self.running: dict[
             tuple, tuple[int, float, float]
         ] = {}  # key -> number of its own, progress at which it began, tokens it keeps
@@ -224,7 +211,7 @@ def slow(engine: Engine, times: float, now: float) -> None:
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-floor
 @dataclass(slots=True)
-class Clock:
+class EventHeap:
     "What will happen, soonest first, to whom."
 
     now: float = 0.0
@@ -254,8 +241,9 @@ class Floor:
 
 
 @dataclass(slots=True)
-class Writer:
-    "A generator: its engines, the sequences it may run, what waits for a place, the engine in which each runs, version of its weights, what it has not looked at yet."
+class SimulatedGenerator:
+    """A generator: its engines, the sequences it may run, what waits for a place, the engine in which each runs,
+    version of its weights, what it has not looked at yet."""
 
     floor: Floor
     slots: int
@@ -265,12 +253,14 @@ class Writer:
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     version: int = 0
     coming: set[tuple[int, int]] = field(default_factory=set)
-    desk: "Desk | None" = None  # of a generator that works from look to look
+    desk: "SimulatedDesk | None" = None  # of a generator that works from look to look
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-desk
 @dataclass(slots=True)
-class Desk:
-    "What a generator that works from look to look has before it: messages, sequences at work (the step at which each began, its tokens then, and its number), their ends, decode steps done, whether it is at work, and how much longer it takes."
+class SimulatedDesk:
+    """What a generator that works from look to look has before it: messages, sequences at work (the step at which
+    each began, its tokens then, and its number), their ends, decode steps done, whether it is at work, and how much
+    longer it takes."""
 
     inbox: list = field(default_factory=list)
     running: dict[tuple[int, int], tuple[int, float, int]] = field(default_factory=dict)
@@ -281,13 +271,17 @@ class Desk:
 
 
 def by_looks(world: World) -> bool:
-    "Whether generators of this world go from look to look: one engine each, with a decode curve and no limit of its cache."
+    """Whether generators of this world go from look to look: one engine each, with a decode curve and no limit of
+    its cache."""
     return bool(world.looks and world.decode and not world.decode.token and world.engines == 1 and not world.room)
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-life
 @dataclass(slots=True)
 class Life:
-    "A rollout: the chance that it is right, its turns, the tokens and seconds it will take, when it was dispatched; then the turns taken, the tokens written, the oldest version among them (-1: none), what is to be done once it has a sandbox (a generator goes on with it, or a response is scored), whether it has asked for one and whether it holds it, and when it was over."
+    """A rollout: the chance that it is right, its turns, the tokens and seconds it will take, when it was
+    dispatched; then the turns taken, the tokens written, the oldest version among them (-1: none), what is to be
+    done once it has a sandbox (a generator goes on with it, or a response is scored), whether it has asked for one
+    and whether it holds it, and when it was over."""
 
     right: float
     turns: int
@@ -316,8 +310,10 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Step:
-    "A version: when it was made; what the trainer did since the one before, in seconds; rollouts, their tokens, mean seconds from dispatch to verdict, mean and largest staleness in versions; share unfinished when the batch was full; and the books until then, (attempts, tokens, seconds) by fate."
+class SimulatedStep:
+    """A version: when it was made; what the trainer did since the one before, in seconds; rollouts, their tokens,
+    mean seconds from dispatch to verdict, mean and largest staleness in versions; share unfinished when the batch
+    was full; and the books until then, (attempts, tokens, seconds) by fate."""
 
     version: int
     at: float
@@ -342,17 +338,17 @@ class Simulation:
         world: World | Callable[[int], World],
         seed: int = 0,
         tasks: int = 1000,
-        clock: Clock | None = None,
+        clock: EventHeap | None = None,
         floor: Floor | None = None,
         number: int = 0,
     ):
         self.config, self.chance, self.number = config, random.Random(f"{seed} {number}"), number
         self.world_at = world if callable(world) else lambda version: world
         self.world: World = self.world_at(0)
-        self.clock, self.floor = clock or Clock(), floor
+        self.clock, self.floor = clock or EventHeap(), floor
         self.state: LoopState = start_state(config, [1] * tasks, {each.name: each.count for each in config.eval}, {})
         self.heard = 0
-        self.writers: dict[str, Writer] = {}
+        self.writers: dict[str, SimulatedGenerator] = {}
         self.lives: dict[tuple[int, int], Life] = {}
         self.solves: dict[tuple[float, float], list[float]] = {}  # rates of a Beta distribution, in order
         self.used, self.wants = 0, deque()  # sandboxes in use; rollouts that wait for one
@@ -361,7 +357,7 @@ class Simulation:
             (0, 0.0, 0.0, 0.0, 0),
         )  # of the batch in training: rollouts, tokens, latency, staleness, largest
         self.looked = 0.0, 0.0  # when the last batch was taken, and what the engines had worked until then, in seconds
-        self.steps: list[Step] = []
+        self.steps: list[SimulatedStep] = []
         self.rows: dict[str, list] | None = None  # every row of the ledger, by table, for who wants them
         self.lengths: dict[int, float] = {}  # tokens of each rollout alive, whichever attempt it is at
         self.log: list[
@@ -390,7 +386,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Ready:
+class SandboxReady:
     "A sandbox is there."
 
     key: tuple[int, int]
@@ -405,7 +401,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Said:
+class TurnFinished:
     "A generator says that it has finished a turn."
 
     writer: str
@@ -449,10 +445,10 @@ def begin(s: Simulation) -> None:
     c, world = s.config, s.world
     for i in range(c.generators):
         name = "generator" if c.generators == 1 else f"generator-{i + 1}"
-        s.writers[name] = Writer(
+        s.writers[name] = SimulatedGenerator(
             s.floor or Floor(world.engines, world.decode, world.room),
             c.concurrency,
-            desk=Desk() if s.floor is None and by_looks(world) else None,
+            desk=SimulatedDesk() if s.floor is None and by_looks(world) else None,
         )
         s.later(0.0, Started(name, "generator", c.concurrency, 0))
     s.later(0.0, Started("environment", "environment"))
@@ -463,7 +459,8 @@ QUANTILES = 4001
 
 
 def quantiles_of(a: float, b: float, count: int = QUANTILES) -> list[float]:
-    "The middles of so many equal parts of a Beta distribution. Its density is integrated over the logit, where it has no poles."
+    """The middles of so many equal parts of a Beta distribution. Its density is integrated over the logit, where it
+    has no poles."""
     logit = np.linspace(-40 / a, 40 / b, 200_001)
     below = np.cumsum(np.exp(-a * np.logaddexp(0, -logit) - b * np.logaddexp(0, logit)))
     at = np.interp((np.arange(count) + 0.5) / count, below / below[-1], logit)
@@ -483,7 +480,7 @@ def solve_of(s: Simulation, task: int) -> float:
 NEVER_RUN = KnownRollout(0.0, stopped=True)  # a rollout of which the ledger tells nothing
 
 
-def born(s: Simulation, item: Item) -> Life:
+def born(s: Simulation, item: WantedResponse) -> Life:
     "A new rollout, some of whose turns may have been taken over. One that begins again will be as long as before."
     w, taken = s.world, item.turn
     known = w.workload.get((item.group, item.k), NEVER_RUN)
@@ -498,7 +495,7 @@ def born(s: Simulation, item: Item) -> Life:
 LENGTH_TRIES = 200  # draws of a length above one that is known to be exceeded
 
 
-def draw_tokens(s: Simulation, item: Item, exceeds: float = 0.0) -> float:
+def draw_tokens(s: Simulation, item: WantedResponse, exceeds: float = 0.0) -> float:
     "Response tokens of a rollout, more than it `exceeds` wherever the lengths of this world reach so far."
     for _ in range(LENGTH_TRIES):
         tokens = s.world.tokens.at(draw_luck(s, item.task)) if s.world.alike else s.world.tokens.draw(s.chance)
@@ -508,7 +505,8 @@ def draw_tokens(s: Simulation, item: Item, exceeds: float = 0.0) -> float:
 
 
 def draw_luck(s: Simulation, task: int) -> float:
-    "What makes a rollout long or short, a standard normal number: in part that of its task, which is the same whenever the task is served."
+    """What makes a rollout long or short, a standard normal number: in part that of its task, which is the same
+    whenever the task is served."""
     return sqrt(s.world.alike) * luck_of_task(task) + sqrt(1 - s.world.alike) * s.chance.gauss(0.0, 1.0)
 
 
@@ -569,9 +567,13 @@ def on_arrived(s: Simulation, arrived: Arrived) -> None:
         fill(s, writer, arrived.writer)
 
 
-def fill(s: Simulation, writer: Writer, name: str) -> None:
+def fill(s: Simulation, writer: SimulatedGenerator, name: str) -> None:
     "Give places to what waits in line."
-    floor, world, line, now, me = writer.floor, s.world, writer.line, s.clock.now, (s.number, name)
+    floor = writer.floor
+    world = s.world
+    line = writer.line
+    now = s.clock.now
+    me = (s.number, name)
     while line and len(writer.place) < writer.slots:
         if floor.refused and next(iter(floor.refused)) != me:  # others came first
             floor.refused[me] = s
@@ -605,7 +607,7 @@ def fill(s: Simulation, writer: Writer, name: str) -> None:
     floor.refused.pop(me, None)
 
 
-def fill_all(s: Simulation, writer: Writer, name: str) -> None:
+def fill_all(s: Simulation, writer: SimulatedGenerator, name: str) -> None:
     "Something has left its engine: give places to who was refused one, in order, then to this generator."
     while refused := next(iter(writer.floor.refused.items()), None):
         (number, other), run = refused
@@ -634,7 +636,7 @@ def ask_sandbox(s: Simulation, key: tuple[int, int]) -> None:
     "A sandbox for a rollout, once one is free."
     if s.used < s.world.sandboxes:
         s.used += 1
-        s.later(s.clock.now + s.world.start.draw(s.chance), Ready(key))
+        s.later(s.clock.now + s.world.start.draw(s.chance), SandboxReady(key))
     else:
         s.wants.append(key)
 
@@ -655,7 +657,7 @@ def give_back(s: Simulation) -> None:
             ask_sandbox(s, key)
 
 
-def on_ready(s: Simulation, ready: Ready) -> None:
+def on_ready(s: Simulation, ready: SandboxReady) -> None:
     "A sandbox is there; the rollout goes on if it is still wanted."
     life = s.lives.get(ready.key)
     if life is None:
@@ -670,7 +672,7 @@ def on_ready(s: Simulation, ready: Ready) -> None:
         fill(s, s.writers[wanted], wanted)
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-finish
-def leave_engine(s: Simulation, writer: Writer, key: tuple[int, int], whole: bool) -> None:
+def leave_engine(s: Simulation, writer: SimulatedGenerator, key: tuple[int, int], whole: bool) -> None:
     "A sequence is finished, or was stopped."
     floor, life, i = writer.floor, s.lives[key], writer.place.pop(key)
     engine, ticket = floor.engines[i], (s.number, *key)
@@ -706,7 +708,10 @@ def on_due(s: Simulation, due: Due) -> None:
     stamp = engine.stamp
     if s.world.looks:
         s.lives[key].unsaid = True
-        s.later(s.clock.now + rest_of(engine, s.world.looks, s.clock.now) + s.world.travel / 3 + 1e-6, Said(name, key))
+        s.later(
+            s.clock.now + rest_of(engine, s.world.looks, s.clock.now) + s.world.travel / 3 + 1e-6,
+            TurnFinished(name, key),
+        )
     else:
         hear(s, tell(s, name, key, StopReason.STOP))
     fill_all(s, writer, name)
@@ -714,14 +719,15 @@ def on_due(s: Simulation, due: Due) -> None:
         expect(s, floor, due.engine)
 
 
-def on_said(s: Simulation, said: Said) -> None:
+def on_said(s: Simulation, said: TurnFinished) -> None:
     "The loop hears of a finished turn."
     s.lives[said.key].unsaid = False
     hear(s, tell(s, said.writer, said.key, StopReason.STOP))
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-send
 def send(s: Simulation, name: str, message: object) -> None:
-    "A message to a generator that goes from look to look: rollouts to write (a list of their keys), those to stop (an `Abort`), or a version to load."
+    """A message to a generator that goes from look to look: rollouts to write (a list of their keys), those to stop
+    (an `Abort`), or a version to load."""
     if s.world.travel:
         s.later(s.clock.now + s.world.travel / 3, Sent(name, message))
     else:
@@ -759,7 +765,7 @@ def look(s: Simulation, name: str) -> None:
         s.later(s.clock.now + seconds, Looked(name, tuple(said)))
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-look
-def put_down(s: Simulation, writer: Writer, stop: Abort) -> list[Generated]:
+def put_down(s: Simulation, writer: SimulatedGenerator, stop: Abort) -> list[Generated]:
     "Stop sequences; those that are finished already are left out."
     desk, said = writer.desk, []
     for key in stop.keys:
@@ -774,9 +780,14 @@ def put_down(s: Simulation, writer: Writer, stop: Abort) -> list[Generated]:
     return said
 
 
-def write(s: Simulation, writer: Writer, name: str, said: list) -> float:
-    "The decode steps until the next look; the seconds they take. A place that becomes free is taken in the step after, by what waits in line."
-    desk, world, steps, decoded, begun = writer.desk, s.world, max(1, round(s.world.looks)), 0, 0.0
+def write(s: Simulation, writer: SimulatedGenerator, name: str, said: list) -> float:
+    """The decode steps until the next look; the seconds they take. A place that becomes free is taken in the step
+    after, by what waits in line."""
+    desk = writer.desk
+    world = s.world
+    steps = max(1, round(s.world.looks))
+    decoded = 0
+    begun = 0.0
     first, end = desk.step, desk.step + steps
     while desk.step < end:
         while writer.line and len(desk.running) < writer.slots:
@@ -798,7 +809,7 @@ def write(s: Simulation, writer: Writer, name: str, said: list) -> float:
     return world.decode.base * (steps if world.whole else desk.step - first) + world.decode.each * decoded + begun
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-look-parts
-def start(s: Simulation, writer: Writer, key: tuple[int, int]) -> float:
+def start(s: Simulation, writer: SimulatedGenerator, key: tuple[int, int]) -> float:
     "Give a sequence a place; the seconds of its prefill."
     desk, life = writer.desk, s.lives[key]
     left = max(1, round(life.tokens / life.turns * (life.taken + 1) - life.written))
@@ -822,7 +833,10 @@ def on_looked(s: Simulation, looked: Looked) -> None:
     look(s, looked.writer)
     for event in looked.said:
         event = replace(event, at=s.clock.now)
-        s.later(s.clock.now + s.world.travel / 3, event) if s.world.travel else hear(s, event)
+        if s.world.travel:
+            s.later(s.clock.now + s.world.travel / 3, event)
+        else:
+            hear(s, event)
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-abort
 def carry_abort(s: Simulation, action: Abort) -> None:
@@ -859,7 +873,7 @@ def carry_score(s: Simulation, action: Score) -> None:
         return want(s, key, action)
     if life.taken < life.turns and not action.last:
         when = s.clock.now + world.tool.draw(chance)
-        return s.later(when, Observed(*key, life.taken, at=when))
+        return s.later(when, TurnEnded(*key, life.taken, at=when))
     seconds = world.score.draw(chance)
     life.over = when = s.judged = (max(s.clock.now, s.judged) if world.one_verdict else s.clock.now) + seconds
     if world.fails and chance.random() < world.fails:
@@ -871,7 +885,7 @@ def carry_score(s: Simulation, action: Score) -> None:
 def carry_train(s: Simulation, action: Train) -> None:
     "The trainer takes a batch as soon as it is free; until then it has waited."
     t, state, now = s.tally, s.state, s.clock.now
-    members = [state.members[i] for g in action.groups for i in state.groups[g].members]
+    members = [state.rollouts[i] for g in action.groups for i in state.groups[g].rollouts]
     lives = [s.lives[member.id, member.attempt] for member in members]
     ages = [state.version - member.oldest for member in members if member.reward is not None and not member.masked]
     tokens, count = sum(life.written + s.world.prompt for life in lives), len(lives)
@@ -908,8 +922,9 @@ def pace(s: Simulation, times: float) -> None:
             expect(s, floor, i)
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-publish
-def carry_prepare(s: Simulation, action: Prepare) -> None:
-    "Generators that go from look to look will want these weights: the trainer hands them over before its next batch, and after the one it is at."
+def carry_prepare(s: Simulation, action: PrepareWeights) -> None:
+    """Generators that go from look to look will want these weights: the trainer hands them over before its next
+    batch, and after the one it is at."""
     t, now = s.tally, s.clock.now
     if s.asked < action.version and all(writer.desk for writer in s.writers.values()):
         s.asked = action.version
@@ -932,7 +947,7 @@ def carry_publish(s: Simulation, action: Publish) -> None:
         if s.weights >= action.version:
             return send(s, action.actor, s.weights)
         s.to_load.append(action.actor)
-        return carry_prepare(s, Prepare(action.version))
+        return carry_prepare(s, PrepareWeights(action.version))
     t, seconds, now = s.tally, s.world.sync, s.clock.now
     pause = seconds if s.world.pause is None else min(seconds, s.world.pause)
     if now >= t.free:  # the first generator of this version; the others listen to the same
@@ -943,7 +958,10 @@ def carry_publish(s: Simulation, action: Publish) -> None:
     there = t.free + s.world.travel + max(rest_of(engine, looks, now) for engine in engines)
     told = there + looks * max((engine.pace for engine in engines if engine.running), default=0.0)
     loading = Loading(action.actor, action.version, there)
-    on_loading(s, loading) if there - pause <= now else s.later(there - pause, loading)
+    if there - pause <= now:
+        on_loading(s, loading)
+    else:
+        s.later(there - pause, loading)
     s.later(told, Published(action.actor, action.version, seconds, at=told))
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-loading
@@ -964,12 +982,12 @@ def carry_write(s: Simulation, action: Write) -> None:
         row = action.row
         if life := s.lives.pop((row.rollout, row.attempt), None):
             leave_sandbox(s, life)
-        if row.rollout in s.lengths and row.rollout not in s.state.members:
+        if row.rollout in s.lengths and row.rollout not in s.state.rollouts:
             del s.lengths[row.rollout]
     elif action.table == "steps" and hasattr(action.row, "unfinished_at_fill"):
         t, row = s.tally, action.row
         s.steps.append(
-            Step(
+            SimulatedStep(
                 row.version,
                 s.clock.now,
                 t.compute,
@@ -994,15 +1012,15 @@ CARRY = {
     Score: carry_score,
     Train: carry_train,
     Publish: carry_publish,
-    Prepare: carry_prepare,
+    PrepareWeights: carry_prepare,
     Write: carry_write,
     Save: carry_save,
 }
 OWN = {
     Due: on_due,
-    Ready: on_ready,
+    SandboxReady: on_ready,
     Arrived: on_arrived,
-    Said: on_said,
+    TurnFinished: on_said,
     Loading: on_loading,
     Sent: on_sent,
     Looked: on_looked,
@@ -1022,7 +1040,7 @@ def hear(s: Simulation, event: object) -> None:
             carry(s, action)
 
 
-def advance(clock: Clock) -> "Simulation | None":
+def advance(clock: EventHeap) -> "Simulation | None":
     "Let the next thing happen; the run to which it did, None if nothing does any more."
     if not clock.heap:
         return None
@@ -1041,9 +1059,11 @@ def advance(clock: Clock) -> "Simulation | None":
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-simulated
 @dataclass(frozen=True)
 class Simulated:
-    "A simulated run: a row a version, (attempts, tokens, seconds) by fate, events that the loop heard, seconds simulated, attempts without a fate at the end, why it ended, and what was sent to generators and came back (second, kind, fields), as in the ledger's log."
+    """A simulated run: a row a version, (attempts, tokens, seconds) by fate, events that the loop heard, seconds
+    simulated, attempts without a fate at the end, why it ended, and what was sent to generators and came back
+    (second, kind, fields), as in the ledger's log."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[SimulatedStep, ...]
     books: Mapping[str, tuple[float, float, float]]
     heard: int
     seconds: float
@@ -1055,11 +1075,11 @@ class Simulated:
 def check(s: Simulation) -> None:
     "What has to hold in every run. AssertionError that says what does not."
     state, booked = s.state, sum(entry[0] for entry in s.state.books.values())
-    assert booked + len(state.members) == state.dispatched, (
-        f"dispatched {state.dispatched}, booked {booked}, alive {len(state.members)}"
+    assert booked + len(state.rollouts) == state.dispatch.attempts, (
+        f"dispatched {state.dispatch.attempts}, booked {booked}, alive {len(state.rollouts)}"
     )
-    assert len(s.lives) <= len(state.members), f"{len(s.lives)} rollouts are simulated, {len(state.members)} alive"
-    assert state.phase != "done" or books_closed(state), f"the books do not close: {state.books}"
+    assert len(s.lives) <= len(state.rollouts), f"{len(s.lives)} rollouts are simulated, {len(state.rollouts)} alive"
+    assert state.phase != "done" or are_books_closed(state), f"the books do not close: {state.books}"
     for each, before in zip(s.steps, (None, *s.steps)):
         assert min(each.compute, each.sync, each.wait) >= 0.0, each
         assert (
@@ -1070,13 +1090,16 @@ def check(s: Simulation) -> None:
         "something was trained that is older than the bound"
     )
 
-
+# %% ../../nbs/planning/02_simulator.ipynb #simulator-simulated-two
 def outcome(s: Simulation) -> Simulated:
     "What was seen of a run. RuntimeError for one that failed, or came to a standstill."
     check(s)
     if s.state.phase in ("failed", "failing") or s.state.phase not in FINISHED and not s.clock.heap:
         held = (
-            f"; all {s.used} sandboxes are held by rollouts that wait for the others of their wave: give the world more sandboxes, or the run a staleness above 0"
+            (
+                f"; all {s.used} sandboxes are held by rollouts that wait for the others of their wave: "
+                "give the world more sandboxes, or the run a staleness above 0"
+            )
             if s.used and s.used == s.world.sandboxes
             else ""
         )
@@ -1086,7 +1109,7 @@ def outcome(s: Simulation) -> Simulated:
         {fate: tuple(entry) for fate, entry in s.state.books.items()},
         s.heard,
         s.clock.now,
-        len(s.state.members),
+        len(s.state.rollouts),
         s.state.reason,
         tuple(s.log),
     )
@@ -1094,13 +1117,15 @@ def outcome(s: Simulation) -> Simulated:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    "Without the search for cycles, of which a simulation makes none: it would look at every living rollout again and again."
+    """Without the search for cycles, of which a simulation makes none: it would look at every living rollout again
+    and again."""
     was = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable() if was else None
+        if was:
+            gc.enable()
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-simulate
 def simulate(
@@ -1113,7 +1138,8 @@ def simulate(
     rows: dict[str, list] | None = None,
     told: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Simulate a run to its end, to a version, or until the loop has heard `most` events. The configuration is a real one; of it counts what the loop reads. `rows`: a dictionary that takes every row of the ledger, by table;
+    """Simulate a run to its end, to a version, or until the loop has heard `most` events. The configuration is a real
+    one; of it counts what the loop reads. `rows`: a dictionary that takes every row of the ledger, by table;
     `told` hears of each version when it is made. RuntimeError for a run that fails or comes to a standstill."""
     s = Simulation(config, world, seed, tasks)
     s.rows = rows
@@ -1132,8 +1158,9 @@ def simulate(
 
 
 def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed: int = 0) -> list[Simulated]:
-    "Several runs on one generator, which is the first one's: its engines, its decode curve, its room. It stands still for nobody: their weights are adapters. Ends when every run has made `until` versions."
-    clock, first = Clock(), runs[0][1]
+    """Several runs on one generator, which is the first one's: its engines, its decode curve, its room. It stands
+    still for nobody: their weights are adapters. Ends when every run has made `until` versions."""
+    clock, first = EventHeap(), runs[0][1]
     floor = Floor(first.engines, first.decode, first.room)
     tenants = [
         Simulation(
@@ -1154,14 +1181,18 @@ def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed:
         ):
             if moved.state.version > 1000 + 100 * until:
                 raise RuntimeError(
-                    f"simulation: run {moved.number} made {moved.state.version} versions while another made {min(s.state.version for s in tenants)}; give both a share of the engines, or look at fewer versions"
+                    f"simulation: run {moved.number} made {moved.state.version} versions while "
+                    f"another made {min(s.state.version for s in tenants)}; give both a share of the "
+                    "engines, or look at fewer versions"
                 )
     return [outcome(s) for s in tenants]
 
 # %% ../../nbs/planning/02_simulator.ipynb #simulator-summary
 @dataclass(frozen=True)
 class Summary:
-    "Over the versions that are looked at: rollouts trained a second, seconds of a batch, shares of the trainer's time, mean and largest staleness in versions, seconds of a rollout, unfinished share when a batch was full, tokens of a trained rollout, and of the attempts that ended the share that was trained."
+    """Over the versions that are looked at: rollouts trained a second, seconds of a batch, shares of the trainer's
+    time, mean and largest staleness in versions, seconds of a rollout, unfinished share when a batch was full,
+    tokens of a trained rollout, and of the attempts that ended the share that was trained."""
 
     rate: float
     step: float
@@ -1176,7 +1207,7 @@ class Summary:
     accepted: float
 
 
-def ended(steps: Sequence[Step], skip: int = 0) -> dict[str, tuple[float, float, float]]:
+def ended(steps: Sequence[SimulatedStep], skip: int = 0) -> dict[str, tuple[float, float, float]]:
     "(attempts, tokens, seconds) by fate of what ended after the first `skip` versions, evaluations left out."
     last, first = steps[-1].books, steps[skip - 1].books if skip else {}
     return {
@@ -1186,7 +1217,7 @@ def ended(steps: Sequence[Step], skip: int = 0) -> dict[str, tuple[float, float,
     }
 
 
-def summary(steps: Sequence[Step], skip: int = 0) -> Summary:
+def summary(steps: Sequence[SimulatedStep], skip: int = 0) -> Summary:
     "What the versions after the first `skip` say together. ValueError if there are none."
     if len(steps) <= skip:
         raise ValueError(

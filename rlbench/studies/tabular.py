@@ -57,11 +57,13 @@ def pushes(losses: Callable, logprobs):
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-moments
 def score(probs, tokens):
-    "Gradient of the log-probability of words int [..., N] with respect to the logits: [..., N, W] for probabilities [..., W]."
+    """Gradient of the log-probability of words int [..., N] with respect to the logits: [..., N, W] for
+    probabilities [..., W]."""
     return torch.nn.functional.one_hot(tokens, probs.shape[-1]).to(probs) - probs[..., None, :]
 
 
 def moments(chance, gradients):
-    "(expectation [..., P], variance summed over parameters [...]) of gradients [..., N, P] drawn with probabilities [..., N]."
+    """(expectation [..., P], variance summed over parameters [...]) of gradients [..., N, P] drawn with
+    probabilities [..., N]."""
     mean = (chance[..., None] * gradients).sum(-2)
     return mean, (chance * gradients.square().sum(-1)).sum(-1) - mean.square().sum(-1)

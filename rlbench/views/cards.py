@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WINDOW', 'LEAST', 'HOLD', 'CALM', 'WAITS', 'FULL', 'STALE', 'IDLE', 'SHARE', 'LEARNED', 'SHAPES', 'JUDGED', 'FIRST',
            'QUIET', 'STARTING', 'MANY', 'VERSIONS', 'LEVELS', 'BATCH', 'CARDS', 'CARD_STYLE', 'WIDTH', 'DRAWN', 'NOTED',
-           'Facts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'next_value',
+           'WindowFacts', 'window', 'room', 'full_pool', 'facts', 'judge', 'sandboxed', 'limit', 'why', 'next_value',
            'turn_text', 'remedies', 'shown', 'helps', 'Light', 'light', 'seconds', 'starting_phase', 'one_a_place',
            'marks_of', 'over_versions', 'clipped', 'level_lines', 'solve_charts', 'length_charts', 'foretold',
            'time_charts', 'queue_charts', 'staleness_charts', 'ribbon_charts', 'discard_charts', 'drops_said',
@@ -25,64 +25,67 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlbench.base.charts import (
-    ACTORS,
+# %% ../../nbs/views/03_cards.ipynb #cards-imports-two
+from rlbench.base.chart_parts import (
     DASHES,
     GRID,
     GROUND,
     INK,
-    PARTS,
     SOFT,
     STYLE,
     Band,
     Bars,
-    Chart,
     Line,
-    Mark,
     Reference,
     Stack,
-    actor_time,
-    actors_of,
-    colour,
-    column,
-    command_marks,
-    discards,
-    drop_bias,
-    health,
-    held_by,
-    items,
-    labels,
-    lengths,
-    memory,
-    number,
-    queue_depth,
-    reward,
+    VerticalMark,
+    css_colour,
+    short_number,
+    text_width,
+    thin_points,
+)
+from ..base.charts import Chart, chart_in_words, series_labels, to_svg
+from rlbench.base.detail_charts import (
     sandbox_ends,
     sandbox_failures,
     sandbox_pool,
     sandbox_slowest,
     sandbox_starts,
     sandbox_trips,
-    spoken,
-    staleness,
-    staleness_levels,
-    text_width,
-    thin,
-    to_svg,
-    tokens_by_fate,
-    trained_line,
-    truncated_share,
+    tiers_in_words,
     turns_and_tools,
     version_ribbons,
-    who_pays,
+)
+from ..base.ledger_reading import read_table
+from rlbench.base.run_charts import (
+    ACTORS,
+    PARTS,
+    actor_time,
+    actors_of,
+    column_items,
+    command_marks,
+    discard_chart,
+    drop_bias,
+    dropped_by_level,
+    length_chart,
+    memory_chart,
+    numeric_column,
+    queue_depth,
+    reward_chart,
+    staleness_chart,
+    staleness_levels,
+    tokens_by_fate,
+    trained_line,
+    training_health,
+    truncated_share,
     zero_signal,
 )
-from ..base.ledger import ENDED, read_table
+from ..base.status import ENDED
 from ..loop.balance import percent
-from ..loop.loop import VERBS
+from ..loop.journal import VERBS
 from ..runtime.diagnosis import NOT_LEARNING, course_of, diagnose
-from ..runtime.drop_bias import in_words
-from ..runtime.run_reader import Snapshot, corners_of, read_last_batch, value
+from ..runtime.drop_bias import describe_bias
+from ..runtime.live_view import RunSnapshot, corners_of, read_last_batch, value_in_force
 
 if TYPE_CHECKING:
     import polars as pl
@@ -93,7 +96,7 @@ CALM = (*VERBS, "alert")  # commands that turn no knob
 
 
 @dataclass(frozen=True)
-class Facts:
+class WindowFacts:
     "Means over the window. Shares of the actors' time; the queue and its room in groups."
 
     steps: int
@@ -116,10 +119,10 @@ class Facts:
     judging: float = 0.0  # share of the time in which programs were judged and the pool of sandboxes had no free place
 
 
-def window(s: Snapshot) -> np.ndarray:
+def window(s: RunSnapshot) -> np.ndarray:
     "Indices into `recent` of the batches that tell how the run is doing with the settings in force."
     at, seconds, version = (s.recent[name] for name in ("at", "seconds", "version"))
-    rows = zip(*(items(s.commands, name) for name in ("knob", "status", "at", "version")), strict=True)
+    rows = zip(*(column_items(s.commands, name) for name in ("knob", "status", "at", "version")), strict=True)
     done = [(knob, when, since or 0) for knob, status, when, since in rows if status == "applied"]
     held = [when for knob, when, _ in done if knob in VERBS] + list(s.eval_times)
     changed = max((since for knob, _, since in done if knob not in CALM), default=0)
@@ -132,17 +135,18 @@ def window(s: Snapshot) -> np.ndarray:
     return np.zeros(0, int)
 
 # %% ../../nbs/views/03_cards.ipynb #cards-facts-two
-def room(s: Snapshot) -> float:
+def room(s: RunSnapshot) -> float:
     "Groups that may be alive outside training when the generators have the newest weights."
-    groups = value(s, "batch") / value(s, "group")
-    return (value(s, "staleness") + 1) * groups + math.ceil(value(s, "oversample") * groups)
+    groups = value_in_force(s, "batch") / value_in_force(s, "group")
+    return (value_in_force(s, "staleness") + 1) * groups + math.ceil(value_in_force(s, "oversample") * groups)
 
 
-def full_pool(s: Snapshot, since: float, until: float) -> float:
-    "Share of a stretch of the run's time in which verdicts on code were under way and the pool had no free place; of the part that the kept verdicts cover."
+def full_pool(s: RunSnapshot, since: float, until: float) -> float:
+    """Share of a stretch of the run's time in which verdicts on code were under way and the pool had no free place;
+    of the part that the kept verdicts cover."""
     if s.verdicts is None or not len(s.verdicts):
         return 0.0
-    at, seconds, ready = (column(s.verdicts, name) for name in ("at", "seconds", "pool_ready"))
+    at, seconds, ready = (numeric_column(s.verdicts, name) for name in ("at", "seconds", "pool_ready"))
     since = max(since, float(np.nanmin(at - seconds)))
     kept = (at > since) & (at - seconds < until) & (ready == 0)
     begin, end = np.clip((at - seconds)[kept], since, until), np.clip(at[kept], since, until)
@@ -152,7 +156,7 @@ def full_pool(s: Snapshot, since: float, until: float) -> float:
     return float(np.maximum(0.0, end - np.maximum(begin, before)).sum() / (until - since)) if until > since else 0.0
 
 
-def facts(s: Snapshot) -> Facts | None:
+def facts(s: RunSnapshot) -> WindowFacts | None:
     "None before a few batches were trained."
     rows = window(s)
     if not len(rows):
@@ -177,11 +181,11 @@ def facts(s: Snapshot) -> Facts | None:
         )
 
     most = room(s)
-    batch = value(s, "batch") / value(s, "group")
+    batch = value_in_force(s, "batch") / value_in_force(s, "group")
     behind = most - batch  # of them, while new weights are on their way
-    return Facts(
+    return WindowFacts(
         steps=len(rows),
-        colocated=value(s, "placement") == "colocated",
+        colocated=value_in_force(s, "placement") == "colocated",
         generator_works=works("generator"),
         generator_waits=mean["generator_wait"] / total,
         trainer_works=works("trainer"),
@@ -201,10 +205,15 @@ def facts(s: Snapshot) -> Facts | None:
     )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-rule
-WAITS, FULL, STALE, IDLE, SHARE, LEARNED = 0.15, 0.9, 0.02, 0.25, 0.6, 0.75
+WAITS = 0.15
+FULL = 0.9
+STALE = 0.02
+IDLE = 0.25
+SHARE = 0.6
+LEARNED = 0.75
 
 
-def judge(f: Facts) -> str:
+def judge(f: WindowFacts) -> str:
     "generation-bound, balanced or trainer-bound."
     if f.colocated:
         part = f.generator_works / max(1e-9, f.generator_works + f.trainer_works)
@@ -216,13 +225,14 @@ def judge(f: Facts) -> str:
     return "balanced"
 
 
-def sandboxed(f: Facts) -> bool:
+def sandboxed(f: WindowFacts) -> bool:
     "Whether the run waits for its programs to be judged."
     return f.judging > 0.75 and f.generator_waits > IDLE
 
 
-def limit(word: str, f: Facts) -> str:
-    "What holds the run up: environment, sandboxes, scorer, cache, publishing, bound, filter, generator; trainer, drops; nothing. A colocated run is held up by one of its halves."
+def limit(word: str, f: WindowFacts) -> str:
+    """What holds the run up: environment, sandboxes, scorer, cache, publishing, bound, filter, generator; trainer,
+    drops; nothing. A colocated run is held up by one of its halves."""
     if word == "balanced" or f.colocated:
         return {"generation-bound": "generator", "trainer-bound": "trainer"}.get(word, "nothing")
     if word == "trainer-bound":
@@ -238,14 +248,14 @@ def limit(word: str, f: Facts) -> str:
     }
     return next((name for name, holds in causes.items() if holds), "generator")
 
-
-def why(word: str, f: Facts) -> str:
+# %% ../../nbs/views/03_cards.ipynb #cards-rule-two
+def why(word: str, f: WindowFacts) -> str:
     "The reason, in words with figures."
     if f.colocated:
         return (
             f"they take turns: writing is {percent(f.generator_works)} of the time, training {percent(f.trainer_works)}"
         )
-    queue = f"queue {number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
+    queue = f"queue {short_number(f.queue, 2)} of {f.room:g} groups, {f.batch:g} make a batch"
     if word == "generation-bound":
         cause = {
             "environment": f"scoring busy {percent(f.scoring)}",
@@ -256,7 +266,10 @@ def why(word: str, f: Facts) -> str:
             "bound": f"generator waits {percent(f.generator_waits)}: they take turns",
             "filter": f"{percent(f.unusable)} of groups filtered",
         }
-        return f"trainer waits {percent(f.trainer_waits)}, {queue}, {cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
+        return (
+            f"trainer waits {percent(f.trainer_waits)}, {queue}, "
+            f"{cause.get(limit(word, f), f'generator busy {percent(f.generator_works)}')}"
+        )
     if word == "trainer-bound":
         dropped = f", {percent(f.stale)} of rollouts dropped as stale" if limit(word, f) == "drops" else ""
         return (
@@ -285,7 +298,7 @@ def turn_text(direction: str, knob: str, found: object) -> str:
     return f"{direction} the band's low end from {low:g} to {new:.2g}"
 
 # %% ../../nbs/views/03_cards.ipynb #cards-helps
-def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
+def remedies(word: str, f: WindowFacts, s: RunSnapshot) -> tuple[tuple[str, str], ...]:
     "(direction, knob) that help, the best first."
     if word == "generation-bound":
         if max(f.scoring, f.serving) > 0.75 or sandboxed(f) or f.solved > LEARNED:
@@ -300,13 +313,13 @@ def remedies(word: str, f: Facts, s: Snapshot) -> tuple[tuple[str, str], ...]:
             return (staleness, *first, concurrency)[:2]
         return (*first, staleness, concurrency)[:2] if f.held else (*first, concurrency, staleness)[:2]
     if word == "trainer-bound":
-        if f.stale > STALE and value(s, "oversample") > 0:
+        if f.stale > STALE and value_in_force(s, "oversample") > 0:
             return (("lower", "oversample"), ("raise", "staleness"))
         if f.stale > STALE:
             return (("lower", "concurrency"), ("raise", "staleness"))
         return (
             (("raise", "micro_tokens"), ("lower", "optimizer_steps"))
-            if value(s, "optimizer_steps") > 1
+            if value_in_force(s, "optimizer_steps") > 1
             else (("raise", "micro_tokens"),)
         )
     return ()
@@ -321,7 +334,7 @@ def shown(found: object) -> str:
     return f"{found:g}" if isinstance(found, float) else str(found)
 
 
-def helps(word: str, f: Facts, s: Snapshot) -> str:
+def helps(word: str, f: WindowFacts, s: RunSnapshot) -> str:
     "`raise concurrency from 8 to 16, or staleness from 1 to 2`."
     if word == "generation-bound" and f.scoring > 0.75:
         return "no knob: a faster reward"
@@ -332,7 +345,7 @@ def helps(word: str, f: Facts, s: Snapshot) -> str:
     if word == "generation-bound" and f.solved > LEARNED:
         return "no knob: these tasks are learned; stop, or start a run on harder ones"
     found = remedies(word, f, s)
-    turns = [turn_text(direction, knob, value(s, knob)) for direction, knob in found]
+    turns = [turn_text(direction, knob, value_in_force(s, knob)) for direction, knob in found]
     same = [i > 0 and direction == found[i - 1][0] for i, (direction, _) in enumerate(found)]
     parts = [turn.partition(" ")[2] if known else turn for turn, known in zip(turns, same, strict=True)]
     extra = (
@@ -363,7 +376,8 @@ FIRST = NOT_LEARNING
 
 @dataclass(frozen=True)
 class Light:
-    "What is said of a run. `knobs` are the fields named in `helps`; `leaning` is the word that comes next if it holds, seen since version `since`; reason and help are of the word until then."
+    """What is said of a run. `knobs` are the fields named in `helps`; `leaning` is the word that comes next if it
+    holds, seen since version `since`; reason and help are of the word until then."""
 
     word: str
     reason: str = ""
@@ -386,7 +400,7 @@ class Light:
 QUIET, STARTING = 60.0, 600.0  # seconds without a sign of life after which a running, a starting run counts as stale
 
 
-def light(s: Snapshot, before: Light | None = None) -> Light:
+def light(s: RunSnapshot, before: Light | None = None) -> Light:
     "The light of a snapshot; `before` is the one shown last."
     told = _told(s)
     if told:
@@ -407,7 +421,7 @@ def light(s: Snapshot, before: Light | None = None) -> Light:
     return Light(word, why(word, f), helps(word, f, s), tuple(knob for _, knob in remedies(word, f, s)), "", since)
 
 
-def _told(s: Snapshot) -> Light | None:
+def _told(s: RunSnapshot) -> Light | None:
     "What is known without looking at the batches."
     reason = s.status.reason if s.status else ""
     if s.state in ENDED:
@@ -420,7 +434,10 @@ def _told(s: Snapshot) -> Light | None:
         return Light(
             "stale",
             "its process is gone",
-            f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop {s.name} closes its books",
+            (
+                f"run.resume(), or: rlbench resume {s.name} (from its last checkpoint); rlbench stop "
+                f"{s.name} closes its books"
+            ),
         )
     usual = float(np.nan_to_num(np.median(s.recent["seconds"][-WINDOW:]))) if len(s.recent["seconds"]) else 0.0
     patience = STARTING if not len(s.recent["seconds"]) else max(QUIET, 10 * usual)
@@ -429,7 +446,9 @@ def _told(s: Snapshot) -> Light | None:
     if s.state == "paused":
         held = [
             (a, r)
-            for k, a, r, t in zip(*(items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True)
+            for k, a, r, t in zip(
+                *(column_items(s.commands, n) for n in ("knob", "author", "reason", "status")), strict=True
+            )
             if k in ("pause", "step") and t == "applied"
         ]
         by = f", held by {held[-1][0]}{': ' + held[-1][1] if held[-1][1] else ''}" if held else ""
@@ -446,7 +465,7 @@ def seconds(span: float) -> str:
     return f"{span / 60:.0f} min" if span < 6000 else f"{int(span // 3600)} h {int(span % 3600 // 60)} min"
 
 # %% ../../nbs/views/03_cards.ipynb #cards-start
-def starting_phase(s: Snapshot) -> str:
+def starting_phase(s: RunSnapshot) -> str:
     "What a starting run is doing now, as one of four phases."
     workers = sorted(s.status.workers) if s.status else []
     if s.begun.get("Train"):
@@ -461,9 +480,10 @@ def starting_phase(s: Snapshot) -> str:
 MANY = 40  # marks
 
 
-def one_a_place(marks: Sequence[Mark], width: float = 0.0) -> list[Mark]:
-    "Marks of one version (or of one stretch of `width` versions) as one, named after the newest knob among them: `staleness 2 +1`."
-    places: dict[float, list[Mark]] = {}
+def one_a_place(marks: Sequence[VerticalMark], width: float = 0.0) -> list[VerticalMark]:
+    """Marks of one version (or of one stretch of `width` versions) as one, named after the newest knob among them:
+    `staleness 2 +1`."""
+    places: dict[float, list[VerticalMark]] = {}
     for m in marks:
         places.setdefault(m.x // width if width else m.x, []).append(m)
 
@@ -471,13 +491,14 @@ def one_a_place(marks: Sequence[Mark], width: float = 0.0) -> list[Mark]:
         return next((m for m in reversed(found) if m.label.split(" ")[0] not in CALM), found[-1])
 
     return [
-        Mark(chief(found).x, chief(found).label + (f" +{len(found) - 1}" if len(found) > 1 else ""))
+        VerticalMark(chief(found).x, chief(found).label + (f" +{len(found) - 1}" if len(found) > 1 else ""))
         for found in places.values()
     ]
 
 
-def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
-    "The newest commands as marks for a plot `wide` pixels wide; those without room for their name are bare. Knobs come before verbs, new ones before old ones."
+def marks_of(s: RunSnapshot, wide: float = 300.0) -> tuple[VerticalMark, ...]:
+    """The newest commands as marks for a plot `wide` pixels wide; those without room for their name are bare. Knobs
+    come before verbs, new ones before old ones."""
     version = s.steps["version"]
     lo, hi = (version[0], version[-1]) if len(version) else (0.0, 1.0)
     marks = one_a_place(command_marks(s.commands))
@@ -490,10 +511,10 @@ def marks_of(s: Snapshot, wide: float = 300.0) -> tuple[Mark, ...]:
         if 2 * half < wide and all(abs(place - other) > half + wider + 4 for other, wider in taken):
             taken.append((place, half))
             named.add(i)
-    return tuple(sorted((m if i in named else Mark(m.x) for i, m in enumerate(marks)), key=lambda m: m.x))
+    return tuple(sorted((m if i in named else VerticalMark(m.x) for i, m in enumerate(marks)), key=lambda m: m.x))
 
 
-def over_versions(s: Snapshot, knob: str, name: str, role: str, dash: str) -> tuple[Line, ...]:
+def over_versions(s: RunSnapshot, knob: str, name: str, role: str, dash: str) -> tuple[Line, ...]:
     "A setting in force as a line over the versions shown; none if it is not numeric or nothing is shown."
     x, y = corners_of(s, knob)
     version = s.steps["version"]
@@ -516,7 +537,7 @@ VERSIONS = {"x_label": "version", "x_unit": "versions"}
 LEVELS = 3  # lines for difficulty levels
 
 
-def level_lines(s: Snapshot) -> list[Line]:
+def level_lines(s: RunSnapshot) -> list[Line]:
     "Served solve rate by difficulty; neighbouring levels are averaged to at most a few lines."
     known = sorted(int(name[6:]) for name in s.steps if name.startswith("level "))
     parts = [part.tolist() for part in np.array_split(known, min(LEVELS, len(known)))] if known else []
@@ -530,16 +551,16 @@ def level_lines(s: Snapshot) -> list[Line]:
     return lines
 
 
-def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
+def solve_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Held-out and served solve rate with the target band; groups that teach nothing."
     marks = marks_of(s)
     target = over_versions(s, "band", "", "grey", "")
     band = (Band("target", target[0].x, target[0].y, target[1].y, "grey", 0.16),) if len(target) == 2 else ()
     served = level_lines(s) or [Line("served", s.steps["version"], s.steps["solve_rate"], "green", "2 2.5")]
-    x, avg, lo, hi = (column(s.evals, name) for name in ("version", "avg", "avg_low", "avg_high"))
+    x, avg, lo, hi = (numeric_column(s.evals, name) for name in ("version", "avg", "avg_low", "avg_high"))
     held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, len(x) <= 40),) if len(x) else ()
     series = (*band, *held, *(served if len(s.steps["version"]) else ()), *trained_line(s.steps, "trained_solve_rate"))
-    low, high = (f"{v:g}" for v in value(s, "band"))
+    low, high = (f"{v:g}" for v in value_in_force(s, "band"))
     said = (
         f"held-out with its 95 % interval; served by difficulty; of the batches trained; shaded: target {low} to {high}"
     )
@@ -558,21 +579,22 @@ def solve_charts(s: Snapshot) -> tuple[Chart, ...]:
     )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-length
-def length_charts(s: Snapshot) -> tuple[Chart, ...]:
+def length_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Response length with its cap, and in how many turns, where there are several; share of responses cut off."
     marks = marks_of(s)
-    base = lengths(s.steps, None, marks)
+    base = length_chart(s.steps, None, marks)
     cap = over_versions(s, "max_tokens", "limit", "vermilion", "6 3")
     named = [replace(line, name=line.name.replace("–p", "–")) for line in base.series]
     turns = s.recent["turns"][-1:]
-    note = f"in {number(float(turns[0]), 2)} turns" if len(turns) and turns[0] > 1 else ""
+    note = f"in {short_number(float(turns[0]), 2)} turns" if len(turns) and turns[0] > 1 else ""
     return replace(base, series=(*named, *cap) if len(s.steps["version"]) else (), subtitle=note), truncated_share(
         s.steps, marks
     )
 
 
-def foretold(s: Snapshot, figure: float) -> tuple[Line, ...]:
-    "The newest prediction of a figure, dashed, from the version at which it was made; none if there is none or nothing is drawn there."
+def foretold(s: RunSnapshot, figure: float) -> tuple[Line, ...]:
+    """The newest prediction of a figure, dashed, from the version at which it was made; none if there is none or
+    nothing is drawn there."""
     at = s.steps["version"]
     if s.prediction is None or not len(at) or at[-1] < s.prediction.version:
         return ()
@@ -589,9 +611,9 @@ def foretold(s: Snapshot, figure: float) -> tuple[Line, ...]:
     )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-length-part-2
-def time_charts(s: Snapshot) -> tuple[Chart, ...]:
+def time_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Where the time of each actor goes; beside its name the shares of the newest batches."
-    colocated = value(s, "placement") == "colocated"
+    colocated = value_in_force(s, "placement") == "colocated"
     rows = window(s)
     found = []
     for actor in actors_of(s.steps):
@@ -599,7 +621,10 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
         parts = {part: float(np.nan_to_num(s.recent[f"{actor}_{part}"][rows]).sum()) for part in PARTS}
         shares = {part: 100 * spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
         said = (
-            f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other {shares['publish'] + shares['overhead']:.0f} %"
+            (
+                f"compute {shares['compute']:.0f} · wait {shares['wait']:.0f} · other "
+                f"{shares['publish'] + shares['overhead']:.0f} %"
+            )
             if len(rows)
             else ""
         )
@@ -619,10 +644,10 @@ def time_charts(s: Snapshot) -> tuple[Chart, ...]:
     return tuple(found)
 
 # %% ../../nbs/views/03_cards.ipynb #cards-length-part-3
-def queue_charts(s: Snapshot) -> tuple[Chart, ...]:
+def queue_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Depth of the queue with its room; staleness in its two parts with the bound."
     marks, most = marks_of(s), room(s)
-    depth, lag = queue_depth(s.steps, marks), staleness(s.steps, None, marks)
+    depth, lag = queue_depth(s.steps, marks), staleness_chart(s.steps, None, marks)
     bound = over_versions(s, "staleness", "bound", "vermilion", "6 3")
     return (
         replace(depth, references=(Reference(most, f"full: {most:g} groups", False),)),
@@ -636,9 +661,9 @@ def queue_charts(s: Snapshot) -> tuple[Chart, ...]:
     )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-batch
-def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
+def staleness_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Tokens of the newest batch by staleness, with the bound, and the three levels of staleness over the batches."
-    bound = value(s, "staleness")
+    bound = value_in_force(s, "staleness")
     counts = np.append(s.lags, np.zeros(max(0, bound + 2 - len(s.lags)), int)) if len(s.lags) else s.lags
     bars = Bars(
         tuple(map(str, range(len(counts)))),
@@ -664,20 +689,23 @@ def staleness_charts(s: Snapshot) -> tuple[Chart, ...]:
             y_label="tokens",
             y_range=(0, None),
             empty="no batch trained yet",
-            marks=(Mark(bound + 0.5, f"bound {bound}"),),
+            marks=(VerticalMark(bound + 0.5, f"bound {bound}"),),
             aria=f"Staleness of the last batch: {said}; bound {bound}, {late:,} tokens past it" if len(counts) else "",
         ),
         levels,
     )
 
 
-def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
+def ribbon_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Which policy version wrote which part of the newest responses."
     names = [f"level {r.level} {'✓' if r.correct else '✗'}" for r in s.ribbons]
     mixed = sum(len(set(r.versions.tolist())) > 1 for r in s.ribbons)
     chart = version_ribbons(names, [r.versions for r in s.ribbons], [r.turns for r in s.ribbons])
     cut = "; a line where a turn begins" if any(len(r.turns) for r in s.ribbons) else ""
-    said = f"Who wrote the newest responses: {len(s.ribbons)} of the batch that made version {s.batch}, {mixed} of them by more than one policy version"
+    said = (
+        f"Who wrote the newest responses: {len(s.ribbons)} of the batch that made version {s.batch}, "
+        f"{mixed} of them by more than one policy version"
+    )
     return (
         replace(
             chart,
@@ -688,20 +716,21 @@ def ribbon_charts(s: Snapshot) -> tuple[Chart, ...]:
     )
 
 # %% ../../nbs/views/03_cards.ipynb #cards-discard
-def discard_charts(s: Snapshot) -> tuple[Chart, ...]:
+def discard_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "The three discard meters, the gaps between what is trained and what is generated, and the levels that lose."
-    return discards(s.steps, marks_of(s)), drop_bias(s.steps, marks_of(s)), who_pays(s.lost)
+    return discard_chart(s.steps, marks_of(s)), drop_bias(s.steps, marks_of(s)), dropped_by_level(s.lost)
 
 
-def drops_said(s: Snapshot) -> str:
+def drops_said(s: RunSnapshot) -> str:
     "The drop bias in words; empty while it is not known."
-    newest = [column(s.recent, name)[-1:] for name in ("bias_length", "bias_level", "bias_turns")]
-    return in_words(*(float(n[0]) for n in newest)) if all(len(n) and math.isfinite(n[0]) for n in newest) else ""
+    newest = [numeric_column(s.recent, name)[-1:] for name in ("bias_length", "bias_level", "bias_turns")]
+    return describe_bias(*(float(n[0]) for n in newest)) if all(len(n) and math.isfinite(n[0]) for n in newest) else ""
 
 # %% ../../nbs/views/03_cards.ipynb #cards-health
-def health_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures if there is one; shaded from the smallest to the largest of each bin."
-    charts = health(s.steps, marks_of(s, 120))
+def health_charts(s: RunSnapshot) -> tuple[Chart, ...]:
+    """Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures
+    if there is one; shaded from the smallest to the largest of each bin."""
+    charts = training_health(s.steps, marks_of(s, 120))
     of = {
         "Entropy": ("entropy",),
         "Gradient norm": ("grad_norm",),
@@ -723,20 +752,23 @@ def health_charts(s: Snapshot) -> tuple[Chart, ...]:
     )
 
 
-def memory_charts(s: Snapshot) -> tuple[Chart, ...]:
+def memory_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Most memory held while generating and while training."
-    return (memory(s.steps, marks_of(s), colocated=value(s, "placement") == "colocated"),)
+    return (memory_chart(s.steps, marks_of(s), colocated=value_in_force(s, "placement") == "colocated"),)
 
 
-def locked_in_by(s: Snapshot) -> str:
+def locked_in_by(s: RunSnapshot) -> str:
     "What holds the programs; plainly where it is nothing but limits."
-    return held_by(items(s.verdicts, "tier")) if s.verdicts is not None else ""
+    return tiers_in_words(column_items(s.verdicts, "tier")) if s.verdicts is not None else ""
 
 
-def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
-    "Starts by phase, the slowest of them, what the pool does, how programs ended, what the machine failed, and tripwires."
+def sandbox_charts(s: RunSnapshot) -> tuple[Chart, ...]:
+    """Starts by phase, the slowest of them, what the pool does, how programs ended, what the machine failed, and
+    tripwires."""
     v = {} if s.verdicts is None else s.verdicts
-    failed = sandbox_failures(s.steps, marks_of(s), warn=value(s, "infra_warn"), stop=value(s, "infra_stop"))
+    failed = sandbox_failures(
+        s.steps, marks_of(s), warn=value_in_force(s, "infra_warn"), stop=value_in_force(s, "infra_stop")
+    )
     return (
         sandbox_starts(v),
         sandbox_slowest(v),
@@ -747,12 +779,12 @@ def sandbox_charts(s: Snapshot) -> tuple[Chart, ...]:
     )
 
 
-def turns_charts(s: Snapshot) -> tuple[Chart, ...]:
+def turns_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Turns and tools, of a run that has them."
     return turns_and_tools(s.steps, marks_of(s, 120))
 
 # %% ../../nbs/views/03_cards.ipynb #cards-health-part-2
-def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
+def parts_lines(s: RunSnapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     "Mean of each part of the reward over the versions of the newest rollouts."
     import polars as pl
 
@@ -772,17 +804,17 @@ def parts_lines(s: Snapshot, lines: int = 4, bins: int = 60) -> list[Line]:
     ]
 
 
-def reward_charts(s: Snapshot) -> tuple[Chart, ...]:
+def reward_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Mean reward with its spread, its newest distribution, its parts."
     marks, newest = marks_of(s), s.rollouts["reward"].tail(1024).to_numpy()
     values, counts = np.unique(newest, return_counts=True)
-    labels = [number(float(v), 2) for v in values]
+    labels = [short_number(float(v), 2) for v in values]
     if len(values) > 8:
         counts, edges = np.histogram(newest, 10)
-        labels = [number(float(a + b) / 2, 2) for a, b in zip(edges, edges[1:], strict=False)]
+        labels = [short_number(float(a + b) / 2, 2) for a, b in zip(edges, edges[1:], strict=False)]
     bars = Bars(tuple(labels), tuple(map(float, counts)), ("blue",) * len(labels), horizontal=False)
     charts = (
-        reward(s.steps, marks),
+        reward_chart(s.steps, marks),
         Chart(
             "Distribution of reward",
             (bars,) if len(newest) else (),
@@ -821,7 +853,8 @@ class Fit:
 
 
 def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
-    "y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from five points on, a line through four; None for fewer or for points of one x."
+    """y (shares) over x: A / (1 + exp(-k (x - m))) by least squares from five points on, a line through four; None
+    for fewer or for points of one x."""
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) < 4 or np.ptp(x) < 1e-9:
@@ -847,16 +880,16 @@ def fit(x: np.ndarray, y: np.ndarray, points: int = 40) -> Fit | None:
     return Fit(best[1], at, best[2])
 
 # %% ../../nbs/views/03_cards.ipynb #cards-throughput
-def spent(s: Snapshot) -> str:
+def spent(s: RunSnapshot) -> str:
     "What the run has cost so far; empty if no price is set."
-    price = value(s, "dollars_per_hour")
+    price = value_in_force(s, "dollars_per_hour")
     hours = s.status.seconds / 3600 if s.status else 0.0
     trained = (s.status.books.get("trained") or {}).get("tokens", 0) if s.status else 0
     each = f", {price * hours / trained * 1e6:.2f} $ per million trained tokens" if trained else ""
     return f"{price * hours:.2f} $ at {price:g} $ an hour{each}" if price else ""
 
 # %% ../../nbs/views/03_cards.ipynb #cards-throughput-part-2
-def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
+def throughput_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Tokens a second, tokens by fate, and what tokens bought."
 
     def rate(name):
@@ -874,7 +907,7 @@ def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
                 s.prediction.simulated.rate
                 / 60
                 * float(np.nanmean(s.recent["trained_tokens"][window(s)]))
-                / value(s, "batch"),
+                / value_in_force(s, "batch"),
             ),
         )
     speed = Chart(
@@ -896,15 +929,13 @@ def throughput_charts(s: Snapshot) -> tuple[Chart, ...]:
             else np.zeros(len(version))
         )
 
-    kept = column(s.evals, "version") >= (s.steps["version"][0] if len(s.steps["version"]) else math.inf)
-    x, avg, lo, hi = (
-        tokens(column(s.evals, "version")[kept]),
-        *(column(s.evals, name)[kept] for name in ("avg", "avg_low", "avg_high")),
-    )
+    kept = numeric_column(s.evals, "version") >= (s.steps["version"][0] if len(s.steps["version"]) else math.inf)
+    x = tokens(numeric_column(s.evals, "version")[kept])
+    avg, low, high = (numeric_column(s.evals, name)[kept] for name in ("avg", "avg_low", "avg_high"))
     curve = fit(x, avg)
-    held = (Line("held-out", x, avg, "blue", "", lo, hi, 1.0, True),) if len(x) else ()
+    held = (Line("held-out", x, avg, "blue", "", low, high, 1.0, True),) if len(x) else ()
     more = (Line("fit", curve.x, curve.y, "vermilion", "6 3"),) if curve else ()
-    marks = tuple(Mark(float(tokens(np.array([m.x]))[0]), m.label) for m in marks_of(s))
+    marks = tuple(VerticalMark(float(tokens(np.array([m.x]))[0]), m.label) for m in marks_of(s))
     bought = Chart(
         "Held-out by tokens",
         (*held, *more),
@@ -970,16 +1001,17 @@ def reward_frame(folder: str | Path) -> "pl.DataFrame":
 # %% ../../nbs/views/03_cards.ipynb #cards-spec
 @dataclass(frozen=True)
 class CardSpec:
-    "A card: title, whether it is shown at first, its charts, its data, the height of each chart in pixels, how many stand beside each other (three take the width of the panel), the tables it needs, a note."
+    """A card: title, whether it is shown at first, its charts, its data, the height of each chart in pixels, how
+    many stand beside each other (three take the width of the panel), the tables it needs, a note."""
 
     title: str
     default: bool
-    charts: Callable[[Snapshot], tuple[Chart, ...]]
+    charts: Callable[[RunSnapshot], tuple[Chart, ...]]
     frame: "Callable[[str | Path], pl.DataFrame]"
     heights: tuple[int, ...]
     across: int = 1
     needs: tuple[str, ...] = ("steps", "commands")
-    note: Callable[[Snapshot], str] = lambda s: ""
+    note: Callable[[RunSnapshot], str] = lambda s: ""
 
 
 BATCH = ("rollouts", "tokens", "commands")
@@ -1125,7 +1157,7 @@ CARD_STYLE = (
     ".rl-numbers{position:relative;display:flex;gap:2px 18px;flex-wrap:wrap}.rl-numbers span{display:block;color:%(soft)s;font-size:12px;white-space:nowrap}.rl-numbers b{display:block;color:%(ink)s;font-size:15px;font-weight:650}"
     "@keyframes rl-late{to{opacity:1}}.rl-numbers .rl-late{opacity:0;position:absolute;inset:0;padding:0 10px;background:%(ground)s;"
     "border:2px solid %(warn)s;border-radius:4px;font-weight:700;color:%(warn)s;animation:rl-late .01s linear 4s forwards}"
-) % {"ink": INK, "soft": SOFT, "grid": GRID, "ground": GROUND, "warn": colour("vermilion")}
+) % {"ink": INK, "soft": SOFT, "grid": GRID, "ground": GROUND, "warn": css_colour("vermilion")}
 
 
 def style_html() -> str:
@@ -1134,21 +1166,24 @@ def style_html() -> str:
 
 # %% ../../nbs/views/03_cards.ipynb #cards-strip
 def state_html(told: Light) -> str:
-    "The light. Its live region holds the word alone, so that a screen reader speaks when the state changes and not with every figure."
+    """The light. Its live region holds the word alone, so that a screen reader speaks when the state changes and not
+    with every figure."""
     helps = f"<div><span class='rl-soft'>what helps:</span> {escape(told.helps)}</div>" if told.helps else ""
     turning = f" <span class='rl-soft'>(turning {escape(told.leaning)})</span>" if told.leaning else ""
     return (
-        f"<span class='rl-shape' aria-hidden='true' style='color:{colour(told.role)}'>{told.shape}</span>"
+        f"<span class='rl-shape' aria-hidden='true' style='color:{css_colour(told.role)}'>{told.shape}</span>"
         f"<div class='rl-told{' rl-judged' if told.word in JUDGED else ''}'><div><span class='rl-word' role='status'>{escape(told.word)}</span>{escape(told.reason)}{turning}</div>{helps}</div>"
     )
 
 
-def numbers_html(s: Snapshot) -> str:
+def numbers_html(s: RunSnapshot) -> str:
     "Version, staleness, held-out, time, sign of life, and a mark that appears by itself when no new frame comes."
-    lag, rate = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:], column(s.evals, "avg")
-    facts = [(f"version of {value(s, 'steps'):,}", f"{s.version:,}")]
-    facts += [(f"staleness, bound {value(s, 'staleness')}", number(float(lag[0]), 2))] if len(lag) else []
-    facts += [(f"held-out at v{items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
+    lag, rate = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:], numeric_column(s.evals, "avg")
+    facts = [(f"version of {value_in_force(s, 'steps'):,}", f"{s.version:,}")]
+    facts += (
+        [(f"staleness, bound {value_in_force(s, 'staleness')}", short_number(float(lag[0]), 2))] if len(lag) else []
+    )
+    facts += [(f"held-out at v{column_items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}")] if len(rate) else []
     facts += [("time", clock(s.status.seconds))] if s.status else []
     live = s.state not in (*ENDED, "dead")
     facts += [("last heard", f"{seconds(s.age)} ago")] if live and s.alive_at else []
@@ -1166,7 +1201,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def strip_html(snapshot: Snapshot, light: Light) -> str:
+def strip_html(snapshot: RunSnapshot, light: Light) -> str:
     "The strip as one block."
     return f"<div class='rl-bar'>{state_html(light)}{numbers_html(snapshot)}</div>"
 
@@ -1177,32 +1212,40 @@ WIDTH, _INLINE = 360, f"<style>{STYLE}</style>".replace('"', "'")
 def legend_html(chart: Chart) -> str:
     "The names of a chart's series with their swatches."
     found = []
-    for item in labels(chart):
+    for item in series_labels(chart):
         dash = f" stroke-dasharray='{item.dash}'" if item.dash else ""
         shape = (
-            f"<rect y='1' width='12' height='8' fill='{colour(item.role)}' fill-opacity='{min(1.0, 1.6 * item.opacity):.2g}'/>"
+            (
+                f"<rect y='1' width='12' height='8' fill='{css_colour(item.role)}' "
+                f"fill-opacity='{min(1.0, 1.6 * item.opacity):.2g}'/>"
+            )
             if item.fill
-            else f"<path d='M0 5h16' stroke='{colour(item.role)}' stroke-width='2' stroke-opacity='{item.opacity:g}'{dash}/>"
+            else (
+                f"<path d='M0 5h16' stroke='{css_colour(item.role)}' stroke-width='2' "
+                f"stroke-opacity='{item.opacity:g}'{dash}/>"
+            )
         )
         found.append(
-            f"<i><svg class='k' width='{12 if item.fill else 16}' height='10' aria-hidden='true'>{shape}</svg>{escape(item.text)}</i>"
+            f"<i><svg class='k' width='{12 if item.fill else 16}' height='10' "
+            f"aria-hidden='true'>{shape}</svg>{escape(item.text)}</i>"
         )
     return "".join(dict.fromkeys(found))
 
 
 DRAWN = 90  # points of a line on a card
 
-
+# %% ../../nbs/views/03_cards.ipynb #cards-card-two
 def plain(chart: Chart, marked: bool, ticked: bool, last: bool) -> Chart:
-    "The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the place for names is kept free; `last`: its axis is named."
+    """The plot of a chart alone: what is written around it stands in HTML. `marked`: its marks are named, and the
+    place for names is kept free; `last`: its axis is named."""
     bare = tuple(lean(part) for s in chart.series for part in (areas(s) if isinstance(s, Stack) else [s]))
     timed = chart.x_unit == "versions"
     marks = (
-        (*chart.marks, Mark(math.nan, " "))
+        (*chart.marks, VerticalMark(math.nan, " "))
         if marked and timed
         else chart.marks
         if not timed
-        else tuple(Mark(m.x) for m in chart.marks)
+        else tuple(VerticalMark(m.x) for m in chart.marks)
     )
     return replace(
         chart,
@@ -1213,7 +1256,7 @@ def plain(chart: Chart, marked: bool, ticked: bool, last: bool) -> Chart:
         x_label=chart.x_label if last else "",
         series=bare,
         marks=marks,
-        aria=spoken(chart),
+        aria=chart_in_words(chart),
         x_ticks=ticked,
     )
 
@@ -1223,13 +1266,16 @@ def lean(s):
     if not isinstance(s, (Line, Band)):
         return s
     edges = {
-        name: thin(s.x, getattr(s, name), DRAWN) for name in ("y", "lo", "hi") if getattr(s, name, None) is not None
+        name: thin_points(s.x, getattr(s, name), DRAWN)
+        for name in ("y", "lo", "hi")
+        if getattr(s, name, None) is not None
     }
     return replace(s, name="", x=next(iter(edges.values())).x, **{name: t.y for name, t in edges.items()})
 
 
 def areas(stack: Stack) -> list[Band]:
-    "A stack as areas that all begin at zero, the highest behind; one that is the same all along needs two points, one that is not there none."
+    """A stack as areas that all begin at zero, the highest behind; one that is the same all along needs two points,
+    one that is not there none."""
     tops = np.cumsum([np.nan_to_num(y) for y in stack.ys], axis=0)
     seen = [i for i, y in enumerate(stack.ys) if len(y) and np.nanmax(y) > 0.004 * tops[-1].max()]
     found = []
@@ -1260,7 +1306,7 @@ def figure_html(chart: Chart, card: str, width: float, height: float, marked: bo
     return f"<figure><figcaption><b>{escape(chart.title)}</b>{note}{legend}</figcaption>{svg}</figure>"
 
 
-def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
+def card_html(key: str, snapshot: RunSnapshot, width: float = 0) -> str:
     "A card as HTML, drawn for `width` pixels (0: a usual card's) and growing with the place it gets."
     spec, charts = CARDS[key], CARDS[key].charts(snapshot)
     whole = spec.across > 2
@@ -1280,10 +1326,14 @@ def card_html(key: str, snapshot: Snapshot, width: float = 0) -> str:
         if charts[0].title != spec.title
         else ""
     )
-    return f"<div class='rl-face{' rl-whole' if whole else ' rl-two' if spec.across > 1 else ''}'>{header}<div class='rl-plots'>{''.join(drawn)}</div></div>"
+    return (
+        "<div "
+        f"class='rl-face{' rl-whole' if whole else ' rl-two' if spec.across > 1 else ''}'>{header}<div "
+        f"class='rl-plots'>{''.join(drawn)}</div></div>"
+    )
 
-
-def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
+# %% ../../nbs/views/03_cards.ipynb #cards-figure-two
+def moved(before: RunSnapshot | None, now: RunSnapshot) -> tuple[str, ...]:
     "Keys of the cards that look different from before: some table they are made of has new rows, or a knob moved."
     if before is None or before.config != now.config:
         return tuple(CARDS)
@@ -1295,7 +1345,8 @@ def moved(before: Snapshot | None, now: Snapshot) -> tuple[str, ...]:
 
 
 def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
-    "Keys of the cards that a run begins with: the usual ones, that of the sandboxes where programs are judged, and that of turns and tools where there are episodes."
+    """Keys of the cards that a run begins with: the usual ones, that of the sandboxes where programs are judged, and
+    that of turns and tools where there are episodes."""
 
     def named(field: str) -> object:
         return table.get("name") if isinstance(table := config.get(field), Mapping) else table
@@ -1304,9 +1355,12 @@ def shown_first(config: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(key for key, spec in CARDS.items() if spec.default or more.get(key, False))
 
 
-def still_html(snapshot: Snapshot, light: Light) -> str:
+def still_html(snapshot: RunSnapshot, light: Light) -> str:
     "Strip and default cards as one block that needs no widget."
     cards = "".join(
         f"<div class='rl-card rl-card-{key}'>{card_html(key, snapshot)}</div>" for key in shown_first(snapshot.config)
     )
-    return f"<div class='rl-panel'>{style_html()}{strip_html(snapshot, light)}<div class='rl-cards' style='margin-top:8px'>{cards}</div></div>"
+    return (
+        f"<div class='rl-panel'>{style_html()}{strip_html(snapshot, light)}<div class='rl-cards' "
+        f"style='margin-top:8px'>{cards}</div></div>"
+    )

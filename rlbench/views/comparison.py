@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['AXES', 'LEARNING', 'EXAM_FIELDS', 'STYLE', 'folder_of', 'Compared', 'read_compared', 'with_history', 'spent', 'place',
-           'held_out_rows', 'charts', 'parting', 'drawn', 'rate', 'Ending', 'digest_words', 'endings', 'end_rows',
-           'Difference', 'differences', 'commands_in_words', 'Exam', 'table_in_words', 'exam_in', 'config_at',
-           'dotted_value', 'exam_of', 'exam_differences', 'cautions', 'Comparison', 'comparison_frame',
-           'comparison_html', 'compare']
+           'held_out_rows', 'solve_rate_lines', 'charts', 'parting', 'drawn', 'rate', 'Ending', 'digest_words',
+           'endings', 'end_rows', 'SettingDifference', 'differences', 'commands_in_words', 'Exam', 'table_in_words',
+           'exam_in', 'config_at', 'dotted_value', 'exam_of', 'exam_differences', 'cautions', 'Comparison',
+           'comparison_frame', 'comparison_html', 'compare']
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-imports
 import json
@@ -20,13 +20,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.charts import COLOURS, DASHES, GRID, INK, SOFT, Chart, Line, Mark, colour, column, number, to_svg
-from ..base.ledger import ENDED, state_of
+from rlbench.base.chart_parts import (
+    COLOURS,
+    DASHES,
+    GRID,
+    INK,
+    SOFT,
+    Line,
+    VerticalMark,
+    css_colour,
+    short_number,
+)
+from ..base.charts import Chart, to_svg
+from ..base.run_charts import numeric_column
 from ..base.runs_folder import find_run_folder
+from ..base.status import ENDED, state_of
 from ..knobs import unknown
+from ..loop.commands import ramped_value
 from ..loop.config import set_dotted
 from ..loop.digest import compare_traces, read_trace
-from ..loop.loop import ramped_value
 from ..runtime.lineage import parent_folder, read_family
 from .report import DECIDE, RunData, RunSummary, duration, flat, read_run, summarize, table, text
 
@@ -79,7 +91,8 @@ def read_compared(folders: Sequence[Path]) -> tuple[Compared, ...]:
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-history
 def with_history(folder: Path, data: RunData) -> tuple[RunData, int, Path | None]:
-    "A fork with the rows of its ancestors up to where they parted, the version at which it was forked, and its parent's folder; any other run as it is, 0 and None."
+    """A fork with the rows of its ancestors up to where they parted, the version at which it was forked, and its
+    parent's folder; any other run as it is, 0 and None."""
     import polars as pl
 
     family, parent = read_family(folder), parent_folder(folder)
@@ -96,7 +109,7 @@ AXES = {"version": ("version", "versions"), "tokens": ("generated", "tokens"), "
 
 def spent(data: RunData, versions: np.ndarray) -> np.ndarray:
     "Tokens generated up to each of some versions."
-    known, tokens = column(data.steps, "version"), np.nancumsum(column(data.steps, "generated_tokens"))
+    known, tokens = numeric_column(data.steps, "version"), np.nancumsum(numeric_column(data.steps, "generated_tokens"))
     return (
         np.interp(versions, np.append(0, known), np.append(0, tokens))
         if len(known)
@@ -107,8 +120,8 @@ def spent(data: RunData, versions: np.ndarray) -> np.ndarray:
 def place(data: RunData, rows, x: str) -> np.ndarray:
     "Where the rows of a table stand on an axis."
     if x == "minutes":
-        return column(rows, "at") / 60
-    versions = column(rows, "version")
+        return numeric_column(rows, "at") / 60
+    versions = numeric_column(rows, "version")
     return spent(data, versions) if x == "tokens" else versions
 
 
@@ -129,29 +142,34 @@ LEARNING = (
     ("kl_sampler", "KL, sampler to trainer", "how far the batch is from the policy that is trained", "nats"),
 )  # column, title, subtitle, unit: what tells a collapse before the solve rate does
 
+# %% ../../nbs/views/09_comparison.ipynb #compare-solve-lines
+def solve_rate_lines(compared: Sequence[Compared], x: str) -> tuple:
+    "The held-out solve rate of each run with its interval."
+    lines = []
+    for each in compared:
+        rows = held_out_rows(each.whole)
+        if len(rows):
+            rate, low, high = (numeric_column(rows, name) for name in ("avg", "avg_low", "avg_high"))
+            lines += drawn(compared, each, rows, x, rate, low, high)
+    return tuple(lines)
 
+# %% ../../nbs/views/09_comparison.ipynb #compare-charts-all
 def charts(compared: Sequence[Compared], x: str = "version") -> tuple[Chart, ...]:
-    "Held-out solve rate with its interval, response length, staleness, tokens per second, reward, entropy and KL of several runs over one axis."
+    "Solve rate, length, staleness, tokens per second, reward, entropy and KL of several runs over one axis."
     label, unit = AXES[x]
     common = {
         "x_label": label,
         "x_unit": unit,
-        "marks": tuple(Mark(parting(c, x), f"{c.name} forked") for c in compared if c.since),
+        "marks": tuple(VerticalMark(parting(c, x), f"{c.name} forked") for c in compared if c.since),
     }
-    solve = tuple(
-        line
-        for c in compared
-        if len(rows := held_out_rows(c.whole))
-        for line in drawn(compared, c, rows, x, column(rows, "avg"), column(rows, "avg_low"), column(rows, "avg_high"))
-    )
 
     def lag(steps):
-        return column(steps, "lag_in_flight") + column(steps, "lag_in_queue")
+        return numeric_column(steps, "lag_in_flight") + numeric_column(steps, "lag_in_queue")
 
     return (
         Chart(
             "Held-out solve rate",
-            solve,
+            solve_rate_lines(compared, x),
             "with its 95 % interval",
             y_label="share correct",
             y_range=(0, 1),
@@ -160,7 +178,7 @@ def charts(compared: Sequence[Compared], x: str = "version") -> tuple[Chart, ...
         ),
         Chart(
             "Response length",
-            _lines(compared, x, lambda s: column(s, "length_mean")),
+            _lines(compared, x, lambda s: numeric_column(s, "length_mean")),
             "mean of the tasks served",
             y_label="tokens",
             y_range=(0, None),
@@ -190,7 +208,7 @@ def charts(compared: Sequence[Compared], x: str = "version") -> tuple[Chart, ...
 # %% ../../nbs/views/09_comparison.ipynb #compare-charts-part-2
 def _step_chart(compared: Sequence[Compared], x: str, shown: tuple[str, str, str, str], common: Mapping) -> Chart:
     name, title, subtitle, unit = shown
-    lines = _lines(compared, x, lambda steps: column(steps, name))
+    lines = _lines(compared, x, lambda steps: numeric_column(steps, name))
     return Chart(title, lines, subtitle, y_label=unit, empty="no batch trained yet", **common)
 
 
@@ -206,7 +224,7 @@ def parting(c: Compared, x: str) -> float:
     return float(
         c.since
         if x == "version" or not len(steps)
-        else np.interp(c.since, column(steps, "version"), place(c.whole, steps, x))
+        else np.interp(c.since, numeric_column(steps, "version"), place(c.whole, steps, x))
     )
 
 
@@ -220,7 +238,7 @@ def drawn(
     hi: np.ndarray | None = None,
 ) -> list[Line]:
     "The line of a run from its parent's last point on, and, if the parent is not drawn, faintly what was before."
-    versions, at = column(rows, "version"), place(c.whole, rows, x)
+    versions, at = numeric_column(rows, "version"), place(c.whole, rows, x)
     first = max(0, int(np.searchsorted(versions, c.since, "right")) - 1) if c.since else 0
     own = slice(first, None)
     cut = [None if each is None else each[own] for each in (lo, hi)]
@@ -233,14 +251,17 @@ def drawn(
 # %% ../../nbs/views/09_comparison.ipynb #compare-rate-window
 def rate(steps, window: int = 5) -> np.ndarray:
     "Tokens generated per second at each version, over the last `window` versions."
-    tokens, seconds = (np.cumsum(np.nan_to_num(column(steps, name))) for name in ("generated_tokens", "seconds"))
+    tokens, seconds = (
+        np.cumsum(np.nan_to_num(numeric_column(steps, name))) for name in ("generated_tokens", "seconds")
+    )
     tokens, seconds = (a - np.append(np.zeros(min(window, len(a))), a[:-window]) for a in (tokens, seconds))
     return np.divide(tokens, seconds, out=np.full(len(tokens), math.nan), where=seconds > 0)
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-end
 @dataclass(frozen=True)
 class Ending:
-    "End figures of a run, or those up to now. Rates are shares with standard errors, `difference` is to the first run; `fates` are shares of the tokens; `digest` says which parts differ from the first run's."
+    """End figures of a run, or those up to now. Rates are shares with standard errors, `difference` is to the first
+    run; `fates` are shares of the tokens; `digest` says which parts differ from the first run's."""
 
     run: str
     state: str
@@ -281,9 +302,13 @@ def endings(compared: Sequence[Compared]) -> tuple[Ending, ...]:
         s, steps = c.summary, c.data.steps
         rates = (first.solve_rate_end, s.solve_rate_end)
         known = i > 0 and same and None not in rates
-        seconds, tokens = np.nansum(column(steps, "seconds")), np.nansum(column(steps, "trained_tokens"))
+        seconds, tokens = (
+            np.nansum(numeric_column(steps, "seconds")),
+            np.nansum(numeric_column(steps, "trained_tokens")),
+        )
         lag = np.nansum(
-            (column(steps, "lag_in_flight") + column(steps, "lag_in_queue")) * column(steps, "trained_tokens")
+            (numeric_column(steps, "lag_in_flight") + numeric_column(steps, "lag_in_queue"))
+            * numeric_column(steps, "trained_tokens")
         )
         books = sorted(c.data.status.books.items(), key=lambda kv: -kv[1]["tokens"]) if c.data.status else []
         booked = sum(entry["tokens"] for _, entry in books)
@@ -301,7 +326,7 @@ def endings(compared: Sequence[Compared]) -> tuple[Ending, ...]:
                 s.length_end,
                 float(lag / tokens) if tokens else None,
                 s.tokens,
-                float(np.nansum(column(steps, "generated_tokens")) / seconds) if seconds else None,
+                float(np.nansum(numeric_column(steps, "generated_tokens")) / seconds) if seconds else None,
                 s.wall_s,
                 s.trained_share,
                 tuple((fate, entry["tokens"] / booked) for fate, entry in books if entry["tokens"]),
@@ -321,7 +346,7 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
         return "–" if value is None else f"{100 * value:.1f} %"
 
     def say(value):
-        return "–" if value is None else number(value)
+        return "–" if value is None else short_number(value)
 
     rows = [
         ("state", [f"{e.state}, version {e.versions}" for e in ends]),
@@ -344,14 +369,14 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
 
 # %% ../../nbs/views/09_comparison.ipynb #compare-differ
 @dataclass(frozen=True)
-class Difference:
+class SettingDifference:
     "A setting in which runs differ; a value per run, as text."
 
     field: str
     values: tuple[str, ...]
 
 
-def differences(compared: Sequence[Compared]) -> tuple[Difference, ...]:
+def differences(compared: Sequence[Compared]) -> tuple[SettingDifference, ...]:
     "Settings, makings and commands in which the runs differ."
     tables = [dict(flat(c.data.config)) | _making(c.data.provenance) for c in compared]
     fields = [
@@ -359,11 +384,11 @@ def differences(compared: Sequence[Compared]) -> tuple[Difference, ...]:
         for field in dict.fromkeys(f for t in tables for f in t)
         if field != "name" and len({t.get(field) for t in tables}) > 1
     ]
-    found = [Difference(field, tuple(t.get(field, "–") for t in tables)) for field in fields]
+    found = [SettingDifference(field, tuple(t.get(field, "–") for t in tables)) for field in fields]
     steered = tuple("; ".join(commands_in_words(c.data)) or "–" for c in compared)
     families = tuple(str(read_family(c.folder) or "–") for c in compared)
-    found += [Difference("family", families)] * (set(families) != {"–"})
-    return tuple(found) + ((Difference("commands", steered),) if any(each != "–" for each in steered) else ())
+    found += [SettingDifference("family", families)] * (set(families) != {"–"})
+    return tuple(found) + ((SettingDifference("commands", steered),) if any(each != "–" for each in steered) else ())
 
 
 def _making(provenance: Mapping) -> dict[str, str]:
@@ -407,7 +432,10 @@ class Exam:
     observation_tokens: int = 0
 
     def __str__(self) -> str:
-        told = f"{self.count} tasks of {table_in_words(self.tasks)}, {self.k} response{'s' * (self.k != 1)} each at temperature {self.temperature:g}"
+        told = (
+            f"{self.count} tasks of {table_in_words(self.tasks)}, {self.k} response{'s' * (self.k != 1)} "
+            f"each at temperature {self.temperature:g}"
+        )
         told += f", up to {self.max_tokens} tokens" * bool(self.max_tokens)
         told += f", verifier {table_in_words(self.verifier)}" * ("name" in json.loads(self.verifier))
         turns = f", environment {table_in_words(self.environment)}, up to {self.max_turns} turns"
@@ -502,7 +530,8 @@ def cautions(compared: Sequence[Compared]) -> list[str]:
     for c in compared:
         if exams[c.name] and (changed := exam_differences(exams[c.name], exam_of(c.data, first=True))):
             told.append(
-                f"The exam of {c.name} changed while it ran: {changed}. Its first rates and its last are not comparable."
+                f"The exam of {c.name} changed while it ran: {changed}. Its first rates and its last "
+                "are not comparable."
             )
     if len(kinds) == 1 and len(seeds) > 1:
         told.append("The held-out tasks were drawn with different seeds: the same kind of tasks, not the same tasks.")
@@ -527,7 +556,7 @@ class Comparison:
         return endings(self.compared)
 
     @property
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> tuple[SettingDifference, ...]:
         "Settings and commands in which the runs differ."
         return differences(self.compared)
 
@@ -537,7 +566,8 @@ class Comparison:
         return cautions(self.compared)
 
     def frame(self) -> "pl.DataFrame":
-        "A row per run and version: tokens, minutes, held-out and served solve rate, length, staleness in versions, tokens per second."
+        """A row per run and version: tokens, minutes, held-out and served solve rate, length, staleness in versions,
+        tokens per second."""
         return comparison_frame(self.compared)
 
     def __repr__(self) -> str:
@@ -562,7 +592,7 @@ def comparison_frame(compared: Sequence[Compared]) -> "pl.DataFrame":
     frames = []
     for c in compared:
         steps, rows = c.data.steps, held_out_rows(c.data)
-        lag = column(steps, "lag_in_flight") + column(steps, "lag_in_queue")
+        lag = numeric_column(steps, "lag_in_flight") + numeric_column(steps, "lag_in_queue")
         trained = pl.DataFrame(
             {
                 "version": steps["version"],
@@ -583,7 +613,7 @@ def comparison_frame(compared: Sequence[Compared]) -> "pl.DataFrame":
         both = trained.join(exam, on="version", how="full", coalesce=True).sort("version")
         both = both.with_columns(
             pl.coalesce("minutes", "exam_minutes").alias("minutes"),
-            pl.Series("tokens", spent(c.whole, column(both, "version"))),
+            pl.Series("tokens", spent(c.whole, numeric_column(both, "version"))),
             pl.lit(c.name).alias("run"),
         )
         frames.append(
@@ -638,7 +668,10 @@ def comparison_html(c: Comparison) -> str:
 def _key(each: Compared) -> str:
     "The line by which a run is known in the charts."
     return (
-        f'<svg class="key" width="22" height="4" aria-hidden="true"><path d="M0 2h22" stroke="{colour(each.role)}" stroke-width="2.5"'
+        (
+            '<svg class="key" width="22" height="4" aria-hidden="true"><path d="M0 2h22" '
+            f'stroke="{css_colour(each.role)}" stroke-width="2.5"'
+        )
         + (f' stroke-dasharray="{each.dash}"' if each.dash else "")
         + "/></svg>"
     )
@@ -647,7 +680,8 @@ def _key(each: Compared) -> str:
 def compare(*which, x: str = "version", runs: str | Path | None = None) -> Comparison:
     """Runs beside each other: handles, paths, or names under `runs`; live or ended. `x`: version, tokens or minutes.
 
-    Raises ValueError for no run, a run named twice, or an unknown axis; FileNotFoundError for a run that is not there."""
+    Raises ValueError for no run, a run named twice, or an unknown axis; FileNotFoundError for a run that is not
+    there."""
     if x not in AXES:
         raise unknown("x", x, AXES)
     folders = [folder_of(run, runs) for run in which]

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..loop.config import read_config
+from ..runtime.run_reader import RunReader, reader_of
 
 # %% ../../nbs/views/01_decode.ipynb #decode-load
 Decoder = Callable[[list[int]], str]
 
 
 def tokenizer_file(folder: str | Path, model: str) -> Path | None:
-    "The run's `tokenizer.json`: of its saved policy, its model's folder, the packaged model or the Hub's cache; None if there is none on this machine."
+    """The run's `tokenizer.json`: of its saved policy, its model's folder, the packaged model or the Hub's cache;
+    None if there is none on this machine."""
     from importlib.resources import files
 
     here = [Path(folder) / "policy", Path(model).expanduser(), Path(str(files("rlbench.data"))) / model]
@@ -30,18 +31,21 @@ def tokenizer_file(folder: str | Path, model: str) -> Path | None:
     return found
 
 
-def load_decoder(folder: str | Path) -> Decoder | None:
+def load_decoder(folder: "str | Path | RunReader") -> Decoder | None:
     "Token ids to text, special tokens included, with the tokenizer of a run; None if it cannot be loaded."
     try:
-        model = read_config(Path(folder)).model
+        reader = reader_of(folder)
+        folder, model = reader.folder, reader.config.model
         if (path := tokenizer_file(folder, model)) is not None:
             from tokenizers import Tokenizer
 
             return partial(Tokenizer.from_file(str(path)).decode, skip_special_tokens=False)
-        from rlbench.models.model import load_tokenizer, locate
+        from rlbench.models.model import load_tokenizer, locate_model
 
         return partial(
-            load_tokenizer(model, locate(model)).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            load_tokenizer(model, locate_model(model)).decode,
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
     except Exception:  # whatever a folder, a configuration or a library has against it: the ids are shown
         return None

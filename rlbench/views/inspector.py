@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NARROW', 'TEXTS', 'STEPS', 'AGAIN', 'PALETTE', 'LOOK_STYLE', 'PAGE', 'ALONE', 'OTHER_VERSION', 'OTHER_TRY', 'HEADING',
-           'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'Earlier', 'RolloutRow', 'StoredRollout',
+           'BROWSER_STYLE', 'matching', 'find_rollouts', 'with_texts', 'Earlier', 'InspectorRow', 'StoredRollout',
            'verdict', 'fate_in_words', 'staleness_in_words', 'read_rollout', 'tests_of', 'heat', 'legend', 'strip_html',
            'heat_in_words', 'Turn', 'turns_of', 'turn_in_words', 'state_in_words', 'undone_in_words', 'turns_html',
            'framed', 'card_html', 'prompt_html', 'rollout_html', 'versions_of_task', 'pairs_of_task', 'other_version',
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.charts import GRID, GROUND, INK, SOFT, number
-from ..base.ledger import count_rows, read_rows, read_table
+from ..base.chart_parts import GRID, GROUND, INK, SOFT, short_number
+from ..base.ledger_reading import count_rows, read_rows, read_table
 from ..knobs import unknown
 from ..records import ROLLOUTS, TOKENS, VERDICTS, Fate
-from ..sandbox.explain import Reading, answer_in_words, code_task_of, reading
+from ..runtime.run_reader import RunReader, reader_of
+from ..sandbox.explain import Reading, answer_in_words, code_task_of, read_verdict
 from .decode import Decoder, load_decoder, pieces
 from .loss_card import loss_card
 from .loss_card_html import LossView
@@ -140,8 +141,10 @@ def find_rollouts(
 ) -> "pl.DataFrame":
     """The rollouts that fit, newest first, with their texts and their `lag` in versions.
 
-    `fate`: one or several; `level`: one or several; `reward`, `lag`, `version`: a number, or (lowest, highest) with None for an open end; `text`: literally, in prompt, response or any turn of an episode, whatever the case;
-    `task`: its id; `last`: how many of the newest to look at, None for all; `limit`: how many to hand back. Raises ValueError for an unknown fate or an empty range."""
+    `fate`: one or several; `level`: one or several; `reward`, `lag`, `version`: a number, or (lowest, highest) with
+    None for an open end; `text`: literally, in prompt, response or any turn of an episode, whatever the case;
+    `task`: its id; `last`: how many of the newest to look at, None for all; `limit`: how many to hand back. Raises
+    ValueError for an unknown fate or an empty range."""
     found = matching(
         folder, fate=fate, level=level, reward=reward, lag=lag, version=version, text=text, task=task, last=last
     )
@@ -157,7 +160,8 @@ def with_texts(folder: str | Path, rows: "pl.DataFrame") -> "pl.DataFrame":
 # %% ../../nbs/views/08_inspector.ipynb #inspector-attempt
 @dataclass(frozen=True)
 class Earlier:
-    "An attempt at the same rollout that ended before: its fate, and what it had that the next one did not take over. `first` counts turns from 0."
+    """An attempt at the same rollout that ended before: its fate, and what it had that the next one did not take
+    over. `first` counts turns from 0."""
 
     attempt: int
     fate: str
@@ -167,7 +171,7 @@ class Earlier:
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-row
 @dataclass(frozen=True, eq=False)
-class RolloutRow:
+class InspectorRow:
     "The columns of a rollout that say which it is and what became of it."
 
     folder: Path
@@ -193,8 +197,9 @@ class RolloutRow:
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-stored
 @dataclass(frozen=True, eq=False)
-class StoredRollout(RolloutRow):
-    "A rollout as the ledger keeps it; it shows itself in a notebook. Token arrays are of one length T, empty if no tokens are stored."
+class StoredRollout(InspectorRow):
+    """A rollout as the ledger keeps it; it shows itself in a notebook. Token arrays are of one length T, empty if no
+    tokens are stored."""
 
     seconds: float = 0.0
     message: str = ""
@@ -230,11 +235,16 @@ class StoredRollout(RolloutRow):
         return self.trained_at - 1 - self.oldest if self.trained_at > 0 and self.oldest >= 0 else None
 
     def card(self, policy: bool = False, **changes):
-        "Its loss, token by token; `changes` put a loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in or shaping (names, tables, functions) in place of the run's own, `policy` computes log-probabilities now. ValueError for what cannot be."
+        """Its loss, token by token; `changes` put a loss, correction, advantage, aggregation, old, kl, kl_weight,
+        kl_in or shaping (names, tables, functions) in place of the run's own, `policy` computes log-probabilities
+        now. ValueError for what cannot be."""
         return loss_card(self.folder, self.rollout, self.attempt, policy, **changes)
 
     def __repr__(self) -> str:
-        return f"StoredRollout({self.rollout}, {self.task!r}: {verdict(self)}, {fate_in_words(self)}, {self.length} tokens)"
+        return (
+            f"StoredRollout({self.rollout}, {self.task!r}: {verdict(self)}, {fate_in_words(self)}, "
+            f"{self.length} tokens)"
+        )
 
     def _repr_html_(self) -> str:
         return framed(card_html(self, load_decoder(self.folder)))
@@ -260,24 +270,26 @@ def staleness_in_words(r: StoredRollout) -> str:
     return wrote if r.lag is None else f"{wrote}, lag {r.lag} ({over} in flight, {r.lag - over} in queue){world}"
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-read
-def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -> StoredRollout:
+def read_rollout(folder: str | Path | RunReader, rollout: int, attempt: int | None = None) -> StoredRollout:
     "A rollout by id, and by attempt if it was tried more than once. Raises ValueError if the run has none of that id."
-    row, tokens = (_row(folder, table, rollout, attempt) for table in ("rollouts", "tokens"))
+    reader = reader_of(folder)
+    row = _row(reader, "rollouts", rollout, attempt)
+    tokens = _row(reader, "tokens", rollout, attempt)
     if row is None:
-        told = f" in attempt {attempt}" if attempt is not None else ""
+        which = f" in attempt {attempt}" if attempt is not None else ""
         raise ValueError(
-            f"rollout: {rollout}{told} is not in {Path(folder).name!r}; find_rollouts lists those that have ended"
+            f"rollout: {rollout}{which} is not in {reader.folder.name!r}; find_rollouts lists those that have ended"
         )
     names = [n for n in StoredRollout.__dataclass_fields__ if n in row and row[n] is not None]
     parts = tuple(zip(row["part_names"] or (), row["part_values"] or (), strict=True))
     known = {name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names}
     known |= {
-        "folder": Path(folder),
+        "folder": reader.folder,
         "attempt": row["try"],
         "parts": parts,
-        "earlier": _earlier(folder, row) if row["try"] else (),
+        "earlier": _earlier(reader, row) if row["try"] else (),
     }
-    known["tests"] = tests_of(folder, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
+    known["tests"] = tests_of(reader, rollout, row["try"], row["answer"]) if code_task_of(row["answer"]) else None
     if tokens is None or tokens["try"] != row["try"]:
         return StoredRollout(**known)
     arrays = {
@@ -287,20 +299,14 @@ def read_rollout(folder: str | Path, rollout: int, attempt: int | None = None) -
     return StoredRollout(**known, **arrays, advantage=tokens["advantage"])
 
 
-def _earlier(folder: str | Path, row: Mapping[str, object]) -> tuple[Earlier, ...]:
+def _earlier(reader: RunReader, row: Mapping[str, object]) -> tuple[Earlier, ...]:
     "The attempts before that of a row, oldest first."
     import polars as pl
 
     mine = (pl.col("rollout") == row["rollout"]) & (pl.col("try") < row["try"])
-    rows = (
-        read_table(folder, "rollouts", ("rollout", "try", "fate", "turns", "length"))
-        .filter(mine)
-        .unique("try", keep="last")
-        .sort("try")
-    )
-    kept = read_rows(
-        folder, "tokens", read_table(folder, "tokens", ("seq", "rollout", "try")).filter(mine)["seq"], ("try", "turn")
-    )
+    ended = reader.table("rollouts").filter(mine).select("rollout", "try", "fate", "turns", "length").collect()
+    rows = ended.unique("try", keep="last").sort("try")
+    kept = reader.table("tokens").filter(mine).select("try", "turn").collect()
     first = {attempt: turn[0] for attempt, turn in kept.iter_rows() if turn}
     return tuple(
         Earlier(r["try"], r["fate"] or "", first.get(r["try"], 0), r["turns"] or 0, r["length"] or 0)
@@ -308,28 +314,30 @@ def _earlier(folder: str | Path, row: Mapping[str, object]) -> tuple[Earlier, ..
     )
 
 
-def _row(folder: str | Path, table: str, rollout: int, attempt: int | None) -> dict | None:
+def _row(reader: RunReader, table: str, rollout: int, attempt: int | None) -> dict | None:
     "The last row of a rollout in a table."
     import polars as pl
 
-    keys = read_table(folder, table, ("seq", "rollout", "try")).filter(pl.col("rollout") == rollout)
-    keys = keys if attempt is None else keys.filter(pl.col("try") == attempt)
+    mine = pl.col("rollout") == rollout
+    if attempt is not None:
+        mine &= pl.col("try") == attempt
+    keys = reader.table(table).filter(mine).select("seq").collect()
     if keys.is_empty():
         return None
-    columns = [
-        column.name
-        for column in {"rollouts": ROLLOUTS, "tokens": TOKENS, "verdicts": VERDICTS}[table]
-        if column.name != "attempt"
-    ]
-    return read_rows(folder, table, keys["seq"].tail(1), columns).row(0, named=True)
+    known = {"rollouts": ROLLOUTS, "tokens": TOKENS, "verdicts": VERDICTS}[table]
+    columns = [column.name for column in known if column.name != "attempt"]
+    return reader.rows(table, keys["seq"].tail(1), columns).row(0, named=True)
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-tests
-def tests_of(folder: str | Path, rollout: int, attempt: int | None = None, answer: str = "") -> Reading | None:
+def tests_of(
+    folder: str | Path | RunReader, rollout: int, attempt: int | None = None, answer: str = ""
+) -> Reading | None:
     "The verdict on a rollout's program, test by test; None if it has none. `answer`: of its task, if it is known."
-    judged = _row(folder, "verdicts", rollout, attempt)
+    reader = reader_of(folder)
+    judged = _row(reader, "verdicts", rollout, attempt)
     if judged is None:
         return None
-    return reading(judged, answer or (_row(folder, "rollouts", rollout, attempt) or {}).get("answer") or "")
+    return read_verdict(judged, answer or (_row(reader, "rollouts", rollout, attempt) or {}).get("answer") or "")
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-heat
 STEPS = (0.9, 0.5, 0.2, 0.05, 0.01)  # probabilities at which the tint changes
@@ -386,7 +394,10 @@ def _token(r: StoredRollout, i: int, piece: str, tint: int) -> str:
     "One token with what is known about it."
     logprob = r.logprobs[i]
     weight = "" if r.mask[i] else " · no weight in the loss"
-    told = f"log-prob {_signed(logprob, 3)} · probability {math.exp(min(0.0, logprob)):.3g} · v{r.versions[i]} · token {i + 1} of {len(r.tokens)}, id {r.tokens[i]}{weight}"
+    told = (
+        f"log-prob {_signed(logprob, 3)} · probability {math.exp(min(0.0, logprob)):.3g} · "
+        f"v{r.versions[i]} · token {i + 1} of {len(r.tokens)}, id {r.tokens[i]}{weight}"
+    )
     said = text(piece).replace("\n", "↵\n") if piece else "·"
     return f'<span class="t h{tint}{"" if r.mask[i] else " m"}" title="{told}">{said}</span>'
 
@@ -424,7 +435,8 @@ class Turn:
 
 
 def turns_of(r: StoredRollout) -> tuple[Turn, ...]:
-    "The turns of an episode of several turns; none for another rollout. A rewound attempt has only the turns that were undone."
+    """The turns of an episode of several turns; none for another rollout. A rewound attempt has only the turns that
+    were undone."""
     first = int(r.turn[0]) if len(r.turn) else 0
     words, answers = r.said[0::2], (*r.said[1::2], None)
     found = []
@@ -486,7 +498,10 @@ def undone_in_words(each: Earlier) -> str:
         if each.fate == "rewound"
         else f"ended ({each.fate.replace('_', ' ')}) and was begun again at"
     )
-    return f"attempt {each.attempt} {how} turn {each.first + 1}: its {which}, {each.tokens:,} tokens, {'was' if each.turns == 1 else 'were'} undone"
+    return (
+        f"attempt {each.attempt} {how} turn {each.first + 1}: its {which}, {each.tokens:,} tokens, "
+        f"{'was' if each.turns == 1 else 'were'} undone"
+    )
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-turns-html
 AGAIN = ("rewound", "aborted")  # fates after which the next attempt goes on from a turn that is known
@@ -498,7 +513,8 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
     share = None if most is None else max(20, most // max(1, len(turns)))
     if turns and (kept := turns[0].number):
         out.append(
-            f"<p><small>The {'turn' if kept == 1 else f'{kept} turns'} before {'is' if kept == 1 else 'are'} the next attempt's.</small></p>"
+            f"<p><small>The {'turn' if kept == 1 else f'{kept} turns'} before "
+            f"{'is' if kept == 1 else 'are'} the next attempt's.</small></p>"
         )
     for before, turn in zip((None, *turns), turns):
         out += [
@@ -553,7 +569,10 @@ LOOK_STYLE = PALETTE + (
     f".rl-look .rl-rollout pre,.rl-look .rl-heat{{font:13px/1.5 var(--jp-code-font-family,ui-monospace,monospace);color:{INK};background:none;white-space:pre-wrap;overflow-wrap:anywhere;margin:0;padding:0;max-height:24em;overflow:auto}}"
     ".rl-look .rl-rollout .rl-heat{line-height:2.05;max-height:34em}.rl-look .t{padding:1px 0 3px;margin-right:1px;border-radius:2px;unicode-bidi:isolate;box-decoration-break:clone}"
     + "".join(
-        f".rl-look .h{i}{{background:color-mix(in srgb,var(--rl-heat) {share}%,transparent);box-shadow:inset 0 -{i * 0.8:.1f}px var(--rl-bar)}}"
+        (
+            f".rl-look .h{i}{{background:color-mix(in srgb,var(--rl-heat) "
+            f"{share}%,transparent);box-shadow:inset 0 -{i * 0.8:.1f}px var(--rl-bar)}}"
+        )
         for i, share in enumerate((0, 18, 38, 60, 80, 100))
         if i
     )
@@ -581,8 +600,12 @@ def framed(body: str) -> str:
 # %% ../../nbs/views/08_inspector.ipynb #inspector-card
 def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None = 2000, key: bool = True) -> str:
     "One rollout to read, without the styles; `key` adds the legend."
-    lead = f'<b class="{"yes" if r.correct else "no"}">{"✓" if r.correct else "–" if r.correct is None else "✗"} {verdict(r)}</b>'
-    reward = "no reward" if r.reward is None else f"reward {number(r.reward)}"
+    lead = (
+        "<b "
+        f'class="{"yes" if r.correct else "no"}">{"✓" if r.correct else "–" if r.correct is None else "✗"} '
+        f"{verdict(r)}</b>"
+    )
+    reward = "no reward" if r.reward is None else f"reward {short_number(r.reward)}"
     told = [lead, text(reward), text(fate_in_words(r)), text(staleness_in_words(r))]
     head = "".join(f"<span>{part}</span>" for part in told if part)
     failed = f'<p class="no">{text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
@@ -594,7 +617,8 @@ def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None 
 
 
 def prompt_html(r: StoredRollout, decode: Decoder | None) -> str:
-    "What the model read before its first token, the template and special tokens included; the task's own words where that is not known."
+    """What the model read before its first token, the template and special tokens included; the task's own words
+    where that is not known."""
     words = f"<pre>{text(r.prompt)}</pre>"
     if decode is None or not len(r.prompt_tokens):
         return f"<h4>Prompt</h4>{words}"
@@ -604,7 +628,8 @@ def prompt_html(r: StoredRollout, decode: Decoder | None) -> str:
 
 
 def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: bool) -> str:
-    "The strip, or one for each turn, with the plain text folded behind it, or the plain text where there are no tokens."
+    """The strip, or one for each turn, with the plain text folded behind it, or the plain text where there are no
+    tokens."""
     told = _said(r)
     if not len(r.tokens):
         return f"<h4>Response</h4>{told}<p><small>No tokens are stored for it.</small></p>"
@@ -633,13 +658,13 @@ def _said(r: StoredRollout) -> str:
 
 def _facts(r: StoredRollout) -> str:
     "What else is known, small."
-    rewards = ", ".join(f"{name} {number(value)}" for name, value in r.parts)
+    rewards = ", ".join(f"{name} {short_number(value)}" for name, value in r.parts)
     mean = f"{_signed(float(np.nanmean(r.logprobs)), 3)}" if len(r.logprobs) else ""
     cut = {"length": ", cut at the limit of tokens", "turns": ", cut at the limit of turns"}.get(r.reason, "")
     before = ", ".join(f"{each.attempt} {each.fate.replace('_', ' ')}" for each in r.earlier)
     facts = {
         "reward parts": rewards,
-        "advantage": "" if r.advantage is None else number(r.advantage),
+        "advantage": "" if r.advantage is None else short_number(r.advantage),
         "tokens": f"{r.length:,}{cut}",
         "turns": f"{r.turns}" if r.turns > 1 else "",
         "mean log-prob": mean,
@@ -652,7 +677,7 @@ def _facts(r: StoredRollout) -> str:
         "earlier attempts": before,
         "generated in": ""
         if not r.seconds
-        else f"{number(r.seconds)} s"
+        else f"{short_number(r.seconds)} s"
         if r.seconds >= 1
         else f"{1000 * r.seconds:.3g} ms",
     }
@@ -664,7 +689,8 @@ def _facts(r: StoredRollout) -> str:
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-html
 def rollout_html(folder: str | Path, rollout: int, attempt: int | None = None, most: int | None = 2000) -> str:
-    "One rollout as HTML with its styles: verdict, prompt, response token by token, answer, reward parts, fate, lag. Raises ValueError if there is none of that id."
+    """One rollout as HTML with its styles: verdict, prompt, response token by token, answer, reward parts, fate,
+    lag. Raises ValueError if there is none of that id."""
     return framed(card_html(read_rollout(folder, rollout, attempt), load_decoder(folder), most))
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-pairs
@@ -677,7 +703,8 @@ def versions_of_task(folder: str | Path, task: str, set: str = "") -> "pl.DataFr
 
 
 def pairs_of_task(folder: str | Path, task: str, set: str = "") -> "pl.DataFrame":
-    "Pairs of responses by the oldest and by the newest version that was asked a task; empty if only one version was. Columns `early` and `late` are rollout ids, with their attempts, versions and rewards."
+    """Pairs of responses by the oldest and by the newest version that was asked a task; empty if only one version
+    was. Columns `early` and `late` are rollout ids, with their attempts, versions and rewards."""
     import polars as pl
 
     rows = versions_of_task(folder, task, set)
@@ -697,7 +724,8 @@ def pairs_of_task(folder: str | Path, task: str, set: str = "") -> "pl.DataFrame
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-other
 def other_version(folder: str | Path, r: StoredRollout) -> StoredRollout | None:
-    "The same task's rollout by the version furthest before it, else furthest after; of the same place in its group where there is one. None if no other version was asked."
+    """The same task's rollout by the version furthest before it, else furthest after; of the same place in its group
+    where there is one. None if no other version was asked."""
     import polars as pl
 
     rows = versions_of_task(folder, r.task, r.set).filter(pl.col("oldest") != r.oldest)
@@ -735,7 +763,10 @@ def side_by_side(
 ) -> str:
     "Two rollouts beside each other, below each other where it is narrow; without the styles."
     sides = (
-        f'<section><p class="when">{text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>'
+        (
+            "<section><p "
+            f'class="when">{text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>'
+        )
         for r, name in zip((left, right), names, strict=True)
     )
     return f'<div class="rl-two">{"".join(sides)}</div>{legend()}'
@@ -779,16 +810,19 @@ HEADING = "  rollout    by fate      level reward tokens"  # of the lines
 
 
 def line(row: Mapping[str, object], width: int = 110) -> str:
-    "A rollout on one line of the list: verdict, id, version that began it, fate, level, reward, tokens, turns if there are several, prompt and response."
+    """A rollout on one line of the list: verdict, id, version that began it, fate, level, reward, tokens, turns if
+    there are several, prompt and response."""
     sign = {True: "✓", False: "✗", None: "–"}[row["correct"]]
-    reward = "–" if row["reward"] is None else number(row["reward"])
+    reward = "–" if row["reward"] is None else short_number(row["reward"])
     turns = f"({row['turns']} turns) " if (row["turns"] or 0) > 1 else ""
     said = turns + " ".join(f"{row['prompt'] or ''} {row['text'] or ''}".split())
     said = "".join(c if c.isprintable() else "·" for c in said[:width])
     by = f"v{row['oldest']}" if row["oldest"] is not None and row["oldest"] >= 0 else "–"
-    return f"{sign} {row['rollout']:>7} {by:>5} {(row['fate'] or '').replace('_', ' ')[:9]:<9} {row['level'] if row['level'] is not None else '–':>5} {reward:>6} {row['length'] or 0:>6}  {said}".replace(
-        " ", "\N{NO-BREAK SPACE}"
-    )
+    return (
+        f"{sign} {row['rollout']:>7} {by:>5} {(row['fate'] or '').replace('_', ' ')[:9]:<9} "
+        f"{row['level'] if row['level'] is not None else '–':>5} {reward:>6} {row['length'] or 0:>6}  "
+        f"{said}"
+    ).replace(" ", "\N{NO-BREAK SPACE}")
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-widgets
 def widgets():
@@ -999,7 +1033,8 @@ def _box(w, name: str, *children):
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-browser
 class Browser:
-    "Filters, a list of what they find, the selected rollout beside it. `filters` as in `find_rollouts`. Raises FileNotFoundError if there is no such folder, ValueError for filters that cannot be."
+    """Filters, a list of what they find, the selected rollout beside it. `filters` as in `find_rollouts`. Raises
+    FileNotFoundError if there is no such folder, ValueError for filters that cannot be."""
 
     def __init__(self, folder: str | Path, **filters):
         self.folder = Path(folder)
@@ -1007,13 +1042,11 @@ class Browser:
             raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
         self.parts, self.page, self.rows = make_parts(bounds_of(self.folder)), 0, None
         preset(self.parts, filters)
-        self.box, self._lock, self._decode, self._busy, self.loss = (
-            boxed(self.parts),
-            threading.RLock(),
-            None,
-            False,
-            None,
-        )
+        self.box = boxed(self.parts)
+        self._lock = threading.RLock()
+        self._decode = None
+        self._busy = False
+        self.loss = None
         self.search()
         p = self.parts
         for widget in (p.fate, p.level, p.reward, p.lag, p.version, p.text, p.last):
@@ -1136,5 +1169,6 @@ def _show_loss(b: Browser) -> None:
 
 # %% ../../nbs/views/08_inspector.ipynb #inspector-browser-work-part-3
 def browse(folder: str | Path, **filters) -> Browser:
-    "The rollout browser of a run folder, live or ended. `filters`: fate, level, reward, lag, version, text, last, as in `find_rollouts`."
+    """The rollout browser of a run folder, live or ended. `filters`: fate, level, reward, lag, version, text, last,
+    as in `find_rollouts`."""
     return Browser(folder, **filters)

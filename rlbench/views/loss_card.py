@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'NOTHING', 'SWAPPED', 'DRAWN', 'LEVELS', 'CARD_STYLE', 'TERMS', 'HEADS', 'profile', 'profile_chart',
-           'chosen', 'label_of', 'Member', 'Logged', 'StoredBatch', 'settings_at', 'read_batch', 'places_of', 'waiting',
-           'queued_batches', 'queued_batch', 'with_policy', 'lacks_nothing', 'Recipe', 'recipe_of', 'swap', 'Sheet',
-           'laid_out', 'sheets', 'batch_loss', 'LossCard', 'card_of', 'loss_card', 'frame_of', 'Counts', 'counts_of',
-           'sentence', 'left_out', 'why_zero', 'notes', 'push_chart', 'framed', 'steepest', 'strip_html', 'short',
-           'key_html', 'table_html', 'card_html', 'why_html', 'Comparison', 'change_in_words', 'comparison_html',
-           'Cards', 'loss_cards', 'card_text', 'comparison_text']
+           'chosen', 'label_of', 'CardRollout', 'Logged', 'StoredBatch', 'settings_at', 'read_batch', 'places_of',
+           'waiting', 'queued_batches', 'queued_batch', 'with_policy', 'lacks_nothing', 'Recipe', 'recipe_of', 'swap',
+           'LossSheet', 'laid_out', 'sheets', 'batch_loss', 'LossCard', 'card_of', 'loss_card', 'frame_of',
+           'TokenCounts', 'counts_of', 'sentence', 'left_out', 'why_zero', 'notes', 'push_chart', 'framed', 'steepest',
+           'strip_html', 'short', 'key_html', 'table_html', 'card_html', 'why_html', 'CardComparison',
+           'change_in_words', 'comparison_html', 'Cards', 'loss_cards', 'card_text', 'comparison_text']
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-imports
 import json
@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.charts import GRID, GROUND, INK, SOFT, Bars, Chart, Line, Reference
-from ..base.ledger import read_rows, read_table
-from ..environments.environment import function_name
+from rlbench.base.chart_parts import (
+    GRID,
+    GROUND,
+    INK,
+    SOFT,
+    Bars,
+    Line,
+    Reference,
+)
+from ..base.charts import Chart
+from ..base.safe_call import function_name
 from ..environments.rollout_turns import segments_of
 from ..knobs import bind, ingredients_of, key_of, resolve, unknown
-from rlbench.loop.config import (
-    RunConfig,
-    captured_functions,
-    check_has_policy,
-    functions_of_files,
-    load_config,
-    named_by_file,
-    read_config,
-)
+from ..loop.config import RunConfig, check_has_policy
+from ..loop.config_files import Functions, functions_of_files, named_by_file
 from ..objective.correction import tis
 from ..objective.loss import Totals
 from rlbench.objective.objective import (
@@ -44,6 +45,7 @@ from rlbench.objective.objective import (
     Objective,
     Tokens,
     Weights,
+    check_values,
     corrected,
     evaluate,
     one_of,
@@ -51,10 +53,11 @@ from rlbench.objective.objective import (
 )
 from ..records import Group, Rollout, StopReason, Task
 from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest
-from ..runtime.driver import Kept
-from ..runtime.steer import in_force
-from ..runtime.worker import Functions, objective_of, sound, torch_policy
-from ..training.batch import Arrays, Context, alphas, of_batch, prepare
+from ..runtime.checkpoints import kept_in
+from ..runtime.run_reader import RunReader, reader_of
+from ..runtime.torch_generator import load_run_policy
+from ..runtime.torch_trainer import objective_of
+from ..training.batch import Arrays, Context, of_batch, prepare_batch, token_alphas
 from .decode import Decoder, load_decoder, pieces
 from .report import text
 
@@ -65,7 +68,8 @@ if TYPE_CHECKING:
 def profile(
     loss: str | Mapping | Callable, advantage: float = 1.0, ratios: Sequence[float] = tuple(np.linspace(0.4, 2.0, 161))
 ) -> tuple[np.ndarray, np.ndarray]:
-    "What a loss makes of single tokens with these ratios: its value, and its slope along the token's log-probability; float64 [N] each."
+    """What a loss makes of single tokens with these ratios: its value, and its slope along the token's
+    log-probability; float64 [N] each."""
     import torch
 
     old_R1 = torch.full((len(ratios), 1), math.log(0.5), dtype=torch.float64)
@@ -97,9 +101,11 @@ def profile_chart(losses: Sequence[str | Mapping | Callable] = ("ppo", "cispo"),
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-chosen
 def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Callable] | None = None) -> Callable | None:
-    "A part of the objective from its name, its table {name, knobs}, with a `source` if it is in a Python file, or a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of range."
+    """A part of the objective from its name, its table {name, knobs}, with a `source` if it is in a Python file, or
+    a function; None for no KL. `known`: captured functions of a run. ValueError for an unknown name or a knob out of
+    range."""
     if callable(value):
-        return sound("loss", value) if part == "loss" else value
+        return check_values("loss", value) if part == "loss" else value
     if part == "kl" and (value if isinstance(value, str) else value.get("name")) == "none":
         return None
     functions = {
@@ -108,7 +114,7 @@ def chosen(part: str, value: str | Mapping | Callable, known: Mapping[str, Calla
         **(functions_of_files({part: value})[part] if named_by_file(value) else {}),
     }
     function = bind(functions, resolve(part, functions, value))
-    return sound("loss", function) if part == "loss" else function
+    return check_values("loss", function) if part == "loss" else function
 
 
 def label_of(value: str | Mapping | Callable, short: bool = False) -> str:
@@ -129,8 +135,9 @@ NOTHING = np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
-    "A rollout of a batch; arrays [N] over its response tokens, empty where nothing is stored, NaN where a token carries no weight."
+class CardRollout:
+    """A rollout of a batch; arrays [N] over its response tokens, empty where nothing is stored, NaN where a token
+    carries no weight."""
 
     rollout: Rollout
     fate: str = ""
@@ -152,25 +159,32 @@ class Logged:
 
 @dataclass(frozen=True, eq=False)
 class StoredBatch:
-    "Rollouts that were trained together, or would be; `version` is the one they made, -1 if none. `policy`: whose log-probabilities were computed anew, empty if nobody's."
+    """Rollouts that were trained together, or would be; `version` is the one they made, -1 if none. `policy`: whose
+    log-probabilities were computed anew, empty if nobody's."""
 
-    folder: Path
+    reader: RunReader
     place: str
     version: int
-    members: tuple[Member, ...]
+    members: tuple[CardRollout, ...]
     config: RunConfig
     logged: Logged = Logged()
     policy: str = ""
 
-    def member(self, rollout: int) -> Member:
+    @property
+    def folder(self) -> Path:
+        "The run's folder."
+        return self.reader.folder
+
+    def member(self, rollout: int) -> CardRollout:
         "One of them by rollout id."
         return next(m for m in self.members if m.rollout.id == rollout)
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-settings
-def settings_at(folder: Path, version: int) -> RunConfig:
+def settings_at(folder: str | Path | RunReader, version: int) -> RunConfig:
     "The configuration with which the batch that made `version` was trained, as far as its objective goes."
-    config, turned = read_config(folder), {}
-    rows = read_table(folder, "commands", ("knob", "value", "over", "status", "version"))
+    reader = reader_of(folder)
+    config, turned = reader.config, {}
+    rows = reader.columns("commands", ("knob", "value", "over", "status", "version"))
     for row in rows.iter_rows(named=True):
         since, head = row["version"] or 0, row["knob"].partition(".")[0]
         if row["status"] != "applied" or since >= version or head not in _STEERED:
@@ -179,7 +193,7 @@ def settings_at(folder: Path, version: int) -> RunConfig:
         if row["over"] and isinstance(value, (int, float)) and isinstance(before, (int, float)):
             value = before + (value - before) * min(1.0, (version - 1 - since) / row["over"])
         turned = {k: v for k, v in turned.items() if k.partition(".")[0] != row["knob"]} | {row["knob"]: value}
-    return load_config(config, turned, captured_functions(folder)) if turned else config
+    return reader.with_changes(turned)
 
 
 _STEERED = (
@@ -249,65 +263,56 @@ _TOKENS = (
 )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-read-part-2
-def read_batch(folder: str | Path, rollout: int, attempt: int | None = None) -> StoredBatch:
-    "The batch in which a rollout was trained, its group if it was not, or what waits in the newest checkpoint. ValueError if it is not stored, or belongs to an evaluation."
+def read_batch(folder: str | Path | RunReader, rollout: int, attempt: int | None = None) -> StoredBatch:
+    """The batch in which a rollout was trained, its group if it was not, or what waits in the newest checkpoint.
+    ValueError if it is not stored, or belongs to an evaluation."""
     import polars as pl
 
-    folder = Path(folder)
-    rows = read_table(folder, "rollouts", ("seq", "rollout", "try", "group", "fate", "trained_at"))
+    reader = reader_of(folder)
+    rows = reader.columns("rollouts", ("seq", "rollout", "try", "group", "fate", "trained_at"))
     mine = rows.filter((pl.col("rollout") == rollout) & (pl.lit(True) if attempt is None else pl.col("try") == attempt))
     if mine.is_empty():
-        return queued_batch(folder, rollout)
+        return queued_batch(reader, rollout)
     seq, _, tried, group, fate, version = mine.row(-1)
     if group < 0:
         trained = rows.filter(pl.col("trained_at") > 0)["rollout"]
         remedy = f"such as {trained[0]}" if len(trained) else "when there is one"
         raise ValueError(
-            f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and so no advantage; take one that was trained on, {remedy}"
+            f"rollout: {rollout} belongs to an evaluation, which trains nothing: it has no group and "
+            f"so no advantage; take one that was trained on, {remedy}"
         )
     if version > 0:
         groups = rows.filter(pl.col("trained_at") == version)["group"].unique()
         rows = rows.filter(pl.col("group").is_in(groups.implode()) & pl.col("fate").is_in(["trained", "masked"]))
     else:
         rows = rows.filter((pl.col("group") == group) & ((pl.col("rollout") != rollout) | (pl.col("try") == tried)))
-    members = _members(folder, rows.unique("rollout", keep="last").sort("rollout"))
+    members = _members(reader, rows.unique("rollout", keep="last").sort("rollout"))
     if all(m.rollout.id != rollout for m in members):
         raise ValueError(f"rollout: {rollout} ended as {fate!r} without a token; there is nothing to put a loss on")
-    config = settings_at(folder, version) if version > 0 else in_force(folder)
-    return StoredBatch(
-        folder, "trained" if version > 0 else "ended", version, members, config, _logged(folder, version)
-    )
+    if version > 0:
+        return StoredBatch(reader, "trained", version, members, settings_at(reader, version), _logged(reader, version))
+    return StoredBatch(reader, "ended", version, members, reader.settings)
 
 
-def _logged(folder: Path, version: int) -> Logged:
-    import polars as pl
-
-    row = (
-        read_table(folder, "steps", [f.name for f in fields(Logged)] + ["version"])
-        .filter(pl.col("version") == version)
-        .tail(1)
-    )
-    return Logged(**row.drop("version").row(0, named=True)) if len(row) else Logged()
+def _logged(reader: RunReader, version: int) -> Logged:
+    "What the step table says of the batch that made a version."
+    names = [field.name for field in fields(Logged)]
+    steps = reader.columns("steps", ["version", *names])
+    row = steps.filter(steps["version"] == version).tail(1)
+    return Logged(**row.select(names).row(0, named=True)) if len(row) else Logged()
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-read-members
-def _members(folder: Path, rows: "pl.DataFrame") -> tuple[Member, ...]:
+def _members(reader: RunReader, rows: "pl.DataFrame") -> tuple[CardRollout, ...]:
     "The rollouts of these rows that have tokens."
-    told = read_rows(folder, "rollouts", rows["seq"], _ROLLOUT)
-    keys = read_table(folder, "tokens", ("seq", "rollout", "try")).join(
-        rows.select("rollout", "try"), on=("rollout", "try"), how="semi"
-    )
-    tokens = {
-        (row["rollout"], row["try"]): row
-        for row in read_rows(folder, "tokens", keys["seq"], _TOKENS).iter_rows(named=True)
-    }
-    return tuple(
-        _member(row, tokens[key])
-        for row in told.iter_rows(named=True)
-        if (key := (row["rollout"], row["try"])) in tokens
-    )
+    attempts = rows.select("rollout", "try")
+    written = reader.rows("rollouts", rows["seq"], _ROLLOUT)
+    found = reader.table("tokens").join(attempts.lazy(), on=("rollout", "try"), how="semi").select(_TOKENS).collect()
+    tokens = {(row["rollout"], row["try"]): row for row in found.iter_rows(named=True)}
+    keyed = [((row["rollout"], row["try"]), row) for row in written.iter_rows(named=True)]
+    return tuple(_member(row, tokens[key]) for key, row in keyed if key in tokens)
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-read-members-part-2
-def _member(row: Mapping, t: Mapping) -> Member:
+def _member(row: Mapping, t: Mapping) -> CardRollout:
     segments = segments_of(
         *(
             t[name]
@@ -347,7 +352,7 @@ def _member(row: Mapping, t: Mapping) -> Member:
         if t["advantages"]
         else np.full(len(t["tokens"]), np.nan if t["advantage"] is None else t["advantage"])
     )
-    return Member(
+    return CardRollout(
         rollout,
         row["fate"] or "",
         start_N,
@@ -372,41 +377,47 @@ def _spread(segments: Sequence, values_N: np.ndarray) -> np.ndarray:
     return whole_T
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-queue
-def waiting(folder: str | Path) -> tuple[Member, ...]:
-    "The judged training rollouts that the newest checkpoint holds and the ledger does not have yet: what waited in the queue when it was saved. Empty without a checkpoint."
+def waiting(folder: str | Path | RunReader) -> tuple[CardRollout, ...]:
+    """The judged training rollouts that the newest checkpoint holds and the ledger does not have yet: what waited in
+    the queue when it was saved. Empty without a checkpoint."""
+    reader = reader_of(folder)
     try:
-        kept = load_newest(folder).remembered(Kept)
+        kept = kept_in(load_newest(reader.folder, reader.functions))
     except (ValueError, FileNotFoundError):
         return ()
     held = [
         r
-        for r in kept.memory.rollouts.values()
-        if r.reward is not None and r.length and not kept.eval_groups.get(r.group)
+        for r in kept.live.rollouts.values()
+        if r.reward is not None and r.length and not kept.live.eval_groups.get(r.group)
     ]
-    ended = set(read_table(Path(folder), "rollouts", ("rollout", "try")).iter_rows())
-    return tuple(Member(r, "queue") for r in sorted(held, key=lambda r: r.id) if (r.id, r.attempt) not in ended)
+    ended = set(reader.columns("rollouts", ("rollout", "try")).iter_rows())
+    return tuple(CardRollout(r, "queue") for r in sorted(held, key=lambda r: r.id) if (r.id, r.attempt) not in ended)
 
 
-def queued_batches(folder: str | Path) -> list[StoredBatch]:
+def queued_batches(folder: str | Path | RunReader) -> list[StoredBatch]:
     "What waits in the queue, group by group, at one look: a live run may save its next checkpoint at any moment."
-    groups, config = {}, in_force(folder)
-    for member in waiting(folder):
+    reader = reader_of(folder)
+    groups: dict[int, list[CardRollout]] = {}
+    for member in waiting(reader):
         groups.setdefault(member.rollout.group, []).append(member)
-    return [StoredBatch(Path(folder), "queue", -1, tuple(members), config) for members in groups.values()]
+    return [StoredBatch(reader, "queue", -1, tuple(members), reader.settings) for members in groups.values()]
 
 
-def queued_batch(folder: Path, rollout: int) -> StoredBatch:
-    "The group of a rollout that waits in the queue. ValueError with the remedy if the newest checkpoint does not hold it."
-    for batch in queued_batches(folder):
+def queued_batch(reader: RunReader, rollout: int) -> StoredBatch:
+    """The group of a rollout that waits in the queue. ValueError with the remedy if the newest checkpoint does not
+    hold it."""
+    for batch in queued_batches(reader):
         if any(m.rollout.id == rollout for m in batch.members):
             return batch
     raise ValueError(
-        f"rollout: {rollout} has not ended, and the newest checkpoint of {folder.name!r} does not hold it judged and waiting; run.checkpoint() saves what waits now"
+        f"rollout: {rollout} has not ended, and the newest checkpoint of {reader.name!r} does not "
+        "hold it judged and waiting; run.checkpoint() saves what waits now"
     )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-policy
 def with_policy(batch: StoredBatch) -> StoredBatch:
-    "The batch with log-probabilities of the run's saved policy, else of its newest checkpoint, in place of those stored. ValueError if there is neither."
+    """The batch with log-probabilities of the run's saved policy, else of its newest checkpoint, in place of those
+    stored. ValueError if there is neither."""
     check_has_policy(batch.config, batch.folder.name, "to compute log-probabilities with")
     import torch
 
@@ -431,7 +442,7 @@ def _saved_policy(folder: Path, config: RunConfig):
     from rlbench.runtime.checkpoint import read_manifest, read_weights
 
     if (folder / "policy" / "config.json").is_file():
-        return torch_policy(
+        return load_run_policy(
             config.model_copy(update={"model": str(folder / "policy"), "lora": type(config.lora)()}), "cpu"
         ).model, "the saved policy"
     try:
@@ -440,7 +451,7 @@ def _saved_policy(folder: Path, config: RunConfig):
         raise ValueError(
             f"policy: {folder.name!r} has no saved policy and no checkpoint; run.checkpoint() saves one"
         ) from None
-    model = torch_policy(config, "cpu").model
+    model = load_run_policy(config, "cpu").model
     read_weights(found / TRAINER, model)
     return model, f"the policy of version {read_manifest(found).version}"
 
@@ -459,7 +470,9 @@ def lacks_nothing(part: str, value: str | Mapping | Callable) -> None:
     }.items():
         if asked.get(name):
             raise ValueError(
-                f"advantage: {label_of(value, short=True)!r} needs {whose}, which are not stored, so a card cannot swap it in; train a run with {remedy} and this advantage, and its card shows what it gave"
+                f"advantage: {label_of(value, short=True)!r} needs {whose}, which are not stored, so "
+                f"a card cannot swap it in; train a run with {remedy} and this advantage, and its "
+                "card shows what it gave"
             )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-recipe
@@ -478,7 +491,8 @@ SWAPPED = (
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    "An objective, what its parts are called, the weight of its KL term, whether the advantages that are stored are its own, and whether anything was swapped."
+    """An objective, what its parts are called, the weight of its KL term, whether the advantages that are stored are
+    its own, and whether anything was swapped."""
 
     objective: Objective
     labels: tuple[tuple[str, str], ...]
@@ -492,13 +506,18 @@ class Recipe:
         told = dict(self.labels)
         kl = f", KL {told['kl']} x {self.kl_weight:g} in the {self.objective.kl_in}" if self.objective.kl else ""
         shaping = "" if told["shaping"] == "none" else f", shaping {told['shaping']}"
-        return f"loss {told['loss']}, advantage {told['advantage']}, correction {told['correction']}, {told['aggregation']}, old = {self.objective.old}{shaping}{kl}"
+        return (
+            f"loss {told['loss']}, advantage {told['advantage']}, correction {told['correction']}, "
+            f"{told['aggregation']}, old = {self.objective.old}{shaping}{kl}"
+        )
 
 
 def recipe_of(batch: StoredBatch) -> Recipe:
     "What the batch was trained with, or would be."
     c = batch.config
-    objective = objective_of(c, Functions(batch.folder))
+    functions = Functions()
+    functions.known = batch.reader.functions
+    objective = objective_of(c, functions)
     weight = objective.kl_weight if batch.logged.kl_weight is None else batch.logged.kl_weight
     labels = tuple(
         (part, label_of(getattr(c, part)))
@@ -508,8 +527,9 @@ def recipe_of(batch: StoredBatch) -> Recipe:
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-recipe-part-2
 def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
-    "The recipe with other parts, each a name, a table {name, knobs} or a function. ValueError names a part, a name or a value that is not known."
-    known, objective, labels = captured_functions(batch.folder)["loss"], recipe.objective, dict(recipe.labels)
+    """The recipe with other parts, each a name, a table {name, knobs} or a function. ValueError names a part, a name
+    or a value that is not known."""
+    known, objective, labels = batch.reader.functions["loss"], recipe.objective, dict(recipe.labels)
     for part, value in changes.items():
         if part not in SWAPPED:
             raise unknown("swap", part, SWAPPED)
@@ -551,8 +571,9 @@ def _filled(part: str, value, known: Mapping[str, Callable]) -> Mapping:
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-sheet
 @dataclass(frozen=True, eq=False)
-class Sheet:
-    "Every term of one optimizer step, float [R, T] unless said otherwise; `gradient_RT` is that of `loss` along the log-probabilities, `loss` the sum of `term_RT` and `kl_term_RT`."
+class LossSheet:
+    """Every term of one optimizer step, float [R, T] unless said otherwise; `gradient_RT` is that of `loss` along
+    the log-probabilities, `loss` the sum of `term_RT` and `kl_term_RT`."""
 
     arrays: Arrays
     totals: Totals
@@ -577,13 +598,14 @@ class Sheet:
 
 
 def laid_out(batch: StoredBatch, recipe: Recipe) -> Arrays:
-    "The batch as the trainer lays it out, with the stored advantages where they hold. ValueError if the advantage function lacks something."
-    groups: dict[int, list[Member]] = {}
+    """The batch as the trainer lays it out, with the stored advantages where they hold. ValueError if the advantage
+    function lacks something."""
+    groups: dict[int, list[CardRollout]] = {}
     for m in batch.members:
         groups.setdefault(m.rollout.group, []).append(m)
     context = Context(version=max(0, batch.version - 1), kl_weight=recipe.kl_weight)
     if not recipe.own:
-        return prepare(
+        return prepare_batch(
             [Group(g, ms[0].rollout.task, tuple(m.rollout for m in ms)) for g, ms in groups.items()],
             recipe.objective,
             context=context,
@@ -595,7 +617,7 @@ def laid_out(batch: StoredBatch, recipe: Recipe) -> Arrays:
         Group(g, ms[0].rollout.task, tuple(replace(m.rollout, reward=0.0 if len(m.start_N) else None) for m in ms))
         for g, ms in groups.items()
     ]
-    arrays = prepare(known, plain, context=context)
+    arrays = prepare_batch(known, plain, context=context)
     advantages_RT = _over(batch, arrays, "advantages_N", np.zeros(arrays.mask_RT.shape, np.float32))
     return replace(arrays, advantages_RT=advantages_RT * arrays.mask_RT)
 
@@ -611,14 +633,15 @@ def _over(batch: StoredBatch, arrays: Arrays, name: str, base_RT: np.ndarray) ->
     return out_RT
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-evaluate
-def sheets(batch: StoredBatch, recipe: Recipe, rollout: int | None = None) -> list[Sheet]:
-    "The terms of every optimizer step of a batch, or of that one alone which holds a rollout; empty if none does. ValueError for what the objective lacks."
-    from rlbench.training.trainer import parts
+def sheets(batch: StoredBatch, recipe: Recipe, rollout: int | None = None) -> list[LossSheet]:
+    """The terms of every optimizer step of a batch, or of that one alone which holds a rollout; empty if none does.
+    ValueError for what the objective lacks."""
+    from rlbench.training.trainer import optimizer_parts
 
     arrays = laid_out(batch, recipe)
     if not len(arrays):
         return []
-    cuts = parts(arrays.groups_R, batch.config.optimizer_steps if batch.place == "trained" else 1)
+    cuts = optimizer_parts(arrays.groups_R, batch.config.optimizer_steps if batch.place == "trained" else 1)
     return [
         _sheet(batch, recipe, _rows(arrays, rows))
         for rows in cuts
@@ -633,7 +656,7 @@ def _rows(arrays: Arrays, rows: np.ndarray) -> Arrays:
     )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-evaluate-part-2
-def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> Sheet:
+def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> LossSheet:
     import torch
 
     objective, start_RT = recipe.objective, _over(batch, arrays, "start_N", arrays.sampler_RT)
@@ -647,7 +670,7 @@ def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> Sheet:
         to(arrays.mask_RT),
         to(arrays.partial_RT),
         reference_RT=to(arrays.reference_RT),
-        alpha_RT=to(alphas(arrays)) if objective.old == "log_linear" else None,
+        alpha_RT=to(token_alphas(arrays)) if objective.old == "log_linear" else None,
     )
     if objective.before_cut:  # made on what the batch began with
         t = replace(t, correction_RT=corrected(objective, replace(t, logprobs_RT=t.start_RT), t.start_RT))
@@ -657,7 +680,7 @@ def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> Sheet:
     whole = lambda x: np.broadcast_to(x.detach().numpy(), arrays.mask_RT.shape)  # noqa: E731
     share_RT, correction_RT, loss_RT = (whole(x) for x in (value.share_RT, value.correction_RT, value.loss_RT))
     kl_RT = None if value.kl_RT is None else whole(value.kl_RT)
-    return Sheet(
+    return LossSheet(
         arrays,
         totals,
         float(value.loss.detach()),
@@ -684,17 +707,18 @@ def batch_loss(batch: StoredBatch, recipe: Recipe | None = None) -> float:
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-card
 @dataclass(frozen=True, eq=False)
 class LossCard:
-    "One rollout under one objective, token by token; it shows itself in a notebook. `row` is None if the objective leaves the rollout out."
+    """One rollout under one objective, token by token; it shows itself in a notebook. `row` is None if the objective
+    leaves the rollout out."""
 
     batch: StoredBatch
     recipe: Recipe
     rollout: int
-    sheet: Sheet | None
+    sheet: LossSheet | None
     row: int | None
     decode: Decoder | None = None
 
     @property
-    def member(self) -> Member:
+    def member(self) -> CardRollout:
         "The rollout and what is stored of it."
         return self.batch.member(self.rollout)
 
@@ -704,7 +728,7 @@ class LossCard:
         return frame_of(self)
 
     @cached_property
-    def counts(self) -> "Counts":
+    def counts(self) -> "TokenCounts":
         "Its tokens by what happens to them."
         return counts_of(self)
 
@@ -719,15 +743,16 @@ class LossCard:
         return math.nan if self.row is None else float((self.sheet.term_RT + self.sheet.kl_term_RT)[self.row].sum())
 
     def swap(self, **changes) -> "LossCard":
-        "The same rollout under another loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in or shaping: names, tables or functions. ValueError for what cannot be."
+        """The same rollout under another loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in or
+        shaping: names, tables or functions. ValueError for what cannot be."""
         recipe = swap(self.recipe, self.batch, **changes)
         if self.sheet is not None and self.recipe.own and recipe.own:  # laid out alike
             return replace(self, recipe=recipe, sheet=_sheet(self.batch, recipe, self.sheet.arrays))
         return card_of(self.batch, self.rollout, recipe, self.decode)
 
-    def compare(self, **changes) -> "Comparison":
+    def compare(self, **changes) -> "CardComparison":
         "This card beside the one that `swap` gives: the tokens that change."
-        return Comparison(self, self.swap(**changes))
+        return CardComparison(self, self.swap(**changes))
 
     def why_zero(self) -> str:
         "Why its loss or its gradient is 0, in words."
@@ -753,13 +778,15 @@ def card_of(batch: StoredBatch, rollout: int, recipe: Recipe | None = None, deco
 
 
 def loss_card(
-    folder: str | Path, rollout: int, attempt: int | None = None, policy: bool = False, **changes
+    folder: str | Path | RunReader, rollout: int, attempt: int | None = None, policy: bool = False, **changes
 ) -> LossCard:
-    """The loss card of a rollout of a run folder, live or ended. `changes`: loss, correction, advantage, aggregation, old, kl, kl_weight, kl_in, shaping, each a name, a table or a function;
+    """The loss card of a rollout of a run folder, live or ended. `changes`: loss, correction, advantage, aggregation,
+    old, kl, kl_weight, kl_in, shaping, each a name, a table or a function;
     `policy`: with log-probabilities computed now. ValueError if the rollout is not stored or something is not known."""
-    batch = read_batch(folder, rollout, attempt)
+    reader = reader_of(folder)
+    batch = read_batch(reader, rollout, attempt)
     batch = with_policy(batch) if policy else batch
-    return card_of(batch, rollout, swap(recipe_of(batch), batch, **changes), load_decoder(folder))
+    return card_of(batch, rollout, swap(recipe_of(batch), batch, **changes), load_decoder(reader))
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-make-part-2
 def frame_of(card: LossCard) -> "pl.DataFrame":
@@ -813,8 +840,9 @@ def frame_of(card: LossCard) -> "pl.DataFrame":
     ).fill_nan(None)
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-make-terms
-def _terms_of(s: Sheet) -> dict[str, np.ndarray | None]:
-    "Columns of `frame_of` that the objective gives, each a value for every row and token; None where it has no such term."
+def _terms_of(s: LossSheet) -> dict[str, np.ndarray | None]:
+    """Columns of `frame_of` that the objective gives, each a value for every row and token; None where it has no
+    such term."""
     return {
         "start": s.start_RT,
         "step": s.now_RT,
@@ -835,8 +863,9 @@ def _at(values_T: np.ndarray, at_N: np.ndarray) -> list:
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-counts
 @dataclass(frozen=True)
-class Counts:
-    "Tokens of a rollout by what happens to them. The last four say why some stay: hit a bound, lost their correction's weight, were capped (a bound was hit, the gradient is not 0), or carry no weight at all."
+class TokenCounts:
+    """Tokens of a rollout by what happens to them. The last four say why some stay: hit a bound, lost their
+    correction's weight, were capped (a bound was hit, the gradient is not 0), or carry no weight at all."""
 
     tokens: int
     up: int = 0
@@ -853,14 +882,14 @@ class Counts:
         return self.tokens - self.up - self.down
 
 
-def counts_of(card: LossCard) -> Counts:
+def counts_of(card: LossCard) -> TokenCounts:
     "The counts of a card; tokens with weight in the loss."
     f = card.frame
     weightless = int((~f["mask"]).sum())
     f = f.filter(f["gradient"].is_not_null())
     g, clip, correction = f["gradient"].to_numpy(), f["clip"].to_numpy(), f["correction"].to_numpy()
     stopped = (clip != "") & (g == 0) & (correction != 0)
-    return Counts(
+    return TokenCounts(
         len(f),
         int((g < 0).sum()),
         int((g > 0).sum()),
@@ -903,7 +932,11 @@ def _advantage_in_words(card: LossCard, advantages: np.ndarray) -> str:
         return "advantage 0: " + (
             f"the group's {len(rewards)} rewards are all {rewards[0]:g}"
             if equal
-            else f"its reward is {'none' if card.member.rollout.reward is None else format(card.member.rollout.reward, 'g')}, and the advantage function gives that 0"
+            else (
+                "its reward is "
+                f"{'none' if card.member.rollout.reward is None else format(card.member.rollout.reward, 'g')}, "
+                "and the advantage function gives that 0"
+            )
         )
     return (
         f"advantage {advantages[0]:+.3g}"
@@ -911,8 +944,8 @@ def _advantage_in_words(card: LossCard, advantages: np.ndarray) -> str:
         else f"advantages {advantages.min():+.3g} to {advantages.max():+.3g}"
     )
 
-
-def _because(c: Counts, pushed: bool) -> str:
+# %% ../../nbs/views/04_loss_card.ipynb #losscard-sentence-two
+def _because(c: TokenCounts, pushed: bool) -> str:
     why = []
     if pushed and c.clipped:
         why.append(f"{'all' if c.clipped == c.tokens else c.clipped} clipped {c.sides}")
@@ -936,11 +969,15 @@ def left_out(card: LossCard) -> str:
         )
     shaping = dict(card.recipe.labels)["shaping"]
     cut = " (it was cut off at the length limit)" if m.rollout.reason is StopReason.LENGTH else ""
-    return f"the {'advantage function' if shaping == 'none' else f'shaping {shaping}'} gives it no number{cut}, so it is left out of the batch"
+    return (
+        f"the {'advantage function' if shaping == 'none' else f'shaping {shaping}'} gives it no "
+        f"number{cut}, so it is left out of the batch"
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-zero
 def why_zero(card: LossCard) -> str:
-    "Why the loss or the gradient of a rollout, and of its batch, is 0; one reason a line. If they are not, that is said."
+    """Why the loss or the gradient of a rollout, and of its batch, is 0; one reason a line. If they are not, that is
+    said."""
     reasons = _reasons(card)
     if card.row is None or not card.sheet.gradient_RT[card.row].any():
         return "\n".join(reasons)
@@ -948,20 +985,27 @@ def why_zero(card: LossCard) -> str:
     size = float(np.abs(card.sheet.gradient_RT[card.row]).sum())
     near = 1e-6 * max(1e-30, float(np.abs(card.sheet.term_RT).sum()))
     told = [
-        f"the rollout's loss is {'0' if abs(here) <= near else format(here, '.4g')} and its gradient is not 0 (sum of sizes {size:.3g})"
+        (
+            f"the rollout's loss is {'0' if abs(here) <= near else format(here, '.4g')} and its gradient "
+            f"is not 0 (sum of sizes {size:.3g})"
+        )
     ]
     on_policy = _on_policy(card)
     if abs(all_of_it) <= near:
         whose = "the batch" if of_batch(card.recipe.objective.advantage) else "a group"
         why = (
-            f"every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of {whose} add up to 0"
+            (
+                "every ratio is exactly 1, so each token's loss is minus its advantage, and advantages "
+                f"of {whose} add up to 0"
+            )
             if on_policy
             else "the terms of good and bad rollouts cancel"
         )
         told.append(f"the batch's loss is 0 and the gradient is not: {why} under this aggregation")
     elif on_policy:
         told.append(
-            f"every ratio is exactly 1 ({_one_step(card)}), so the batch's loss, {all_of_it:.4g}, is minus the weighted mean advantage and says nothing about learning"
+            f"every ratio is exactly 1 ({_one_step(card)}), so the batch's loss, {all_of_it:.4g}, is "
+            "minus the weighted mean advantage and says nothing about learning"
         )
     return "\n".join([*told, *reasons])
 
@@ -982,7 +1026,8 @@ def _reasons(card: LossCard) -> list[str]:
     found, logged = [], card.batch.logged
     if logged.learning_rate == 0:
         found.append(
-            f"the learning rate of version {card.batch.version} was 0: whatever the gradient is, the policy did not move"
+            f"the learning rate of version {card.batch.version} was 0: whatever the gradient is, the "
+            "policy did not move"
         )
     if card.batch.place == "ended":
         found.append(f"it was never trained on: its fate is {card.member.fate.replace('_', ' ')}")
@@ -998,7 +1043,8 @@ def _reasons(card: LossCard) -> list[str]:
         )
     if not s.correction_RT[card.row][inside].any():
         found.append(
-            f"the correction ({dict(card.recipe.labels)['correction']}) gives all {_tokens(len(g))} weight 0: sampler and trainer are too far apart for its bounds"
+            f"the correction ({dict(card.recipe.labels)['correction']}) gives all {_tokens(len(g))} "
+            "weight 0: sampler and trainer are too far apart for its bounds"
         )
     if not s.share_RT[card.row][inside].any():
         found.append(
@@ -1007,7 +1053,8 @@ def _reasons(card: LossCard) -> list[str]:
     c = card.counts
     if advantages.any() and c.clipped == c.tokens:
         found.append(
-            f"all {_tokens(c.tokens)} clipped {c.sides}: their ratio is past the bound in the direction in which they were to go"
+            f"all {_tokens(c.tokens)} clipped {c.sides}: their ratio is past the bound in the "
+            "direction in which they were to go"
         )
     if kl and not card.recipe.kl_weight:
         found.append(f"the KL term ({dict(card.recipe.labels)['kl']}) has weight 0 in this batch, so it adds nothing")
@@ -1026,17 +1073,20 @@ def notes(card: LossCard) -> list[str]:
         )
     if b.place == "ended":
         found.append(
-            f"It was not trained on (fate {card.member.fate.replace('_', ' ')}): its group stands for the batch, so its aggregation weight is that of a batch of one group."
+            f"It was not trained on (fate {card.member.fate.replace('_', ' ')}): its group stands for "
+            "the batch, so its aggregation weight is that of a batch of one group."
         )
     if b.place == "queue":
         found.append("It waits in the queue of the newest checkpoint: its group stands for the batch.")
     if b.logged.replayed_rollouts:
         found.append(
-            f"The batch also held {b.logged.replayed_rollouts} replayed rollouts, which are not stored with it: the true aggregation weight is smaller."
+            f"The batch also held {b.logged.replayed_rollouts} replayed rollouts, which are not "
+            "stored with it: the true aggregation weight is smaller."
         )
     if b.logged.entropy_weight:
         found.append(
-            f"The entropy bonus (weight {b.logged.entropy_weight:g}) is not on the card: entropies are not stored by token."
+            f"The entropy bonus (weight {b.logged.entropy_weight:g}) is not on the card: entropies "
+            "are not stored by token."
         )
     if b.place == "trained" and not card.recipe.own:
         found.append("Advantages were computed again from the rewards of the batch.")
@@ -1163,11 +1213,15 @@ def steepest(card: LossCard) -> float:
 
 
 def strip_html(card: LossCard, changed: Sequence[bool] | None = None, top: float = 0.0, most: int = 2000) -> str:
-    "The response, tinted by the gradient as a share of `top`, or of the largest; `changed` outlines tokens. Of more than `most` tokens the first."
+    """The response, tinted by the gradient as a share of `top`, or of the largest; `changed` outlines tokens. Of
+    more than `most` tokens the first."""
     rows, top = card.frame.head(most).to_dicts(), top or steepest(card)
     out = [_token_html(r, top, bool(changed is not None and changed[i])) for i, r in enumerate(rows)]
     rest = card.frame.height - len(rows)
-    return f'<div class="lc-strip" role="group" aria-label="{text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
+    return (
+        '<div class="lc-strip" role="group" '
+        f'aria-label="{text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-strip-part-2
 def _token_html(r: Mapping, top: float, changed: bool) -> str:
@@ -1232,7 +1286,10 @@ def table_html(card: LossCard, most: int = 400) -> str:
         for r in f.head(most).iter_rows(named=True)
     )
     more = f'<p class="soft">{f.height - most:,} more in the frame</p>' if f.height > most else ""
-    return f'<div class="lc-rows" tabindex="0" role="region" aria-label="terms of every token"><table class="lc"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+    return (
+        '<div class="lc-rows" tabindex="0" role="region" aria-label="terms of every token"><table '
+        f'class="lc"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+    )
 
 
 def _cell(column: str, value) -> str:
@@ -1252,7 +1309,11 @@ def card_html(card: LossCard, open: bool = False) -> str:
         ""
         if card.row is None
         else (
-            f'<p class="soft">part of the step\'s loss {short(card.loss)} of {short(card.sheet.loss)}, which has {card.sheet.totals.sequences:,} rollouts and {card.sheet.totals.tokens:,} tokens'
+            (
+                f'<p class="soft">part of the step\'s loss {short(card.loss)} of '
+                f"{short(card.sheet.loss)}, which has {card.sheet.totals.sequences:,} rollouts and "
+                f"{card.sheet.totals.tokens:,} tokens"
+            )
             + _logged_in_words(card)
             + "</p>"
         )
@@ -1275,11 +1336,14 @@ def _logged_in_words(card: LossCard) -> str:
 
 def why_html(card: LossCard) -> str:
     "Why it is 0, as paragraphs."
-    return f'<div class="why">{"".join(f"<p>{text(line[:1].upper() + line[1:])}.</p>" for line in why_zero(card).splitlines())}</div>'
+    return (
+        "<div "
+        f'class="why">{"".join(f"<p>{text(line[:1].upper() + line[1:])}.</p>" for line in why_zero(card).splitlines())}</div>'
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-compare
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class CardComparison:
     "Two cards of one rollout; it shows itself in a notebook."
 
     one: LossCard
@@ -1323,7 +1387,7 @@ class Comparison:
         return framed(comparison_html(self))
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-compare-words
-def change_in_words(c: Comparison) -> str:
+def change_in_words(c: CardComparison) -> str:
     "How many tokens change, and how."
     f, names = c.frame, _names(c.one, c.other)
     n, changed, sides = f["mask"].sum(), int(f["changed"].sum()), f"{names[0]} against {names[1]}"
@@ -1348,11 +1412,14 @@ def change_in_words(c: Comparison) -> str:
     )
 
 
-def comparison_html(c: Comparison) -> str:
+def comparison_html(c: CardComparison) -> str:
     "Both strips, and the tokens that change; without the styles."
     names, changed, top = _names(c.one, c.other), c.frame["changed"].to_list(), max(steepest(c.one), steepest(c.other))
     sides = "".join(
-        f'<section><p><b>{text(name)}</b> <span class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>'
+        (
+            f"<section><p><b>{text(name)}</b> <span "
+            f'class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>'
+        )
         for name, each in zip(names, (c.one, c.other))
     )
     columns = [(f"{k}_one", k) for k in ("ratio", "clip", "correction", "weight", "term", "gradient")]
@@ -1396,7 +1463,8 @@ class Cards:
 
     @property
     def summary(self) -> "pl.DataFrame":
-        "A row per card: its part of the loss, the sum of the gradient's sizes, what happens to its tokens, and the sentence."
+        """A row per card: its part of the loss, the sum of the gradient's sizes, what happens to its tokens, and the
+        sentence."""
         import polars as pl
 
         rows = []
@@ -1425,7 +1493,10 @@ class Cards:
 
     def text(self) -> str:
         "A line per card, for a terminal of 100 columns."
-        head = f"{'rollout':>8} {'objective':<24} {'advantage':>9} {'loss':>9} {'gradient':>9} {'raised':>6} {'lowered':>7} {'clipped':>7} {'dropped':>7}"
+        head = (
+            f"{'rollout':>8} {'objective':<24} {'advantage':>9} {'loss':>9} {'gradient':>9} {'raised':>6} "
+            f"{'lowered':>7} {'clipped':>7} {'dropped':>7}"
+        )
         return "\n".join([head, *(_summary_line(r) for r in self.summary.iter_rows(named=True))])
 
     def __repr__(self) -> str:
@@ -1447,22 +1518,27 @@ class Cards:
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-cards-part-2
 def _summary_line(r: Mapping) -> str:
-    return f"{r['rollout']:>8} {r['objective'][:24]:<24} {short(r['advantage']):>9} {short(r['loss']):>9} {short(r['gradient']):>9} {r['raised']:>6} {r['lowered']:>7} {r['clipped']:>7} {r['dropped']:>7}"
+    return (
+        f"{r['rollout']:>8} {r['objective'][:24]:<24} {short(r['advantage']):>9} {short(r['loss']):>9} "
+        f"{short(r['gradient']):>9} {r['raised']:>6} {r['lowered']:>7} {r['clipped']:>7} {r['dropped']:>7}"
+    )
 
 # %% ../../nbs/views/04_loss_card.ipynb #losscard-cards-of
 def loss_cards(
-    folder: str | Path,
+    folder: str | Path | RunReader,
     rollouts: Iterable[int] | str,
     loss: Sequence | str | Mapping | Callable | None = None,
     policy: bool = False,
     **changes,
 ) -> Cards:
-    'Cards of rollouts (ids, a frame with a column `rollout`, or "queue": what waits in the newest checkpoint) under each of `loss`. ValueError as `loss_card`.'
+    """Cards of rollouts (ids, a frame with a column `rollout`, or "queue": what waits in the newest checkpoint)
+    under each of `loss`. ValueError as `loss_card`."""
     queue = isinstance(rollouts, str)
     if queue and rollouts != "queue":
         raise ValueError(f"rollouts: {rollouts!r} names none; give ids, a frame with a column 'rollout', or 'queue'")
+    reader = reader_of(folder)
     read = with_policy if policy else lambda batch: batch
-    batches = [read(batch) for batch in queued_batches(folder)] if queue else []
+    batches = [read(batch) for batch in queued_batches(reader)] if queue else []
     ids = (
         [m.rollout.id for batch in batches for m in batch.members]
         if queue
@@ -1471,11 +1547,11 @@ def loss_cards(
         else list(rollouts)
     )
     losses = [None] if loss is None else list(loss) if isinstance(loss, (list, tuple)) else [loss]
-    decode, cards, names = load_decoder(folder), [], ()
+    decode, cards, names = load_decoder(reader), [], ()
     for id in ids:
         batch = next((b for b in batches if any(m.rollout.id == id for m in b.members)), None)
         if batch is None:
-            batches.append(batch := read(read_batch(folder, id)))
+            batches.append(batch := read(read_batch(reader, id)))
         own = recipe_of(batch)
         cards += [
             card_of(batch, id, swap(own, batch, **changes, **({} if each is None else {"loss": each})), decode)
@@ -1530,7 +1606,8 @@ def card_text(card: LossCard, width: int = 100, most: int | None = None) -> str:
     lines += [f"... {f.height - most} more"] if most and f.height > most else []
     if card.row is not None:
         lines.append(
-            f"sum of the rollout's terms {short(card.loss)}, of the step's {short(card.sheet.loss)} ({card.sheet.totals.sequences} rollouts, {card.sheet.totals.tokens} tokens)"
+            f"sum of the rollout's terms {short(card.loss)}, of the step's {short(card.sheet.loss)} "
+            f"({card.sheet.totals.sequences} rollouts, {card.sheet.totals.tokens} tokens)"
         )
     return "\n".join([*lines, *(line for note in notes(card) for line in _wrapped(note, width))])
 
@@ -1541,7 +1618,7 @@ def _field(name: str, value, width: int) -> str:
     return f"{short(value, width) if isinstance(value, float) else '' if value is None else value:>{width}}"
 
 
-def comparison_text(c: Comparison, width: int = 100, most: int | None = None) -> str:
+def comparison_text(c: CardComparison, width: int = 100, most: int | None = None) -> str:
     "The tokens that change, for a terminal."
     names, f = _names(c.one, c.other), c.changed
     lines = [

@@ -9,14 +9,14 @@ __all__ = ['LIVE', 'LIVE_STYLE', 'widgets', 'slider_of', 'LossView']
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.charts import INK
+from ..base.chart_parts import INK
 from ..knobs import key_of, knobs_of
-from ..loop.config import captured_functions
 from ..objective.objective import OLD, PARTS
+from ..runtime.run_reader import RunReader
 from .decode import load_decoder
 from rlbench.views.loss_card import (
     CARD_STYLE,
-    Comparison,
+    CardComparison,
     card_html,
     card_of,
     comparison_html,
@@ -45,7 +45,8 @@ def widgets():
 
 
 def slider_of(name: str, knob, value):
-    "A widget for a knob: a menu, a tick, or a slider over its range; of a very wide range the part up to ten times the value."
+    """A widget for a knob: a menu, a tick, or a slider over its range; of a very wide range the part up to ten times
+    the value."""
     w = widgets()
     about = dict(description=name, tooltip=knob.help, style={"description_width": "116px"})
     if knob.choices or isinstance(value, (bool, str)):
@@ -69,23 +70,26 @@ def slider_of(name: str, knob, value):
 
 # %% ../../nbs/views/06_loss_card_html.ipynb #lossview-class
 class LossView:
-    "A live loss card: menus, sliders, the card, and what differs from the run's own objective. Show another rollout with `take`. Raises what `read_batch` raises."
+    """A live loss card: menus, sliders, the card, and what differs from the run's own objective. Show another
+    rollout with `take`. Raises what `read_batch` raises."""
 
     def __init__(
         self, folder: str | Path, rollout: int | None = None, attempt: int | None = None, policy: bool = False
     ):
         w = widgets()
-        self.folder, self.policy, self.decode, self.known = (
-            Path(folder),
-            policy,
-            load_decoder(folder),
-            captured_functions(Path(folder))["loss"],
-        )
+        self.folder = Path(folder)
+        self.policy = policy
+        reader = RunReader(folder)
+        self.decode = load_decoder(reader)
+        self.known = reader.functions["loss"]
         self.batch = self.recipe = self.own = self.card = self.rollout = None
         self.menus = {
             part: w.Dropdown(description=part, options=[""], style={"description_width": "84px"}) for part in LIVE
         }
-        self.knobs, self.knob_box, self.view, self.note = {}, w.Box([]).add_class("lc-knobs"), w.HTML(), w.HTML()
+        self.knobs = {}
+        self.knob_box = w.Box([]).add_class("lc-knobs")
+        self.view = w.HTML()
+        self.note = w.HTML()
         self.beside = w.Checkbox(value=True, description="compare with the run's own", indent=False)
         menus = w.Box([*self.menus.values(), self.beside]).add_class("lc-menus")
         self.box = w.Box(
@@ -195,7 +199,8 @@ def _changes(view: LossView) -> dict[str, object]:
 
 
 def _unmoved(slider, own):
-    "A slider's value; the run's own where it is within half a step of it, since a page puts a slider on its nearest step."
+    """A slider's value; the run's own where it is within half a step of it, since a page puts a slider on its
+    nearest step."""
     near = isinstance(own, float) and abs(slider.value - own) <= getattr(slider, "step", 0) / 2
     return own if near else slider.value
 
@@ -205,5 +210,5 @@ def _show(view: LossView) -> None:
     view.card = own.swap(**changes) if changes else own
     body = card_html(view.card, open=False)
     if changes and view.beside.value:
-        body += comparison_html(Comparison(own, view.card))
+        body += comparison_html(CardComparison(own, view.card))
     view.view.value = f'<div class="rl-lc">{body}</div>'

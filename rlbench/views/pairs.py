@@ -9,12 +9,12 @@ __all__ = ['READ', 'SOURCES', 'judged_of', 'right_answers', 'ranked_pairs', 'col
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.ledger import count_rows, read_table
+from ..base.ledger_reading import count_rows, read_table
 from ..environments.chat_endpoint import Endpoint
 from ..records import StopReason
-from ..training.pairwise_judge import QUESTION, JudgeFigures, candidates, judge_pairs
+from ..training.pairwise_judge import QUESTION, JudgeFigures, candidate_pairs, judge_pairs
 from ..training.reward_model import Preference, read_pairs, verifier_pairs
-from ..training.sft import Demonstration, Judged, rejection
+from ..training.sft import Demonstration, JudgedResponse, rejection
 from .ranking import read_preferences
 
 # %% ../../nbs/views/12_pairs.ipynb #pairs-judged
@@ -35,7 +35,7 @@ READ = [
 ]
 
 
-def judged_of(folder: str | Path, last: int | None = None, until: int | None = None) -> list[Judged]:
+def judged_of(folder: str | Path, last: int | None = None, until: int | None = None) -> list[JudgedResponse]:
     "The judged single-turn responses of a run's training groups, oldest first. ValueError if there is none."
     import polars as pl
 
@@ -53,10 +53,11 @@ def judged_of(folder: str | Path, last: int | None = None, until: int | None = N
     if not len(rows):
         of = "" if until is None else f" begun before version {until}"
         raise ValueError(
-            f"run: {folder.name!r} has no judged response of one turn in its training groups{of}; let it run for a version or more"
+            f"run: {folder.name!r} has no judged response of one turn in its training groups{of}; let "
+            "it run for a version or more"
         )
     return [
-        Judged(
+        JudgedResponse(
             r["prompt"],
             r["text"],
             r["correct"],
@@ -120,7 +121,8 @@ def collect(
     question: str = QUESTION,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Preference], JudgeFigures | None]:
-    "Pairs of one source, and how the judge did if it was asked. ValueError for a source that lacks its ingredient, FileNotFoundError for a file that is not there."
+    """Pairs of one source, and how the judge did if it was asked. ValueError for a source that lacks its ingredient,
+    FileNotFoundError for a file that is not there."""
     if source not in SOURCES:
         if not Path(source).is_file():
             raise FileNotFoundError(f"from: {source!r} is neither a file nor one of {', '.join(SOURCES)}")
@@ -134,6 +136,7 @@ def collect(
         return verifier_pairs(judged, per_task, seed), None
     if judge is None:
         raise ValueError(
-            "from: judge needs an endpoint; give its address (--judge-url http://HOST:PORT/v1) and the model's name (--judge-model)"
+            "from: judge needs an endpoint; give its address (--judge-url http://HOST:PORT/v1) and "
+            "the model's name (--judge-model)"
         )
-    return judge_pairs(judge, candidates(judged, per_task, seed), question=question, say=say)
+    return judge_pairs(judge, candidate_pairs(judged, per_task, seed), question=question, say=say)

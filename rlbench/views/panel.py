@@ -6,11 +6,11 @@
 __all__ = ['LOG_BELOW', 'WINDOW', 'WHOLE', 'WAITS', 'FIRST', 'GROUPS', 'LABEL_STYLE', 'STOP_SECONDS', 'BUTTONS', 'STYLE',
            'NAMES_SCRIPT', 'COLLAPSE', 'WHOLE_WIDTH', 'STILL_SECONDS', 'PICTURE', 'ALONE', 'TABLE_ROWS', 'PLOTLY',
            'window', 'told_range', 'control_of', 'KnobRow', 'plain', 'two_digits', 'same', 'fit', 'tell', 'setting',
-           'said', 'show', 'Knobs', 'Watch', 'attempted', 'Kept', 'labels_html', 'tags_of_text', 'neighbours_html',
-           'LabelLine', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card', 'press', 'main_controls',
-           'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse', 'best_version', 'draw',
-           'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of', 'charts_of',
-           'shown_output', 'open_card', 'card_outputs']
+           'said', 'show', 'Knobs', 'Watch', 'attempted', 'KnobsetPage', 'labels_html', 'tags_of_text',
+           'neighbours_html', 'LabelLine', 'Buttons', 'log_html', 'clock', 'Panel', 'build', 'show_card', 'press',
+           'main_controls', 'opener', 'opened_header', 'fork_button', 'fork_best', 'answer_collapse', 'best_version',
+           'draw', 'knobs_now', 'keep_drawing', 'show_panel', 'still_picture', 'still', 'panel_of', 'card_of',
+           'charts_of', 'shown_output', 'open_card', 'card_outputs']
 
 # %% ../../nbs/views/07_panel.ipynb #panel-imports
 import json
@@ -25,17 +25,19 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.charts import to_plotly, to_svg
+from ..base.charts import to_svg
 from ..base.labels import Labels, checked_labels, read_labels, write_labels
-from ..base.ledger import ENDED
 from ..base.neighbours import Neighbours, neighbours_in_short, neighbours_in_words
+from ..base.plotly_charts import to_plotly
+from ..base.status import ENDED
 from ..knobs import unknown
-from ..loop.config import LiveKnob, captured_functions, live_knobs
+from ..loop.config import LiveKnob, live_knobs
+from ..loop.config_files import captured_functions
 from ..runtime.checkpoint import find_best
 from ..runtime.diagnosis import course_of, diagnose
 from ..runtime.knobsets import apply_knobs, knob_presets, save_knobs
-from ..runtime.run_reader import View, read_toml
-from ..runtime.steer import ask, ask_guard, drop_guard, in_force, me, undo_change
+from ..runtime.live_view import LiveView, read_toml
+from ..runtime.steer import ask_guard, current_user, drop_guard, in_force, send_request, undo_change
 from rlbench.views.cards import (
     CARDS,
     card_html,
@@ -56,7 +58,8 @@ LOG_BELOW, WINDOW, WHOLE = 0.01, 4.0, 10.0  # of the range; times the value; ran
 
 
 def window(k: LiveKnob, value: float) -> tuple[str, float, float]:
-    "How a slider shows a number: (linear, log or typed, lowest, highest). In the units of the knob; log ends are values, not exponents."
+    """How a slider shows a number: (linear, log or typed, lowest, highest). In the units of the knob; log ends are
+    values, not exponents."""
     low, high = (k.knob.low or 0.0), (k.knob.high if k.knob.high is not None else math.inf)
     if isinstance(k.value, float) and 0 < value < LOG_BELOW * (high - low):
         return "log", max(low, value / 100) or value / 100, min(high, value * 100)
@@ -133,13 +136,17 @@ def control_of(k: LiveKnob) -> "tuple[ipywidgets.Widget, ipywidgets.Widget | Non
 
 # %% ../../nbs/views/07_panel.ipynb #panel-row
 class KnobRow:
-    "One knob on the panel. `send(field, value)` returns a command's id, or raises ValueError with the reason it cannot be."
+    """One knob on the panel. `send(field, value)` returns a command's id, or raises ValueError with the reason it
+    cannot be."""
 
     def __init__(self, k: LiveKnob, send: Callable[[str, object], str]):
         import ipywidgets as w
 
         self.k, self.send = k, send
-        self.shown, self.waiting, self.error, self.showing = k.value, "", "", 0
+        self.shown = k.value
+        self.waiting = ""
+        self.error = ""
+        self.showing = 0
         self.control, self.typed = control_of(k)
         self.said = w.HTML()
         spoken = f'data-knob="{escape(k.field, quote=True)}" title="{escape(told_range(k), quote=True)}"'
@@ -172,7 +179,8 @@ class KnobRow:
         self.showing, self.shown = threading.get_ident(), value
         try:
             for control in (self.control, self.typed):
-                fit(control, self.k, value) if control is not None else None
+                if control is not None:
+                    fit(control, self.k, value)
         finally:
             self.showing = 0
 
@@ -195,7 +203,8 @@ def same(a, b) -> bool:
 
 
 def fit(control, k: LiveKnob, value) -> None:
-    "Show a value on a control; its window moves if the value lies outside, a list takes up a name that it does not know."
+    """Show a value on a control; its window moves if the value lies outside, a list takes up a name that it does not
+    know."""
     if hasattr(control, "options"):
         known = [option for _, option in control.options]
         if value not in known:
@@ -298,7 +307,7 @@ class Knobs:
         self.send, self.rows = send, {}
         self.first = w.Box().add_class("rl-knobs").add_class("rl-main-knobs")
         self.boxes = {group: w.Box().add_class("rl-knobs") for group in GROUPS}
-        self.pages = {"Guards": Watch(folder, author), "Kept": Kept(folder, author)}
+        self.pages = {"Guards": Watch(folder, author), "Kept": KnobsetPage(folder, author)}
         self.groups = w.Tab(
             children=[*self.boxes.values(), *(page.widget for page in self.pages.values())],
             titles=[*GROUPS.values(), *self.pages],
@@ -358,7 +367,9 @@ class Watch:
         self.when = w.Text(
             placeholder="entropy < 0.1 for 3",
             continuous_update=False,
-            tooltip="Condition: a step column or an evaluation, a comparison and a number; add 'for N' for N rows in a row",
+            tooltip=(
+                "Condition: a step column or an evaluation, a comparison and a number; add 'for N' for N rows in a row"
+            ),
         )
         self.do = w.Combobox(
             value="pause",
@@ -405,7 +416,7 @@ class Watch:
         ]
         tell(self.listed, f'<table class="rl-log-table" aria-label="guards"><tbody>{"".join(rows)}</tbody></table>')
 
-
+# %% ../../nbs/views/07_panel.ipynb #panel-watch-two
 def attempted(act: Callable, done: str) -> str:
     "Do something that may be refused; what to say of it."
     try:
@@ -415,7 +426,7 @@ def attempted(act: Callable, done: str) -> str:
         return f'<div class="rl-refused">{escape(str(error))}</div>'
 
 # %% ../../nbs/views/07_panel.ipynb #panel-kept
-class Kept:
+class KnobsetPage:
     "The page of knobs kept under a name."
 
     def __init__(self, folder: Path, author: str):
@@ -611,10 +622,17 @@ def log_html(commands: list[Mapping], last: int = 6) -> str:
         why = f": {c['reason']}" if c["reason"] else ""
         kind = " class=rl-refused" if c["status"] == "refused" else ""
         rows.append(
-            f"<tr{kind}><td>v{c['version']}</td><td>{clock(c['at'])}</td><td>{escape(c['author'] or '')}</td><td>{escape(what)}</td><td>{mark} {escape((c['status'] or '') + why)}</td></tr>"
+            f"<tr{kind}><td>v{c['version']}</td><td>{clock(c['at'])}</td><td>{escape(c['author'] or '')}</td><td>{escape(what)}</td><td>{mark} "
+            f"{escape((c['status'] or '') + why)}</td></tr>"
         )
-    empty = "<tr><td>No command yet. What is asked here or elsewhere is listed with its author, and marked on every time axis.</td></tr>"
-    return f'<table class="rl-log-table" aria-label="commands, newest first"><tbody>{"".join(rows) or empty}</tbody></table>'
+    empty = (
+        "<tr><td>No command yet. What is asked here or elsewhere is listed with its author, and marked "
+        "on every time axis.</td></tr>"
+    )
+    return (
+        '<table class="rl-log-table" aria-label="commands, newest '
+        f'first"><tbody>{"".join(rows) or empty}</tbody></table>'
+    )
 
 
 def clock(seconds: float | None) -> str:
@@ -633,22 +651,22 @@ class Panel:
         period: float = 0.5,
         fork: Callable | None = None,
     ):
-        self.folder, self.author, self.readonly, self.period = (
-            Path(folder),
-            author or f"{me()} (panel)",
-            readonly,
-            period,
-        )
+        self.folder = Path(folder)
+        self.author = author or f"{current_user()} (panel)"
+        self.readonly = readonly
+        self.period = period
         self.fork = None if readonly else fork  # as `Run.fork`: called with `at`
-        self.made, self.view, self.light, self.snapshot, self.drawn, self.turnable = (
-            0,
-            View(self.folder),
-            None,
-            None,
-            None,
-            None,
-        )
-        self.stopped, self.thread, self.stills, self.opened, self.over = threading.Event(), None, [], "", 0
+        self.made = 0
+        self.view = LiveView(self.folder)
+        self.light = None
+        self.snapshot = None
+        self.drawn = None
+        self.turnable = None
+        self.stopped = threading.Event()
+        self.thread = None
+        self.stills = []
+        self.opened = ""
+        self.over = 0
         self.turned, self.trace, self.lock = {}, "", threading.RLock()
         self.collapsed, self.forked = False, ""  # whether it collapsed at the last frame; what is said of the last fork
         self.knobs, self.buttons = (
@@ -660,9 +678,10 @@ class Panel:
         self.frame()
 
     def send(self, field: str, value) -> str:
-        "Ask for a change, over as many versions as the box says. Returns the command's id; raises ValueError with the reason it cannot be."
+        """Ask for a change, over as many versions as the box says. Returns the command's id; raises ValueError with
+        the reason it cannot be."""
         numeric = isinstance(value, (int, float, list)) and not isinstance(value, bool)
-        return ask(self.folder, field, value, self.over if numeric else 0, self.author)
+        return send_request(self.folder, field, value, self.over if numeric else 0, self.author)
 
     def frame(self) -> None:
         "Read what is new and draw one frame."
@@ -678,13 +697,18 @@ class Panel:
             self.trace = traceback.format_exc()
 
     def look(self) -> None:
-        "Make sure that the folder is there, and still that of the same run: a name may be used again. Raises FileNotFoundError."
+        """Make sure that the folder is there, and still that of the same run: a name may be used again. Raises
+        FileNotFoundError."""
         try:
             made = (self.folder / "config.toml").stat().st_mtime_ns
         except FileNotFoundError:
             raise FileNotFoundError(f"the run folder {self.folder} is gone; this is its last picture") from None
         if made != self.made:
-            self.made, self.view, self.light, self.drawn, self.turnable = made, View(self.folder), None, None, None
+            self.made = made
+            self.view = LiveView(self.folder)
+            self.light = None
+            self.drawn = None
+            self.turnable = None
 
     def start(self) -> None:
         "Draw frames on a thread of its own until the run has ended or the panel is closed."
@@ -844,7 +868,8 @@ def opened_header(panel: Panel):
 
 # %% ../../nbs/views/07_panel.ipynb #panel-fork
 def fork_button(panel: Panel):
-    "The button beside the verdict that forks a collapsed run from its best checkpoint; hidden until `offer_fork` shows it."
+    """The button beside the verdict that forks a collapsed run from its best checkpoint; hidden until `offer_fork`
+    shows it."""
     import ipywidgets as w
 
     tooltip = "Fork a new run from the best checkpoint; this run does not change"
@@ -938,7 +963,8 @@ STILL_SECONDS = 15.0
 
 
 def keep_drawing(panel: Panel) -> None:
-    "The panel's thread: a frame every period, never more than half of the time; it ends with the run, two frames later."
+    """The panel's thread: a frame every period, never more than half of the time; it ends with the run, two frames
+    later."""
     last, stilled, word = 2, -math.inf, ""
     while last and not panel.stopped.wait(panel.period):
         began = time.monotonic()
@@ -963,7 +989,8 @@ def show_panel(panel: Panel) -> None:
 
 
 def still_picture(panel: Panel) -> str:
-    "The picture as HTML, greyed; above it the run and version it shows, the moment it was taken, and how to see the run itself."
+    """The picture as HTML, greyed; above it the run and version it shows, the moment it was taken, and how to see
+    the run itself."""
     snapshot = panel.snapshot
     if not snapshot:
         return ""
@@ -1013,7 +1040,7 @@ def card_of(key: str):
 
 def charts_of(folder: Path, key: str) -> tuple:
     "The charts of a card as it is now."
-    return card_of(key).charts(View(folder).poll())
+    return card_of(key).charts(LiveView(folder).poll())
 
 
 def shown_output(chart) -> dict:

@@ -20,9 +20,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.charts import GRID, GROUND, number
+from ..base.chart_parts import GRID, GROUND, short_number
 from ..records import stream_key
-from ..runtime.steer import me
+from ..runtime.steer import current_user
 from .inspector import PALETTE, matching, widgets, with_texts
 from .report import text
 
@@ -58,7 +58,8 @@ class Pair:
 
 
 def candidates(folder: str | Path, last: int | None = 10_000) -> dict[tuple[str, str], list[Response]]:
-    "The responses of the newest `last` rollouts by (task, prompt), oldest first; those with nothing in them are left out."
+    """The responses of the newest `last` rollouts by (task, prompt), oldest first; those with nothing in them are
+    left out."""
     import polars as pl
 
     rows = with_texts(folder, matching(folder, last=last)).filter(pl.col("text").str.len_chars() > 0).sort("seq")
@@ -106,7 +107,8 @@ VERDICTS = ("better", "same", "skip", "undo")
 
 @dataclass(frozen=True)
 class Choice:
-    """One line of the journal. `verdict` better: `chosen` is better than `rejected`; same and skip: `chosen` is what stood left, and no preference; undo: takes back the line named in `undone`.
+    """One line of the journal. `verdict` better: `chosen` is better than `rejected`; same and skip: `chosen` is what
+    stood left, and no preference; undo: takes back the line named in `undone`.
     `left` tells which stood left; `at` is in seconds since 1970."""
 
     id: str
@@ -159,7 +161,8 @@ def _new_id() -> str:
 
 # %% ../../nbs/views/10_ranking.ipynb #ranking-append
 def append_choice(folder: str | Path, made: Choice) -> None:
-    "Adds a line to the journal, whole or not at all, and brings the preference file up to date; both are there when this returns. Raises OSError."
+    """Adds a line to the journal, whole or not at all, and brings the preference file up to date; both are there
+    when this returns. Raises OSError."""
     line = (json.dumps(asdict(made), ensure_ascii=False) + "\n").encode("utf-8", "replace")
     file = os.open(Path(folder) / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -205,7 +208,8 @@ def standing(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def read_preferences(folder: str | Path, every: bool = False) -> "pl.DataFrame":
-    "The preferences of a run folder, oldest first: prompt, chosen, rejected, and where they come from. `every` keeps the verdicts same and skip, which are no preferences."
+    """The preferences of a run folder, oldest first: prompt, chosen, rejected, and where they come from. `every`
+    keeps the verdicts same and skip, which are no preferences."""
     import polars as pl
 
     kept = [c for c in standing(read_choices(folder)) if every or c.verdict == "better"]
@@ -235,16 +239,26 @@ RANK_STYLE = PALETTE + (
 def pair_html(pair: Pair | None, blind: bool = True) -> str:
     "A pair to read; None says that there is none left."
     if pair is None:
-        return '<div class="rl-look"><p role="status">No pair is left. A run that goes on brings new ones; another seed brings another order, not other pairs.</p></div>'
+        return (
+            '<div class="rl-look"><p role="status">No pair is left. A run that goes on brings new ones; '
+            "another seed brings another order, not other pairs.</p></div>"
+        )
     sides = []
     for name, r in (("A", pair.left), ("B", pair.right)):
         known = (
             ""
             if blind
-            else f" <small>reward {'–' if r.reward is None else text(number(r.reward))} · v{r.version} · rollout {r.rollout}</small>"
+            else (
+                f" <small>reward {'–' if r.reward is None else text(short_number(r.reward))} · v{r.version} · "
+                f"rollout {r.rollout}</small>"
+            )
         )
         sides.append(f'<article aria-label="response {name}"><h4>{name}{known}</h4><pre>{text(r.text)}</pre></article>')
-    return f'<div class="rl-look"><div class="prompt"><h4>Prompt</h4><pre>{text(pair.prompt)}</pre></div><div class="two">{"".join(sides)}</div></div>'
+    return (
+        '<div class="rl-look"><div '
+        f'class="prompt"><h4>Prompt</h4><pre>{text(pair.prompt)}</pre></div><div '
+        f'class="two">{"".join(sides)}</div></div>'
+    )
 
 # %% ../../nbs/views/10_ranking.ipynb #ranking-parts
 @dataclass(frozen=True, eq=False)
@@ -311,7 +325,8 @@ KEYS = {"a": "left", "1": "left", "b": "right", "2": "right", "s": "same", "k": 
 
 
 class Ranking:
-    "The ranking view of a run folder. `author` signs the choices; `least` is the time in seconds a pair must have been shown."
+    """The ranking view of a run folder. `author` signs the choices; `least` is the time in seconds a pair must have
+    been shown."""
 
     def __init__(
         self,
@@ -322,10 +337,17 @@ class Ranking:
         last: int | None = 10_000,
         least: float = 0.2,
     ):
-        self.folder, self.author, self.seed, self.last, self.least = Path(folder), author or me(), seed, last, least
+        self.folder = Path(folder)
+        self.author = author or current_user()
+        self.seed = seed
+        self.last = last
+        self.least = least
         if not self.folder.is_dir():
             raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
-        self.parts, self.pair, self.shown, self._lock = rank_parts(blind), None, 0.0, threading.RLock()
+        self.parts = rank_parts(blind)
+        self.pair = None
+        self.shown = 0.0
+        self._lock = threading.RLock()
         self.box, self.waiting = rank_box(self.parts), iter(())
         self._do(lambda: _next(self))
         for name in ("left", "right", "same", "skip", "undo"):
@@ -359,7 +381,8 @@ def _mine(r: Ranking) -> list[Choice]:
 
 
 def _next(r: Ranking) -> None:
-    "Show the next pair that the author has not judged; once all are through, look whether the run has brought new ones."
+    """Show the next pair that the author has not judged; once all are through, look whether the run has brought new
+    ones."""
     judged = {c.key for c in _mine(r)}
 
     def fresh():
@@ -379,7 +402,10 @@ def _draw_pair(r: Ranking) -> None:
     for button in (p.left, p.right, p.same, p.skip):
         button.disabled = r.pair is None
     p.undo.disabled = not mine
-    p.told.value = f'<span role="status">{better:,} preference{"s" * (better != 1)} by {text(r.author)}, {len(mine) - better:,} without one</span>'
+    p.told.value = (
+        f'<span role="status">{better:,} preference{"s" * (better != 1)} by {text(r.author)}, '
+        f"{len(mine) - better:,} without one</span>"
+    )
 
 
 def _choose(r: Ranking, what: str) -> None:
@@ -405,5 +431,6 @@ def _typed(r: Ranking, typed: str) -> None:
 
 # %% ../../nbs/views/10_ranking.ipynb #ranking-rank
 def rank(folder: str | Path, author: str = "", seed: int = 0, blind: bool = True, last: int | None = 10_000) -> Ranking:
-    "The ranking view of a run folder, live or ended; it goes on where the author stopped. `last`: pairs are made of the newest so many rollouts, None for all."
+    """The ranking view of a run folder, live or ended; it goes on where the author stopped. `last`: pairs are made
+    of the newest so many rollouts, None for all."""
     return Ranking(folder, author, seed, blind, last)

@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.ledger import read_table
+from ..base.ledger_reading import read_table
 from ..environments.code_verifier import program_in
-from ..sandbox.grade import Runner, Verdict, differs, from_row, grade
+from ..sandbox.grade import grade
+from ..sandbox.grading_run import Runner
 from ..sandbox.grading_task import read_code_task
+from ..sandbox.verdict import Verdict, difference_between, verdict_from_row
 
 # %% ../../nbs/views/13_regrade.ipynb #regrade-rows
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Again:
 
 @dataclass(frozen=True)
 class Regraded:
-    "What came of judging again: how many verdicts are the same, differ, could not be come to; and those that are not the same."
+    """What came of judging again: how many verdicts are the same, differ, could not be come to; and those that are
+    not the same."""
 
     run: str
     verdicts: int
@@ -50,7 +53,10 @@ class Regraded:
             for then, now, count in self.tiers
         )
         lines = [
-            f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, {self.other:,} different, {self.lost:,} that the machine failed this time"
+            (
+                f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, "
+                f"{self.other:,} different, {self.lost:,} that the machine failed this time"
+            )
             + (f" ({tiers})" if tiers else "")
         ]
         lines += [f"  rollout {r.rollout}.{r.try_}, task {r.task}: {r.change or r.lost}" for r in self.rows[:20]]
@@ -58,7 +64,8 @@ class Regraded:
 
 # %% ../../nbs/views/13_regrade.ipynb #regrade-grade
 def kept_verdicts(folder: Path, last: int = 0) -> list[dict]:
-    "Verdicts that claim something, each with the response and the tests it is of; the newest `last` of them, 0 for all."
+    """Verdicts that claim something, each with the response and the tests it is of; the newest `last` of them, 0 for
+    all."""
     verdicts = read_table(folder, "verdicts")
     verdicts = verdicts.unique(
         ["rollout", "try"], keep="last", maintain_order=True
@@ -73,10 +80,10 @@ def kept_verdicts(folder: Path, last: int = 0) -> list[dict]:
 
 def judge_again(runner: Runner, row: dict) -> Again:
     "One verdict, once more."
-    first, task = from_row(row), read_code_task(row["answer"])
+    first, task = verdict_from_row(row), read_code_task(row["answer"])
     second = grade(runner, task, program_in(task, row["text"] or ""), first.limits, first.seed, first.rule, first.fresh)
     lost = f"{', '.join(second.ends[-1:])}: {second.message}" if second.score is None else ""
-    return Again(row["rollout"], row["try"], row["task"], first, second, differs(first, second), lost)
+    return Again(row["rollout"], row["try"], row["task"], first, second, difference_between(first, second), lost)
 
 
 def regrade(
@@ -86,7 +93,8 @@ def regrade(
     at_once: int = 16,
     told: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Regraded:
-    "Judge a run's programs again, `at_once` at a time. `told(done, all)` hears of the progress. ValueError if the run has no verdicts on code."
+    """Judge a run's programs again, `at_once` at a time. `told(done, all)` hears of the progress. ValueError if the
+    run has no verdicts on code."""
     folder = Path(folder)
     rows = kept_verdicts(folder, last)
     if not rows:

@@ -25,47 +25,49 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlbench.base.charts import (
-    Chart,
-    Mark,
-    actor_time,
-    actors_of,
-    column,
-    command_marks,
-    discards,
-    drop_bias,
-    extent,
-    health,
-    held_by,
-    items,
-    lengths,
-    memory,
-    number,
-    queue_depth,
-    reward,
+from ..base.chart_parts import VerticalMark, short_number
+from ..base.charts import Chart, data_extent, to_svg
+from rlbench.base.detail_charts import (
     sandbox_ends,
     sandbox_failures,
     sandbox_pool,
     sandbox_slowest,
     sandbox_starts,
     sandbox_trips,
-    served_by_level,
-    solve_rate,
-    staleness,
-    staleness_levels,
-    to_svg,
-    tokens_by_fate,
-    truncated_share,
+    tiers_in_words,
     turns_and_tools,
-    who_pays,
+)
+from rlbench.base.run_charts import (
+    actor_time,
+    actors_of,
+    column_items,
+    command_marks,
+    discard_chart,
+    drop_bias,
+    dropped_by_level,
+    length_chart,
+    memory_chart,
+    numeric_column,
+    queue_depth,
+    reward_chart,
+    served_by_level,
+    solve_rate_chart,
+    staleness_chart,
+    staleness_levels,
+    tokens_by_fate,
+    training_health,
+    truncated_share,
     zero_signal,
 )
-from ..base.ledger import Status, count_rows, read_json, read_rows, read_status, read_table
+from ..base.run_files import read_json
+from ..base.status import Status
+from ..records import VERDICTS
 from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
-from ..runtime.drop_bias import KEPT, LEFT_OUT, in_words, lost_by_level
+from ..runtime.drop_bias import KEPT, LEFT_OUT, describe_bias, lost_by_level
 from ..runtime.lineage import Family, read_family
 from ..runtime.metrics import ZERO_ADVANTAGE, turns_text
-from ..sandbox.explain import Reading, answer_in_words, code_task_of, reading
+from ..runtime.run_reader import RunReader, reader_of
+from ..sandbox.explain import Reading, answer_in_words, code_task_of, read_verdict
 from ..untrusted import hide_secrets, make_visible
 
 if TYPE_CHECKING:
@@ -90,41 +92,42 @@ class RunData:
 
     @property
     def eval_name(self) -> str:
-        "The held-out set: the first [[eval]] of the configuration that has rows, else the first set evaluated, the preflight aside."
-        found = [name for name in dict.fromkeys(items(self.evals, "eval")) if name != "preflight"]
+        """The held-out set: the first [[eval]] of the configuration that has rows, else the first set evaluated, the
+        preflight aside."""
+        found = [name for name in dict.fromkeys(column_items(self.evals, "eval")) if name != "preflight"]
         asked = [e.get("name", "") for e in self.config.get("eval", ())]
         return next((name for name in asked if name in found), found[0] if found else asked[0] if asked else "")
 
 
-def read_run(folder: str | Path) -> RunData:
+def read_run(folder: str | Path | RunReader) -> RunData:
     "Read what is there. Raises FileNotFoundError if the folder is not."
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"run: no folder {folder}; give the path of a run, or its name under runs/")
-    tables = {table: read_table(folder, table) for table in ("steps", "evals", "commands")}
+    reader = reader_of(folder)
+    folder = reader.folder
+    tables = {table: reader.table(table).collect() for table in ("steps", "evals", "commands")}
     found = diagnosis_of(folder)
     diagnosis = found.text if found.verdict in NOT_LEARNING else ""
     return RunData(
         folder.resolve().name,
-        read_status(folder),
+        reader.status,
         hide_secrets(_toml(folder / "config.toml")),
         _json(folder / "provenance.json"),
         **tables,
-        lost=lost_levels(folder),
+        lost=lost_levels(reader),
         family=read_family(folder),
-        verdicts=read_verdicts(folder),
+        verdicts=read_verdicts(reader),
         diagnosis=diagnosis,
     )
 
 
-def read_verdicts(folder: Path, at_most: int = 20_000) -> "pl.DataFrame":
+def read_verdicts(reader: RunReader, at_most: int = 20_000) -> "pl.DataFrame":
     "The verdicts on code, every n-th of a long run."
-    return read_table(folder, "verdicts", every=max(1, count_rows(folder, "verdicts") // at_most))
+    every = max(1, reader.count_rows("verdicts") // at_most)
+    return reader.thinned("verdicts", [column.name for column in VERDICTS], every)
 
 
-def lost_levels(folder: Path) -> dict[int, tuple[int, float]]:
+def lost_levels(reader: RunReader) -> dict[int, tuple[int, float]]:
     "Level -> (attempts at training tasks of which something was written, share of them dropped)."
-    rows = read_table(folder, "rollouts", ["group", "fate", "level", "length"])
+    rows = reader.columns("rollouts", ["group", "fate", "level", "length"])
     rows = rows.filter((rows["group"].fill_null(0) >= 0) & (rows["length"] > 0) & ~rows["fate"].is_in([*LEFT_OUT]))
     return lost_by_level(rows["level"].fill_null(0).to_numpy(), ~rows["fate"].is_in([*KEPT]).to_numpy())
 
@@ -146,7 +149,8 @@ def _json(path: Path) -> dict:
 # %% ../../nbs/views/02_report.ipynb #report-summary
 @dataclass(frozen=True)
 class RunSummary:
-    "What a run came to. None where there is nothing to tell; `missing` says why. Solve rates are shares with standard errors, times seconds, lengths tokens."
+    """What a run came to. None where there is nothing to tell; `missing` says why. Solve rates are shares with
+    standard errors, times seconds, lengths tokens."""
 
     name: str
     state: str
@@ -186,7 +190,7 @@ def newest_by_turn(data: RunData) -> str:
 
 def is_evaluated_after_failure(data: RunData) -> bool:
     "True if the newest evaluation of the held-out set was made after the run had failed."
-    marks = zip(items(data.evals, "eval"), items(data.evals, "after_failure"), strict=False)
+    marks = zip(column_items(data.evals, "eval"), column_items(data.evals, "after_failure"), strict=False)
     return bool(([mark for name, mark in marks if name == data.eval_name] or [False])[-1])
 
 
@@ -206,10 +210,13 @@ def tenths(values: np.ndarray) -> tuple[float | None, float | None]:
 # %% ../../nbs/views/02_report.ipynb #report-sandbox
 def sandbox_in_words(verdicts) -> str:
     "What held the programs of a run, and what the machine failed; empty for a run that judges none."
-    scores = items(verdicts, "score") if verdicts is not None else []
+    scores = column_items(verdicts, "score") if verdicts is not None else []
     failed = sum(score is None for score in scores) / max(1, len(scores))
     return (
-        f"{held_by(items(verdicts, 'tier')) or 'no program was run'}; the machine failed {100 * failed:.1f} % of the verdicts"
+        (
+            f"{tiers_in_words(column_items(verdicts, 'tier')) or 'no program was run'}; the machine failed "
+            f"{100 * failed:.1f} % of the verdicts"
+        )
         if scores
         else ""
     )
@@ -218,10 +225,10 @@ def sandbox_in_words(verdicts) -> str:
 def held_out(data: RunData) -> list[tuple[int, float, float]]:
     "(version, solve rate, standard error) of the held-out evaluations in order; of a version evaluated twice the last."
     rows = zip(
-        items(data.evals, "eval"),
-        items(data.evals, "version"),
-        items(data.evals, "avg"),
-        items(data.evals, "avg_se"),
+        column_items(data.evals, "eval"),
+        column_items(data.evals, "version"),
+        column_items(data.evals, "avg"),
+        column_items(data.evals, "avg_se"),
         strict=True,
     )
     found = {
@@ -236,10 +243,10 @@ def summarize(data: RunData) -> RunSummary:
     "The numbers of a run that was read."
     s, evals = data.status, held_out(data)
     first, last = (evals[0] if evals else None), (evals[-1] if len(evals) > 1 else None)
-    served, grown = tenths(column(data.steps, "solve_rate")), tenths(column(data.steps, "length_mean"))
-    at = np.concatenate([column(table, "at") for table in (data.steps, data.evals)])
-    versions = int(max([s.version if s else 0, *items(data.steps, "version")]))
-    tokens = s.tokens if s and s.tokens else int(np.nansum(column(data.steps, "generated_tokens")))
+    served, grown = tenths(numeric_column(data.steps, "solve_rate")), tenths(numeric_column(data.steps, "length_mean"))
+    at = np.concatenate([numeric_column(table, "at") for table in (data.steps, data.evals)])
+    versions = int(max([s.version if s else 0, *column_items(data.steps, "version")]))
+    tokens = s.tokens if s and s.tokens else int(np.nansum(numeric_column(data.steps, "generated_tokens")))
     trained = (s.books.get("trained") or {}).get("tokens", 0) if s else 0
     done = RunSummary(
         name=data.name,
@@ -262,7 +269,7 @@ def summarize(data: RunData) -> RunSummary:
         trained_share=trained / tokens if tokens else None,
         dispatched=s.dispatched if s else 0,
         books_closed=bool(s and s.books_closed),
-        commands=sum(x == "applied" for x in items(data.commands, "status")),
+        commands=sum(x == "applied" for x in column_items(data.commands, "status")),
         sandbox=sandbox_in_words(data.verdicts),
         by_turn=newest_by_turn(data),
         evaluated_after_failure=is_evaluated_after_failure(data),
@@ -285,7 +292,7 @@ def missing(data: RunData, s: RunSummary) -> list[str]:
         said.append(f"The run failed after {s.versions} finished batches{why}. See run.log.")
     elif planned and s.versions < planned:
         said.append(f"The run ended after {s.versions} of {planned} batches{why}.")
-    if not len(items(data.steps, "version")):
+    if not len(column_items(data.steps, "version")):
         said.append("No batch was trained, so there are no figures over versions.")
     if not s.evaluations:
         asked = bool(data.config.get("eval"))
@@ -322,7 +329,13 @@ def cell(value, places: int | None = None) -> str:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return text(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{places}f}" if places is not None else number(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.{places}f}"
+        if places is not None
+        else short_number(value)
+    )
 
 
 def table(
@@ -338,7 +351,10 @@ def table(
         )
 
     last = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
-    return f"<div class=scroll><table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(r, 'td') for r in rows)}</tbody>{last}</table></div>"
+    return (
+        "<div "
+        f"class=scroll><table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(r, 'td') for r in rows)}</tbody>{last}</table></div>"
+    )
 
 
 def section(title: str, body: str, note: str = "") -> str:
@@ -361,14 +377,21 @@ def head(s: RunSummary, data: RunData) -> str:
     result = (
         ""
         if s.solve_rate_start is None
-        else f"<p class=result><span>{_rate(s.solve_rate_start, s.solve_rate_start_se)}</span><span><i>to</i>{_rate(s.solve_rate_end, s.solve_rate_end_se)}</span></p>"
+        else (
+            "<p "
+            f"class=result><span>{_rate(s.solve_rate_start, s.solve_rate_start_se)}</span><span><i>to</i>{_rate(s.solve_rate_end, s.solve_rate_end_se)}</span></p>"
+        )
     )
     label = (
         f"Held-out solve rate of “{text(s.eval)}”, first to last evaluation, ± standard error over tasks"
         if s.evaluations
         else "No held-out solve rate"
     ) + "; the last was made after the run had failed, of the policy it saved" * s.evaluated_after_failure
-    change = f"{number(s.length_start)} to {number(s.length_end)} tokens" if s.length_growth else "needs two batches"
+    change = (
+        f"{short_number(s.length_start)} to {short_number(s.length_end)} tokens"
+        if s.length_growth
+        else "needs two batches"
+    )
     booked = sum(int(e.get("count", 0)) for e in data.status.books.values()) if data.status else 0
     facts = (
         ("Response length", f"× {s.length_growth:.2f}" if s.length_growth else "–", change),
@@ -384,7 +407,7 @@ def head(s: RunSummary, data: RunData) -> str:
         ),
         (
             "Response tokens",
-            number(float(s.tokens)),
+            short_number(float(s.tokens)),
             f"{100 * s.trained_share:.0f} % of them trained" if s.trained_share is not None else "",
         ),
         ("Books", "closed" if s.books_closed else "not closed", f"{booked:,} of {s.dispatched:,} rollouts"),
@@ -448,10 +471,11 @@ def glance(config: Mapping) -> str:
 
 # %% ../../nbs/views/02_report.ipynb #report-figures
 def in_force(data: RunData, knob: str) -> list[tuple[float, object]]:
-    "(version, value) of a setting: as configured, then wherever a command changed it. The value is None if it is not known."
+    """(version, value) of a setting: as configured, then wherever a command changed it. The value is None if it is
+    not known."""
     changes: list[tuple[float, object]] = [(0.0, data.config.get(knob))]
     for name, value, status, version in zip(
-        *(items(data.commands, c) for c in ("knob", "value", "status", "version")), strict=True
+        *(column_items(data.commands, c) for c in ("knob", "value", "status", "version")), strict=True
     ):
         if name == knob and status == "applied":
             try:
@@ -466,7 +490,7 @@ def card(chart: Chart, height: float = 210) -> str:
     return f"<figure>{to_svg(chart, 352, height)}</figure>"
 
 
-def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
+def figures(data: RunData, marks: tuple[VerticalMark, ...]) -> str:
     "All figures of a run, in three sections."
     steps = data.steps
     band, bound = (
@@ -474,7 +498,7 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
         [change for change in in_force(data, "staleness") if change[1] is not None],
     )
     band = band if len(band) == 2 else None
-    main = solve_rate(steps, data.evals, data.eval_name, band, marks)
+    main = solve_rate_chart(steps, data.evals, data.eval_name, band, marks)
     hero = "".join(
         f"<figure class={name}>{to_svg(main, width, height)}</figure>"
         for name, width, height in (("wide", 1104, 330), ("medium", 680, 280), ("narrow", 352, 250))
@@ -482,8 +506,8 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
     learned = (
         served_by_level(steps, band, marks),
         zero_signal(steps, marks),
-        reward(steps, marks),
-        lengths(steps, in_force(data, "max_tokens")[-1][1], marks),
+        reward_chart(steps, marks),
+        length_chart(steps, in_force(data, "max_tokens")[-1][1], marks),
         truncated_share(steps, marks),
     )
     books, together = (
@@ -492,23 +516,23 @@ def figures(data: RunData, marks: tuple[Mark, ...]) -> str:
     )
     flow = (
         queue_depth(steps, marks),
-        staleness(steps, bound, marks),
+        staleness_chart(steps, bound, marks),
         staleness_levels(steps, bound, marks),
         *(actor_time(steps, actor, marks, colocated=together) for actor in actors_of(steps)),
-        memory(steps, marks, colocated=together),
+        memory_chart(steps, marks, colocated=together),
     )
     numbered = "Dotted vertical lines are commands, numbered as in the journal." if marks else ""
     return (
-        section("What it learned", (hero if extent(main) else "") + _grid(learned), numbered)
+        section("What it learned", (hero if data_extent(main) else "") + _grid(learned), numbered)
         + section("How the work flowed", _grid((*flow, books)))
         + section("What was dropped", dropped(data, marks))
         + judged_code(data, marks)
         + with_tools(data, marks)
-        + section("Training health", _grid(health(steps, marks), 180))
+        + section("Training health", _grid(training_health(steps, marks), 180))
     )
 
 # %% ../../nbs/views/02_report.ipynb #report-code
-def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
+def judged_code(data: RunData, marks: tuple[VerticalMark, ...]) -> str:
     "What became of the policy's programs; nothing in a run that judges none."
     v = data.verdicts
     if v is None or not len(v):
@@ -518,8 +542,8 @@ def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
         for name, knob in (("warn", "infra_warn"), ("stop", "infra_stop"))
         if isinstance(value := in_force(data, knob)[-1][1], (int, float))
     }
-    weak = sum(found == "weak" for found in items(v, "integrity"))
-    said = f"Programs were {held_by(items(v, 'tier')) or 'not run'}." + (
+    weak = sum(found == "weak" for found in column_items(v, "integrity"))
+    said = f"Programs were {tiers_in_words(column_items(v, 'tier')) or 'not run'}." + (
         f" {weak:,} of {len(v):,} verdicts are weak: their tests ran beside the policy's code." if weak else ""
     )
     charts = (
@@ -533,7 +557,7 @@ def judged_code(data: RunData, marks: tuple[Mark, ...]) -> str:
     return section("Sandboxes", _grid(charts), said)
 
 # %% ../../nbs/views/02_report.ipynb #report-turns
-def with_tools(data: RunData, marks: tuple[Mark, ...]) -> str:
+def with_tools(data: RunData, marks: tuple[VerticalMark, ...]) -> str:
     "Turns and tools; nothing in a run whose rollouts have one turn."
     charts = turns_and_tools(data.steps, marks)
     return section("Turns and tools", _grid(charts)) if any(chart.series for chart in charts) else ""
@@ -541,7 +565,7 @@ def with_tools(data: RunData, marks: tuple[Mark, ...]) -> str:
 # %% ../../nbs/views/02_report.ipynb #report-grid
 def _grid(charts: Sequence[Chart], height: float = 210) -> str:
     "The figures that have something to show, and a sentence about those that have not."
-    drawn, absent = ([c for c in charts if bool(extent(c)) is there] for there in (True, False))
+    drawn, absent = ([c for c in charts if bool(data_extent(c)) is there] for there in (True, False))
     cards = f"<div class=grid>{''.join(card(chart, height) for chart in drawn)}</div>" if drawn else ""
     left_out = "; ".join(
         dict.fromkeys(f"{f'{c.title}, ' if drawn else ''}{c.empty.removesuffix(' yet')}" for c in absent)
@@ -549,17 +573,17 @@ def _grid(charts: Sequence[Chart], height: float = 210) -> str:
     return cards + (f"<p class=note>Nothing to draw: {text(left_out)}.</p>" if absent else "")
 
 # %% ../../nbs/views/02_report.ipynb #report-dropped
-def dropped(data: RunData, marks: tuple[Mark, ...]) -> str:
+def dropped(data: RunData, marks: tuple[VerticalMark, ...]) -> str:
     "The discard meters, the drop bias and the levels that lose; a sentence if nothing was dropped."
     if not any(share for _, share in data.lost.values()):
         return "<p class=note>Nothing that was generated for training was dropped.</p>"
     said = [
-        next((x for x in reversed(column(data.steps, name)) if math.isfinite(x)), None)
+        next((x for x in reversed(numeric_column(data.steps, name)) if math.isfinite(x)), None)
         for name in ("bias_length", "bias_level", "bias_turns")
     ]
-    words = in_words(*said)
+    words = describe_bias(*said)
     return (f"<p class=note>At the end, {text(words)}.</p>" if words else "") + _grid(
-        (discards(data.steps, marks), drop_bias(data.steps, marks), who_pays(data.lost))
+        (discard_chart(data.steps, marks), drop_bias(data.steps, marks), dropped_by_level(data.lost))
     )
 
 # %% ../../nbs/views/02_report.ipynb #report-tables
@@ -600,7 +624,7 @@ def books_table(status: Status | None) -> str:
 def command_table(commands, limit: int = 200) -> str:
     "The journal; the newest `limit` commands if there are more."
     names = ("version", "at", "author", "knob", "value", "over", "status", "apply", "reason")
-    rows = list(zip(*(items(commands, name) for name in names), strict=True))
+    rows = list(zip(*(column_items(commands, name) for name in names), strict=True))
     if not rows:
         return "<p class=note>Nobody changed anything while it ran.</p>"
     cells = [
@@ -624,11 +648,15 @@ def command_table(commands, limit: int = 200) -> str:
 
 # %% ../../nbs/views/02_report.ipynb #report-preflight
 def preflight_in_words(row: Mapping, band: Sequence[float], group: int) -> str:
-    "A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the band, and the share of groups of `group` from which nothing is learned, with its interval."
+    """A preflight, a row of the evaluation table: solve rate, by level where there are several, those inside the
+    band, and the share of groups of `group` from which nothing is learned, with its interval."""
     by_level = list(zip(row["levels"] or (), row["level_rates"] or (), strict=True))
     inside = sum(band[0] <= rate <= band[1] for _, rate in by_level)
     levels = (
-        f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of {len(by_level)} levels inside the band)"
+        (
+            f" (level {', '.join(f'{level}: {rate:.2f}' for level, rate in by_level)}; {inside} of "
+            f"{len(by_level)} levels inside the band)"
+        )
         if len(by_level) > 1
         else ""
     )
@@ -644,9 +672,9 @@ NOTHING_SOLVED = "this model solves none of them, so rewards teach it nothing: S
 
 def preflight_note(data: RunData) -> str:
     "The preflight of a run as a sentence for the page; empty if there was none."
-    names = items(data.evals, "eval")
+    names = column_items(data.evals, "eval")
     columns = {
-        name: items(data.evals, name) or [None] * len(names)
+        name: column_items(data.evals, name) or [None] * len(names)
         for name in ("avg", "tasks", "levels", "level_rates", *ZERO_ADVANTAGE)
     }
     rows = [
@@ -656,7 +684,10 @@ def preflight_note(data: RunData) -> str:
     ]
     if not rows or rows[0]["avg"] is None:
         return ""
-    return f"<p class=note>Preflight: {text(preflight_in_words(rows[0], data.config.get('band', (0.0, 1.0)), data.config.get('group', 0)))}.</p>"
+    return (
+        "<p class=note>Preflight: "
+        f"{text(preflight_in_words(rows[0], data.config.get('band', (0.0, 1.0)), data.config.get('group', 0)))}.</p>"
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-tables-two
 def eval_table(evals, limit: int = 60) -> str:
@@ -677,7 +708,7 @@ def eval_table(evals, limit: int = 60) -> str:
         "tokens",
         "after_failure",
     )
-    columns = [items(evals, name) or [None] * len(items(evals, "eval")) for name in names]
+    columns = [column_items(evals, name) or [None] * len(column_items(evals, "eval")) for name in names]
     rows = list(zip(*columns, strict=True))
     if not rows:
         return "<p class=note>No evaluation was finished.</p>"
@@ -726,12 +757,12 @@ class Failures:
     message: str = ""
 
 
-def failures(folder: str | Path) -> Failures:
+def failures(folder: str | Path | RunReader) -> Failures:
     "Count the rollouts that have no reward because scoring them failed."
-    frame = read_table(folder, "rollouts", columns=["reward", "message"])
+    frame = reader_of(folder).columns("rollouts", ["reward", "message"])
     told = [
         message
-        for reward, message in zip(items(frame, "reward"), items(frame, "message"), strict=True)
+        for reward, message in zip(column_items(frame, "reward"), column_items(frame, "message"), strict=True)
         if reward is None and message
     ]
     return Failures(len(told), told[0].partition("\n")[0]) if told else Failures()
@@ -764,8 +795,9 @@ class Shown:
     attempt: int = 0
 
 # %% ../../nbs/views/02_report.ipynb #report-pairs-part-2
-def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
-    "Training rollouts that were judged, or whose judging failed, in the order they ended; thinned while reading if there are more than `at_most`."
+def shown_rollouts(folder: str | Path | RunReader, at_most: int = 20_000) -> list[Shown]:
+    """Training rollouts that were judged, or whose judging failed, in the order they ended; thinned while reading if
+    there are more than `at_most`."""
     names = [
         "rollout",
         "level",
@@ -783,9 +815,10 @@ def shown_rollouts(folder: str | Path, at_most: int = 20_000) -> list[Shown]:
         "message",
         "try",
     ]
-    every = max(1, -(-count_rows(folder, "rollouts") // at_most))
-    frame = read_table(folder, "rollouts", columns=[*names, "group"], every=every)
-    rows = zip(*(items(frame, name) for name in (*names, "group")), strict=True)
+    reader = reader_of(folder)
+    every = max(1, -(-reader.count_rows("rollouts") // at_most))
+    frame = reader.thinned("rollouts", [*names, "group"], every)
+    rows = zip(*(column_items(frame, name) for name in (*names, "group")), strict=True)
     found = [(Shown(*row[:-3], row[-3] or "", row[-2] or 0), row[-1] or 0) for row in rows]
     ended = [
         r for r, group in found if group >= 0 and r.fate != "evaluated" and r.text is not None and r.reason != "aborted"
@@ -813,15 +846,17 @@ def _evenly(pool: Sequence, count: int) -> list:
     return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
 
 # %% ../../nbs/views/02_report.ipynb #report-tests
-def readings(folder: str | Path, rollouts: Sequence[Shown]) -> dict[tuple[int, int], Reading]:
+def readings(folder: str | Path | RunReader, rollouts: Sequence[Shown]) -> dict[tuple[int, int], Reading]:
     "(rollout, attempt) -> the verdict on its program, of those that have one."
     answers = {(r.rollout, r.attempt): r.answer for r in rollouts}
-    keys = read_table(folder, "verdicts", ["seq", "rollout", "try"])
+    reader = reader_of(folder)
+    keys = reader.columns("verdicts", ["seq", "rollout", "try"])
     keys = keys.filter(keys["rollout"].is_in([rollout for rollout, _ in answers])).unique(
         ["rollout", "try"], keep="last"
     )
-    rows = read_rows(folder, "verdicts", keys["seq"]).iter_rows(named=True) if len(keys) else ()
-    return {key: reading(row, answers[key]) for row in rows if (key := (row["rollout"], row["try"])) in answers}
+    names = [column.name for column in VERDICTS]
+    rows = reader.rows("verdicts", keys["seq"], names).iter_rows(named=True) if len(keys) else ()
+    return {key: read_verdict(row, answers[key]) for row in rows if (key := (row["rollout"], row["try"])) in answers}
 
 
 def tests_html(found: Reading, most: int = 4) -> str:
@@ -833,7 +868,11 @@ def tests_html(found: Reading, most: int = 4) -> str:
     more = f"<p class=facts>{left:,} more test{'s' * (left > 1)} failed</p>" if left > 0 else ""
     head = "<thead><tr><th>failed test</th><th>wanted</th><th>got</th></tr></thead>"
     machine = f"<p class='facts no'>no verdict: {text(found.machine)}</p>" if found.machine else ""
-    return f"<div class=tests>{f'<table>{head}<tbody>{rows}</tbody></table>' if rows else ''}{more}{machine}<p class=facts>{text(' · '.join(found.facts))}</p></div>"
+    return (
+        "<div "
+        f"class=tests>{f'<table>{head}<tbody>{rows}</tbody></table>' if rows else ''}{more}{machine}<p "
+        f"class=facts>{text(' · '.join(found.facts))}</p></div>"
+    )
 
 # %% ../../nbs/views/02_report.ipynb #report-pairs-html
 def rollout_card(r: Shown, when: str, found: Reading | None = None) -> str:
@@ -849,7 +888,7 @@ def rollout_card(r: Shown, when: str, found: Reading | None = None) -> str:
     fate = f"trained into v{r.trained_at}" if (r.trained_at or -1) >= 0 else (r.fate or "").replace("_", " ")
     cut = "cut at the limit" if r.reason == "length" else ""
     facts = " · ".join(part for part in (f"{r.length} tokens", cut, written, fate, f"#{r.rollout}") if part)
-    reward = "no reward" if r.reward is None else f"reward {number(r.reward)}"
+    reward = "no reward" if r.reward is None else f"reward {short_number(r.reward)}"
     said = text(r.text) if r.text else "<i>(nothing)</i>"
     failed = (
         f"<p class='facts no'>{text(r.message.partition(chr(10))[0])}</p>" if r.message and r.reward is None else ""
@@ -870,7 +909,8 @@ def rollout_section(rollouts: Sequence[Shown], found: Mapping[tuple[int, int], R
     for a, b in rows:
         level = f"level {a.level}" if a.level == b.level else f"level {a.level}, level {b.level}"
         lines.append(
-            f"<h3>{level}</h3><div class=pair>{''.join(rollout_card(r, when, found.get((r.rollout, r.attempt))) for r, when in ((a, 'early'), (b, 'late')))}</div>"
+            f"<h3>{level}</h3><div "
+            f"class=pair>{''.join(rollout_card(r, when, found.get((r.rollout, r.attempt))) for r, when in ((a, 'early'), (b, 'late')))}</div>"
         )
     return "".join(
         line if i == 0 or line.split("</h3>")[0] != lines[i - 1].split("</h3>")[0] else line.split("</h3>", 1)[1]
@@ -907,12 +947,18 @@ def origin(data: RunData) -> str:
     p |= {"host": data.status.host} if data.status and data.status.host else {}
     known = {name: packages[name] for name in DECIDE if name in packages}
     facts = "".join(
-        f"<div><dt>{text(name)}</dt><dd class=code>{text(value if not isinstance(value, (dict, list)) else json.dumps(value))}</dd></div>"
+        (
+            f"<div><dt>{text(name)}</dt><dd "
+            f"class=code>{text(value if not isinstance(value, (dict, list)) else json.dumps(value))}</dd></div>"
+        )
         for name, value in (p | known).items()
     )
     listed = " ".join(f"{name}=={version}" for name, version in packages.items() if name not in known)
     rest = (
-        f"<details><summary>{len(packages) - len(known)} more packages</summary><p class=code>{text(listed)}</p></details>"
+        (
+            f"<details><summary>{len(packages) - len(known)} more packages</summary><p "
+            f"class=code>{text(listed)}</p></details>"
+        )
         if listed
         else ""
     )
@@ -1026,8 +1072,10 @@ def write_report(folder: str | Path) -> Path:
     "Write `report.html` into a run folder and return its path. Works for runs that are live, stopped, failed or empty."
     folder = Path(folder)
     path, aside = folder / "report.html", folder / ".report.html.tmp"
-    rollouts = shown_rollouts(folder)
-    found = readings(folder, [r for pair in pairs(rollouts) for r in pair])
-    aside.write_text(to_html(read_run(folder), rollouts, failures(folder), found), encoding="utf-8", errors="replace")
+    reader = RunReader(folder)
+    rollouts = shown_rollouts(reader)
+    found = readings(reader, [r for pair in pairs(rollouts) for r in pair])
+    page = to_html(read_run(reader), rollouts, failures(reader), found)
+    aside.write_text(page, encoding="utf-8", errors="replace")
     aside.replace(path)
     return path

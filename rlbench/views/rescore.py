@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SEEN', 'DRIFT', 'DRAWS', 'TRIED', 'TRIED_SECONDS', 'NotRead', 'Unread', 'unread', 'stored', 'stored_tokens',
-           'with_rollouts', 'Limits', 'judged', 'on_groups', 'on_versions', 'Tokens', 'tokens_of', 'on_tokens',
-           'evidence', 'draws', 'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
+           'with_rollouts', 'CallLimits', 'judged', 'on_groups', 'on_versions', 'SampleTokens', 'tokens_of',
+           'on_tokens', 'evidence', 'draws', 'task_rows', 'rescore', 'captured', 'examples', 'check', 'give']
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-imports
 import math
@@ -18,17 +18,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.ledger import count_rows, read_table
-from ..curriculum import Curriculum, draw, observe, solve_rate
-from ..environments.environment import DeadlinePassed, FunctionFailed, guarded, judge, within
+from ..base.ledger_reading import count_rows, read_table
+from ..base.safe_call import DeadlinePassed, FunctionFailed, call_within, guarded
+from ..curriculum import Curriculum, draw_task_index, note_outcomes, solve_rate
+from ..environments.environment import judge
 from ..environments.rollout_turns import segments_of
 from ..environments.tasks import make_tasks
 from ..knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
-from ..loop.config import FUNCTIONS, RunConfig, captured_functions
+from ..loop.config import RunConfig
+from ..loop.config_files import captured_functions
+from ..loop.config_tables import FUNCTIONS
 from ..objective.loss import totals_of, unsound
 from ..objective.objective import check_ingredients
 from ..objective.shaping import INGREDIENTS, Facts, facts_of, none, reshape
-from ..records import Outcome, Rollout, Segment, StopReason, Task, prompt_segment, response_segment, uniforms
+from rlbench.records import (
+    Outcome,
+    Rollout,
+    Segment,
+    StopReason,
+    Task,
+    prompt_segment,
+    response_segment,
+    uniform_numbers,
+)
 from ..reward import correct
 from ..runtime.steer import in_force
 
@@ -56,7 +68,8 @@ class Unread:
 
 
 def unread(length: int, turns: int = 1) -> tuple[Segment, ...]:
-    "Prompt and responses whose tokens were not read. Of several turns only the tokens of all together are known; the first has them."
+    """Prompt and responses whose tokens were not read. Of several turns only the tokens of all together are known;
+    the first has them."""
     nothing = [Unread(length), *[Unread(0)] * (turns - 1)]
     return Segment("prompt", Unread(), mask=Unread()), *(Segment("response", n, n, n, n) for n in nothing)
 
@@ -158,14 +171,14 @@ def with_rollouts(folder: Path, last: int, use: Callable):
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-judged
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     "How long one call may take, and all of them together, in seconds."
 
     call: float = 10.0
     all: float = math.inf
 
 
-def judged(field: str, function: Callable, rollouts: Sequence[Rollout], limits: Limits) -> list[dict]:
+def judged(field: str, function: Callable, rollouts: Sequence[Rollout], limits: CallLimits) -> list[dict]:
     "A row per rollout: old and new value. Stops early when the time for all is over."
     rows, began = [], time.monotonic()
     for r in rollouts:
@@ -203,9 +216,15 @@ def _minus(new: float | None, old: float | None) -> float | None:
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-groups
 def on_groups(
-    field: str, function: Callable, old: Callable, rollouts: Sequence[Rollout], limits: Limits, shaping: Callable = none
+    field: str,
+    function: Callable,
+    old: Callable,
+    rollouts: Sequence[Rollout],
+    limits: CallLimits,
+    shaping: Callable = none,
 ) -> list[dict]:
-    "A row per group: its rewards, what the old and the new function make of them, and the largest difference. `shaping`: what comes before an advantage."
+    """A row per group: its rewards, what the old and the new function make of them, and the largest difference.
+    `shaping`: what comes before an advantage."""
     groups: dict[int, list[Rollout]] = {}
     for r in rollouts:
         if r.group >= 0 and r.reward is not None:
@@ -236,9 +255,9 @@ def on_groups(
         )
     return rows
 
-
+# %% ../../nbs/views/11_rescore.ipynb #rescore-on-group
 def _on_group(
-    field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: Limits
+    field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: CallLimits
 ) -> tuple[list[float], str]:
     "(values, what was wrong)."
     if any(needed and name not in INGREDIENTS for name, needed in ingredients_of(function, 1).items()):
@@ -256,14 +275,17 @@ def _on_group(
     return (
         (
             [],
-            f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN where there is none",
+            (
+                f"{field}: returned {values} for the rewards {rewards_R}; return one number for each, NaN "
+                "where there is none"
+            ),
         )
         if wrong
         else (values.tolist(), "")
     )
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-versions
-def on_versions(field: str, function: Callable, old: Callable, config: RunConfig, limits: Limits) -> list[dict]:
+def on_versions(field: str, function: Callable, old: Callable, config: RunConfig, limits: CallLimits) -> list[dict]:
     "A row per tenth version of a hundred: the weight that the old and the new schedule give."
     base = {"kl_schedule": config.kl_weight, "entropy_schedule": config.entropy_weight}[field] or 0.01
     there, rows = dict(last=base, measured=0.01, rollouts=config.batch), []
@@ -292,7 +314,7 @@ DRIFT = 0.2  # largest difference in nats of a stand-in log-probability
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class SampleTokens:
     "A small batch for trying functions on: rollout ids, arrays [R, T] (mask boolean) and advantages [R]."
 
     rollouts: list[int]
@@ -303,7 +325,7 @@ class Tokens:
     advantages_R: np.ndarray
 
 
-def tokens_of(folder: Path, last: int) -> Tokens:
+def tokens_of(folder: Path, last: int) -> SampleTokens:
     "The last trained rollouts; made up ones if nothing was trained yet."
     since = _since(folder, "tokens", last)
     rows = (
@@ -315,9 +337,11 @@ def tokens_of(folder: Path, last: int) -> Tokens:
     for i, (_, logprobs, mask, _) in enumerate(rows):
         sampler_RT[i, : len(logprobs)], mask_RT[i, : len(mask)] = logprobs, mask
     keys, place = np.repeat(np.arange(len(rows), dtype=np.uint64), width), np.tile(np.arange(width), len(rows))
-    noise = [DRIFT * (2 * uniforms(keys, place + i * width) - 1).reshape(mask_RT.shape) * mask_RT for i in range(2)]
+    noise = [
+        DRIFT * (2 * uniform_numbers(keys, place + i * width) - 1).reshape(mask_RT.shape) * mask_RT for i in range(2)
+    ]
     old_RT = np.minimum(sampler_RT + noise[0], 0).astype(np.float32)
-    return Tokens(
+    return SampleTokens(
         [r for r, *_ in rows],
         sampler_RT,
         old_RT,
@@ -327,8 +351,9 @@ def tokens_of(folder: Path, last: int) -> Tokens:
     )
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-tokens-rows
-def on_tokens(field: str, function: Callable, old: Callable, t: Tokens, limits: Limits) -> list[dict]:
-    "A row per rollout: mean over its tokens of what the old and the new function give, and for a loss of the size of the gradient."
+def on_tokens(field: str, function: Callable, old: Callable, t: SampleTokens, limits: CallLimits) -> list[dict]:
+    """A row per rollout: mean over its tokens of what the old and the new function give, and for a loss of the size
+    of the gradient."""
     (before, before_slope, _), (after, after_slope, message) = (
         _token_means(field, f, t, limits) for f in (old, function)
     )
@@ -352,7 +377,7 @@ def on_tokens(field: str, function: Callable, old: Callable, t: Tokens, limits: 
     ]
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-tokens-rows-part-2
-def _token_means(field: str, function: Callable, t: Tokens, limits: Limits) -> tuple[list, list, str]:
+def _token_means(field: str, function: Callable, t: SampleTokens, limits: CallLimits) -> tuple[list, list, str]:
     "(values, gradients, what was wrong)."
     import torch
 
@@ -408,12 +433,13 @@ def evidence(folder: Path, last: int) -> Curriculum:
     names = {task: level for task, level, _, _ in rows}
     curriculum, place = Curriculum(list(names.values()) or [1, 2, 3, 4] * 8), {task: i for i, task in enumerate(names)}
     for task, _, scored, solved in rows:
-        observe(curriculum, place[task], scored, solved) if scored else None
+        if scored:
+            note_outcomes(curriculum, place[task], scored, solved)
     return curriculum
 
 
 def draws(
-    function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int = DRAWS
+    function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: CallLimits, count: int = DRAWS
 ) -> list[dict]:
     "A row per level: its tasks, their estimated solve rate, and the shares of draws that old and new sampler give it."
     (before, _), (after, message) = (_shares(f, curriculum, config, limits, count) for f in (old, function))
@@ -436,12 +462,14 @@ def draws(
 
 
 def _shares(
-    function: Callable, curriculum: Curriculum, config: RunConfig, limits: Limits, count: int
+    function: Callable, curriculum: Curriculum, config: RunConfig, limits: CallLimits, count: int
 ) -> tuple[dict[int, float], str]:
     found, fresh = [], replace(curriculum, draws=0)
     try:
         for number in range(count):
-            task = draw(fresh, guarded("sampler", function, limits.call), config.seed, config.band, number / count)
+            task = draw_task_index(
+                fresh, guarded("sampler", function, limits.call), config.seed, config.band, number / count
+            )
             found.append(curriculum.levels[range(len(curriculum.levels))[task]])
     except FunctionFailed as error:
         return {}, str(error)
@@ -450,12 +478,16 @@ def _shares(
     return {level: found.count(level) / count for level in set(found)}, ""
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-tasks
-def task_rows(function: Callable, table: Mapping, old: Sequence[Task], config: RunConfig, limits: Limits) -> list[dict]:
+def task_rows(
+    function: Callable, table: Mapping, old: Sequence[Task], config: RunConfig, limits: CallLimits
+) -> list[dict]:
     "A row per level: tasks of the old and the new set, the longest prompt and an example."
     new, message = [], ""
     try:
         sets = {table["name"]: guarded("tasks", function)}
-        new = within(limits.call, partial(make_tasks, {"name": table["name"]}, "train", config.seed, functions=sets))
+        new = call_within(
+            limits.call, partial(make_tasks, {"name": table["name"]}, "train", config.seed, functions=sets)
+        )
     except DeadlinePassed:
         message = f"tasks: making them took longer than {limits.call:g} s; make fewer"
     except ValueError as error:
@@ -484,11 +516,13 @@ def rescore(
     function: Callable,
     last: int = 10_000,
     field: str = "reward",
-    limits: Limits | None = None,
+    limits: CallLimits | None = None,
     **parameters,
 ) -> "pl.DataFrame":
-    """Old and new value side by side on what a run has stored last; `message` says what went wrong. A row per rollout (reward, verifier, loss, correction, aggregation), group (shaping, advantage)
-    or level (sampler, tasks). `parameters`: values for the function's knobs. Raises ValueError for a function that cannot be captured."""
+    """Old and new value side by side on what a run has stored last; `message` says what went wrong. A row per rollout
+    (reward, verifier, loss, correction, aggregation), group (shaping, advantage)
+    or level (sampler, tasks). `parameters`: values for the function's knobs. Raises ValueError for a function that
+    cannot be captured."""
     import polars as pl
 
     if field not in FUNCTIONS:
@@ -513,10 +547,10 @@ def captured(function: Callable) -> FileFunction:
 
 # %% ../../nbs/views/11_rescore.ipynb #rescore-rescore-part-2
 def _rows(
-    folder: Path, field: str, function: Callable, table: Mapping, last: int, limits: Limits | None
+    folder: Path, field: str, function: Callable, table: Mapping, last: int, limits: CallLimits | None
 ) -> Iterable[dict]:
     config = in_force(folder)
-    limits = limits or Limits(
+    limits = limits or CallLimits(
         config.score_deadline
         if field in ("reward", "verifier")
         else config.deadlines.tasks
@@ -576,7 +610,8 @@ TRIED, TRIED_SECONDS = 256, 5.0  # rows of a table, and seconds for all of them
 
 
 def check(folder: Path, field: str, function: Callable) -> None:
-    "ValueError with the traceback of a function that raises, is late or returns what it should not on what the run has stored last, or on made-up rollouts if that is nothing."
+    """ValueError with the traceback of a function that raises, is late or returns what it should not on what the run
+    has stored last, or on made-up rollouts if that is nothing."""
     config = in_force(folder)
     call = (
         config.score_deadline
@@ -585,16 +620,18 @@ def check(folder: Path, field: str, function: Callable) -> None:
         if field == "tasks"
         else config.deadlines.function
     )
-    frame = rescore(folder, function, TRIED, field, Limits(call, TRIED_SECONDS))
+    frame = rescore(folder, function, TRIED, field, CallLimits(call, TRIED_SECONDS))
     for message in frame["message"] if len(frame) else ():
         if message:
             raise ValueError(
-                f"{field}: {getattr(function, '__name__', 'the function')!r} is not sent: it fails on what this run has stored\n{message}"
+                f"{field}: {getattr(function, '__name__', 'the function')!r} is not sent: it fails on "
+                f"what this run has stored\n{message}"
             )
 
 
 def give(folder: Path, field: str, function: Callable) -> dict[str, object]:
-    "Capture a function, try it on what the run has stored, save it in the run folder; returns the table that names it, with all its parameters. Raises ValueError."
+    """Capture a function, try it on what the run has stored, save it in the run folder; returns the table that names
+    it, with all its parameters. Raises ValueError."""
     if field not in FUNCTIONS:
         raise ValueError(f"{field}: takes no function of your own; functions go to {', '.join(FUNCTIONS)}")
     own = captured(function)

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..runtime.steer import me
+from ..runtime.steer import current_user
 
 # %% ../../nbs/views/14_serve.ipynb #serve-page
 def page_notebook(folder: str | Path, write: bool = False) -> dict:
     "The notebook that is served: one cell, with the panel of a run folder."
-    how = f"author={f'{me()} (served page)'!r}" if write else "readonly=True"
+    how = f"author={f'{current_user()} (served page)'!r}" if write else "readonly=True"
     cell = {
         "cell_type": "code",
         "id": "serve-panel",
@@ -115,7 +115,8 @@ def serve(
     write: bool = False,
     say: Callable[[str], object] = print,
 ) -> None:
-    "Serve the panel of a run folder until interrupted. Raises ValueError or OSError for what cannot work, RuntimeError if the server fails."
+    """Serve the panel of a run folder until interrupted. Raises ValueError or OSError for what cannot work,
+    RuntimeError if the server fails."""
     check_serve(folder, host, port)
     if token and len(token) < SHORTEST_TOKEN:
         raise ValueError(
@@ -131,11 +132,14 @@ def serve(
             )
         try:
             say(
-                f"{Path(folder).name}: {'look and steer' if write else 'look'} at http://{host if ':' not in host else f'[{host}]'}:{port}/?token={token}   (Ctrl-C ends it)"
+                f"{Path(folder).name}: {'look and steer' if write else 'look'} at "
+                f"http://{host if ':' not in host else f'[{host}]'}:{port}/?token={token}   (Ctrl-C "
+                "ends it)"
             )
             if server.wait():
                 raise RuntimeError(
-                    f"serve: the server ended with status {server.returncode}:\n{log.read_text(errors='replace')[-2000:]}"
+                    "serve: the server ended with status "
+                    f"{server.returncode}:\n{log.read_text(errors='replace')[-2000:]}"
                 )
         except KeyboardInterrupt:
             pass

@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..loop.config import RunConfig, knobs_in
+from ..loop.config import RunConfig
+from ..loop.config_tables import knobs_in
 from ..planning.fit import Fitted, predict
 from ..runtime.forecasts import Figures, Prediction
 
@@ -27,7 +28,8 @@ SLIDERS, REST = (
 
 
 def slider_of(knob: str, value: int) -> "ipywidgets.IntSlider":
-    "A slider around the value in force, inside the knob's range; batches go in steps of what they are now divided by eight."
+    """A slider around the value in force, inside the knob's range; batches go in steps of what they are now divided
+    by eight."""
     import ipywidgets as w
 
     spec = knobs_in(RunConfig)[knob][0]
@@ -91,7 +93,10 @@ class WhatIf:
     def __init__(self, fitted: Fitted, folder: Path | None = None):
         import ipywidgets as w
 
-        self.fitted, self.folder, self.moves, self.timer = fitted, folder, 0, None
+        self.fitted = fitted
+        self.folder = folder
+        self.moves = 0
+        self.timer = None
         self.sliders = {knob: slider_of(knob, getattr(fitted.config, knob)) for knob in SLIDERS}
         self.said = w.HTML()
         self.widget = w.VBox([*self.sliders.values(), self.said])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOOK_SECONDS', 'GIVE_UP_SECONDS', 'has_saved_policy', 'version_of_policy', 'is_rated', 'reason_against',
            'evaluate_saved', 'evaluation_main', 'end_with', 'wait_for_evaluation', 'end_evaluation',
-           'measure_in_process', 'write_measured', 'rate_again', 'evaluate_failed_run', 'say']
+           'measure_in_process', 'write_measured', 'rate_again', 'evaluate_failed_run', 'log_line']
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-imports
 import math
@@ -21,14 +21,18 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from ..base.ledger import Ledger, read_json, read_status, read_table, write_status
+from ..base.ledger import Ledger
+from ..base.ledger_reading import read_table
+from ..base.run_files import read_json
+from ..base.status import read_status, write_status
 from ..knobs import key_of
-from ..loop.config import RunConfig, captured_functions
+from ..loop.config import RunConfig
+from ..loop.config_files import Functions, captured_functions
 from ..runtime.actors import ProcessHandle, Refused
 from ..runtime.checkpoint import POLICY_NOTE, note_policy
+from ..runtime.environment_worker import asks_for_pool
 from ..runtime.steer import in_force
-from ..runtime.worker import Functions, asks_for_pool
-from .offline import Evaluated, evaluate
+from .offline import Evaluated, evaluate_policy
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-reasons
 # Owns: the evaluation of a failed run's saved policy, in a process of its own, and its row in the table `evals`.
@@ -57,7 +61,8 @@ def is_rated(folder: Path, evaluation: str, version: int) -> bool:
 
 
 def reason_against(folder: Path, config: RunConfig) -> str:
-    "Why the saved policy of a failed run is not evaluated, in words; empty if it can be. ValueError for a verifier that was edited."
+    """Why the saved policy of a failed run is not evaluated, in words; empty if it can be. ValueError for a verifier
+    that was edited."""
     if config.clock == "virtual":
         return "the run was on the virtual clock"
     if not config.deadlines.evaluate:
@@ -74,9 +79,10 @@ def reason_against(folder: Path, config: RunConfig) -> str:
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-process
 def evaluate_saved(folder: Path) -> Evaluated:
-    "Evaluate the saved policy of a run on its first evaluation set, with the settings in force at its end. Raises ValueError as `evaluate`."
+    """Evaluate the saved policy of a run on its first evaluation set, with the settings in force at its end. Raises
+    ValueError as `evaluate_policy`."""
     config = in_force(folder).model_copy(update={"model": str(folder / "policy")})
-    (measured,) = evaluate(config, config.eval[:1], captured_functions(folder))
+    (measured,) = evaluate_policy(config, config.eval[:1], captured_functions(folder))
     return measured
 
 
@@ -124,7 +130,8 @@ def end_evaluation(handle: ProcessHandle) -> None:
 def measure_in_process(
     folder: Path, seconds: float, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
 ) -> Evaluated | str:
-    "Start the process (`main(connection, folder, supervisor)`), wait for what it measures, and end it. Returns the figures, or in words why there are none."
+    """Start the process (`main(connection, folder, supervisor)`), wait for what it measures, and end it. Returns the
+    figures, or in words why there are none."""
     handle = ProcessHandle("evaluation", main, (str(folder), os.getpid()), parent=True)
     try:
         return wait_for_evaluation(handle, seconds, is_stopped)
@@ -141,7 +148,8 @@ def write_measured(folder: Path, version: int, measured: Evaluated) -> None:
 
 
 def rate_again(folder: Path, version: int) -> None:
-    "Note what the saved policy is worth by its own evaluation; a warning in the reason of the end is replaced by the new one."
+    """Note what the saved policy is worth by its own evaluation; a warning in the reason of the end is replaced by
+    the new one."""
     before = read_json(folder / "policy" / POLICY_NOTE)["warning"]
     warning = note_policy(folder, version)
     if warning == before:
@@ -154,26 +162,30 @@ def rate_again(folder: Path, version: int) -> None:
 def evaluate_failed_run(
     folder: Path, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
 ) -> bool:
-    """Evaluate the policy that a failed run has saved, once; run.log says what came of it. Returns True if there is a new row.
-    `is_stopped`: asked twice a second whether to give up; `main`: main function of the process. ValueError for a folder that cannot be read."""
+    """Evaluate the policy that a failed run has saved, once; run.log says what came of it. Returns True if there is a
+    new row.
+    `is_stopped`: asked twice a second whether to give up; `main`: main function of the process. ValueError for a
+    folder that cannot be read."""
     if not has_saved_policy(folder):
         return False
     config = in_force(folder)
     if reason := reason_against(folder, config):
-        say(f"the saved policy is not evaluated: {reason}")
+        log_line(f"the saved policy is not evaluated: {reason}")
         return False
     version, name, limit = version_of_policy(folder), config.eval[0].name, config.deadlines.evaluate
-    say(f"the saved policy of version {version} is evaluated on {name!r}, within {limit:g} s")
+    log_line(f"the saved policy of version {version} is evaluated on {name!r}, within {limit:g} s")
     measured = measure_in_process(folder, limit, is_stopped, main)
     if isinstance(measured, str):
-        say(f"the saved policy could not be evaluated: {measured}")
+        log_line(f"the saved policy could not be evaluated: {measured}")
         return False
     write_measured(folder, version, measured)
     rate_again(folder, version)
-    say(f"the saved policy solves {measured.avg:.3f} ± {measured.avg_se:.3f} of {measured.tasks} tasks of {name!r}")
+    log_line(
+        f"the saved policy solves {measured.avg:.3f} ± {measured.avg_se:.3f} of {measured.tasks} tasks of {name!r}"
+    )
     return True
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     "A line of run.log."
     print(f"after the failure: {text}", file=sys.stderr, flush=True)

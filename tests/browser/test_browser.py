@@ -16,6 +16,7 @@ import pytest
 from browser import MadeLab
 from fake_run import fake_run
 from playwright.sync_api import expect
+from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.bench.browser import (
@@ -49,7 +50,7 @@ def lab(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shared(lab):
     "A live run for several tests, the last of which stops it."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000)
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000, **WITHOUT_MODEL)
     yield run
     if run.state not in ("stopped", "failed", "dead"):
         run.stop()
@@ -61,6 +62,20 @@ def shot(tmp_path_factory):
     place = Path(os.environ.get("RLBENCH_SHOTS") or tmp_path_factory.mktemp("shots"))
     place.mkdir(parents=True, exist_ok=True)
     return lambda page, name: page.screenshot(path=place / f"{name}.png")
+
+
+def reload_page(page) -> None:
+    """Reload a page until its panel is live. On a busy machine JupyterLab may render a cell before it has loaded its
+    widgets, and then shows the cell's picture, which says how to see the run itself."""
+    for patience in (20, 40, SLOW):
+        page.reload()
+        idle(page)
+        try:
+            expect(panel(page)).to_be_visible(timeout=1000 * patience)
+            return
+        except AssertionError:
+            continue
+    raise AssertionError("no live panel after three reloads")
 
 
 def attached(lab: Lab, name: str) -> rl.Run:
@@ -134,16 +149,6 @@ def opened(lab: Lab, name: str = "workbench.ipynb", **size):
     return page
 
 
-def simple(lab: Lab, name: str) -> str:
-    "A notebook that starts a run of this name and shows it."
-    notebook(
-        lab.notebooks / f"{name}.ipynb",
-        f'import rlbench as rl\nrun = rl.run("tiny", name="{name}", steps=100_000)',
-        "run",
-    )
-    return f"{name}.ipynb"
-
-
 REWARD = """@run.reward
 def brief(r: rl.Rollout, weight: rl.Knob(0, 1, help="price of 64 tokens") = 0.1):
     "Correct, minus a price for every token."
@@ -167,8 +172,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     shot(page, "workbench")
 
     save(page)
-    page.reload()
-    idle(page)
+    reload_page(page)
     shows(page, "staleness", in_force(run.folder).staleness)
     lives(page, run)
 
@@ -342,7 +346,7 @@ def test_two_viewers_of_one_run(lab, shared, shot):
 
 def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     "What a change would do stands in the charts beside what the run does; a slider is answered at once, and by simulation when it rests."
-    versions(None, shared, max(0, 24 - shared.status.version))
+    versions(None, shared, 14)  # since the test before changed what is fitted
     notebook(
         lab.notebooks / "ahead.ipynb",
         'import rlbench as rl\nrun = rl.attach("shared")\nprint(run.predict(concurrency=16))',
@@ -421,7 +425,7 @@ def write_labels_by_hand(page, run: rl.Run) -> None:
 def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
     "Each panel names the other run, and says that they slow each other: the kernel has one core, so two runs are too many on any machine."
     one_core = "import os\nimport rlbench as rl\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    second = 'second = rl.run("tiny", name="second", steps=100_000)\nrl.attach("shared")'
+    second = 'second = rl.run("tiny", name="second", steps=100_000, generator="scripted")\nrl.attach("shared")'
     notebook(lab.notebooks / "two.ipynb", one_core, second, "second")
     page = opened(lab, "two.ipynb", height=1300)
     run = attached(lab, "second")

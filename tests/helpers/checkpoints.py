@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlbench.models.model import load_policy, quiet
+from rlbench.models.model import load_policy, quiet_library
 
 TEMPLATE = "{% for message in messages %}{% if message['role'] == 'user' %}x{{ message['content'] }}y{% else %}{{ message['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
 SHAPE = dict(
@@ -69,7 +69,7 @@ def checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
     "Write a random checkpoint of a family, as the Hub has them: configuration, safetensors (sharded where the family says so), tokenizer with chat template."
     family = FAMILIES[name]
     torch.manual_seed(seed)
-    with quiet():
+    with quiet_library():
         model = AutoModelForCausalLM.from_config(family.kind(**{**SHAPE, **family.more})).to(family.dtype)
         model.save_pretrained(folder, max_shard_size=family.shard)
         tokenizer = load_policy("tiny").tokenizer

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rlbench.base.ledger import Ledger, Status, create_run_folder, write_json, write_status
+from rlbench.base.ledger import Ledger
+from rlbench.base.run_files import create_run_folder, write_json
+from rlbench.base.status import Status, write_status
 
 CONFIG = """name = "{name}"
 seed = {seed}

@@ -6,10 +6,13 @@ import select
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from rlbench.base.ledger import alive
-from rlbench.sandbox.jail import PROFILES, Jail, load_filter, self_test, zygote_source
+from rlbench.base.status import is_alive
+from rlbench.sandbox.filters import PROFILES, load_filter
+from rlbench.sandbox.jail import Jail
+from rlbench.sandbox.jail_start import self_test, zygote_source
 from rlbench.sandbox.types import MARK, Execution, Layer, Limits, Order, Program, Reply, from_json, to_json
 from rlbench.sandbox.workspace import put_files
 
@@ -34,13 +37,14 @@ def below(pid: int) -> set[int]:
     found, todo = set(), [pid]
     while todo:
         here = todo.pop()
-        if alive(here):
+        if is_alive(here):
             found.add(here)
-            for path in Path(f"/proc/{here}/task").glob("*/children"):
-                try:
+            paths = []
+            with suppress(OSError):  # a process, or one of its threads, may end while it is looked at
+                paths += Path(f"/proc/{here}/task").glob("*/children")
+            for path in paths:
+                with suppress(OSError):
                     todo += map(int, path.read_text().split())
-                except OSError:
-                    continue
     return found
 
 
@@ -120,7 +124,7 @@ class Prison:
         "End it; how many processes outlive it."
         self.jail.close()
         end = time.monotonic() + 5
-        while (found := [pid for pid in self.all if alive(pid)]) and time.monotonic() < end:
+        while (found := [pid for pid in self.all if is_alive(pid)]) and time.monotonic() < end:
             time.sleep(0.01)
         return len(found)
 
@@ -185,7 +189,7 @@ class Elsewhere:
 
 
 def serve(prison: Prison, line: socket.socket) -> None:
-    "Do what is asked over a socket."
+    "Do what is asked over a socket, until the prison is to close."
     file = line.makefile("rwb")
     while question := file.readline():
         asked = json.loads(question)
@@ -203,6 +207,10 @@ def serve(prison: Prison, line: socket.socket) -> None:
             told = {"left": prison.close() if "close" in asked else prison.left()}
         file.write(json.dumps(told).encode() + b"\n")
         file.flush()
+        if (
+            "close" in asked
+        ):  # a prison that was made later may hold the other end, so the socket need not be at its end
+            return
 
 
 def prison(tier: str, user: str) -> "Prison | Elsewhere":

@@ -4,7 +4,7 @@ import polars as pl
 import psutil
 
 import rlbench as rl
-from rlbench.base.ledger import living
+from rlbench.base.status import living_processes
 
 SMALL = dict(
     steps=6,
@@ -46,4 +46,4 @@ def worker_of(run: rl.Run, name: str) -> psutil.Process:
 
 def gone(processes: list[psutil.Process]) -> bool:
     "Whether none of them is alive."
-    return not living(processes)
+    return not living_processes(processes)

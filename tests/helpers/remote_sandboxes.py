@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rlbench.sandbox.faults import FakeWorker
-from rlbench.sandbox.protocol import order_of, reply_json
+from rlbench.sandbox.pool_folder import order_of, reply_json
 from rlbench.sandbox.types import Reply
 
 TOKEN = "RLBENCH_TEST_TOKEN"

@@ -6,11 +6,15 @@ from pathlib import Path
 import polars as pl
 from inline import Told
 
-from rlbench.base.ledger import create_run_folder, read_status, read_table
-from rlbench.loop.config import captured_functions, make_config, read_config, to_toml
-from rlbench.loop.loop import FINISHED
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
+from rlbench.base.status import read_status
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import captured_functions, read_config, to_toml
+from rlbench.loop.ending import FINISHED
 from rlbench.runtime.checkpoint import find_checkpoint, load_checkpoint
-from rlbench.runtime.driver import Driver, make_pools
+from rlbench.runtime.driver import Driver
+from rlbench.runtime.prompts import make_pools
 
 
 class Killed(Told):
@@ -33,10 +37,10 @@ def a_run(folder: Path, table: dict, copies: dict | None = None, told: list = ()
     return driver
 
 
-def taken_up(folder: Path, attempt: int = 1, copies: dict | None = None) -> Killed:
+def taken_up(folder: Path, attempt: int = 1, copies: dict | None = None, kind: type[Driver] = Killed) -> Driver:
     "A driver that goes on from the newest checkpoint of a folder."
     start = load_checkpoint(find_checkpoint(folder), captured_functions(folder))
-    driver = Killed(folder, read_config(folder), make_pools(read_config(folder)), start, attempt)
+    driver = kind(folder, read_config(folder), make_pools(read_config(folder)), start, attempt)
     driver.copies = dict(copies or {})
     return driver
 
@@ -54,11 +58,11 @@ def check_resumed(driver: Driver) -> None:
     }
     assert told == {fate: (count, length) for fate, (count, length, _) in state.books.items()}
     assert (
-        sum(n for n, _ in told.values()) == state.dispatched
-        and sum(t for _, t in told.values()) == state.generated_tokens
+        sum(n for n, _ in told.values()) == state.dispatch.attempts
+        and sum(t for _, t in told.values()) == state.generation.tokens
     )
     status = read_status(folder)
-    assert status.books_closed and status.attempt == driver.attempt
+    assert status.books_closed and status.attempt == driver.run.restart
     trained = rollouts.filter(pl.col("fate") == "trained")
     assert trained["rollout"].is_unique().all() and (trained["trained_at"] - 1 - trained["oldest"] >= 0).all()
     assert steps["version"].to_list() == list(range(1, state.version + 1)) and steps["trained_rollouts"].sum() == len(
@@ -69,9 +73,9 @@ def check_resumed(driver: Driver) -> None:
     )
     assert groups["group"].is_unique().all()
     ended = {*groups["group"], *rollouts.filter(pl.col("group") < 0)["group"]}
-    evaluated = state.dispatched_groups - len(groups)
-    assert evaluated >= 0 and set(groups["group"]) | ended <= set(range(-1, state.dispatched_groups))
-    assert not driver.memory.rollouts and not driver.memory.members and not state.groups
+    evaluated = state.dispatch.groups - len(groups)
+    assert evaluated >= 0 and set(groups["group"]) | ended <= set(range(-1, state.dispatch.groups))
+    assert not driver.live.rollouts and not driver.live.places and not state.groups
 
 
 SYNC = {

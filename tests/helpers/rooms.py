@@ -26,7 +26,8 @@ ROOMS = {  # floor by floor: a room imports from the rooms above it in this list
     "cli": "the verbs of the command line",
 }
 TOP = ("bench", "studies", "cli")  # nothing below imports them
-PAGES = ("index", "workbench", "which_mode")  # without a module
+PAGES = ("one_page", "index", "glossary", "workbench", "which_mode")  # the first is read first
+PAGE_MODULES = {"training.one_page": "one_page.ipynb"}  # modules that a page exports, the last of their room
 
 
 def module_path(module: str) -> Path:

@@ -2,10 +2,14 @@
 
 from inline import check_books
 
-from rlbench.base.ledger import create_run_folder, read_table, send_command
+from rlbench.base.commands import send_command
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
 from rlbench.knobs import capture, save_function
-from rlbench.loop.config import make_config, to_toml
-from rlbench.runtime.driver import Driver, drive, make_pools
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import to_toml
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.prompts import make_pools
 
 
 def source_of(function) -> str:
@@ -35,7 +39,7 @@ class Asked(Driver):
                     save_function(capture(value), self.folder / "functions")
                     value = {"name": value.__name__, "source": source_of(value)}
                 send_command(self.folder, "test", knob, value)
-            self.looked = 0.0
+            self.commands.looked_at = 0.0
 
 
 def asked(root, name: str, plan: dict, **changes) -> Asked:

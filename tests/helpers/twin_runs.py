@@ -2,7 +2,7 @@
 
 from inline import check_books, inline_run
 
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 
 TINY = {
     "generator": "torch",

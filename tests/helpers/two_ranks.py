@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from small_trainers import made_groups, small_model
 
-from rlbench.environments.environment import FunctionFailed, guarded
+from rlbench.base.safe_call import FunctionFailed, guarded
 from rlbench.objective.objective import objective
 from rlbench.runtime.checkpoint import read_trainer, read_weights, write_trainer
 from rlbench.training.data_parallel import start_ranks, whole_weights

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-# what most notebooks import, so that it is imported once; not polars, which starts threads
-PRELOADED = (
-    "execnb.shell ipywidgets plotly.graph_objects safetensors.torch torch torch.utils._pytree transformers "
-    "rlbench.base.charts rlbench.models.model rlbench.runtime.driver rlbench.views.report rlbench.workbench.handle"
-).split()
+# what most notebooks import beside what the processes of a run do; not polars, which starts threads
+PRELOADED = "execnb.shell ipywidgets plotly.graph_objects rlbench.base.charts rlbench.workbench.handle".split()
 
 
 @dataclass(frozen=True)
@@ -103,22 +100,21 @@ def wait_for(pid: int, seconds: float) -> int:
     return status
 
 
-def begin_runs_server() -> None:
-    "Begin the server that the runs of all notebooks come out of; a fork finds it in its memory."
-    from rlbench.runtime.fork_server import warm_server
+def import_and_begin_server() -> None:
+    """Import what notebooks and runs do, a model's classes among it: each fork would import them anew. Then begin the
+    server that the runs of all notebooks come out of; a fork finds it in its memory."""
+    from rlbench.runtime.fork_server import import_ahead, warm_server
     from rlbench.workbench.supervisor import run_modules
 
-    warm_server(run_modules(needs_torch=True))
+    modules = run_modules(needs_torch=True)
+    reason = import_ahead((*modules, *PRELOADED))
+    assert not reason, f"a fork would not be whole: {reason}"
+    warm_server(modules)
 
 
 def serve() -> None:
     "Run the notebooks that are asked for, a line each: its path, the file for what it prints, and its time in seconds."
-    from importlib import import_module
-
-    for name in PRELOADED:
-        import_module(name)
-    begin_runs_server()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread that has been started"
+    import_and_begin_server()
     for line in sys.stdin:
         notebook, output, seconds = json.loads(line)
         pid = os.fork()

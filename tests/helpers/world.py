@@ -5,37 +5,27 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rlbench.loop.actions import Abort, Configure, Generate, MarkOld, Publish, Save, Score, Start, Train, Write
 from rlbench.loop.config import RunConfig
-from rlbench.loop.loop import FINISHED, step
-from rlbench.loop.state import (
-    Abort,
+from rlbench.loop.ending import FINISHED
+from rlbench.loop.events import (
+    Checkpointed,
     Commanded,
-    Configure,
-    Generate,
     Generated,
     Lost,
-    MarkOld,
-    Observed,
-    Publish,
     Published,
-    Save,
     Saved,
-    Score,
     Scored,
-    Snapshot,
-    Start,
     Started,
-    Stored,
     Ticked,
-    Train,
     Trained,
-    Write,
-    books_closed,
-    live_groups,
-    start_state,
+    TurnEnded,
 )
+from rlbench.loop.fates import are_books_closed
+from rlbench.loop.loop import step
+from rlbench.loop.state import Checkpoint, count_live_groups, start_state
 from rlbench.records import CommandRow, EvalRow, Fate, GroupRow, Outcome, RolloutRow, Served, StepRow, StopReason
-from rlbench.runtime.driver import stuck
+from rlbench.runtime.driver import describe_stuck
 
 
 @dataclass
@@ -95,9 +85,9 @@ class Watch:
             self.stopped.discard(key)
             self.sent[key] = item
             if item.eval:
-                assert actor.version == state.evaluations[item.eval].version
+                assert actor.version == state.evaluation.under_way[item.eval].version
             elif not item.turn:
-                assert state.version + bool(state.training) - actor.version <= state.config.staleness, (
+                assert state.version + bool(state.training.batch) - actor.version <= state.config.staleness, (
                     "started too late to be trained in time"
                 )
 
@@ -222,11 +212,11 @@ class World:
                 self.now, _, call, args = heapq.heappop(self.heap)
                 call(*args)
                 idle = 0
-            elif self.state.paused and self.state.phase in ("running", "draining") and idle:
+            elif self.state.commands.is_paused and self.state.phase in ("running", "draining") and idle:
                 self.step(Commanded(f"unpause-{self.events}", "test", self.random.choice(("go", "go", "step"))))
             else:
                 idle += 1
-                assert idle < 3, f"stuck: {stuck(self.state)}"
+                assert idle < 3, f"stuck: {describe_stuck(self.state)}"
                 self.step(Ticked())
         if closing:
             self.close()
@@ -244,8 +234,8 @@ class World:
                 case _:
                     getattr(self, f"do_{type(action).__name__.lower()}")(action)
         s = self.state
-        assert live_groups(s) == sum(
-            not g.eval and g.status != "training" and g.doom is None for g in s.groups.values()
+        assert count_live_groups(s) == sum(
+            not g.eval and g.status != "training" and g.discarded is None for g in s.groups.values()
         )
         for command in self.commands.pop(self.events, ()):
             self.step(Commanded(*command))
@@ -298,10 +288,10 @@ class World:
             return
         self.later(0.01, self.abort, a.actor, a.keys, self.machines[a.actor].life)
 
-    def do_tell(self, a) -> None:
+    def do_notify(self, a) -> None:
         "Whoever listens hears of it."
 
-    def do_prepare(self, a) -> None:
+    def do_prepareweights(self, a) -> None:
         assert a.version <= self.state.version
 
     def do_markold(self, a: MarkOld) -> None:
@@ -318,12 +308,12 @@ class World:
         assert a.version == self.state.version
         self.later(0.1, lambda: self.step(Saved(a.version, "policy")) if self.trainer_up else None)
 
-    def do_snapshot(self, a: Snapshot) -> None:
+    def do_checkpoint(self, a: Checkpoint) -> None:
         assert a.version == self.state.version and not self.watch.training, "the state is not that of the weights"
         self.later(
             0.1 * self.random.random(),
             lambda: (
-                self.step(Stored(a.version, "checkpoint", self.random.choice(("", "", "no room"))))
+                self.step(Checkpointed(a.version, "checkpoint", self.random.choice(("", "", "no room"))))
                 if self.trainer_up
                 else None
             ),
@@ -463,12 +453,12 @@ class World:
             (f"{key} {turn}", self.watch.told[key][2]) if roll.random() < 0.5 else roll.choice([now, ("", -1), *states])
         )
         states.append(state)
-        member = self.state.members.get(key[0])
+        member = self.state.rollouts.get(key[0])
         if member and member.attempt == key[1] and roll.random() < self.waits:
             member.waited = True
-        self.step(Observed(*key, turn, *state))
+        self.step(TurnEnded(*key, turn, *state))
         if roll.random() < 0.1:
-            self.step(Observed(*key, turn, *state))  # said twice
+            self.step(TurnEnded(*key, turn, *state))  # said twice
 
     def trained(self, version: int) -> None:
         if self.trainer_up:
@@ -494,7 +484,7 @@ class World:
             machine.life, machine.up, machine.waiting, machine.running = machine.life + 1, False, [], {}
             alive = {
                 (m.id, m.attempt): m
-                for m in self.state.members.values()
+                for m in self.state.rollouts.values()
                 if m.actor == name and m.status == "generating"
             }
             for key in alive:  # what it had said without being heard is lost, too
@@ -518,10 +508,16 @@ class World:
     def close(self) -> None:
         "The books of the loop are those of the watch."
         s, w = self.state, self.watch
-        assert not (s.groups or s.members or s.to_send or s.written or s.queue or s.evaluations or s.commands), (
-            "something outlived the run"
-        )
-        assert books_closed(s) and len(w.fates) == s.dispatched and set(w.sent) <= set(w.fates)
+        assert not (
+            s.groups
+            or s.rollouts
+            or s.dispatch.to_send
+            or s.scoring.to_score
+            or s.training.queue
+            or s.evaluation.under_way
+            or s.commands.waiting
+        ), "something outlived the run"
+        assert are_books_closed(s) and len(w.fates) == s.dispatch.attempts and set(w.sent) <= set(w.fates)
         books: dict[str, list] = {}
         for key, fate in w.fates.items():
             entry = books.setdefault(fate.value, [0, 0])

@@ -21,12 +21,15 @@ RUN_PROCESS = (
     "knobs",
     "base.clock",
     "base.ledger",
+    "base.ledger_reading",
+    "base.commands",
     "environments.tasks",
     "reward",
     "curriculum",
     "staleness",
     "loop.queue",
     "loop.config",
+    "loop.config_files",
     "environments.rollout_turns",
     "loop.state",
     "loop.loop",
@@ -160,7 +163,7 @@ def untold(path: Path):
         return
     all_cells = cells(path)
     last = [cell["id"] for cell in all_cells].index(exported(path)[-1]["id"])
-    if not re.match(r"# \S+\n\n> \S.*", all_cells[0]["source"]):
+    if not re.match(r"# \S.*\n\n> \S.*", all_cells[0]["source"]):
         yield "no title and purpose"
     if not any(cell["source"].startswith("## Limits") for cell in all_cells[last:]):
         yield "the code is not followed by ## Limits"
@@ -328,6 +331,18 @@ def test_pages_are_named_as_they_are_called():
             named = re.findall(rf"`((?:{'|'.join(sorted(rooms))})/\d\d_\w+)`", cell["source"])
             wrong += [f"{path.name} {cell['id']}: {name}" for name in named if name not in known]
     assert wrong == []
+
+
+def test_rules_of_the_loop_name_the_tests_that_hold_them():
+    "The table of rules in `loop/loop` names tests; each of them is there."
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+    }
+    (table,) = [cell["source"] for cell in cells(notebooks_of_modules()["loop.loop"]) if cell["id"] == "loop-rules-md"]
+    named = re.findall(r"`(test_\w+)`", table)
+    assert len(named) == 16 and set(named) <= there, set(named) - there
 
 
 def test_nothing_of_one_machine_is_written_down():

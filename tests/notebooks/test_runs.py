@@ -6,7 +6,7 @@ import pytest
 from notebooks import NOTEBOOKS, ROOT
 from warm_interpreter import WarmInterpreter
 
-VLLM = ("engines/02_vllm",)  # they start an engine of vLLM
+VLLM = ("engines/09_vllm",)  # they start an engine of vLLM
 NAMES = {path.relative_to(ROOT / "nbs").with_suffix("").as_posix(): path for path in NOTEBOOKS}
 
 

@@ -1,5 +1,6 @@
 """Ablations as a person runs them: interrupted, taken up again, with a run that failed, refused before anything starts."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,8 +9,10 @@ import sys
 
 import pytest
 from patience import until
+from typer.testing import CliRunner
 
 import rlbench as rl
+from rlbench.cli.main import app
 
 VIRTUAL = dict(
     generator="scripted",
@@ -42,7 +45,7 @@ def rlbench(*words) -> list[str]:
 
 def test_an_interrupted_ablation_goes_on(tmp_path):
     "Ctrl-C in the middle of a run: what is stored stays, the run under way is taken up, nothing is made twice."
-    line = rlbench("ablate", "tiny", "band=[[0.1, 0.9]]", "--seeds", 2, "--set", "steps=40", *SET, "--folder", "kept")
+    line = rlbench("ablate", "tiny", "band=[[0.1, 0.9]]", "--seeds", 2, "--set", "steps=16", *SET, "--folder", "kept")
     first = subprocess.Popen(
         line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -111,5 +114,7 @@ def test_a_run_that_failed_is_told_left_out_and_tried_again(tmp_path):
     ids=str,
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, words):
-    done = subprocess.run(rlbench("ablate", "tiny", *words), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and not list(tmp_path.iterdir()), done.stderr
+    "In this process: that the command line ends with the status of its verb is seen where it is interrupted."
+    with contextlib.chdir(tmp_path):
+        done = CliRunner().invoke(app, ["ablate", "tiny", *words])
+    assert done.exit_code == 2 and done.stderr.startswith("error: ") and not list(tmp_path.iterdir()), done.output

@@ -11,7 +11,7 @@ from inline import inline_run
 from namespaces import in_namespace
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 
 SMALL = dict(steps=3, batch=32, group=8, preflight=0, eval=[])
 SCRIPTED = dict(generator="scripted", clock="virtual", **SMALL)
@@ -182,7 +182,7 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path):
 def test_a_full_disk_ends_the_run_with_readable_closed_books(tmp_path):
     (tmp_path / "there").mkdir()
     run = f"{sys.executable} -m rlbench.cli.main run tiny --runs there --name full --quiet --json --set generator=scripted --set steps=100000 --set eval=[] --set preflight=0 || true"
-    script = f"set -e; mount -t tmpfs -o size=9m none there; {run}; cp -r there/full kept"
+    script = f"set -e; mount -t tmpfs -o size=5m none there; {run}; cp -r there/full kept"
     done = in_namespace(script, tmp_path)
     kept = rl.Run(tmp_path / "kept")
     assert kept.state in ("stopped", "failed") and "disk is full" in kept.status.reason, (

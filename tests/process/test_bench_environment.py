@@ -3,33 +3,27 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from rlbench.bench.environment import TURNS, bench_environment
+from rlbench.bench.environment import SETTING, TURNS, bench_environment
 from rlbench.workbench.runs_table import runs
 
+SMALL = {"concurrency": 16, "batch": 16}
 
-def test_the_bench_from_the_command_line(tmp_path):
-    "Three runs of real processes: slow tools, tools that answer at once, and slow ones at a bound of 2; and what is finished is not run again."
-    command = [
-        sys.executable,
-        "-m",
-        "rlbench.cli.main",
-        "bench",
-        "environment",
-        "--steps",
-        "7",
-        "--folder",
-        "b",
-        "--json",
-    ]
-    done, again = (subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500) for _ in range(2))
-    assert done.returncode == again.returncode == 0, (done.stderr[-2000:], again.stderr[-2000:])
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told == json.loads(again.stdout.splitlines()[-1]) and sorted(
-        each.name for each in runs(tmp_path / "b" / "runs")
-    ) == ["late-1", "narrow-1", "prompt-1"]
+
+def test_the_bench_and_its_figures_on_the_command_line(tmp_path, monkeypatch):
+    "Three runs of real processes: slow tools, tools that answer at once, and slow ones at a bound of 2. The command line tells what is finished and does not run it again."
+    for knob, value in SMALL.items():
+        monkeypatch.setitem(SETTING, knob, value)
+    done = bench_environment(tmp_path / "b", steps=7)
+    command = [sys.executable, "-m", "rlbench.cli.main", "bench", "environment", "--steps", "7", "--folder", "b"]
+    again = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr[-2000:]
+    told = json.loads(again.stdout.splitlines()[-1])
+    assert told == json.loads(json.dumps(asdict(done)))
+    assert sorted(each.name for each in runs(tmp_path / "b" / "runs")) == ["late-1", "narrow-1", "prompt-1"]
     late, prompt, narrow = (told[side] for side in ("late", "prompt", "narrow"))
     assert [each["batches"] for each in (late, prompt, narrow)] == [1, 1, 3], (
         "the first batch is left out, and as many of the last as the bound and one"

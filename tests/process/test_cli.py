@@ -131,7 +131,7 @@ def test_doctor_of_sandboxes(folder):
     assert "fail  account" in gone and "binding limit: account" in gone
     assert (
         "--target: 0" in call(folder, "doctor", "--sandbox", "--target", 0, code=2).stderr
-        and "tier: 'jail' is none" in call(folder, "doctor", "--sandbox", "--tier", "jail", code=2).stderr
+        and "tier: 'jail' is no tier" in call(folder, "doctor", "--sandbox", "--tier", "jail", code=2).stderr
     )
 
 

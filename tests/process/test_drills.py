@@ -18,12 +18,14 @@ from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import FAULTS, FULL_DISK, read_json, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import FAULTS, FULL_DISK, read_json
 from rlbench.bench.faults import book_problems
 from rlbench.cli.main import app
-from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.sweep import PROCESSES
-from rlbench.workbench.drill import DRILLS, Drill, Sign, anywhere, drill, hold, listed, nothing
+from rlbench.sandbox.pool import PoolClient, stop_pool
+from rlbench.sandbox.pool_folder import PROCESSES
+from rlbench.workbench.drill import DRILLS, drill, hold_drill, list_drills, suits_every_run
+from rlbench.workbench.drill_scene import Drill, Sign, do_nothing
 
 LIVE = dict(steps=100_000, batch=64, group=8, concurrency=64, preflight=0, eval=[], staleness=1)
 OF_POOLS = ("killed-zygote", "dead-pool", "quota", "slow-start", "hung-tool")
@@ -61,7 +63,7 @@ def plain(tmp_path_factory, coded):
 
 
 def pool_of(run: rl.Run):
-    from rlbench.runtime.worker import pool_of
+    from rlbench.runtime.environment_worker import pool_of
 
     return pool_of(run.config)[0]
 
@@ -118,9 +120,9 @@ def test_an_interrupt_wakes_what_was_stopped(coded):
 
 def test_a_pool_with_others_is_left_alone(coded):
     "Somebody else's programs run there, too."
-    with Pool.connect(pool_of(coded)) as other:
+    with PoolClient.connect(pool_of(coded)) as other:
         assert other.status().clients >= 2
-        refused = {each.name: why for each, why in listed(coded.folder)}
+        refused = {each.name: why for each, why in list_drills(coded.folder)}
         with pytest.raises(
             ValueError, match="serves 1 others, who would be struck as well; start the run with a pool of its own"
         ):
@@ -202,12 +204,12 @@ def test_a_reaction_that_does_not_come(plain):
         "nothing",
         "something",
         0.5,
-        anywhere,
-        nothing,
+        suits_every_run,
+        do_nothing,
         lambda scene: [Sign("it rains", False), Sign("it is day", True)],
         undone.append,
     )
-    told = hold(never, plain.folder)
+    told = hold_drill(never, plain.folder)
     assert (
         told.state == "failed"
         and "it is day" in told.seen
@@ -219,7 +221,8 @@ def test_a_reaction_that_does_not_come(plain):
         raise psutil.NoSuchProcess(1)
 
     assert (
-        hold(Drill("gone", "", "", 1, anywhere, gone, lambda scene: [], undone.append), plain.folder).state == "failed"
+        hold_drill(Drill("gone", "", "", 1, suits_every_run, gone, lambda scene: [], undone.append), plain.folder).state
+        == "failed"
         and len(undone) == 2
     )
 

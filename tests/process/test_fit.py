@@ -8,9 +8,12 @@ import polars as pl
 import pytest
 from patience import until
 
-from rlbench.base.ledger import create_run_folder, read_table
+import rlbench.planning.fit
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
 from rlbench.bench.planner import NEAR
-from rlbench.loop.config import make_config, to_toml
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import to_toml
 from rlbench.planning.fit import (
     Turns,
     curve_of,
@@ -37,8 +40,9 @@ from rlbench.planning.simulator import (
     draw_tokens,
     luck_of_task,
 )
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.runtime.forecasts import FILE, errors, filling, happened, kept
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.forecasts import FILE, filling_versions, forecast_errors, measured_figures, read_forecasts
+from rlbench.runtime.prompts import make_pools
 from rlbench.workbench.handle import attach, ending, run
 
 TIMES = {
@@ -90,6 +94,12 @@ def fitted(base):
     return fit(base)
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    "For tests in which a prediction need not be near: its simulations train twelve versions instead of up to sixty."
+    monkeypatch.setattr(rlbench.planning.fit, "MOST", 12)
+
+
 def test_the_stated_times_are_found(fitted):
     found, world = fitted.estimates, fitted.world
     assert found["base"].value == pytest.approx(0.01, rel=1e-6) and found["each"].value == pytest.approx(
@@ -110,8 +120,8 @@ def test_the_stated_times_are_found(fitted):
 def test_another_run_does_what_was_predicted(fitted, tmp_path, knobs):
     predicted = predict(fitted, **knobs)
     steps = read_table(played(tmp_path, "moved", **knobs), "steps")
-    measured = happened(steps.filter(pl.col("version") > filling(knobs.get("staleness", 4))))
-    found = errors(predicted.simulated, measured)
+    measured = measured_figures(steps.filter(pl.col("version") > filling_versions(knobs.get("staleness", 4))))
+    found = forecast_errors(predicted.simulated, measured)
     assert found.inside, (predicted, measured)
     assert predicted.low.rate <= predicted.simulated.rate <= predicted.high.rate and not predicted.words
     assert predicted.formula.rate == pytest.approx(predicted.simulated.rate, rel=0.3)
@@ -138,14 +148,16 @@ def test_runs_of_other_kinds_are_predicted(kind, tmp_path):
     base, knobs = OTHERS[kind]
     found = fit(played(tmp_path, "base", **base, steps=36))
     steps = read_table(played(tmp_path, "moved", **{**base, **knobs}, steps=36), "steps")
-    off = errors(predict(found, **knobs).simulated, happened(steps.filter(pl.col("version") > filling(4))))
+    off = forecast_errors(
+        predict(found, **knobs).simulated, measured_figures(steps.filter(pl.col("version") > filling_versions(4)))
+    )
     assert off.inside, (found, off)
     assert (found.estimates["passed"].value < 0.95) == (kind == "filtered") and (
         found.estimates["turns"].value > 2
     ) == (kind == "several turns")
 
 
-def test_a_prediction_repeats(fitted):
+def test_a_prediction_repeats(fitted, brief):
     assert replace(predict(fitted, group=8), at=0.0) == replace(predict(fitted, group=8), at=0.0)
 
 
@@ -166,7 +178,7 @@ def test_what_comes_with_every_batch_goes_with_its_rollouts(fitted):
     )
 
 
-def test_what_is_not_known_of_the_trainer_makes_the_range_wider(fitted):
+def test_what_is_not_known_of_the_trainer_makes_the_range_wider(fitted, brief):
     slow = replace(fitted, world=replace(fitted.world, train=4.0, train_token=0.0))
     unsure = replace(
         slow, estimates={**slow.estimates, "train": replace(slow.estimates["train"], value=4.0, low=3.2, high=4.8)}
@@ -206,23 +218,23 @@ def test_a_run_whose_actors_take_turns_is_refused(tmp_path):
         fit(played(tmp_path, "turns", placement="colocated", steps=3))
 
 
-def test_predictions_are_kept_and_held_against_what_happened(base):
+def test_predictions_are_kept_and_held_against_what_happened(base, brief):
     run = attach(base)
     run.predict()
     made = run.predict(concurrency=8)
-    assert kept(base)[-1] == made and made.version == 50
+    assert read_forecasts(base)[-1] == made and made.version == 50
     with open(base / FILE, "a", encoding="utf-8") as torn:
         torn.write('{"knobs": {"conc')
-    assert kept(base)[-1] == made
+    assert read_forecasts(base)[-1] == made
     assert all(each.measured is None for each in run.predictions)  # no version was made since
 
 
 def test_what_came_of_a_prediction_is_looked_up_from_where_its_knobs_were_set(base):
     (base / FILE).unlink(missing_ok=True)
-    from rlbench.runtime.forecasts import keep
+    from rlbench.runtime.forecasts import keep_forecast
 
     made = predict(fit(base, until=30))
-    keep(base, replace(made, version=30))
+    keep_forecast(base, replace(made, version=30))
     (came,) = attach(base).predictions
     assert came.versions == (31, 50) and came.errors.inside, came
 
@@ -297,7 +309,7 @@ def test_an_older_run_that_was_always_full_cannot_tell_what_a_sequence_costs(tmp
     assert (more.high.rate - more.low.rate) / more.simulated.rate > 3 * (
         same.high.rate - same.low.rate
     ) / same.simulated.rate
-    real = happened(
+    real = measured_figures(
         read_table(played(tmp_path, "more", staleness=8, concurrency=16, virtual=costs), "steps").filter(
             (pl.col("version") > 10) & (pl.col("version") < 40)
         )
@@ -425,7 +437,7 @@ def test_lengths_that_go_with_the_group_are_seen():
     )
 
 
-def test_a_token_that_costs_nothing_alone_can_be_simulated(fitted):
+def test_a_token_that_costs_nothing_alone_can_be_simulated(fitted, brief):
     "A noisy run can leave nothing for the base of its decode curve."
     world = replace(fitted.world, decode=Decode(0.0, 0.0008))
     found = predict(replace(fitted, world=world), concurrency=8)
@@ -449,25 +461,25 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
             checkpoint_every=0,
         )
     ) as live:
-        until(lambda: live.status and live.status.version >= filling(2) + 16, 120)
+        until(lambda: live.status and live.status.version >= filling_versions(2) + 16, 120)
         made = live.predict(concurrency=8)
         assert live.predictions[-1].measured is None
         live.set(concurrency=8)
         until(lambda: live.predictions[-1].measured, 120)
         (came,) = live.predictions
-    assert came.prediction == made and made.version >= 20 and came.versions[0] >= made.version + filling(2)
+    assert came.prediction == made and made.version >= 20 and came.versions[0] >= made.version + filling_versions(2)
     assert came.measured.rate > 0 < came.measured.staleness <= 2 and 0 <= came.measured.wait < 1
     assert came.errors.rate == pytest.approx(
         made.simulated.rate / came.measured.rate - 1, abs=1e-3
     ) and "off by" in str(came)
 
 
-def test_the_panel_draws_the_newest_prediction(base):
-    from rlbench.runtime.run_reader import View
+def test_the_panel_draws_the_newest_prediction(base, brief):
+    from rlbench.runtime.live_view import LiveView
     from rlbench.views.cards import queue_charts, time_charts
 
     (base / FILE).unlink(missing_ok=True)
-    view = View(base)
+    view = LiveView(base)
     assert view.poll().prediction is None
     attach(base).predict(concurrency=8)
     snapshot = view.poll()
@@ -493,7 +505,7 @@ def test_sliders_answer_by_formula_and_say_what_does_not_go_together(fitted):
     assert "batch" in sliders.said.value
 
 
-def test_what_is_written_beside_a_batch_makes_it_longer(fitted):
+def test_what_is_written_beside_a_batch_makes_it_longer(fitted, brief):
     "On a machine that both use, more rollouts alive mean longer batches; on two machines they do not."
     idle = replace(fitted.world, decode=Decode(0.001), train_token=0.0002, tool=Spread(2.0), turns=Spread(2.0))
     ends = [

@@ -14,10 +14,12 @@ from fuzz import BASE, Case, cases, run_case, say
 from hypothesis import HealthCheck, Phase, given, settings
 from inline import check_books, inline_run
 
-from rlbench.base.ledger import read_commands, read_table, send_command
+from rlbench.base.commands import read_commands, send_command
+from rlbench.base.ledger_reading import read_table
 from rlbench.generator import Request, ScriptedGenerator, drain
 from rlbench.knobs import Knob, knobs_of, resolve
-from rlbench.loop.config import (
+from rlbench.loop.config import RunConfig, make_config
+from rlbench.loop.config_tables import (
     FUNCTIONS,
     BalanceConfig,
     ConfigError,
@@ -25,11 +27,9 @@ from rlbench.loop.config import (
     EvalConfig,
     JudgeConfig,
     LoraConfig,
-    RunConfig,
     SandboxConfig,
     VirtualCosts,
     knobs_in,
-    make_config,
 )
 from rlbench.records import MAX_VERSIONS, Sampling, StopReason
 
@@ -197,9 +197,9 @@ def test_a_scripted_generator_sleeps_while_the_trainer_trains(tmp_path):
 
 def test_growth_keeps_the_other_costs_of_a_script():
     "Harder tasks stay longer when lengths grow."
-    from rlbench.runtime.worker import scripted_writer
+    from rlbench.runtime.halves import scripted_generator_half
 
-    writer = scripted_writer(
+    writer = scripted_generator_half(
         make_config(
             {
                 "generator": "scripted",

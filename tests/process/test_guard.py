@@ -17,11 +17,12 @@ from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import read_status, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import read_status
 from rlbench.cli.main import app
 from rlbench.knobs import capture
 from rlbench.objective.loss import LossTerms
-from rlbench.runtime.steer import guards
+from rlbench.runtime.steer import read_guards
 
 SMALL = dict(steps=100_000, batch=64, group=8, preflight=0, staleness=0, eval=[])
 SCRIPTED = {
@@ -183,9 +184,12 @@ def test_guards_of_a_configuration(tmp_path, capsys):
     )
     trained = read_table(first.folder, "rollouts").filter(pl.col("trained_at") > 10)
     assert trained["temperature"].unique().to_list() == [0.5] and first.state.config.concurrency == 9
-    assert [g.id for g in guards(first.folder)][-4:] == ["guard-1", "guard-2", "guard-3", "guard-4"] and read_status(
-        first.folder
-    ).state == "finished"
+    assert [g.id for g in read_guards(first.folder)][-4:] == [
+        "guard-1",
+        "guard-2",
+        "guard-3",
+        "guard-4",
+    ] and read_status(first.folder).state == "finished"
     assert capsys.readouterr().err.count("webhook: 127.0.0.1 was not told") == 2  # once for each of the two runs
 
 

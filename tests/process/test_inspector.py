@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fake_run import fake_run
 
-from rlbench.base.ledger import Ledger, create_run_folder
+from rlbench.base.ledger import Ledger
+from rlbench.base.run_files import create_run_folder
 from rlbench.views.comparison import compare
 from rlbench.views.inspector import (
     OTHER_TRY,

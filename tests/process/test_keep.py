@@ -15,11 +15,14 @@ from resumed_runs import SYNC
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import read_resumes, read_status, read_table
+from rlbench.base.ledger_reading import read_resumes, read_table
+from rlbench.base.status import read_status
 from rlbench.cli.main import app
+from rlbench.loop.checkpoints import EARLY_PAUSE, SAVE_PAUSE, checkpoint_reason
 from rlbench.loop.config import make_config
-from rlbench.loop.loop import EARLY_PAUSE, SAVE_PAUSE, due_snapshot, on_started
-from rlbench.loop.state import Commanded, Saves, Started, start_state
+from rlbench.loop.events import Commanded, Started
+from rlbench.loop.losses import on_started
+from rlbench.loop.state import CheckpointsState, start_state
 from rlbench.runtime.checkpoint import (
     POLICY_NOTE,
     TRAINER,
@@ -33,7 +36,7 @@ from rlbench.runtime.checkpoint import (
     saved_checkpoints,
 )
 from rlbench.workbench.fork import describe_versions, prepare_fork
-from rlbench.workbench.handle import start_process
+from rlbench.workbench.starting import start_process
 from rlbench.workbench.supervisor import END_FILE
 
 GIGABYTE = 10**9
@@ -164,32 +167,32 @@ def a_state(version: int, took: float, since: float):
         {"held_out": 10},
     )
     on_started(state, Started("trainer", "trainer"), [])
-    state.version, state.at, state.evaluated["held_out"] = version, 100.0, 0
-    state.saves = Saves(version=0, at=100.0 - since, took=took)
+    state.version, state.at, state.evaluation.last["held_out"] = version, 100.0, 0
+    state.checkpoints = CheckpointsState(version=0, at=100.0 - since, took_s=took)
     return state
 
 
 def test_slow_saves_thin_the_extra_checkpoints_and_no_others():
     "An early and an evaluated version wait for their pause; a scheduled one and one before a change do not."
     assert (
-        due_snapshot(a_state(4, 1.0, EARLY_PAUSE)) == "an early version"
-        and due_snapshot(a_state(4, 1.0, EARLY_PAUSE - 0.1)) == ""
+        checkpoint_reason(a_state(4, 1.0, EARLY_PAUSE)) == "an early version"
+        and checkpoint_reason(a_state(4, 1.0, EARLY_PAUSE - 0.1)) == ""
     )
     assert (
-        due_snapshot(a_state(5, 1.0, SAVE_PAUSE)) == "an evaluated version"
-        and due_snapshot(a_state(5, 1.0, SAVE_PAUSE - 0.1)) == ""
+        checkpoint_reason(a_state(5, 1.0, SAVE_PAUSE)) == "an evaluated version"
+        and checkpoint_reason(a_state(5, 1.0, SAVE_PAUSE - 0.1)) == ""
     )
-    assert due_snapshot(a_state(3, 1.0, 1000.0)) == ""
-    assert due_snapshot(a_state(20, 10.0, 1.0)) == "every 20 versions"
+    assert checkpoint_reason(a_state(3, 1.0, 1000.0)) == ""
+    assert checkpoint_reason(a_state(20, 10.0, 1.0)) == "every 20 versions"
     state = a_state(3, 10.0, 1.0)
-    state.commands = [Commanded("a", "test", "learning_rate", 1e-5, 0)]
-    assert due_snapshot(state) == "before a change of learning_rate"
-    state.commands = [
+    state.commands.waiting = [Commanded("a", "test", "learning_rate", 1e-5, 0)]
+    assert checkpoint_reason(state) == "before a change of learning_rate"
+    state.commands.waiting = [
         Commanded("a", "test", "learning_rate", state.config.learning_rate, 0),
         Commanded("b", "test", "learning_rate", -1.0, 0),
         Commanded("c", "test", "temperature", 0.5, 0),
     ]
-    assert due_snapshot(state) == "", "the same value, a refused one, and one the trainer does not read"
+    assert checkpoint_reason(state) == "", "the same value, a refused one, and one the trainer does not read"
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,11 @@ from patience import until
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import living, read_json, read_status, read_table, write_json
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import read_json, write_json
+from rlbench.base.status import living_processes, read_status
 from rlbench.cli.main import app
-from rlbench.loop.config import load_config, to_toml
+from rlbench.loop.config_files import load_config, to_toml
 from rlbench.runtime.actors import Refused
 from rlbench.runtime.checkpoint import POLICY_NOTE
 from rlbench.views.report import summary, write_report
@@ -100,7 +102,7 @@ def test_a_run_that_lost_its_trainer_has_its_policy_evaluated(tmp_path):
     assert "after the run had failed" in (run.folder / "report.html").read_text()
     assert f"after the failure: the saved policy solves {row['avg']:.3f}" in log_of(run)
     assert from_tensorboard(run.folder)["eval/held_out/avg"][-1] == (version, pytest.approx(row["avg"]))
-    until(lambda: not living(processes), 10)
+    until(lambda: not living_processes(processes), 10)
 
 
 def from_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -115,7 +117,7 @@ def test_a_run_without_its_supervisor_is_not_evaluated(tmp_path):
     "The run process ends in good order by itself."
     run, processes = killed(tmp_path, "alone", "supervisor")
     assert run.wait(120) == "stopped" and run.status.books_closed
-    until(lambda: not living(processes), 15)
+    until(lambda: not living_processes(processes), 15)
     assert not run.evals["after_failure"].any() and "after the failure" not in log_of(run)
 
 
@@ -124,7 +126,7 @@ def test_a_signal_to_the_supervisor_ends_the_evaluation(tmp_path):
     run, processes = killed(tmp_path, "hurry")
     until(lambda: "is evaluated on 'held_out'" in log_of(run), 120)  # its process has yet to import torch
     os.kill(run.status.supervisor, signal.SIGTERM)
-    until(lambda: not living(processes), 30)
+    until(lambda: not living_processes(processes), 30)
     assert "could not be evaluated: it was stopped by a signal" in log_of(run)
     assert run.state == "failed" and (run.folder / "report.html").exists() and not run.evals["after_failure"].any()
 

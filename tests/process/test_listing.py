@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 import rlbench as rl
 from rlbench.base.labels import read_labels
-from rlbench.base.ledger import read_status, write_status
+from rlbench.base.status import read_status, write_status
 from rlbench.cli.main import app
-from rlbench.workbench.ablation import Arm, Job, take_up
+from rlbench.workbench.ablation import ArmJob, start_or_attach
+from rlbench.workbench.ablation_result import Arm
 
 NAMES = [f"ablation-loss-cispo-3fa91c-s{n}" if n % 3 else f"tiny-{n}" for n in range(40)]
 
@@ -117,8 +118,8 @@ def test_several_are_removed_and_archived_by_pattern(tmp_path):
 
 def test_runs_of_an_ablation_say_arm_and_seed(tmp_path):
     "The folder's name tells arm and seed; arms that differ in what the words leave out have different names; an older name is found again."
-    first, second = (Job(Arm("loss = cispo (high 0.3)", {}, hash_), 3, False) for hash_ in ("3fa91cde", "77aa00bb"))
+    first, second = (ArmJob(Arm("loss = cispo (high 0.3)", {}, hash_), 3, False) for hash_ in ("3fa91cde", "77aa00bb"))
     assert first.run_name == "loss-cispo-high-0.3-3fa91c-s3" != second.run_name
-    assert Job(Arm("band = 0.1–0.9", {}, "abcdef01"), 0, True).run_name == "band-0.1-0.9-abcdef-s0-again"
+    assert ArmJob(Arm("band = 0.1–0.9", {}, "abcdef01"), 0, True).run_name == "band-0.1-0.9-abcdef-s0-again"
     older = fake_run(tmp_path / "runs", first.key, batches=1, rollouts=0)
-    assert take_up(first, {}, tmp_path)[0].folder == older
+    assert start_or_attach(first, {}, tmp_path)[0].folder == older

@@ -13,16 +13,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rlbench as rl
-from rlbench.base.ledger import WEIGHTS_FILE
-from rlbench.loop.config import ConfigError, load_config, to_toml, with_knob
-from rlbench.models.lora import adapt, adapters, save_trained, scale_of
+from rlbench.base.run_files import WEIGHTS_FILE
+from rlbench.loop.config import with_knob
+from rlbench.loop.config_files import load_config, to_toml
+from rlbench.loop.config_tables import ConfigError
+from rlbench.models.lora import adapter_weights, add_adapters, save_trained, scale_of
 from rlbench.models.model import base_weights, load_policy, token_logprobs
 from rlbench.runtime.checkpoint import find_checkpoint
 from rlbench.runtime.driver import drive
 from rlbench.runtime.worker import build_halves
-from rlbench.training.weight_transport import HEADER, SharedWeights, served, weights
+from rlbench.training.weight_transport import HEADER, SharedWeights, served_weights, weights
 from rlbench.workbench.fork import prepare_fork
-from rlbench.workbench.supervisor import rescue
+from rlbench.workbench.supervisor import rescue_policy
 
 SMALL = dict(
     batch=64,
@@ -52,7 +54,7 @@ def logprobs(model) -> torch.Tensor:
 def disturbed(model, seed: int = 0):
     "The model with adapters that are not nothing."
     draws = torch.Generator().manual_seed(seed)
-    for tensor in adapters(model).values():
+    for tensor in adapter_weights(model).values():
         tensor.normal_(0, 0.05, generator=draws)
     return model
 
@@ -63,7 +65,7 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
     ended(run)
     assert_books(run)
     tiny = load_policy("tiny").model
-    start = adapt(load_policy("tiny").model, 4, 8.0, seed=run.config.seed)
+    start = add_adapters(load_policy("tiny").model, 4, 8.0, seed=run.config.seed)
     bytes_of = lambda named: sum(t.numel() * t.element_size() for t in named.values())  # noqa: E731
     assert (
         2 * bytes_of(weights(start))
@@ -73,9 +75,9 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
     )
 
     stored = load_file(max((run.folder / "checkpoints").glob("v*")) / "trainer" / "weights.safetensors")
-    assert stored.keys() == adapters(start).keys() and all(".lora_" in name for name in stored)
-    assert all(not torch.equal(stored[name], tensor) for name, tensor in adapters(start).items())
-    for name, tensor in adapters(start).items():
+    assert stored.keys() == adapter_weights(start).keys() and all(".lora_" in name for name in stored)
+    assert all(not torch.equal(stored[name], tensor) for name, tensor in adapter_weights(start).items())
+    for name, tensor in adapter_weights(start).items():
         tensor.copy_(stored[name])
     policy = AutoModelForCausalLM.from_pretrained(run.folder / "policy")
     beside = PeftModel.from_pretrained(load_policy("tiny").model, run.folder / "policy" / "adapter").get_base_model()
@@ -114,7 +116,7 @@ def test_a_resumed_run_with_adapters_is_the_run_that_was_not_stopped(tmp_path):
     ours, theirs = newest_weights(whole.folder), newest_weights(resumed.folder)
     assert resumed.state.digest == whole.state.digest and ours.keys() == theirs.keys()
     with pytest.raises(ValueError, match="lora: fixed, since the checkpoint holds its parent's"):
-        prepare_fork(whole.folder, "wider", knobs={"lora.rank": 8})
+        prepare_fork(whole.folder, "wider", taken={"lora.rank": 8})
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()) and any(
         not torch.equal(tensor, before[name]) for name, tensor in ours.items()
     )
@@ -135,23 +137,23 @@ def test_what_a_generator_is_given_is_the_merged_policy(placement, tmp_path):
     disturbed(trainer.model)
     learner.publish(1)
     assert writer.load(1, "keep") == 1
-    wanted = served(trainer.model, weights(trainer.model))
+    wanted = served_weights(trainer.model, weights(trainer.model))
     for name, (tensor, shape) in writer.generator.weights.targets.items():
         assert torch.equal(
             tensor, wanted[name].expand(tensor.shape) if tensor.ndim != wanted[name].ndim else wanted[name]
         ), name
     assert all(torch.equal(tensor, before[name]) for name, tensor in base_weights(trainer.model).items())
     assert sum(p.numel() for g in trainer.optimizer.param_groups for p in g["params"]) == sum(
-        t.numel() for t in adapters(trainer.model).values()
+        t.numel() for t in adapter_weights(trainer.model).values()
     )
 
 
 def test_a_run_that_failed_leaves_the_merged_policy(tmp_path):
     "What was published as adapters is saved as a policy."
     (tmp_path / "config.toml").write_text(to_toml(load_config("tiny", {"lora.rank": 4, "seed": 3})))
-    trained = disturbed(adapt(load_policy("tiny").model, 4))
+    trained = disturbed(add_adapters(load_policy("tiny").model, 4))
     SharedWeights(tmp_path / WEIGHTS_FILE, weights(trained), create=True).write(5, weights(trained))
-    assert rescue(tmp_path) == 5
+    assert rescue_policy(tmp_path) == 5
     assert torch.allclose(
         logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "policy")), logprobs(trained), atol=1e-4
     )
@@ -161,7 +163,7 @@ def test_a_run_that_failed_leaves_the_merged_policy(tmp_path):
 def test_adapters_of_every_family_merge_into_a_checkpoint_of_it(name, tmp_path):
     policy = load_policy(str(checkpoint(name, tmp_path / "hub")))
     plain = logprobs(policy.model)
-    disturbed(adapt(policy.model, 2))
+    disturbed(add_adapters(policy.model, 2))
     assert scale_of(policy.model) == 8 and not torch.allclose(logprobs(policy.model), plain, atol=1e-2)
     written = save_trained(policy, tmp_path / "policy")
     assert torch.allclose(logprobs(AutoModelForCausalLM.from_pretrained(written)), logprobs(policy.model), atol=1e-3)

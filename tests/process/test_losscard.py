@@ -13,13 +13,15 @@ from inline import inline_run
 from patience import until
 from typer.testing import CliRunner
 
-from rlbench.base.ledger import Ledger, create_run_folder, read_table
+from rlbench.base.ledger import Ledger
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
 from rlbench.cli.main import app
 from rlbench.objective.loss import LossTerms
 from rlbench.views import loss_card as losscard
 from rlbench.views.inspector import browse, read_rollout
 from rlbench.views.loss_card import (
-    Comparison,
+    CardComparison,
     batch_loss,
     card_of,
     framed,
@@ -470,7 +472,7 @@ def test_the_view_answers_fast_and_says_what_is_wrong(runs):
         view.menus["loss"].value = loss
         took.append(time.perf_counter() - began)
     assert min(took) < 0.2 and view.note.value == "", took
-    assert isinstance(view.card.compare(loss="ppo"), Comparison)
+    assert isinstance(view.card.compare(loss="ppo"), CardComparison)
     view.take(mine[1])
     assert view.menus["loss"].value == "two_sided" and view.card.rollout == mine[1]
     view.offer(10**6)

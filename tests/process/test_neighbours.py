@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from fake_run import fake_run
 
-from rlbench.base.ledger import read_status, write_status
 from rlbench.base.neighbours import (
     Looker,
     Neighbours,
@@ -19,7 +18,8 @@ from rlbench.base.neighbours import (
     neighbours_in_words,
     neighbours_of,
 )
-from rlbench.runtime.run_reader import View
+from rlbench.base.status import read_status, write_status
+from rlbench.runtime.live_view import LiveView
 from rlbench.views.why import explain
 from rlbench.workbench.doctor import machine_in_use
 
@@ -70,7 +70,7 @@ def test_in_short_the_names_come_first():
 
 def test_why_says_who_else_is_there_while_the_run_lives_here(tmp_path):
     folder = fake_run(tmp_path, "mine", batches=12, state="running")
-    view = View(folder)
+    view = LiveView(folder)
     view.looker = Looker(folder, read=lambda folder: BUSY_PAIR)
     here = replace(read_status(folder), host=platform.node(), pid=os.getpid(), started=time.time(), updated=time.time())
     write_status(folder, here)

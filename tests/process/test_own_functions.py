@@ -8,10 +8,10 @@ import pytest
 from inline import inline_run
 
 import rlbench as rl
-from rlbench.environments.environment import within
+from rlbench.base.safe_call import call_within
 from rlbench.knobs import FileFunction, capture
-from rlbench.loop.config import load_config
-from rlbench.runtime.worker import warm
+from rlbench.loop.config_files import load_config
+from rlbench.runtime.environment_worker import warm
 from rlbench.views.rescore import rescore
 from rlbench.workbench.handle import newest_run
 from rlbench.workbench.user_module import keep_function
@@ -99,7 +99,7 @@ def test_imports_are_not_on_the_deadline(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     own = FileFunction(capture(slow_import), "slow_import.py")
     warm(own)
-    assert within(0.2, own, np.array([1.0, 0.0])).tolist() == [0.5, -0.5]
+    assert call_within(0.2, own, np.array([1.0, 0.0])).tolist() == [0.5, -0.5]
     del sys.modules["rlbench_test_slow_library"]
     inline_run(tmp_path, "short", {**SCRIPTED, "steps": 2, "deadlines": {"function": 0.2}})
     found = rescore(tmp_path / "short", slow_import, field="advantage")

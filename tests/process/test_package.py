@@ -120,7 +120,7 @@ def test_first_run_in_an_empty_folder(site, tmp_path):
         site,
         tmp_path,
         "-c",
-        "from rlbench.base.ledger import read_table; print(read_table('runs/x', 'steps')['version'].to_list())",
+        "from rlbench.base.ledger_reading import read_table; print(read_table('runs/x', 'steps')['version'].to_list())",
     )
     assert steps.strip() == "[1, 2]"
 

@@ -12,7 +12,8 @@ from patience import until
 from real_runs import assert_books, ended, gone, processes_of, worker_of
 
 import rlbench as rl
-from rlbench.base.ledger import alive, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import is_alive
 
 SETTINGS = dict(
     steps=60,
@@ -47,7 +48,7 @@ def test_two_ranks_train_what_one_trains_and_each_goes_on_from_the_other(tmp_pat
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     told = torch.load(tmp_path / "told.pt")
-    until(lambda: not alive(told["rank"]), 10)
+    until(lambda: not is_alive(told["rank"]), 10)
     assert off(*told["weights"]) < 1e-5 and off(*told["weights after"]) < 1e-5
     assert told["refused"] == ("aggregation: True", True) and told["held"][1] < 0.55 * told["held"][0]
     for a, b in zip((*told["one"], *told["after"][0]), (*told["two"], *told["after"][1]), strict=True):

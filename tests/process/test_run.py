@@ -15,7 +15,7 @@ from real_runs import SMALL, assert_books, ended, gone, processes_of, worker_of
 from scripted import SET_WITHOUT_MODEL, WITHOUT_MODEL
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 
 
 @pytest.fixture(scope="module")

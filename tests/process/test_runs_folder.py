@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import Status, create_run_folder, write_status
+from rlbench.base.run_files import create_run_folder
 from rlbench.base.runs_folder import RUNS_VARIABLE
+from rlbench.base.status import Status, write_status
 from rlbench.cli.main import app
-from rlbench.loop.config import absolute_config, load_config, write_config
+from rlbench.loop.config_files import absolute_config, load_config, write_config
 from rlbench.views.report import write_report
 
 SCRIPTED = dict(

@@ -15,7 +15,7 @@ from patience import until
 from real_runs import assert_books, ended
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 
 SMALL = dict(
     steps=6,
@@ -53,7 +53,9 @@ def test_a_scripted_run_asks_about_every_rollout(tmp_path, bound):
 
 def test_a_run_without_a_scorer_has_none(tmp_path):
     driver = inline_run(tmp_path, "plain", SMALL)
-    assert "scorer" not in driver.layout and read_table(driver.folder, "steps")["scorer_compute"].null_count() == 6
+    assert (
+        "scorer" not in driver.workers.layout and read_table(driver.folder, "steps")["scorer_compute"].null_count() == 6
+    )
     asked = inline_run(tmp_path, "asked", ASKED)
     assert asked.state.digest == driver.state.digest  # the scripted environment pays for verdicts alone
 
@@ -161,7 +163,7 @@ def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, rewa
     "Killed after the reference was refreshed, and taken up from a checkpoint before and after it; a fork begins with the reference of its point."
     from resumed_runs import a_run, check_resumed, taken_up
 
-    from rlbench.loop.loop import FINISHED
+    from rlbench.loop.ending import FINISHED
     from rlbench.runtime.checkpoint import find_checkpoint
     from rlbench.runtime.driver import drive
     from rlbench.workbench.fork import prepare_fork
@@ -204,7 +206,7 @@ def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, rewa
 
 def test_what_a_model_fails_on_is_asked_again_and_is_no_reward(tmp_path, monkeypatch):
     "A reward model that fails on every seventh rollout the first time, and on rollout 5 for ever."
-    import rlbench.runtime.driver as driver_module
+    import rlbench.runtime.placement as placement_module
     from rlbench.training.scoring_models import Models, scripted_models
 
     seen = []
@@ -214,7 +216,7 @@ def test_what_a_model_fails_on_is_asked_again_and_is_no_reward(tmp_path, monkeyp
         return [float("nan") if r.id == 5 or r.id % 7 == 0 and seen.count(r.id) <= 2 else 0.5 for r in rollouts]
 
     monkeypatch.setattr(
-        driver_module,
+        placement_module,
         "scorer_models",
         lambda config, folder: Models(scripted_models(0, ["reference"], []).traces, {"reward_model": fussy}),
     )
@@ -241,7 +243,7 @@ def test_a_move_leaves_the_scorer_where_it_is(tmp_path):
     )
     check_books(driver)
     commands = read_table(driver.folder, "commands").filter(pl.col("knob") == "placement")
-    assert commands["status"].to_list() == ["applied", "applied"] and driver.layout["scorer"] == ("scorer",)
+    assert commands["status"].to_list() == ["applied", "applied"] and driver.workers.layout["scorer"] == ("scorer",)
     judged = read_table(driver.folder, "rollouts").filter(pl.col("reward").is_not_null())
     assert (judged["score_names"].list.len() == 1).all()
 

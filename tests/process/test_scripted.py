@@ -13,23 +13,16 @@ from inline import inline_run
 from patience import until
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments.environment import is_scripted_right
 from rlbench.environments.tasks import make_tasks
 from rlbench.loop.config import make_config
 from rlbench.loop.digest import read_trace
 from rlbench.records import Group, Rollout, Sampling, Task, response_segment
 from rlbench.reward import VERIFIERS
-from rlbench.runtime.worker import (
-    GenerateJobs,
-    TrainJob,
-    Worker,
-    WriteJob,
-    Written,
-    paced_learner,
-    paced_writer,
-    scripted_text,
-)
+from rlbench.runtime.halves import paced_generator_half, paced_trainer_half, scripted_text
+from rlbench.runtime.messages import GenerateRequest, GenerateResult, ResponseRequest, TrainRequest
+from rlbench.runtime.worker import Worker
 from rlbench.views.loss_card import loss_card
 
 SCRIPTED = dict(
@@ -46,17 +39,20 @@ SCRIPTED = dict(
 )
 FAST = {"scripted_pace": 0.0}
 
-# Loaded by every Python process of a test: it writes the names of all modules into a file of its own, over and over.
+# Loaded by every Python process of a test: it writes the names of all modules into a file of its own, again whenever there are more.
 WATCH = """
 import os, sys, threading, time
 
 def tell():
     place = os.path.join(os.environ["MODULES_FOLDER"], str(os.getpid()))
+    seen = 0
     while True:
-        names = sorted({name.partition(".")[0] for name in list(sys.modules)} | {name for name in list(sys.modules) if name.startswith("rlbench.")})
-        with open(place + ".new", "w") as file:
-            file.write(" ".join([*sys.argv[:1], *names]))
-        os.replace(place + ".new", place)
+        if len(sys.modules) != seen:
+            seen = len(sys.modules)
+            names = sorted({name.partition(".")[0] for name in list(sys.modules)} | {name for name in list(sys.modules) if name.startswith("rlbench.")})
+            with open(place + ".new", "w") as file:
+                file.write(" ".join([*sys.argv[:1], *names]))
+            os.replace(place + ".new", place)
         time.sleep(0.05)
 
 threading.Thread(target=tell, daemon=True).start()
@@ -260,10 +256,10 @@ def test_the_text_is_judged_as_the_script_says(verifier):
     assert given == drawn and 5 < sum(drawn) < 55
 
 
-def wait_of(config, turns) -> float:
-    "Seconds that a worker without a model needs for some turns."
+def wait_of(config, do_some) -> float:
+    "Seconds that a worker without a model needs for some units of work."
     began = time.perf_counter()
-    turns(Worker(config, paced_writer(config), paced_learner(config, None)))
+    do_some(Worker(config, paced_generator_half(config), paced_trainer_half(config, None)))
     return time.perf_counter() - began
 
 
@@ -273,12 +269,12 @@ def test_stated_times_are_waited_for_at_the_pace():
     rollout = Rollout(0, 0, 0, 0, task, (response_segment([1] * 100, [0.0] * 100, [0] * 100),))
     told = []
 
-    def turns(worker) -> None:
-        worker.turn()
-        worker.receive(GenerateJobs((WriteJob((0, 0), "1+1=", Sampling(max_tokens=8), 5, task=task),)))
-        told.extend(worker.turn().said)
-        worker.receive(TrainJob((Group(0, task, (rollout,)),), 1))
-        (spent,) = worker.turn().spent
+    def do_some(worker) -> None:
+        worker.work()
+        worker.receive(GenerateRequest((ResponseRequest((0, 0), "1+1=", Sampling(max_tokens=8), 5, task=task),)))
+        told.extend(worker.work().results)
+        worker.receive(TrainRequest((Group(0, task, (rollout,)),), 1))
+        (spent,) = worker.work().spent
         assert (spent.part, spent.kind, spent.work, spent.units) == ("trainer", "compute", "train", 100)
 
     table = {"generator": "scripted", "decode_steps": 8, "sleep": False, "placement": "colocated"}
@@ -296,10 +292,10 @@ def test_stated_times_are_waited_for_at_the_pace():
                     }
                 }
             ),
-            turns,
+            do_some,
         )
         for pace in (0.0, 0.5, 1.0)
     }
     assert paces[0.0] < 0.2 <= 0.3 <= paces[0.5] < 0.55 < 0.6 <= paces[1.0] < 1.1, paces
-    texts = {said.text for said in told if isinstance(said, Written)}
+    texts = {said.text for said in told if isinstance(said, GenerateResult)}
     assert len(texts) == 1 and texts.pop().rpartition("#### ")[2] in ("2", "no answer")

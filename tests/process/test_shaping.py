@@ -9,11 +9,13 @@ from inline import check_books, inline_run
 from steered_runs import asked, journal
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
-from rlbench.environments.environment import FunctionFailed, ScoreRequest, judge, score_one
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.safe_call import FunctionFailed
+from rlbench.environments.environment import ScoreRequest, judge, score_one
 from rlbench.environments.step_verifier import STEP_REWARDS, place_steps
-from rlbench.loop.config import ConfigError, live_knobs, make_config
-from rlbench.objective.shaping import SHAPINGS, Facts, facts, facts_of, reshape
+from rlbench.loop.config import live_knobs, make_config
+from rlbench.loop.config_tables import ConfigError
+from rlbench.objective.shaping import SHAPINGS, Facts, facts, reshape
 from rlbench.records import Rollout, Task, response_segment
 from rlbench.reward import exact
 from rlbench.runtime.steer import in_force
@@ -313,8 +315,9 @@ def test_rewards_of_steps_reach_the_table(tmp_path):
 
 def test_facts_of_loop_and_trainer_agree():
     "What the loop knows of a member is what the rollout says."
-    from rlbench.loop.loop import known_of
-    from rlbench.loop.state import Mark, Member
+    from rlbench.loop.grouping import facts_from_states
+    from rlbench.loop.state import FinishedTurn, RolloutState
+    from rlbench.objective.shaping import facts_of
     from rlbench.records import StopReason
 
     r = answered("7+5=2c1")
@@ -325,18 +328,27 @@ def test_facts_of_loop_and_trainer_agree():
         ),
     ]
     members = [
-        Member(3, 1, 0, tokens=7),
-        Member(4, 1, 1, tokens=14, turns=[Mark(tokens=7)], reason=StopReason.LENGTH, correct=True, parts=(("a", 1.0),)),
+        RolloutState(3, 1, 0, tokens=7),
+        RolloutState(
+            4,
+            1,
+            1,
+            tokens=14,
+            turns=[FinishedTurn(tokens=7)],
+            reason=StopReason.LENGTH,
+            correct=True,
+            parts=(("a", 1.0),),
+        ),
     ]
     for name, value in vars(facts_of(rollouts)).items():
         assert (
-            np.array_equal(value, getattr(known_of(members), name), equal_nan=True)
+            np.array_equal(value, getattr(facts_from_states(members), name), equal_nan=True)
             if isinstance(value, np.ndarray)
-            else value == getattr(known_of(members), name)
+            else value == getattr(facts_from_states(members), name)
         )
-    assert known_of([Member(5, 1, 2, tokens=7, turns=[Mark(tokens=7)], reason=StopReason.LENGTH)]).turns_R.tolist() == [
-        1
-    ]  # no room for another response
+    assert facts_from_states(
+        [RolloutState(5, 1, 2, tokens=7, turns=[FinishedTurn(tokens=7)], reason=StopReason.LENGTH)]
+    ).turns_R.tolist() == [1]  # no room for another response
 
 
 def test_the_filter_band_trains_on_nothing_beside_it(tmp_path):

@@ -14,8 +14,12 @@ from inline import inline_run
 from patience import until
 
 import rlbench as rl
-from rlbench.base.ledger import Ledger, Status, create_run_folder, read_status, read_table, write_status
-from rlbench.loop.config import SINK_NAMES, read_config
+from rlbench.base.ledger import Ledger
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
+from rlbench.base.status import Status, read_status, write_status
+from rlbench.loop.config_files import read_config
+from rlbench.loop.config_tables import SINK_NAMES
 from rlbench.records import TABLES
 from rlbench.views.sinks import note_of, start_sinks
 

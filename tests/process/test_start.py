@@ -15,12 +15,12 @@ import pytest
 from patience import until
 
 import rlbench as rl
-from rlbench.base.ledger import living
 from rlbench.base.neighbours import live_runs
+from rlbench.base.status import living_processes
 from rlbench.bench.start import writes_again
 from rlbench.runtime.actors import ProcessHandle
-from rlbench.runtime.driver import may_be_forked
 from rlbench.runtime.fork_server import ForkServer, warm_server
+from rlbench.runtime.placement import may_be_forked
 from rlbench.workbench.supervisor import modules_of_run, worker_modules
 
 SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
@@ -93,8 +93,8 @@ def test_server_ends_with_an_owner_that_is_killed(script):
     pid, worker = map(int, owner.stdout.readline().split())
     server, child = psutil.Process(pid), psutil.Process(worker)
     owner.kill()
-    until(lambda: not living([server]), 5)
-    assert living([child])
+    until(lambda: not living_processes([server]), 5)
+    assert living_processes([child])
     child.kill()
 
 
@@ -154,7 +154,7 @@ def test_dead_server_is_replaced(server, capfd):
     "The worker that meets it dead is spawned, and says so; the next one is forked by another server."
     psutil.Process(server.pid).kill()
     dead = server.pid
-    until(lambda: not living([psutil.Process(dead)]), 5)
+    until(lambda: not living_processes([psutil.Process(dead)]), 5)
     handles = [ProcessHandle(name, wait_to_be_told, server=server) for name in ("first", "second")]
     parents = [psutil.Process(handle.process.pid).ppid() for handle in handles]
     assert server.pid != dead and parents == [os.getpid(), server.pid]
@@ -204,7 +204,7 @@ def test_killed_generator_is_forked_again_and_the_server_holds_nothing(tmp_path)
     workers = [psutil.Process(pid) for pid in after.values()]
     run.stop()
     assert run.wait(60) == "stopped"
-    until(lambda: not living([server, *workers]), 10)
+    until(lambda: not living_processes([server, *workers]), 10)
 
 
 def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
@@ -214,7 +214,7 @@ def test_killed_run_process_takes_server_and_workers_with_it(tmp_path):
     family = [server_of(run), *map(psutil.Process, run.status.workers.values())]
     os.kill(run.status.workers["trainer"], signal.SIGSTOP)
     os.kill(run.status.pid, signal.SIGKILL)
-    until(lambda: not living(family), 20)
+    until(lambda: not living_processes(family), 20)
     assert run.wait(60) == "failed" and run.status.books_closed
 
 
@@ -275,7 +275,7 @@ def test_run_outlives_the_process_that_started_it(tmp_path, script, seconds):
     run = rl.attach("a", runs=tmp_path)
     until(lambda: run.status.version >= 1, 60)
     owner.kill()
-    until(lambda: not living([server]), 10)
+    until(lambda: not living_processes([server]), 10)
     before = run.status.version
     until(lambda: run.status.version > before, 60)
     run.stop()
@@ -288,7 +288,7 @@ def test_killed_warm_server_is_replaced(tmp_path):
     until(lambda: first.status.version >= 1, 60)
     dead = psutil.Process(first.status.supervisor).parent()
     dead.kill()
-    until(lambda: not living([dead]), 5)
+    until(lambda: not living_processes([dead]), 5)
     second = rl.run("tiny", runs=tmp_path, name="b", **{**ENDLESS, "generator": "scripted"})
     until(lambda: second.status.version >= 1, 60)
     assert psutil.Process(second.status.supervisor).ppid() not in (dead.pid, 1)

@@ -10,11 +10,16 @@ from real_runs import SMALL, assert_books, ended
 from steered_runs import SCRIPTED, asked, journal, source_of
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.knobs import Captured, FileFunction, capture, save_function
-from rlbench.loop.config import FUNCTIONS, captured_functions, make_config
-from rlbench.loop.loop import ERRORS_IN_A_ROW, decide_command, note_call
-from rlbench.loop.state import Commanded, Member, Scored, Write, start_state
+from rlbench.loop.actions import Write
+from rlbench.loop.commands import decide_command
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import captured_functions
+from rlbench.loop.config_tables import FUNCTIONS
+from rlbench.loop.events import Commanded, Scored
+from rlbench.loop.functions import ERRORS_IN_A_ROW, count_failed_calls
+from rlbench.loop.state import RolloutState, start_state
 from rlbench.objective.loss import LossTerms
 from rlbench.records import Outcome
 from rlbench.runtime.steer import in_force
@@ -236,7 +241,7 @@ def test_other_tasks_in_a_live_run(tmp_path):
     late = groups.filter((pl.col("set") == "arithmetic") & (pl.col("fate") == "trained"))
     assert (
         len(late) >= 8
-        and set(driver.state.curriculum.levels) == {3, 4}
+        and set(driver.state.dispatch.curriculum.levels) == {3, 4}
         and in_force(driver.folder).tasks == {"name": "addition", "low": 3, "high": 4}
     )
     evals = read_table(driver.folder, "rollouts").filter(pl.col("fate") == "evaluated")
@@ -300,13 +305,15 @@ def test_what_a_replaced_reward_still_says_is_not_held_against_the_one_before():
     }
     state, actions = start_state(make_config({"preflight": 0}), [1] * 8, {}, dict.fromkeys(FUNCTIONS, functions)), []
     for key in functions:
-        state.commands.append(
+        state.commands.waiting.append(
             Commanded(key, "anna", "reward", {"name": key.partition("-")[0], "source": f"functions/{key}.py"})
         )
         decide_command(state, actions)
-    state.members = {i: Member(i, 0, i, status="scoring") for i in range(2 * ERRORS_IN_A_ROW)}
-    for i in state.members:
-        note_call(state, Scored(i, 0, None, True, Outcome.FUNCTION_ERROR, 0.0, "reward bad: raised KeyError"), actions)
+    state.rollouts = {i: RolloutState(i, 0, i, status="scoring") for i in range(2 * ERRORS_IN_A_ROW)}
+    for i in state.rollouts:
+        count_failed_calls(
+            state, Scored(i, 0, None, True, Outcome.FUNCTION_ERROR, 0.0, "reward bad: raised KeyError"), actions
+        )
     assert (
         state.config.reward["name"] == "good"
         and [a.row.author for a in actions if isinstance(a, Write)].count("rlbench") == 1

@@ -11,7 +11,8 @@ import pytest
 from patience import until
 
 import rlbench as rl
-from rlbench.base.ledger import living, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import living_processes
 from rlbench.bench.faults import book_problems
 from rlbench.workbench.supervisor import MORE_SILENCE, is_suspended
 
@@ -68,7 +69,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path, placement, who):
     assert run.wait(60) == "stopped" and book_problems(run) == []
     events = read_table(run.folder, "events", ["kind"])["kind"].to_list()
     assert "Lost" not in events and "lost" not in (run.folder / "run.log").read_text()
-    until(lambda: not living([supervisor, *below]), 10)
+    until(lambda: not living_processes([supervisor, *below]), 10)
 
 
 def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
@@ -80,7 +81,7 @@ def test_a_suspended_run_ends_when_it_is_told_to(tmp_path):
         process.suspend()
     supervisor.terminate()
     assert run.wait(60) == "failed" and "run process lost: it hangs" in run.status.reason and book_problems(run) == []
-    until(lambda: not living([supervisor, *below]), 10)
+    until(lambda: not living_processes([supervisor, *below]), 10)
 
 
 PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('up', flush=True); time.sleep(60)"

@@ -28,26 +28,22 @@ from typer.testing import CliRunner
 
 import rlbench as rl
 from rlbench.base import http as exchange_module
-from rlbench.base.charts import to_plotly
+from rlbench.base.commands import mark_done, read_commands, send_command
 from rlbench.base.http import Unanswered, exchange, is_metadata
-from rlbench.base.ledger import (
-    Ledger,
-    create_run_folder,
-    mark_done,
-    read_commands,
-    read_status,
-    read_table,
-    send_command,
-    write_json,
-    write_status,
-)
+from rlbench.base.ledger import Ledger
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.plotly_charts import to_plotly
+from rlbench.base.run_files import create_run_folder, write_json
+from rlbench.base.status import read_status, write_status
 from rlbench.cli.main import app
 from rlbench.knobs import Captured, capture, load_function, save_function
-from rlbench.loop.config import captured_functions, make_config, read_config, to_toml
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import captured_functions, read_config, to_toml
 from rlbench.loop.webhook import check_address
-from rlbench.runtime.driver import drive, make_pools
+from rlbench.runtime.driver import drive
 from rlbench.runtime.knobsets import knob_file
 from rlbench.runtime.lineage import Family, write_family
+from rlbench.runtime.prompts import make_pools
 from rlbench.runtime.steer import last_asked
 from rlbench.untrusted import OBEYED, hide_secrets, make_json_visible, make_visible, read_regular_file
 from rlbench.views.serve import serve
@@ -198,7 +194,7 @@ def inline(folder: Path, kind=Told, **table):
 
 def test_strange_command_files_are_refused_by_name_and_the_run_goes_on(tmp_path, monkeypatch):
     "Malformed, huge, deep, links, pipes, sockets, folders, odd names, a thousand at once: each is refused with its name, none ends or blocks the run, the good one takes effect."
-    monkeypatch.setattr("rlbench.runtime.driver.LOOK_EVERY", -1.0)
+    monkeypatch.setattr("rlbench.runtime.commands.LOOK_SECONDS", -1.0)
     driver = inline(tmp_path, Flooded, steps=60)
     check_books(driver)
     rows = {row["command"]: row for row in read_table(driver.folder, "commands").to_dicts()}
@@ -247,7 +243,7 @@ def test_a_command_that_cannot_be_moved_is_heard_once(tmp_path):
     class Blocked(Told):
         def flush(self):
             super().flush()
-            if not self.stuck and (self.folder / "commands" / "done").is_dir():
+            if not self.commands.unmovable and (self.folder / "commands" / "done").is_dir():
                 (self.folder / "commands" / "done").rmdir()
                 (self.folder / "commands" / "done").write_text("in the way")
                 send_command(self.folder, "ada", "temperature", 0.7)
@@ -255,7 +251,7 @@ def test_a_command_that_cannot_be_moved_is_heard_once(tmp_path):
     driver = inline(tmp_path / "runs", Blocked, steps=40)
     assert [(c["value"], c["status"]) for c in read_table(driver.folder, "commands").to_dicts()] == [
         ("0.7", "applied")
-    ] and len(driver.stuck) == 1
+    ] and len(driver.commands.unmovable) == 1
 
 
 def test_a_file_replaced_while_it_is_read_is_no_way_around(tmp_path):
@@ -341,10 +337,11 @@ def test_captured_functions_are_checked_before_anything_of_them_is_executed(tmp_
 
 EXECUTES = {  # module -> how it turns text or bytes into code, and whose they are; guide/security says why each may
     "knobs": {"exec"},
-    "loop/config": {"exec"},  # functions of the user's own, by source
+    "loop/config_files": {"exec"},  # functions of the user's own, by source
     "environments/programs": {"exec"},  # bodies of the package's own tasks
     "sandbox/grading_task": {"exec", "eval"},
-    "sandbox/zygote": {"exec"},  # inside the sandbox, or written into it
+    "sandbox/zygote_child": {"exec"},  # inside the sandbox, or written into it
+    "sandbox/zygote": {"exec"},  # its own text, to warm up
     "sandbox/hacks": set(),
     "sandbox/jail": set(),
     "bench/sandbox": set(),
@@ -386,9 +383,10 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "clou
 def doubted_in(tree: ast.AST) -> set[str]:
     "What a module names that turns text or bytes into code, whatever it calls it: by import, by alias, by attribute, as a value, by a name in a string."
     names = {"np": "numpy", "builtins": "builtins"}
-    found, called = set(), {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}  # parameters, such as `eval` of a run
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    found, called = set(), {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}  # parameters, such as `eval` of a run
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {
                 each.asname or each.name.partition(".")[0]: each.name if each.asname else each.name.partition(".")[0]
@@ -397,7 +395,7 @@ def doubted_in(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
             found |= {f"from {node.module}" for each in node.names if node.module.partition(".")[0] in UNPICKLERS}
-    for node in ast.walk(tree):
+    for node in nodes:
         name = ""
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             if isinstance(node, ast.Name) and node.id in own and id(node) not in called:
@@ -497,11 +495,11 @@ class Owns:
 
 def test_a_policy_that_brings_code_is_refused(tmp_path):
     "A model whose configuration names Python beside it, and weights that are a pickled program: loading says no, and nothing ran."
-    from rlbench.models.model import load_policy, locate
+    from rlbench.models.model import load_policy, locate_model
 
     canary, code, weights = tmp_path / "ran", tmp_path / "code", tmp_path / "weights"
     for folder in (code, weights):
-        shutil.copytree(locate("tiny"), folder)
+        shutil.copytree(locate_model("tiny"), folder)
     told = json.loads((code / "config.json").read_text())
     (code / "config.json").write_text(
         json.dumps(
@@ -660,7 +658,7 @@ def hostile(tmp_path_factory) -> Path:
 
 def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
     "Report, comparison, inspector, cards: prompts, responses, answers, names, task ids, messages, authors, settings and reasons stay text, in attributes too; nothing is fetched, nothing hidden from the reader."
-    from rlbench.runtime.run_reader import View
+    from rlbench.runtime.live_view import LiveView
     from rlbench.views.cards import light, still_html
     from rlbench.views.comparison import compare
     from rlbench.views.inspector import rollout_html
@@ -677,16 +675,16 @@ def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
         Page(page).check()
         assert not OBEYED.search(page), name
         assert "secret-of-the-hook" not in page, name
-    snapshot = View(hostile).poll()
+    snapshot = LiveView(hostile).poll()
     Page(still_html(snapshot, light(snapshot))).check()
 
 
 def test_plotly_reads_no_tags_in_the_words_of_others(hostile):
     "Names of series, marks, titles and labels reach plotly as text: it would make links of tags."
-    from rlbench.runtime.run_reader import View
+    from rlbench.runtime.live_view import LiveView
     from rlbench.views.panel import CARDS
 
-    snapshot, seen = View(hostile).poll(), 0
+    snapshot, seen = LiveView(hostile).poll(), 0
 
     def texts(part):
         return (
@@ -767,7 +765,7 @@ def test_run_log_holds_no_control_characters_of_others(tmp_path):
     "An error that carries a response's bytes is readable by `tail -f run.log`, too."
     from io import StringIO
 
-    from rlbench.runtime.worker import to_log
+    from rlbench.runtime.run_log import to_log
 
     heard = StringIO()
     with contextlib.redirect_stderr(heard):

@@ -17,7 +17,7 @@ from inline import inline_run
 
 import rlbench as rl
 from rlbench.base.chat import read_chat
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import ALL_SETS
 from rlbench.environments.tasks import make_tasks
 
@@ -130,8 +130,8 @@ def served(tmp_path):
 
 ASK = """
 import json, sys
-from rlbench.loop.config import load_config
-from rlbench.runtime.driver import make_pools
+from rlbench.loop.config_files import load_config
+from rlbench.runtime.prompts import make_pools
 told = []
 for table in json.loads(sys.argv[1]):
     try:

@@ -19,7 +19,7 @@ from patience import until
 
 import rlbench as rl
 from rlbench.base.chat import answer_message, read_chat
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments import verifiers_adapter as foreign
 from rlbench.environments.environment import (
     Done,
@@ -32,10 +32,11 @@ from rlbench.environments.environment import (
 )
 from rlbench.environments.kv_store import store
 from rlbench.environments.verifiers_adapter import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
-from rlbench.loop.config import ConfigError, make_config
+from rlbench.loop.config import make_config
+from rlbench.loop.config_tables import ConfigError
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import correct, exact
-from rlbench.runtime.driver import make_pools
+from rlbench.runtime.prompts import make_pools
 
 OWN = str(Path(__file__).parents[1] / "helpers" / "own_environments.py")
 
@@ -497,11 +498,11 @@ def test_nobody_phones_home():
 
 def test_a_sandbox_that_is_awaited(tmp_path):
     "The interface of `inspect_ai`, on a sandbox of a pool."
-    from rlbench.sandbox.inspect_adapter import Asked
-    from rlbench.sandbox.pool import Pool, stop_pool
+    from rlbench.sandbox.inspect_adapter import AwaitableSandbox
+    from rlbench.sandbox.pool import PoolClient, stop_pool
     from rlbench.sandbox.pool_rules import PoolSpec
 
-    pool = Pool.connect(tmp_path / "pool", PoolSpec(workers=1))
+    pool = PoolClient.connect(tmp_path / "pool", PoolSpec(workers=1))
 
     async def use(box):
         await box.write_file("in/a.txt", "17+25")
@@ -522,6 +523,6 @@ def test_a_sandbox_that_is_awaited(tmp_path):
 
     try:
         with pool.open() as sandbox:
-            asyncio.run(use(Asked(sandbox)))
+            asyncio.run(use(AwaitableSandbox(sandbox)))
     finally:
         stop_pool(tmp_path / "pool")

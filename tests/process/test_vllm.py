@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.bench.mismatch import ARMS, bench_mismatch
 from rlbench.workbench.handle import run
 

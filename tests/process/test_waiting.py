@@ -20,13 +20,13 @@ from scripted import WITHOUT_MODEL
 import rlbench as rl
 import rlbench.environments.environment
 import rlbench.runtime.worker
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.safe_call import FunctionFailed
 from rlbench.environments.environment import (
     Done,
     EnvironmentActor,
     EpisodeLoop,
     Forget,
-    FunctionFailed,
     GivenUp,
     Observation,
     Pooled,
@@ -40,9 +40,11 @@ from rlbench.environments.environment import (
     until_awaited,
 )
 from rlbench.loop.config import make_config
+from rlbench.loop.config_files import Functions
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
 from rlbench.reward import REWARDS, VERIFIERS
-from rlbench.runtime.worker import ConfigureJob, Functions, Scorer
+from rlbench.runtime.environment_worker import EnvironmentWorker
+from rlbench.runtime.messages import ConfigureRequest
 
 TASK = Task("sums/1", "1+1=", "2", 1, "sums")
 
@@ -484,21 +486,21 @@ def config_with(**more):
 def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
     "A run is steered while episodes wait: those go on, and what is rewarded later is rewarded by the new function."
     log = []
-    scorer = Scorer(config_with(), Functions())
+    scorer = EnvironmentWorker(config_with(), Functions())
     scorer.actor.environment = partial(Asks, log)
-    assert scorer.turn().said and scorer.waits is None and scorer.idle
+    assert scorer.work().results and scorer.waits is None and scorer.idle
     for i in range(4):
         scorer.receive(ScoreRequest(rollout(i, "wait"), last=False))
-    scorer.turn()
+    scorer.work()
     under_way = dict(scorer.actor.running)
     assert len(under_way) == 4 and scorer.waits is not None
     scorer.receive(ScoreRequest(rollout(4, "2")))
-    scorer.receive(ConfigureJob(config_with(reward="brief", episodes_at_once=7)))
+    scorer.receive(ConfigureRequest(config_with(reward="brief", episodes_at_once=7)))
     assert scorer.actor.running == under_way and len(scorer.actor.queue) == 1 and scorer.actor.at_once == 7
     scorer.actor.environment = partial(Asks, log)
     said = []
     while not scorer.idle:
-        said += scorer.turn().said
+        said += scorer.work().results
     assert (
         sorted(each.key[0] for each in said) == [0, 1, 2, 3, 4]
         and len([each for each in log if each[0] == "open"]) == 5
@@ -514,26 +516,30 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
 def test_an_environment_that_asks_for_a_pool_has_one(tmp_path, monkeypatch):
     "Also where the verifier asks for none: then the pool is the environment's alone, and no canary is tried until a verifier judges with it."
     opened, tried = [], []
-    monkeypatch.setattr(rlbench.runtime.worker, "open_pool", lambda config: opened.append(config) or object())
-    monkeypatch.setattr(rlbench.runtime.worker, "check_canaries", lambda verifier, tasks: tried.append(verifier) or [])
-    monkeypatch.setitem(rlbench.loop.config.FUNCTIONS["environment"], "scripted", lambda *, pool=None: pool)
-    scorer = Scorer(config_with(environment="scripted"), Functions())
+    monkeypatch.setattr(
+        rlbench.runtime.environment_worker, "open_pool", lambda config: opened.append(config) or object()
+    )
+    monkeypatch.setattr(
+        rlbench.runtime.environment_worker, "check_canaries", lambda verifier, tasks: tried.append(verifier) or []
+    )
+    monkeypatch.setitem(rlbench.loop.config_tables.FUNCTIONS["environment"], "scripted", lambda *, pool=None: pool)
+    scorer = EnvironmentWorker(config_with(environment="scripted"), Functions())
     assert (
         len(opened) == 1
         and not tried
         and scorer.actor.kept is None
-        and scorer.actor.environment().pool is scorer.kept.pool
+        and scorer.actor.environment().pool is scorer.pooled.pool
     )
-    scorer.receive(ConfigureJob(config_with(environment="code", tasks="programs", verifier="code", reward="tests")))
-    assert len(opened) == len(tried) == 1 and scorer.actor.kept is scorer.kept
+    scorer.receive(ConfigureRequest(config_with(environment="code", tasks="programs", verifier="code", reward="tests")))
+    assert len(opened) == len(tried) == 1 and scorer.actor.kept is scorer.pooled
     scorer.close()
 
 
 def drawn(waits: bool):
     "The scripted store's episodes; `waits`: as async ones."
-    from rlbench.environments.kv_store import Drawn
+    from rlbench.environments.kv_store import DrawnEpisode
 
-    class Waits(Drawn):
+    class Waits(DrawnEpisode):
         async def start(self, task):
             await asyncio.sleep(0.001)
             return super().start(task)
@@ -542,7 +548,7 @@ def drawn(waits: bool):
             await asyncio.sleep(0.001)
             return super().advance(response, version)
 
-    return (Waits if waits else Drawn)(2, 4, 0.6, 0.2)
+    return (Waits if waits else DrawnEpisode)(2, 4, 0.6, 0.2)
 
 
 def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
@@ -563,7 +569,7 @@ def test_on_the_virtual_clock_waiting_changes_nothing(tmp_path, monkeypatch):
     }
     runs = []
     for name, waits in (("plain", False), ("waits", True), ("again", True)):
-        monkeypatch.setitem(rlbench.loop.config.FUNCTIONS["environment"], "scripted", partial(drawn, waits))
+        monkeypatch.setitem(rlbench.loop.config_tables.FUNCTIONS["environment"], "scripted", partial(drawn, waits))
         runs.append(inline_run(tmp_path, name, table))
         check_books(runs[-1])
     assert len({run.state.digest for run in runs}) == 1
@@ -602,9 +608,9 @@ def test_what_is_lost_to_the_environment_is_booked(score, low, high, tmp_path):
     )
     assert (
         rollouts["tool_seconds"].sum() > 0
-        and not driver.memory.tools
-        and not driver.episodes.open
-        and not driver.episodes.handed
+        and not driver.live.tools
+        and not driver.scoring.episodes.open
+        and not driver.scoring.episodes.handed_over
     )
     trained = rollouts.filter(pl.col("fate") == "trained")
     assert np.average(steps["tool_seconds"], weights=steps["trained_rollouts"]) == pytest.approx(

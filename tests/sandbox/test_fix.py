@@ -11,7 +11,7 @@ from patience import until
 from turn_tables import by_turn
 
 import rlbench.environments.code_episodes
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import read_code
 from rlbench.environments.code_episodes import PROGRAM, Coding, code, found
 from rlbench.environments.code_verifier import CODE_VERIFIERS
@@ -28,8 +28,8 @@ from rlbench.environments.environment import (
 )
 from rlbench.environments.programs import programs
 from rlbench.records import Rollout, Task, observation_segment, prompt_segment, response_segment
-from rlbench.sandbox.grading_task import read_code_task, wrapped
-from rlbench.sandbox.pool import Pool, stop_pool
+from rlbench.sandbox.grading_task import read_code_task, wrapped_code
+from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.workspace import content_of, read_file
 from rlbench.views.report import eval_table, summary
 
@@ -54,7 +54,7 @@ APPENDS = "with open('log', 'a') as file: file.write('once more\\n')\nimport os\
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fix") / "pool"
-    with Pool.connect(folder) as made:
+    with PoolClient.connect(folder) as made:
         yield made
     stop_pool(folder)
 
@@ -273,7 +273,7 @@ def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_p
     waits = []
     for row in several.to_dicts():
         task, said, versions = answers[row["task"]], row["said"][::2], by_turn(row["versions"], row["turn"])
-        held = [wrapped(task, text, "") for text in said]
+        held = [wrapped_code(task, text, "") for text in said]
         assert (row["states"][0], row["writers"][0]) == ("", -1)
         for turn in range(1, len(said)):
             assert held[turn - 1] in woke[task.digest, said[turn]], "it was run where the program before it lay"

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import read_code
 from rlbench.environments.programs import programs
-from rlbench.sandbox.grading_task import read_code_task, wrapped
+from rlbench.sandbox.grading_task import read_code_task, wrapped_code
 from rlbench.sandbox.pool import stop_pool
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ def does(answer: str, body: str) -> bool:
     "Whether a body returns what all tests of a task ask, executed here."
     scope: dict = {}
     try:
-        exec(wrapped(read_code_task(answer), body, ""), scope)
+        exec(wrapped_code(read_code_task(answer), body, ""), scope)
         return all(scope["f"](*test["args"]) == test["expected"] for test in json.loads(answer)["tests"])
     except Exception:
         return False

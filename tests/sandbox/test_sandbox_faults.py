@@ -6,8 +6,8 @@ import pytest
 
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
-from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.pool_rules import Policy, PoolSpec
+from rlbench.sandbox.pool import PoolClient, stop_pool
+from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
 from rlbench.sandbox.types import End, Limits
 
 MACHINE = [str(end) for end in End if not end.of_model]
@@ -27,8 +27,8 @@ LIMITS = Limits(cpu_s=0.5, wall_s=0.5)
 @pytest.fixture
 def pool(tmp_path, request):
     "A pool of fake workers with these faults."
-    with Pool.connect(
-        tmp_path / "pool", PoolSpec(tier="fake", workers=2, faults=request.param, policy=Policy(**QUICK))
+    with PoolClient.connect(
+        tmp_path / "pool", PoolSpec(tier="fake", workers=2, faults=request.param, policy=PoolRules(**QUICK))
     ) as found:
         yield found
     stop_pool(tmp_path / "pool")

@@ -7,21 +7,18 @@ from dataclasses import replace
 import pytest
 from local_runner import LocalRunner
 
-from rlbench.sandbox.grade import (
-    GRADERS,
-    Check,
-    Masks,
-    Sighting,
-    Verdict,
-    canary,
-    differs,
-    from_row,
-    grade,
-    punished,
-    to_row,
-)
+from rlbench.sandbox.grade import GRADERS, grade
 from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_program
+from rlbench.sandbox.guard import Masks, Sighting, run_canary
 from rlbench.sandbox.types import End, Execution, Limits
+from rlbench.sandbox.verdict import (
+    CheckedTest,
+    Verdict,
+    difference_between,
+    punish_masked,
+    verdict_from_row,
+    verdict_to_row,
+)
 
 LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=512)
 SQUARE = "def solve(n):\n    return n * n\n"
@@ -349,7 +346,7 @@ def test_a_grader_that_stumbles_over_an_answer_blames_the_answer(monkeypatch):
         bench.run(stdio_program("pass", ""))
         if "evil" in code or task_.function == "broken":
             raise RecursionError("too deep")
-        return [Check("0", True)]
+        return [CheckedTest("0", True)]
 
     monkeypatch.setitem(GRADERS, "function", stumbles)
     graded = {
@@ -430,7 +427,7 @@ def test_masks_are_the_policys_where_others_get_their_verdicts():
     for each in (*evil, *(replace(each, masked=True) for each in good)):
         everybody.note(each)
     assert not everybody.blame(evil[2])
-    zero = punished(Verdict(None, None, code="c", tests="t", ends=("host_oom",)), "so")
+    zero = punish_masked(Verdict(None, None, code="c", tests="t", ends=("host_oom",)), "so")
     assert (zero.score, zero.passed, zero.ends[-1]) == (0, False, "unusable") and "masked" in zero.tripwires
 
 
@@ -439,22 +436,24 @@ def test_the_same_verdict_again(kind):
     "From what a row of a table keeps."
     graded, code = KINDS[kind]
     first = grade(LocalRunner(), graded, code, LIMITS, seed=3, rule="rate")
-    kept = from_row(json.loads(json.dumps(to_row(first))))
-    assert differs(kept, grade(LocalRunner(), graded, code, kept.limits, kept.seed, kept.rule)) == ""
+    kept = verdict_from_row(json.loads(json.dumps(verdict_to_row(first))))
+    assert difference_between(kept, grade(LocalRunner(), graded, code, kept.limits, kept.seed, kept.rule)) == ""
     other = {**code, "src/more.py": ""} if kind == "repository" else code + "\n"
-    assert differs(kept, grade(LocalRunner(), graded, other, kept.limits, kept.seed, kept.rule)) == "other code"
+    assert (
+        difference_between(kept, grade(LocalRunner(), graded, other, kept.limits, kept.seed, kept.rule)) == "other code"
+    )
     flipped = replace(kept, checks=(replace(kept.checks[0], passed=False), *kept.checks[1:]))
-    assert differs(kept, flipped) == f"test {kept.checks[0].id}: passed before"
+    assert difference_between(kept, flipped) == f"test {kept.checks[0].id}: passed before"
 
 
 def test_canaries_blame_the_machine():
     "A reference that fails and a bad solution that passes are not the policy's doing."
     for graded, _ in (KINDS["function"], KINDS["stdio"]):
-        assert canary(graded, lambda code: grade(LocalRunner(), graded, code, LIMITS)).ok
-    assert canary(PROJECT, lambda code: grade(LocalRunner(), PROJECT, changes_in(code), LIMITS)).ok
-    tight = canary(SQUARES, lambda code: grade(LocalRunner(), SQUARES, "import no_such_module\n" + code, LIMITS))
+        assert run_canary(graded, lambda code: grade(LocalRunner(), graded, code, LIMITS)).ok
+    assert run_canary(PROJECT, lambda code: grade(LocalRunner(), PROJECT, changes_in(code), LIMITS)).ok
+    tight = run_canary(SQUARES, lambda code: grade(LocalRunner(), SQUARES, "import no_such_module\n" + code, LIMITS))
     assert not tight.ok and not tight.machine and "reference" in tight.message
-    assert canary(SQUARES, lambda code: grade(LocalRunner({0: End.HOST_OOM}), SQUARES, code, LIMITS)).machine
+    assert run_canary(SQUARES, lambda code: grade(LocalRunner({0: End.HOST_OOM}), SQUARES, code, LIMITS)).machine
 
 
 def test_a_seed_makes_random_programs_repeat():

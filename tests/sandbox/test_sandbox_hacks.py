@@ -10,7 +10,7 @@ from local_runner import LocalRunner
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.hacks import HACKS, hacked_task
-from rlbench.sandbox.pool import Pool, stop_pool
+from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.types import Limits
 
 LIMITS = Limits(cpu_s=1, wall_s=2, memory_mb=512)
@@ -31,7 +31,7 @@ FRESH = {"function": False, "function, fresh": True, "asserts": False}
 def pool(tmp_path_factory):
     "The sandboxes of this machine."
     folder = tmp_path_factory.mktemp("hacks") / "pool"
-    with Pool.connect(folder) as found:
+    with PoolClient.connect(folder) as found:
         yield found
     stop_pool(folder)
 

@@ -14,11 +14,13 @@ import pytest
 from jailer import USERS, ask, below, prison
 from patience import until
 
-from rlbench.base.ledger import alive
-from rlbench.sandbox import zygote
-from rlbench.sandbox.jail import CHAIN, PROFILES, Jail, load_filter, make_filter, self_test
+from rlbench.base.status import is_alive
+from rlbench.sandbox import zygote_layers
+from rlbench.sandbox.filters import PROFILES, load_filter, make_filter
+from rlbench.sandbox.jail import CHAIN, Jail
+from rlbench.sandbox.jail_start import self_test
 from rlbench.sandbox.types import End, Fault, Limits, Order, Program
-from rlbench.sandbox.workspace import Store, put_files, put_tree, read_file, view
+from rlbench.sandbox.workspace import LayerStore, put_files, put_tree, read_file, view_layers
 
 TIERS = ("bwrap-zygote", "landlock", "rlimits")
 
@@ -29,7 +31,7 @@ def start(tmp_path):
     made = []
 
     def jail(tier: str = "bwrap-zygote", **more) -> Jail:
-        made.append(Jail(f"z{len(made)}", Store(tmp_path / "store"), tier, allow_unsafe=tier == "rlimits", **more))
+        made.append(Jail(f"z{len(made)}", LayerStore(tmp_path / "store"), tier, allow_unsafe=tier == "rlimits", **more))
         return made[-1]
 
     yield jail
@@ -42,7 +44,7 @@ def start(tmp_path):
 def gone(pids, seconds: float = 10.0) -> bool:
     "Whether processes end within some time."
     end = time.monotonic() + seconds
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if is_alive(pid)]:
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
@@ -173,7 +175,7 @@ def test_workspace_goes_from_zygote_to_zygote(start, tier):
     ).ok
     layer = first("snapshot", session="s", turn=3, version=7)
     assert (layer.base, layer.turn, layer.version, layer.processes, layer.parent) == (base, 3, 7, 0, "")
-    found = {path for path, (_, member) in view(store, (base, layer.digest)).items() if not member.isdir()}
+    found = {path for path, (_, member) in view_layers(store, (base, layer.digest)).items() if not member.isdir()}
     assert (
         found == {"a/b/c", "old/3", "new/file", "link"} and read_file(store, (base, layer.digest), "a/b/c") == b"base+"
     )
@@ -428,7 +430,7 @@ def test_a_deep_tree_harms_nobody(start, tier):
 
 def test_what_a_dead_owner_left_is_removed_however_deep():
     "As root and under whatever modes. Whoever starts a sandbox sweeps, tests beside this one too: it gets its name when it is whole."
-    from rlbench.sandbox.jail import make_scratch, remove_scratch
+    from rlbench.sandbox.jail_start import make_scratch, remove_scratch
 
     built = Path(tempfile.mkdtemp(prefix="rlbench-left-", dir="/var/tmp"))
     here = os.open(built, os.O_RDONLY)
@@ -456,18 +458,18 @@ def test_a_folder_is_removed_although_something_is_still_put_in(tmp_path, monkey
             (left / late.pop()).mkdir()
         rmdir(path, **more)
 
-    monkeypatch.setattr(zygote.os, "rmdir", slow)
+    monkeypatch.setattr(zygote_layers.os, "rmdir", slow)
     (left / "in").mkdir(parents=True)
-    zygote.remove_below(str(left))
+    zygote_layers.remove_path(str(left))
     assert not left.exists() and not late
 
     def refused(path, **more):
         raise PermissionError(errno.EPERM, "not yours", path)
 
     left.mkdir()
-    monkeypatch.setattr(zygote.os, "rmdir", refused)
+    monkeypatch.setattr(zygote_layers.os, "rmdir", refused)
     with pytest.raises(PermissionError, match="not yours"):
-        zygote.remove_below(str(left))
+        zygote_layers.remove_path(str(left))
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -530,7 +532,7 @@ def test_a_layer_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     root = tmp_path / "room" / "root"
     root.mkdir(parents=True)
     with open(layer_of(HOSTILE_LAYERS[name], tmp_path / "layer"), "rb") as layer, pytest.raises(OSError, match="layer"):
-        zygote.unpack(layer.fileno(), os.fsencode(root), True)
+        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)
     assert list((tmp_path / "room").iterdir()) == [root] and not any(root.rglob("out"))
 
 
@@ -546,7 +548,7 @@ def test_a_link_in_a_layer_is_no_way_out_of_its_folder(tmp_path):
         ("kept", tarfile.REGTYPE, "", b"mine"),
     ]
     with open(layer_of(entries, tmp_path / "layer"), "rb") as layer:
-        zygote.unpack(layer.fileno(), os.fsencode(root), True)
+        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)
     assert (outside / "kept").read_bytes() == b"as it was"
     assert (root / "door" / "kept").read_bytes() == b"changed" and (root / "kept").read_bytes() == b"mine"
 
@@ -556,4 +558,4 @@ def test_a_layer_that_ends_early_is_refused(tmp_path):
     os.truncate(path, 2000)
     (root := tmp_path / "root").mkdir()
     with open(path, "rb") as layer, pytest.raises(OSError, match="ends early"):
-        zygote.unpack(layer.fileno(), os.fsencode(root), True)
+        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)

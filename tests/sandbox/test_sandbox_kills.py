@@ -10,9 +10,11 @@ from patience import until
 from real_runs import processes_of
 
 import rlbench as rl
-from rlbench.base.ledger import alive, living, read_json, read_table
-from rlbench.sandbox.pool import Pool
-from rlbench.sandbox.sweep import PROCESSES, kill_all, marked, sweep
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import read_json
+from rlbench.base.status import is_alive, living_processes
+from rlbench.sandbox.pool import PoolClient
+from rlbench.sandbox.pool_folder import PROCESSES, kill_all, marked_processes, sweep_pool
 from rlbench.sandbox.types import End, Program
 
 # A program with two daemons in sessions of their own, of which one spins; without namespaces it may start none and sleeps.
@@ -65,7 +67,7 @@ class Scene:
         self.folder, self.run = folder / "pool", rl.attach(run)
         self.mounts = MOUNTS.read_text().count("\n")
         until((self.folder / "socket").exists, 90)
-        with Pool.connect(self.folder) as client:
+        with PoolClient.connect(self.folder) as client:
             until(lambda: client.status().busy >= 4, 90)  # a model has to be loaded first
             self.controller = psutil.Process(client.status().pid)
         least = 12 if tier == "bwrap-zygote" else 5
@@ -84,8 +86,8 @@ class Scene:
         "What is still there of the pool: processes, marks, folders, mounts, cgroups."
         groups = list(Path("/sys/fs/cgroup").glob("**/*rlbench*"))
         return [
-            *living(self.family),
-            *marked(self.folder),
+            *living_processes(self.family),
+            *marked_processes(self.folder),
             *(p for p in self.places if p.exists()),
             *groups,
             *(["socket"] if (self.folder / "socket").exists() else []),
@@ -108,18 +110,18 @@ def begin(tmp_path, monkeypatch):
 
     yield at
     for run in runs:
-        if alive(run.status.supervisor):
+        if is_alive(run.status.supervisor):
             kill_all(processes_of(run))
     for scene in made:
-        kill_all(living([*scene.processes, *scene.family]))
-    sweep(tmp_path / "pool")
+        kill_all(living_processes([*scene.processes, *scene.family]))
+    sweep_pool(tmp_path / "pool")
 
 
 def test_a_run_process_that_is_killed(begin):
     "Its supervisor closes the books, its programs end, and the pool that nobody uses any more ends as well."
     scene = begin()
     kill(psutil.Process(scene.run.status.pid))
-    until(lambda: not living(scene.processes), 30)
+    until(lambda: not living_processes(scene.processes), 30)
     until(lambda: not scene.left(), 20)
     assert scene.run.state == "failed" and scene.run.status.books_closed
     rows = read_table(scene.folder, "executions", ["fate"])
@@ -140,7 +142,7 @@ def test_a_run_that_is_killed_with_its_pool(begin):
     for worker in scene.controller.children():
         worker.suspend()  # and notices nothing
     kill(scene.controller, psutil.Process(scene.run.status.pid))
-    until(lambda: not scene.left() and not living(scene.processes), 20)
+    until(lambda: not scene.left() and not living_processes(scene.processes), 20)
 
 
 def test_a_pool_that_is_killed_to_the_last_process_is_swept_at_the_runs_end(begin):
@@ -150,16 +152,16 @@ def test_a_pool_that_is_killed_to_the_last_process_is_swept_at_the_runs_end(begi
         worker.suspend()
     environment = psutil.Process(scene.run.status.workers["environment"])
     kill(environment, psutil.Process(scene.run.status.pid), scene.guardian, scene.controller)
-    until(lambda: not scene.left() and not living(scene.processes), 20)
+    until(lambda: not scene.left() and not living_processes(scene.processes), 20)
     assert "processes of a pool without a controller have been ended" in (scene.run.folder / "run.log").read_text()
 
 
 KERNEL = """
 import json, sys, time
 import rlbench as rl
-from rlbench.sandbox.pool import Pool
+from rlbench.sandbox.pool import PoolClient
 from rlbench.sandbox.types import Limits, Program
-from rlbench.runtime.worker import open_pool
+from rlbench.runtime.environment_worker import open_pool
 
 run = rl.run("tiny", runs=sys.argv[1], name="endless", **json.loads(sys.argv[2]))
 pool = open_pool(run.config)
@@ -178,7 +180,7 @@ def test_a_kernel_that_is_killed(script, tmp_path):
     assert kernel.stdout.readline() == "8\n", kernel.communicate()
     kernel.kill()
     run = rl.attach("endless", runs=tmp_path)
-    with Pool.connect(tmp_path / "pool") as mine:
+    with PoolClient.connect(tmp_path / "pool") as mine:
         until(lambda: mine.status().sessions == 0, 30)
         controller = psutil.Process(mine.status().pid)
         until(lambda: run.status.version >= 1, 90)
@@ -189,7 +191,10 @@ def test_a_kernel_that_is_killed(script, tmp_path):
     version = run.status.version
     until(lambda: run.status.version > version, 30)
     run.stop()
-    until(lambda: not living([controller, *family, *run_processes]) and not marked(tmp_path / "pool"), 20)
+    until(
+        lambda: not living_processes([controller, *family, *run_processes]) and not marked_processes(tmp_path / "pool"),
+        20,
+    )
     assert run.state == "stopped"
 
 
@@ -197,15 +202,15 @@ def test_a_kernel_that_is_killed(script, tmp_path):
 def test_a_controller_that_is_killed_under_a_run(begin, tmp_path, tier):
     "Nothing of the old pool is left, sandboxes are lost, and the run goes on with the next one: what was asked is asked again."
     scene = begin(tier)
-    with Pool.connect(tmp_path / "pool") as mine:
+    with PoolClient.connect(tmp_path / "pool") as mine:
         boxes = [mine.open() for _ in range(5)]
         boxes[0].write("a", b"1")
         kill(scene.controller)
-        until(lambda: not living(scene.family) and not any(place.exists() for place in scene.places), 20)
+        until(lambda: not living_processes(scene.family) and not any(place.exists() for place in scene.places), 20)
         assert mine.status().pid != scene.controller.pid and boxes[0].exec(Program("pass")).end is End.BACKEND_LOST
         until(lambda: mine.status().busy >= 4, 30)  # the run's programs, once more
-    assert scene.run.status.supervisor and len(living(scene.processes)) == len(scene.processes)
+    assert scene.run.status.supervisor and len(living_processes(scene.processes)) == len(scene.processes)
     again = psutil.Process(read_json(scene.folder / PROCESSES)["controller"]).parent()
     scene.family = [again, *again.children(recursive=True)]
     kill(*scene.processes)
-    until(lambda: not living(scene.family) and not marked(scene.folder), 20)
+    until(lambda: not living_processes(scene.family) and not marked_processes(scene.folder), 20)

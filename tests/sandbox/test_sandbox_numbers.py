@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rlbench.environments.environment import judge
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import VERIFIERS, correct, formula_excess
-from rlbench.sandbox.answers import same, tree_of
-from rlbench.sandbox.grade import printed
-from rlbench.sandbox.grading_task import blocks
+from rlbench.sandbox.answers import matches_expected, tree_of
+from rlbench.sandbox.grade import prints_expected
+from rlbench.sandbox.grading_task import code_blocks
 
 LONG = "1" + "0" * 450
 TASK = Task(id="t", prompt="1+1=", answer="2", level=1, set="test")
@@ -88,10 +88,10 @@ def test_usual_answers_are_within_the_bound(formula):
 def test_no_judge_of_numbers_raises(text):
     "Whatever a response is made of."
     formula_excess(text)
-    blocks(text)
+    code_blocks(text)
     for name in ("exact", "numeric", "gsm8k"):
         assert VERIFIERS[name](text, "2") in (True, False)
-    printed(text.encode(), "1 2.5 nan", "close")
+    prints_expected(text.encode(), "1 2.5 nan", "close")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_no_judge_of_numbers_raises(text):
 )
 def test_printed_numbers(given, wanted, right):
     "No number that is not finite is paid where another is wanted."
-    assert printed(given.encode(), wanted, "close") is right
+    assert prints_expected(given.encode(), wanted, "close") is right
 
 
 NUMBERS = st.one_of(
@@ -136,8 +136,8 @@ NUMBERS = st.one_of(
 @settings(max_examples=500, deadline=None)
 def test_close_never_raises_and_pays_nothing_that_is_not_finite(a, b):
     "Alone and inside lists and dicts."
-    found = same(tree_of(a), tree_of(b), "close")
-    assert found == same(tree_of([{"x": a}]), tree_of([{"x": b}]), "close")
+    found = matches_expected(tree_of(a), tree_of(b), "close")
+    assert found == matches_expected(tree_of([{"x": a}]), tree_of([{"x": b}]), "close")
     if isinstance(a, float) and (a != a or a in (float("inf"), float("-inf"))):
         assert found == (isinstance(b, float) and (a == b or a != a and b != b))
 
@@ -148,7 +148,7 @@ def test_fences_take_time_in_proportion(mark):
     used = []
     for number in (20_000, 80_000):
         began = time.process_time()
-        blocks(mark * (number // len(mark)))
+        code_blocks(mark * (number // len(mark)))
         used.append(time.process_time() - began)
     assert used[1] < 1 + 10 * used[0]
 

@@ -13,26 +13,28 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 from attacks import LIMITS
-from jailer import USERS, prison
+from jailer import USERS
 from sandbox_runs import ANSWER, Quick
 
 import rlbench as rl
-from rlbench.base.ledger import read_status, read_table
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import read_status
 from rlbench.environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
 from rlbench.environments.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS, final_answer
-from rlbench.sandbox import zygote
+from rlbench.sandbox import zygote_watch
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
-from rlbench.sandbox.inspect_adapter import Asked
+from rlbench.sandbox.inspect_adapter import AwaitableSandbox
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.pool_rules import settle_lateness
 from rlbench.sandbox.types import End, Execution, Limits, Program
 
 PLACES = [(tier, user) for tier in ("bwrap-zygote", "landlock") for user in USERS]
 SMALL = Limits(**LIMITS | {"wall_s": 4, "cpu_s": 1})
+PATIENT = Limits(**LIMITS | {"wall_s": 30, "cpu_s": 1})  # for what does not sleep: a busy machine needs the time
 
 # what a program may leave in a workspace
 LEAVINGS = {
@@ -68,15 +70,6 @@ LEAVINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cell(request):
-    "A prison of a tier and a user, for all probes; nothing outlives it."
-    made = prison(*request.param)
-    made.tier = request.param[0]
-    yield made
-    assert made.close() == 0
-
-
 def of_model(said: str) -> bool:
     return said.split()[0] in ("done", "missing") or End(said.split()[0]).of_model
 
@@ -89,7 +82,9 @@ def of_model(said: str) -> bool:
 )
 def test_what_a_program_leaves_is_its_own_doing(cell, name):
     "Whatever it left, nothing that follows is the machine's failure; the workspace can be put back, what was kept can be had again, and the next program is well."
-    told = cell.turns(Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL)
+    told = cell.turns(
+        Program("import os\n" + LEAVINGS[name], files={"solution.py": b"first"}), SMALL if name == "sleep" else PATIENT
+    )
     assert all(map(of_model, told.values())), told
     assert told["back"] == told["close"] == "done" and told["after back"].startswith("exited 0"), told
     too_full = (
@@ -142,11 +137,10 @@ PATHS = {
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
 def test_what_an_answer_consists_of_is_its_own_doing(cell):
     "Paths and files of a project, text that is none, and the right solution right after."
-    limits = Limits(**LIMITS | {"cpu_s": 1, "wall_s": 5})
     for name, changes in PATHS.items():
-        verdict = grade(cell, PROJECT, changes, limits)
+        verdict = grade(cell, PROJECT, changes, PATIENT)
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (name, verdict.ends, verdict.message)
-        assert grade(cell, PROJECT, {"src/shapes.py": "def area(a, b):\n    return a * b\n"}, limits).score == 1, name
+        assert grade(cell, PROJECT, {"src/shapes.py": "def area(a, b):\n    return a * b\n"}, PATIENT).score == 1, name
     prints = read_code_task(json.dumps({"kind": "stdio", "tests": [{"stdin": "3", "stdout": "9"}]}))
     for code in (
         "print('\ud800')",
@@ -157,7 +151,7 @@ def test_what_an_answer_consists_of_is_its_own_doing(cell):
         "(" * 9999,
         "print(" * 99 + ")" * 99,
     ):
-        verdict = grade(cell, prints, code, limits)
+        verdict = grade(cell, prints, code, PATIENT)
         assert verdict.score == 0 and End(verdict.ends[-1]).of_model, (code[:20], verdict.ends, verdict.message)
 
 
@@ -172,7 +166,7 @@ def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
         def write(self, path, data):
             return written.append((path, data))
 
-    written, asked = [], Asked(Box(), Limits(**LIMITS | {"processes": 1}))
+    written, asked = [], AwaitableSandbox(Box(), Limits(**LIMITS | {"processes": 1}))
     bad = "a\ud800b"
     for how in (
         {"cmd": ["cat"], "input": bad},
@@ -252,7 +246,7 @@ def test_the_wait_for_a_processor_is_that_of_one_thread():
                 SimpleNamespace(runnable=-1.0, pinned=False),
                 SimpleNamespace(everywhere=os.sched_getaffinity(0)),
             )
-            assert zygote.measure(place, run, [(process.pid,)], time.monotonic())
+            assert zygote_watch.measure_waiting(place, run, [(process.pid,)], time.monotonic())
             process.kill()
         assert 0 < run.runnable <= time.monotonic() - began and run.pinned == (pinned and len(place.everywhere) > 1)
     for run, cpu, expected in (
@@ -260,7 +254,7 @@ def test_the_wait_for_a_processor_is_that_of_one_thread():
         (SimpleNamespace(runnable=3.0, pinned=False), 0.2, 1.0),
         (SimpleNamespace(runnable=3.0, pinned=True), 0.2, 3.8),
     ):
-        assert zygote.slept(run, 10.0, 14.0, cpu) == pytest.approx(expected)
+        assert zygote_watch.seconds_asleep(run, 10.0, 14.0, cpu) == pytest.approx(expected)
 
 
 def test_a_late_program_is_compared_with_a_known_good_one():

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from patience import until
 
-from rlbench.base.ledger import alive, count_rows, living, read_table
-from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.pool_rules import Policy, PoolSpec
-from rlbench.sandbox.protocol import connect
-from rlbench.sandbox.sweep import LOCK, marked, remembered, sweep
+from rlbench.base.ledger_reading import count_rows, read_table
+from rlbench.base.status import is_alive, living_processes
+from rlbench.sandbox.pool import PoolClient, stop_pool
+from rlbench.sandbox.pool_folder import LOCK, connect_to_controller, marked_processes, remembered_processes, sweep_pool
+from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
 from rlbench.sandbox.types import End, Fault, Limits, Program
 
 PROCESSES = PoolSpec("fake", workers=2, processes=True)
@@ -28,8 +28,8 @@ def pool_at(tmp_path):
     "Connects to a pool in a folder of the test; ends every pool and whatever is left of it afterwards."
     made = []
 
-    def at(spec: PoolSpec | None = None, name: str = "pool") -> Pool:
-        made.append(Pool.connect(tmp_path / name, spec))
+    def at(spec: PoolSpec | None = None, name: str = "pool") -> PoolClient:
+        made.append(PoolClient.connect(tmp_path / name, spec))
         return made[-1]
 
     yield at
@@ -39,17 +39,17 @@ def pool_at(tmp_path):
         stop_pool(folder)
 
 
-def workers_of(pool: Pool) -> list[psutil.Process]:
+def workers_of(pool: PoolClient) -> list[psutil.Process]:
     "The processes of a pool's workers, once they are written down."
-    return until(lambda: len(found := remembered(pool.folder)[1]) == 2 and found, 20)
+    return until(lambda: len(found := remembered_processes(pool.folder)[1]) == 2 and found, 20)
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
     "Wait until processes are no more."
-    until(lambda: not living(processes), seconds)
+    until(lambda: not living_processes(processes), seconds)
 
 
-def kill_at_once(pool: Pool, workers: list[psutil.Process]) -> None:
+def kill_at_once(pool: PoolClient, workers: list[psutil.Process]) -> None:
     "Kill workers while the controller stands still, so that nothing goes from the first to the second in between."
     controller = psutil.Process(pool.status().pid)
     controller.suspend()
@@ -67,9 +67,9 @@ def killed(pid: int) -> None:
 
 CLIENT = """
 import sys, time
-from rlbench.sandbox.pool import Pool
+from rlbench.sandbox.pool import PoolClient
 from rlbench.sandbox.types import Program
-pool = Pool.connect(sys.argv[1])
+pool = PoolClient.connect(sys.argv[1])
 boxes = [pool.open(owner=f"dead/{i}") for i in range(20)]
 running = [pool.submit(Program("# fake: wall=9"), owner="dead") for _ in range(2)] + [boxes[0].submit(Program("# fake: wall=9"))]
 print(pool.status().pid, flush=True)
@@ -110,9 +110,9 @@ def test_a_controller_outlives_who_started_it(tmp_path, script, pool_at):
 @pytest.fixture(autouse=True)
 def fake_by_default(tmp_path):
     "Pools of this module that nobody has described have fake workers with processes."
-    from rlbench.sandbox.pool import settle
+    from rlbench.sandbox.pool import settle_spec
 
-    settle(tmp_path / "pool", PROCESSES)
+    settle_spec(tmp_path / "pool", PROCESSES)
 
 
 def test_a_controller_that_is_killed(pool_at):
@@ -133,7 +133,7 @@ def test_a_controller_that_is_killed(pool_at):
     pool.close()
     killed(now.pid)
     gone(again)
-    assert stop_pool(pool.folder) == 0 and not marked(pool.folder) and not (pool.folder / "socket").exists()
+    assert stop_pool(pool.folder) == 0 and not marked_processes(pool.folder) and not (pool.folder / "socket").exists()
 
 
 def kill_both(pid: int) -> None:
@@ -155,7 +155,7 @@ def test_what_does_not_end_with_its_controller_is_ended_by_its_guardian(pool_at)
         worker.suspend()
     killed(pid)
     gone([*workers, guardian])
-    assert not marked(pool.folder) and not (pool.folder / "socket").exists()
+    assert not marked_processes(pool.folder) and not (pool.folder / "socket").exists()
     assert "2 processes were left" in (pool.folder / "controller.log").read_text()
 
 
@@ -176,7 +176,7 @@ def test_what_a_guardian_did_not_live_to_end_is_swept(pool_at):
     time.sleep(1)
     assert all(worker.is_running() for worker in workers) and stop_pool(pool.folder) == 2
     gone(workers)
-    assert sweep(pool.folder) == 0 and not marked(pool.folder)
+    assert sweep_pool(pool.folder) == 0 and not marked_processes(pool.folder)
 
 
 def test_a_guardian_that_is_killed(pool_at):
@@ -187,7 +187,7 @@ def test_a_guardian_that_is_killed(pool_at):
     assert pool.run(Program("# fake: say=on")).stdout == b"on" and pool.status().pid == pid
     pool.close()
     stop_pool(pool.folder)
-    until(lambda: not alive(pid), 20)
+    until(lambda: not is_alive(pid), 20)
     gone(workers)
 
 
@@ -215,18 +215,22 @@ def test_a_worker_that_is_killed(pool_at):
 
 def test_a_pool_that_nobody_needs_ends(pool_at):
     "Without clients for a while the controller goes by itself, and its workers with it."
-    pool = pool_at(PoolSpec("fake", workers=2, processes=True, policy=Policy(idle_s=1)), "short")
+    pool = pool_at(PoolSpec("fake", workers=2, processes=True, policy=PoolRules(idle_s=1)), "short")
     processes = [*workers_of(pool), psutil.Process(pool.status().pid)]
     pool.close()
     gone(processes)
-    assert not (pool.folder / "socket").exists() and not marked(pool.folder) and connect(pool.folder) is None
+    assert (
+        not (pool.folder / "socket").exists()
+        and not marked_processes(pool.folder)
+        and connect_to_controller(pool.folder) is None
+    )
     assert "nobody was connected" in (pool.folder / "controller.log").read_text()
 
 
 def test_two_who_come_at_once_find_one(tmp_path):
     "Eight clients of a pool that is not there yet: one controller."
     folder, pools = tmp_path / "pool", []
-    threads = [threading.Thread(target=lambda: pools.append(Pool.connect(folder))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: pools.append(PoolClient.connect(folder))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -256,12 +260,12 @@ def test_a_stranger_who_talks_nonsense(pool_at):
         b'{"do": "cancel"}\n',
         b'{"do": "extend", "seconds": "x", "session": []}\n',
     ):
-        with connect(pool.folder) as stranger:
+        with connect_to_controller(pool.folder) as stranger:
             stranger.sendall(nonsense)
             stranger.settimeout(10)
             said = stranger.recv(1 << 16)
             assert not said or b"protocol_error" in said, nonsense
-    with connect(pool.folder) as endless:
+    with connect_to_controller(pool.folder) as endless:
         with pytest.raises(OSError):
             for _ in range(200):
                 endless.sendall(b"x" * (1 << 20))
@@ -284,7 +288,7 @@ def test_taking_a_program_back(pool_at):
 
 def test_a_controller_that_is_stopped_for_a_while(pool_at):
     "Time in which it does not run is nobody's: no lease ends and no worker counts as hung."
-    pool = pool_at(PoolSpec("fake", workers=2, policy=Policy(lease_s=2, operation_s=2, grace_s=1)), "stopped")
+    pool = pool_at(PoolSpec("fake", workers=2, policy=PoolRules(lease_s=2, operation_s=2, grace_s=1)), "stopped")
     box, controller = pool.open(), psutil.Process(pool.status().pid)
     box.write("a", b"1")
     controller.suspend()
@@ -323,7 +327,7 @@ def test_a_bad_day_of_960(pool_at):
             workers=4,
             seed=5,
             faults=faults,
-            policy=Policy(hedge_floor_s=0.5, start_s=5, quota_s=0.05, grace_s=3),
+            policy=PoolRules(hedge_floor_s=0.5, start_s=5, quota_s=0.05, grace_s=3),
         ),
         "bad",
     )
@@ -373,14 +377,14 @@ def test_refused_at_the_start(tmp_path):
     "A pool that cannot be made says why where it was asked for."
     folder = tmp_path / "other"
     with pytest.raises(Fault, match="the environment has no NO_SUCH_TOKEN"):
-        Pool.connect(folder, PoolSpec("remote", url="http://127.0.0.1:1", token="$NO_SUCH_TOKEN"))
+        PoolClient.connect(folder, PoolSpec("remote", url="http://127.0.0.1:1", token="$NO_SUCH_TOKEN"))
     (folder / "pool.json").write_text(json.dumps({"tires": 4}))
-    with pytest.raises(ValueError, match="tires: no such thing"):
-        Pool.connect(folder)
+    with pytest.raises(ValueError, match="tires: a pool has no such field"):
+        PoolClient.connect(folder)
     (folder / "pool.json").write_text("{")
     with pytest.raises(ValueError, match="not a JSON file"):
-        Pool.connect(folder)
-    assert (folder / LOCK).exists() is False or sweep(folder) == 0
+        PoolClient.connect(folder)
+    assert (folder / LOCK).exists() is False or sweep_pool(folder) == 0
 
 
 SPREAD = """
@@ -426,7 +430,7 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     gone(family, 60)
     until(lambda: not (pool.folder / "socket").exists(), 20)  # the guardian has come to the end
     assert (
-        not marked(pool.folder)
+        not marked_processes(pool.folder)
         and not any(place.exists() for place in scratch)
         and not (pool.folder / "socket").exists()
     )

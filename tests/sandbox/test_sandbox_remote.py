@@ -9,12 +9,12 @@ import pytest
 from patience import until
 from remote_sandboxes import TOKEN, Plain, run_code
 
-from rlbench.sandbox.pool import Pool, stop_pool
-from rlbench.sandbox.pool_rules import Policy, PoolSpec
-from rlbench.sandbox.remote import account
+from rlbench.sandbox.pool import PoolClient, stop_pool
+from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
+from rlbench.sandbox.remote import account_of
 from rlbench.sandbox.types import End, Fault, Limits, Program
 
-QUICK = Policy(quota_s=0.05, start_s=5, hedge_floor_s=30, wait_s=5)
+QUICK = PoolRules(quota_s=0.05, start_s=5, hedge_floor_s=30, wait_s=5)
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def pool_at(tmp_path):
     "Connects to a pool of one remote server."
     made = []
 
-    def at(url: str, **options) -> Pool:
+    def at(url: str, **options) -> PoolClient:
         made.append(
-            Pool.connect(
+            PoolClient.connect(
                 tmp_path / f"pool-{len(made)}",
                 PoolSpec("remote", url=url, **{"token": f"${TOKEN}", "policy": QUICK, **options}),
             )
@@ -83,7 +83,7 @@ def test_no_answer_in_time(serve, pool_at, monkeypatch):
     "A server that looks alive and does not answer: the program is given up, and whoever asked is told."
     plain, silence = Plain(), threading.Event()
     plain.bad = lambda kind, count: silence.wait(60) and (500, b"") if kind == "exec" else None
-    pool = pool_at(serve(plain), policy=Policy(hedge_floor_s=0.2, grace_s=0.5, retries=1))
+    pool = pool_at(serve(plain), policy=PoolRules(hedge_floor_s=0.2, grace_s=0.5, retries=1))
     began = time.monotonic()
     e = pool.run(Program("pass"), Limits(cpu_s=0.5, wall_s=0.5))
     silence.set()
@@ -93,22 +93,22 @@ def test_no_answer_in_time(serve, pool_at, monkeypatch):
 def test_a_refused_key_and_a_wrong_address_are_said_at_once(serve, pool_at, monkeypatch):
     "Nobody waits a minute for a worker that cannot come."
     monkeypatch.setenv(TOKEN, "wrong")
-    refused = pool_at(serve(Plain()), policy=Policy(failures=2))
+    refused = pool_at(serve(Plain()), policy=PoolRules(failures=2))
     e = refused.run(Program("pass"))
     assert e.end is End.AUTH and "no such key" in e.message
-    nobody = pool_at("http://127.0.0.1:1", policy=Policy(failures=2))
+    nobody = pool_at("http://127.0.0.1:1", policy=PoolRules(failures=2))
     assert nobody.run(Program("pass")).end is End.BACKEND_LOST and "refused" in nobody.status().trouble
 
 
 def test_what_the_account_allows(serve, monkeypatch):
     "Asked of the server, and unknown where there is nobody to ask."
     url = serve(Plain())
-    found = account(PoolSpec("remote", url=url, token=f"${TOKEN}"))
+    found = account_of(PoolSpec("remote", url=url, token=f"${TOKEN}"))
     assert (found.concurrent, found.create_rate, found.credit, found.open) == (8, 5.0, 120, 3)
-    assert account(PoolSpec("remote", url=serve(lambda *_: (404, b"")), token="")).concurrent is None
-    assert account(PoolSpec("remote", url=url, api="sandboxfusion")).credit is None
+    assert account_of(PoolSpec("remote", url=serve(lambda *_: (404, b"")), token="")).concurrent is None
+    assert account_of(PoolSpec("remote", url=url, api="sandboxfusion")).credit is None
     with pytest.raises(Fault, match="auth"):
-        account(PoolSpec("remote", url=url))
+        account_of(PoolSpec("remote", url=url))
 
 
 def test_sandboxfusion(serve, pool_at):
@@ -144,7 +144,7 @@ def test_sandboxfusion_in_trouble(serve, pool_at):
             ).encode(),
         )
 
-    pool = pool_at(serve(answer), api="sandboxfusion", policy=Policy(retries=0, hedge_floor_s=30))
+    pool = pool_at(serve(answer), api="sandboxfusion", policy=PoolRules(retries=0, hedge_floor_s=30))
     until(lambda: pool.status().workers, 10)
     for body, end in (
         (b'{"status": "SandboxError", "message": "no cgroup"}', End.BACKEND_LOST),

@@ -15,17 +15,17 @@ from sandbox_runs import ANSWER, EVEN, SMALL, Quick, even
 from typer.testing import CliRunner
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.cli.main import app
 from rlbench.environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
 from rlbench.environments.environment import EnvironmentActor, Pooled, ScoreRequest, judge
-from rlbench.loop.state import books_closed
+from rlbench.loop.fates import are_books_closed
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS
-from rlbench.runtime.run_reader import View
-from rlbench.sandbox.grade import from_row
+from rlbench.runtime.live_view import LiveView
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.types import End, Execution, Fault
+from rlbench.sandbox.verdict import verdict_from_row
 from rlbench.views.cards import CARDS, card_html
 from rlbench.views.regrade import kept_verdicts
 from rlbench.views.report import write_report
@@ -34,9 +34,9 @@ MACHINE = [end for end in End if not end.of_model]
 
 
 def run_with(tmp_path, monkeypatch, pool, **table):
-    monkeypatch.setattr("rlbench.runtime.worker.open_pool", lambda config: pool)
+    monkeypatch.setattr("rlbench.runtime.environment_worker.open_pool", lambda config: pool)
     driver = inline_run(tmp_path, "coded", {**SMALL, "tasks": even, **table})
-    assert books_closed(driver.state)
+    assert are_books_closed(driver.state)
     return driver
 
 
@@ -59,7 +59,7 @@ def test_a_run_is_judged_in_sandboxes(tmp_path, monkeypatch):
         and steps["tripped"].to_list() == [0.0] * 3
     )
     assert all(names and names[0] == "tests" for names in joined["score_names"].to_list())
-    row = from_row(verdicts.row(0, named=True))
+    row = verdict_from_row(verdicts.row(0, named=True))
     assert row.tier == "fake" and row.checks and row.limits.cpu_s == 2.0 and (verdicts["version"] >= 0).all()
 
 
@@ -358,7 +358,7 @@ def test_a_trained_run_and_its_verdicts_once_more(tmp_path, monkeypatch):
         assert "the machine failed 0.0 % of the verdicts" in CliRunner().invoke(app, ["show", "coded"]).stdout.replace(
             "\n", " "
         )
-        snapshot = View(run.folder).poll()
+        snapshot = LiveView(run.folder).poll()
         assert all(chart.series for chart in CARDS["sandbox"].charts(snapshot)[:4])
         face = card_html("sandbox", snapshot)
         assert (
@@ -394,7 +394,7 @@ def test_a_program_that_prints_a_set_is_judged_the_same_again(tmp_path, monkeypa
 def test_a_folder_that_cannot_be_a_pools(tmp_path):
     "Named, with what to do."
     from rlbench.loop.config import make_config
-    from rlbench.runtime.worker import open_pool
+    from rlbench.runtime.environment_worker import open_pool
 
     (tmp_path / "file").write_text("")
     config = make_config(

@@ -16,14 +16,16 @@ from jailer import NOBODY, USERS, become
 from remote_sandboxes import TOKEN, Plain, run_code
 from sandbox_runs import SMALL, even
 
-from rlbench.base.ledger import read_table
+from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import read_code
 from rlbench.environments.code_verifier import code
 from rlbench.sandbox import controller, pool
-from rlbench.sandbox.grade import known_bad
+from rlbench.sandbox.filters import PROFILES, load_filter
 from rlbench.sandbox.grading_task import read_code_task
-from rlbench.sandbox.jail import PROFILES, Jail, load_filter, zygote_source
-from rlbench.sandbox.pool import Pool, stop_pool
+from rlbench.sandbox.guard import known_bad
+from rlbench.sandbox.jail import Jail
+from rlbench.sandbox.jail_start import zygote_source
+from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_rules import PoolSpec
 from rlbench.sandbox.types import End, Program, Tier
 
@@ -58,7 +60,7 @@ def verdicts(runner) -> list[tuple]:
 def expected(tmp_path_factory) -> list[tuple]:
     "The verdicts under the strongest tier."
     folder = tmp_path_factory.mktemp("strongest") / "pool"
-    with Pool.connect(folder, PoolSpec(Tier.BWRAP)) as runner:
+    with PoolClient.connect(folder, PoolSpec(Tier.BWRAP)) as runner:
         found = verdicts(runner)
     stop_pool(folder)
     assert {(name, score) for _, name, score, *_ in found} == {("reference", 1.0), ("bad", 0.0), ("nothing", 0.0)}, (
@@ -82,7 +84,7 @@ def elsewhere(tier: str) -> None:
 
     pool.start_controller = start
     folder = Path(tempfile.mkdtemp()) / "pool"
-    with Pool.connect(folder, PoolSpec(tier)) as runner:
+    with PoolClient.connect(folder, PoolSpec(tier)) as runner:
         assert os.stat(folder / "socket").st_uid == NOBODY
         found = verdicts(runner)
     stop_pool(folder)
@@ -94,7 +96,7 @@ def elsewhere(tier: str) -> None:
 def test_verdicts_are_the_same_in_every_tier_for_every_user(expected, tmp_path, tier, user):
     "A pool of its own each time; an ordinary user's has an ordinary user's controller."
     if user == "root":
-        with Pool.connect(tmp_path / "pool", PoolSpec(tier)) as runner:
+        with PoolClient.connect(tmp_path / "pool", PoolSpec(tier)) as runner:
             assert verdicts(runner) == expected
             refused = runner.run(Program(argv=("sh", "-c", "true")))
             assert (refused.end is End.GRADER_ERROR and "give processes = 1" in refused.message) == (
@@ -158,7 +160,7 @@ def test_verdicts_are_the_same_far_away(expected, tmp_path, server, api):
     assert far.state.phase == "done" and far.state.digest == near.state.digest
     told = read_table(far.folder, "verdicts")
     assert len(told) >= 16 and (set(told["tier"]) == {"remote"} or api == "http") and told["score"].null_count() == 0
-    with Pool.connect(tmp_path / "pool") as runner:
+    with PoolClient.connect(tmp_path / "pool") as runner:
         assert [each[:4] for each in verdicts(runner)] == [each[:4] for each in expected]
     stop_pool(tmp_path / "pool")
     stop_pool(tmp_path / "near-pool")

@@ -11,11 +11,15 @@ import pytest
 from inline import check_books, inline_run
 
 import rlbench as rl
-from rlbench.base.ledger import read_status, read_table, write_status
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import read_status, write_status
 from rlbench.loop.balance import Balance
-from rlbench.loop.config import ConfigError, load_config, make_config, read_config, to_toml, value_of, with_knob
-from rlbench.runtime.checkpoint import Arrays, pack, unpack
-from rlbench.runtime.driver import Driver, drive, make_pools
+from rlbench.loop.config import make_config, value_of, with_knob
+from rlbench.loop.config_files import load_config, read_config, to_toml
+from rlbench.loop.config_tables import ConfigError
+from rlbench.loop.packing import PackedArrays, pack_record, unpack_record
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.prompts import make_pools
 from rlbench.workbench.replay import prepare_replay
 
 MACHINE = dict(
@@ -207,10 +211,10 @@ def test_why_says_what_the_balance_did(tmp_path):
 
 def test_a_checkpoint_keeps_what_was_learned(tmp_path):
     driver = inline_run(tmp_path, "kept", {**SMALL, "steps": 12, "balance": "act"})
-    arrays, learned = Arrays(), driver.state.balance
+    arrays, learned = PackedArrays(), driver.state.watch.balance
     assert learned.rows and (learned.trial or learned.asked)
-    data = json.loads(json.dumps(pack(learned, arrays)))
-    assert unpack(Balance, data, arrays.joined()) == learned
+    data = json.loads(json.dumps(pack_record(learned, arrays)))
+    assert unpack_record(Balance, data, arrays.joined()) == learned
 
 
 @pytest.mark.slow

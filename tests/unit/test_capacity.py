@@ -9,9 +9,9 @@ from rlbench.models.hardware import (
     MODELS,
     TABLES,
     engine_of,
+    find_row,
     kv_bytes_per_token,
     kv_replication,
-    named,
     pools_of,
     publish_seconds,
     sequence_bytes,
@@ -262,7 +262,7 @@ KV = {
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    from rlbench.runtime.memory_plan import shape_of
+    from rlbench.runtime.model_shapes import shape_of
 
     found = {}
     for name, config in CONFIGS.items():
@@ -395,7 +395,7 @@ def test_a_model_that_does_not_fit_is_refused_in_words():
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(section, name, near):
     with pytest.raises(ValueError, match=rf"{section}: unknown name '{name}'; did you mean '{near}'\? \(known: "):
-        named(section, name)
+        find_row(section, name)
 
 
 def test_pools_and_transports():

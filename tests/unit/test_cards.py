@@ -10,9 +10,11 @@ import pytest
 from fake_run import eval_rows, fake_run, rollout_row, step_row
 from inline import inline_run
 
-from rlbench.base.charts import solve_rate, to_svg
-from rlbench.base.ledger import Ledger, read_table
-from rlbench.runtime.run_reader import COMMANDS, RECENT, ROLLOUTS, View
+from rlbench.base.charts import to_svg
+from rlbench.base.ledger import Ledger
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_charts import solve_rate_chart
+from rlbench.runtime.live_view import COMMANDS, RECENT, ROLLOUTS, LiveView
 from rlbench.views.cards import CARDS, card_html, light, still_html, strip_html, style_html
 
 LONG = 100_000
@@ -72,13 +74,13 @@ def written(ledger: Ledger, versions: range, rng: np.random.Generator) -> None:
 def test_bit_by_bit_shows_the_same_as_at_once(tmp_path):
     "A view that was there from the beginning, while segments were sealed under it, and one that comes late agree in every figure and in the frame's text."
     folder, rng = fake_run(tmp_path, batches=0, state="running", closed=False, evals=False), np.random.default_rng(1)
-    ledger, view, cuts = Ledger(folder, 0, seal_rows=700), View(folder), [1, 2, 3, 40, 41, 300, 301, 640]
+    ledger, view, cuts = Ledger(folder, 0, seal_rows=700), LiveView(folder), [1, 2, 3, 40, 41, 300, 301, 640]
     for a, b in zip([0, *cuts], cuts):
         written(ledger, range(a + 1, b + 1), rng)
         ledger.flush()
         snapshot = view.poll()
         assert snapshot.version == b
-        same(snapshot, View(folder).poll())
+        same(snapshot, LiveView(folder).poll())
     assert len(list(folder.glob("ledger/rollouts/*.parquet"))) > 1
     same(view.poll(), snapshot)
 
@@ -133,7 +135,7 @@ def long_run(tmp_path_factory):
 @pytest.mark.slow
 def test_a_long_history_is_kept_thin_and_drawn_small(long_run):
     "What is kept and what is sent do not grow with the history: 240 bins, a few hundred commands, 45 kB."
-    view = View(long_run)
+    view = LiveView(long_run)
     snapshot = view.poll()
     assert snapshot.version == LONG and len(list(long_run.glob("ledger/steps/*.parquet"))) > 10
     assert (
@@ -164,7 +166,7 @@ def test_the_spike_of_one_step_is_still_there(long_run):
     ledger = Ledger(long_run, 0)
     ledger.append("steps", **step_row(LONG + 1, 1.0, np.random.default_rng(0), 1.5) | {"grad_norm": 1e6})
     ledger.close()
-    snapshot = View(long_run).poll()
+    snapshot = LiveView(long_run).poll()
     assert snapshot.high["grad_norm"][-1] == 1e6 and snapshot.version == LONG + 1
 
 
@@ -174,7 +176,7 @@ def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
     ledger = Ledger(folder, 0)
     batch = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "trained", "trained_at": 7} for i in range(64)]
     filtered = [rollout_row(i, 7, 0.5, rng, 1.5) | {"fate": "filtered", "trained_at": -1} for i in range(64, 9000)]
-    watched = View(folder)
+    watched = LiveView(folder)
     watched.poll()
     for rows in (batch, filtered[:4000], filtered[4000:]):
         ledger.extend("rollouts", rows)
@@ -183,7 +185,7 @@ def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
             [{"at": 10.0, "rollout": row["rollout"], "try": 0, "versions": [5, 6], "mask": [1, 1]} for row in rows],
         )
         ledger.flush()
-        seen = [watched.poll(), View(folder).poll()]
+        seen = [watched.poll(), LiveView(folder).poll()]
         assert [(s.batch, s.lags.tolist(), len(s.ribbons)) for s in seen] == [(7, [64, 64], 8)] * 2
     assert "no batch trained yet" not in card_html("ribbons", seen[1])
     ledger.close()
@@ -203,7 +205,7 @@ WORDS = {"finished": "finished", "one": "finished", "nothing": "starting", "fail
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_drawn(kind, tmp_path):
     "Strip and all cards are well formed, named for those who hear them, and load nothing."
-    snapshot = View(fake_run(tmp_path, kind, **KINDS[kind])).poll()
+    snapshot = LiveView(fake_run(tmp_path, kind, **KINDS[kind])).poll()
     snapshot = replace(snapshot, now=snapshot.alive_at + 1)
     told = light(snapshot)
     assert told.word == WORDS.get(kind, told.word) and told.word != "stale"
@@ -217,8 +219,8 @@ def test_every_kind_of_run_is_drawn(kind, tmp_path):
 
 def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
-        View(tmp_path / "nowhere")
-    view = View(tmp_path)
+        LiveView(tmp_path / "nowhere")
+    view = LiveView(tmp_path)
     assert light(view.poll()).word == "starting"
     folder = fake_run(tmp_path, "later", batches=3, state="running")
     (folder / "config.toml").rename(tmp_path / "config.toml")
@@ -238,7 +240,7 @@ def test_the_last_batch_is_found_behind_a_window_of_filtered_rollouts(tmp_path):
     )
     ledger.extend("rollouts", [*rows, *({**filtered, "rollout": i} for i in range(64, 64 + ROLLOUTS + 10))])
     ledger.close()
-    snapshot = View(folder).poll()
+    snapshot = LiveView(folder).poll()
     assert (snapshot.batch, snapshot.lags.tolist(), len(snapshot.ribbons)) == (7, [64, 64], 8)
     assert CARDS["staleness"].frame(folder)["tokens"].sum() == 128
 
@@ -268,7 +270,7 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
             **({} if v < 4 else {"trained_solve_rate": 0.5, "trained_length": 20.0, "trained_reward": 0.5}),
         )
     ledger.close()
-    snapshot = View(folder).poll()
+    snapshot = LiveView(folder).poll()
     assert np.isnan(snapshot.steps["solve_rate"][5]) and snapshot.steps["trained_solve_rate"][5] == 0.5
     for key in ("solve", "length", "reward"):
         assert "trained" in card_html(key, snapshot)
@@ -276,16 +278,16 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
         lines = re.findall(r"<path d='([^']*)' fill='none' stroke='var\(--rl-[^>]*stroke-linejoin", to_svg(chart))
         assert lines and all(line.count("M") == 1 for line in lines)
     whole, older = (
-        to_svg(solve_rate(snapshot.steps)),
+        to_svg(solve_rate_chart(snapshot.steps)),
         {name: y for name, y in snapshot.steps.items() if "trained" not in name},
     )
-    assert "trained" in whole and "trained" not in to_svg(solve_rate(older))
+    assert "trained" in whole and "trained" not in to_svg(solve_rate_chart(older))
 
 
 def test_a_start_shows_its_phases(tmp_path):
     "Process, workers, first responses, first batch: each is said while it lasts."
     folder = fake_run(tmp_path, "starts", batches=0, state="starting", evals=False, rollouts=0, closed=False)
-    snapshot = View(folder).poll()
+    snapshot = LiveView(folder).poll()
     snapshot = replace(snapshot, state="starting", begun={}, now=snapshot.alive_at + 1)
     status = snapshot.status
     told = [

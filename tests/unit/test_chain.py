@@ -10,12 +10,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from rlbench.base.ledger import Ledger, create_run_folder
+from rlbench.base.ledger import Ledger
+from rlbench.base.run_files import create_run_folder
 from rlbench.cli.main import app
 from rlbench.engines.torch import TorchGenerator, settle_cpu
 from rlbench.environments.tasks import arithmetic
 from rlbench.generator import Request
-from rlbench.loop.config import load_config, to_toml
+from rlbench.loop.config_files import load_config, to_toml
 from rlbench.models.heads import load_reward_model
 from rlbench.models.model import decode_response, encode_prompt, load_policy
 from rlbench.records import Sampling, stream_key

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from rlbench.engines.openai_client import Client, policy_client
 from rlbench.engines.torch import TorchGenerator
-from rlbench.generator import PlayedGenerator, Request, Script
+from rlbench.generator import PlayedGenerator, Request, ScriptedResponse
 from rlbench.models.model import encode_prompt, load_policy
 from rlbench.records import Sampling, StopReason, stream_key
 
@@ -243,7 +243,7 @@ def test_a_chat_of_three_turns_keeps_its_tokens():
 
     spell = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
     render = lambda said, **_: "".join(m["content"] + "<end>" * (m["role"] == "assistant") for m in said)  # noqa: E731
-    script = Script(np.array([1, 2, 0], np.int32), np.zeros(3, np.float32), StopReason.STOP)
+    script = ScriptedResponse(np.array([1, 2, 0], np.int32), np.zeros(3, np.float32), StopReason.STOP)
     client = Client(
         PlayedGenerator(lambda request: script),
         encode,

@@ -8,7 +8,8 @@ from inline import inline_run
 
 from rlbench.views.comparison import compare, config_at, end_rows, exam_differences, exam_of
 from rlbench.views.report import read_run
-from rlbench.workbench.ablation import Ablation, Arm, checked, examined_alike, note_exam
+from rlbench.workbench.ablation import check_arm, note_exam, with_base_exam
+from rlbench.workbench.ablation_result import Ablation, Arm
 
 PLAIN = {"group": 4, "batch": 16, "steps": 2, "concurrency": 16, "preflight": 0, "eval": [{"count": 8, "every": 1}]}
 
@@ -75,7 +76,7 @@ def test_an_exam_on_a_ramp_is_where_the_ramp_was(tmp_path):
 def test_every_exam_of_an_arm_is_compared():
     "A second exam that differs, one that is missing, and one that the base has not."
     held_out, probe = {"name": "held_out", "count": 8}, {"name": "probe", "count": 8}
-    _, base = checked("tiny", Arm("base", {}), {"eval": [held_out, probe]})
+    _, base = check_arm("tiny", Arm("base", {}), {"eval": [held_out, probe]})
     changes = {
         "same": [held_out, probe],
         "other": [held_out, probe | {"temperature": 0.5}],
@@ -83,7 +84,7 @@ def test_every_exam_of_an_arm_is_compared():
         "more": [held_out, probe, {"name": "third", "count": 8}],
     }
     told = {
-        name: note_exam(*checked("tiny", Arm(name, {"eval": tables}), {}), base).exam
+        name: note_exam(*check_arm("tiny", Arm(name, {"eval": tables}), {}), base).exam
         for name, tables in changes.items()
     }
     assert told == {
@@ -93,7 +94,7 @@ def test_every_exam_of_an_arm_is_compared():
         "more": "third: an exam that the base has not",
     }
     assert (
-        note_exam(*checked("tiny", Arm("tokens", {"max_tokens": 96}), {"eval": [held_out, probe]}), base).exam
+        note_exam(*check_arm("tiny", Arm("tokens", {"max_tokens": 96}), {"eval": [held_out, probe]}), base).exam
         == "max tokens 96 (not 64)"
     )
 
@@ -119,7 +120,7 @@ def test_a_comparison_says_which_part_of_the_digest_differs(tmp_path):
 
 def test_an_arm_sits_the_exam_of_the_base():
     "Trained on other tasks it is examined on the base's; another verifier or more tokens is said."
-    first, config = checked("tiny", Arm("base", {}), {})
+    first, config = check_arm("tiny", Arm("base", {}), {})
     made = {}
     for name, knobs in {
         "tasks": {"tasks": "sums"},
@@ -128,7 +129,7 @@ def test_an_arm_sits_the_exam_of_the_base():
         "verifier": {"verifier": "math"},
         "loss": {"loss": "gspo"},
     }.items():
-        arm, theirs = checked("tiny", examined_alike(Arm(name, knobs), config, {}), {})
+        arm, theirs = check_arm("tiny", with_base_exam(Arm(name, knobs), config, {}), {})
         made[name] = note_exam(arm, theirs, config), theirs
     assert (
         made["tasks"][1].tasks["name"] == "sums"

@@ -12,16 +12,20 @@ from safetensors.torch import load_file
 from small_trainers import VOCAB, flat, made_groups, small_model
 
 from rlbench.advantage import gae
-from rlbench.base.ledger import read_table
-from rlbench.loop.config import ConfigError, captured_functions, load_config, read_config
+from rlbench.base.ledger_reading import read_table
+from rlbench.loop.config_files import captured_functions, load_config, read_config
+from rlbench.loop.config_tables import ConfigError
 from rlbench.models.heads import ValueModel
 from rlbench.objective.objective import objective
 from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
 from rlbench.runtime.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint, read_manifest
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.runtime.worker import build_halves, critic_of, torch_policy
-from rlbench.training.batch import Arrays, Context, prepare
-from rlbench.training.critic import CriticConfig, ValueCritic, batch_values, explained, learned_from
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.prompts import make_pools
+from rlbench.runtime.torch_generator import load_run_policy
+from rlbench.runtime.torch_trainer import new_critic
+from rlbench.runtime.worker import build_halves
+from rlbench.training.batch import Arrays, Context, prepare_batch
+from rlbench.training.critic import CriticConfig, ValueCritic, batch_values, explained_share, learned_from
 from rlbench.training.trainer import Beside, Trainer, TrainerConfig
 from rlbench.workbench.fork import prepare_fork
 
@@ -41,7 +45,7 @@ def small_critic(seed: int = 0, **settings_) -> ValueCritic:
 
 
 def laid_out(groups, critic: ValueCritic, goal=PPO) -> Arrays:
-    return prepare(groups, goal, context=Context(values=critic.values))
+    return prepare_batch(groups, goal, context=Context(values=critic.values))
 
 
 def told_by_the_first_token(count: int = 64, seed: int = 0) -> list[Group]:
@@ -62,7 +66,9 @@ def test_it_learns_what_each_prefix_is_worth():
     truth_RT = np.repeat(arrays.rewards_R[:, None], 4, 1)
     truth_RT[:, 0] = 0.5
     assert np.abs(arrays.values_RT[:, 3:] - truth_RT).mean() < 0.15
-    assert explained(arrays.values_RT, arrays.returns_RT, arrays.mask_RT) > 0.5 > 0.1 > first[0]["value_explained"]
+    assert (
+        explained_share(arrays.values_RT, arrays.returns_RT, arrays.mask_RT) > 0.5 > 0.1 > first[0]["value_explained"]
+    )
     after_RT = arrays.advantages_RT[:, 3:]
     assert (
         np.abs(after_RT[:, 0]).mean() > 0.3 > np.abs(after_RT[:, 1:]).mean()
@@ -102,7 +108,7 @@ def test_gae_through_the_batch_is_the_one_done_by_hand():
     ]
     context = Context(values=lambda arrays: np.array([[9, 9, 9, 0.2, 0.4, 0.6]]))
     plain, white = (
-        prepare(groups, objective({"name": "gae", "lam": 0.95, "whitened": whitened}), context=context)
+        prepare_batch(groups, objective({"name": "gae", "lam": 0.95, "whitened": whitened}), context=context)
         for whitened in (False, True)
     )
     assert np.allclose(plain.advantages_RT[0], [0, 0, 0, 0.751, 0.58, 0.4]) and np.allclose(
@@ -280,7 +286,7 @@ def test_a_critic_is_asked_from_the_version_on_that_swaps_it_in(tmp_path):
 def test_a_fork_may_begin_with_a_critic_that_its_parent_did_not_have(tmp_path):
     drive(run := a_run(tmp_path / "run", RUN | {"advantage": "grpo", "critic": False}))
     version = read_manifest(checkpoint_folders(run.folder)[1]).version
-    child = prepare_fork(run.folder, "with-critic", version, knobs={"critic": True, "advantage": "gae"})
+    child = prepare_fork(run.folder, "with-critic", version, taken={"critic": True, "advantage": "gae"})
     driver = taken_up_fork(child)
     drive(driver)
     told = read_table(child, "steps").filter(pl.col("version") > version)
@@ -314,12 +320,12 @@ def test_the_critic_of_a_policy_with_adapters_is_whole(tmp_path):
         "tiny",
         {"lora": {"rank": 4}, "critic": True, "advantage": "gae", "critic_learning_rate": 0.003, "value_clip": 0.5},
     )
-    policy = torch_policy(config)
-    critic = critic_of(config, policy)
+    policy = load_run_policy(config)
+    critic = new_critic(config, policy)
     assert all(p.requires_grad for p in critic.model.parameters()) and not any(
         ".lora_" in name for name, _ in critic.model.named_parameters()
     )
-    assert (critic.config.learning_rate, critic.config.clip, critic.config.epochs) == (0.003, 0.5, 1) and critic_of(
+    assert (critic.config.learning_rate, critic.config.clip, critic.config.epochs) == (0.003, 0.5, 1) and new_critic(
         load_config("tiny"), policy
     ) is None
     _, learner = build_halves(config, ["1+2="], ("trainer",), tmp_path)

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from fake_run import fake_run, step_row
 
-from rlbench.base.ledger import Ledger, read_json, read_status
+from rlbench.base.ledger import Ledger
+from rlbench.base.run_files import read_json
+from rlbench.base.status import read_status
 from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
 from rlbench.cli.main import disk_text
 from rlbench.loop.guards import ALERTS, first_guards, short_names, without
-from rlbench.runtime.diagnosis import Change, Course, Exams, Unused, diagnose
-from rlbench.runtime.run_reader import View
+from rlbench.runtime.diagnosis import diagnose
+from rlbench.runtime.live_view import LiveView
+from rlbench.runtime.signs import Change, Exams, RunHistory, Unused
 from rlbench.views.cards import light, turn_text
 from rlbench.views.report import preflight_in_words, summary, write_report
 from rlbench.views.why import why
@@ -36,7 +39,7 @@ SETTINGS = {
 }
 
 
-def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> Course:
+def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> RunHistory:
     "A course of 20 versions: figures are lists of corners, between which they are straight; exams by version, of 512 tasks."
     versions = np.arange(1, 21)
     healthy = {
@@ -63,7 +66,7 @@ def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> 
 
     mean, when = np.array(list(exams.values())), np.array(list(exams))
     half = 2 * np.sqrt(np.maximum(mean * (1 - mean), 0.002) / 512)
-    return Course(
+    return RunHistory(
         versions,
         {name: column(corners) for name, corners in {**healthy, **figures}.items()},
         Exams(when, mean, mean - half, mean + half),
@@ -72,7 +75,7 @@ def course(exams: dict, settings: dict | None = None, changes=(), **figures) -> 
     )
 
 
-def until(whole: Course, version: int) -> Course:
+def until(whole: RunHistory, version: int) -> RunHistory:
     "What was known of a course at a version."
     seen = whole.exams.versions <= version
     exams = Exams(
@@ -202,7 +205,7 @@ def test_a_fall_that_was_made_good_is_forgotten():
 def test_the_light_and_why_say_it_first_and_a_healthy_run_keeps_its_rate(tmp_path):
     healthy = fake_run(tmp_path, "healthy")
     assert why(healthy).limit == "finished"
-    snapshot = View(fake_run(tmp_path, "live", batches=31, state="running", closed=False)).poll()
+    snapshot = LiveView(fake_run(tmp_path, "live", batches=31, state="running", closed=False)).poll()
     snapshot = replace(snapshot, alive_at=snapshot.now)
     broken = replace(snapshot, steps={**snapshot.steps, "kl_sampler": np.full(len(snapshot.steps["version"]), 0.8)})
     assert (
@@ -264,7 +267,7 @@ def test_the_end_of_a_failed_run_repeats_the_diagnosis(tmp_path, capfd):
     note_diagnosis(folder)
     assert read_status(folder).reason == "320 groups in a row were left no reward" and not capfd.readouterr().err
     add_collapse(folder)
-    assert light(View(folder).poll()).word == "failed" and light(View(folder).poll()).reason.startswith(
+    assert light(LiveView(folder).poll()).word == "failed" and light(LiveView(folder).poll()).reason.startswith(
         "collapsing: held-out"
     )
     note_diagnosis(folder)

@@ -6,10 +6,11 @@ import pytest
 from inline import inline_run
 from twin_runs import TINY, twice
 
-from rlbench.base.ledger import read_status, read_table, write_status
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import read_status, write_status
 from rlbench.loop.digest import compare_traces, equality_in_words, is_same_run, read_trace
 from rlbench.runtime.checkpoint import load_checkpoint
-from rlbench.workbench.replay import Verdict
+from rlbench.workbench.replay import ReplayVerdict
 
 SCRIPTED = {
     "group": 4,
@@ -172,7 +173,7 @@ def test_an_older_folder_lacks_parts_and_is_read(tmp_path):
         "weights not known of old",
     ] and is_same_run(checks)
     assert equality_in_words(checks) == "equal in events; not compared: evaluations and weights"
-    told = Verdict("old", "new", events, events, 2, is_same_run(checks), checks=checks)
+    told = ReplayVerdict("old", "new", events, events, 2, is_same_run(checks), checks=checks)
     assert str(told).splitlines()[2] == "equal in events; not compared: evaluations and weights"
     again = compare_traces(read_trace(new.folder), read_trace(new.folder))
     assert equality_in_words(again) == "equal in events and evaluations and weights"

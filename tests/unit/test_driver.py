@@ -3,16 +3,20 @@
 import pytest
 from inline import Told, check_books, inline_run
 
-import rlbench.runtime.driver
-from rlbench.base.ledger import FAULTS, FULL_DISK, create_run_folder, read_table
+import rlbench.runtime.run_context
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import FAULTS, FULL_DISK, create_run_folder
 from rlbench.environments.environment import ScoreRequest
-from rlbench.loop.config import make_config, to_toml
+from rlbench.loop.actions import Publish
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import to_toml
+from rlbench.loop.events import Started
 from rlbench.loop.loop import step
-from rlbench.loop.state import Publish, Started
 from rlbench.records import Rollout, Task, response_segment
-from rlbench.runtime.driver import Driver, carry_publish, heard_loaded, heard_weights, make_pools, overdue, owed
-from rlbench.runtime.worker import LoadJob, PublishJob, WeightsLoaded, WeightsWritten
-from rlbench.workbench.drill import switch
+from rlbench.runtime.driver import Driver
+from rlbench.runtime.messages import LoadRequest, LoadResult, PublishRequest, PublishResult
+from rlbench.runtime.prompts import make_pools
+from rlbench.workbench.drill_faults import switch_fault
 
 
 class Recorder:
@@ -45,9 +49,9 @@ def a_driver(root, placement: str, generators: int = 1) -> Driver:
     )
     (folder / "config.toml").write_text(to_toml(config))
     driver = Driver(folder, config, make_pools(config))
-    driver.state.paused = True  # nothing is dispatched
-    driver.handles = {worker: Recorder() for worker in driver.layout}
-    for worker, actors in driver.layout.items():
+    driver.state.commands.is_paused = True  # nothing is dispatched
+    driver.workers.handles = {worker: Recorder() for worker in driver.workers.layout}
+    for worker, actors in driver.workers.layout.items():
         for actor in actors:
             step(driver.state, Started(actor, actor.partition("-")[0]))
     return driver
@@ -55,28 +59,33 @@ def a_driver(root, placement: str, generators: int = 1) -> Driver:
 
 def test_a_publish_is_owed_until_it_is_confirmed_where_one_worker_does_all(tmp_path):
     driver = a_driver(tmp_path, "colocated")
-    assert owed(driver, "worker") == []
-    carry_publish(driver, Publish("generator", 1))
-    assert owed(driver, "worker") == ["publish"] and driver.handles["worker"].given == [PublishJob(1)]
-    list(heard_loaded(driver, "worker", WeightsLoaded(1, 0.0)))
-    assert owed(driver, "worker") == []
+    assert driver.watchdog.owed_kinds("worker") == []
+    driver.publishing.carry_publish(Publish("generator", 1))
+    assert driver.watchdog.owed_kinds("worker") == ["publish"] and driver.workers.handles["worker"].given == [
+        PublishRequest(1)
+    ]
+    list(driver.publishing.hear_loaded("worker", LoadResult(1, 0.0)))
+    assert driver.watchdog.owed_kinds("worker") == []
 
 
 def test_the_trainer_writes_once_and_every_generator_loads(tmp_path):
     driver = a_driver(tmp_path, "split", generators=2)
     for generator in ("generator-1", "generator-2"):
-        carry_publish(driver, Publish(generator, 3))
-    assert driver.handles["trainer"].given == [PublishJob(3)] and owed(driver, "trainer") == ["publish"]
-    assert owed(driver, "generator-1") == []  # the trainer owes, not they
-    list(heard_weights(driver, "trainer", WeightsWritten(3, 0.0)))
+        driver.publishing.carry_publish(Publish(generator, 3))
+    assert driver.workers.handles["trainer"].given == [PublishRequest(3)] and driver.watchdog.owed_kinds("trainer") == [
+        "publish"
+    ]
+    assert driver.watchdog.owed_kinds("generator-1") == []  # the trainer owes, not they
+    list(driver.publishing.hear_published("trainer", PublishResult(3, 0.0)))
     assert all(
-        driver.handles[g].given == [LoadJob(3)] and owed(driver, g) == ["publish"]
+        driver.workers.handles[g].given == [LoadRequest(3)] and driver.watchdog.owed_kinds(g) == ["publish"]
         for g in ("generator-1", "generator-2")
     )
-    list(heard_loaded(driver, "generator-1", WeightsLoaded(3, 0.0)))
-    carry_publish(driver, Publish("generator-1", 3))  # started again: it is in the file already
+    list(driver.publishing.hear_loaded("generator-1", LoadResult(3, 0.0)))
+    driver.publishing.carry_publish(Publish("generator-1", 3))  # started again: it is in the file already
     assert (
-        driver.handles["trainer"].given == [PublishJob(3)] and driver.handles["generator-1"].given == [LoadJob(3)] * 2
+        driver.workers.handles["trainer"].given == [PublishRequest(3)]
+        and driver.workers.handles["generator-1"].given == [LoadRequest(3)] * 2
     )
 
 
@@ -85,26 +94,24 @@ def test_the_trainer_writes_once_and_every_generator_loads(tmp_path):
 )
 def test_a_worker_is_given_up_at_its_deadline_or_after_a_silence(tmp_path, unmoved, unheard, words):
     driver = a_driver(tmp_path, "colocated")
-    carry_publish(driver, Publish("generator", 1))
-    now, handle = driver.clock.now(), driver.handles["worker"]
+    driver.publishing.carry_publish(Publish("generator", 1))
+    now, handle = driver.clock.now(), driver.workers.handles["worker"]
     handle.moved_at, handle.heard_at = now - unmoved, now - unheard
-    found = overdue(driver, "worker")
-    assert [e.actor for e in found] == (["trainer", "generator"] if words else []) and all(
-        words in e.cause for e in found
-    )
-    assert handle.lost == bool(words) and overdue(driver, "worker") == []
+    cause = driver.watchdog.find_hung("worker")
+    assert words in cause and bool(cause) == bool(words)
+    assert handle.lost == bool(words) and driver.watchdog.find_hung("worker") == ""
 
 
 @pytest.mark.parametrize(("turns", "hangs"), [(1, True), (4, False)])
 def test_an_environment_has_the_time_to_rebuild_episodes(tmp_path, turns, hangs):
     "A deadline for each turn that it may have to take again, before it counts as hung."
     driver = a_driver(tmp_path, "colocated")
-    handle = driver.handles["environment"]
+    handle = driver.workers.handles["environment"]
     segments = tuple(response_segment([0], [0.0], [0], turn=turn) for turn in range(turns))
-    driver.scoring[3, 0] = ScoreRequest(Rollout(3, 0, 0, 0, Task("a", "1+1=", "2", 1), segments))
+    driver.scoring.episodes.requests[3, 0] = ScoreRequest(Rollout(3, 0, 0, 0, Task("a", "1+1=", "2", 1), segments))
     handle.heard_at, handle.moved_at = driver.clock.now(), driver.clock.now() - 2 * driver.state.config.score_deadline
-    assert owed(driver, "environment") == ["score"]
-    assert bool(overdue(driver, "environment")) == hangs
+    assert driver.watchdog.owed_kinds("environment") == ["score"]
+    assert bool(driver.watchdog.find_hung("environment")) == hangs
 
 
 SHORT = {
@@ -128,14 +135,14 @@ def filled(monkeypatch, seconds: float, reserve: int, until: int = 1000) -> list
     def strikes(driver):
         if driver.state.version == 2 and not struck:
             struck.append(driver)
-            driver.ballast.bytes = reserve
-            switch(driver.folder, FULL_DISK, seconds)
+            driver.tables.ballast.bytes = reserve
+            switch_fault(driver.folder, FULL_DISK, seconds)
         if driver.state.version == until:
             (driver.folder / FAULTS / FULL_DISK).unlink(missing_ok=True)
         flush(driver)
 
     monkeypatch.setattr(Told, "flush", strikes)
-    monkeypatch.setattr(rlbench.runtime.driver, "to_log", lambda text: said.append((struck[0].state.seq, text)))
+    monkeypatch.setattr(rlbench.runtime.run_context, "to_log", lambda text: said.append((struck[0].state.seq, text)))
     return said
 
 
@@ -154,7 +161,7 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, 
         driver.state.phase == "done"
         and driver.state.version == 6
         and driver.state.digest == whole.state.digest
-        and not driver.full_since
+        and not driver.tables.full_since
     )
     check_books(driver)
     for table in ("steps", "groups", "rollouts", "tokens", "events"):
@@ -166,11 +173,11 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_room(tmp_path, monkeypatch, 
 
 def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     "The reserve is freed for the rows that wait, the run ends at once, and its books close."
-    monkeypatch.setattr(rlbench.runtime.driver, "FULL_SECONDS", 0.5)
+    monkeypatch.setattr(rlbench.runtime.run_context, "FULL_SECONDS", 0.5)
     said = filled(monkeypatch, 1000.0, 1)
     driver = inline_run(tmp_path, "full", SHORT)
     assert (
         "the disk is full" in said[0][1] and driver.state.version == 2 and "the disk is full" in driver.state.reason
     ), (said, driver.state.reason)
-    assert not driver.ballast.held and not (driver.folder / FAULTS / FULL_DISK).exists()
+    assert not driver.tables.ballast.held and not (driver.folder / FAULTS / FULL_DISK).exists()
     check_books(driver)

@@ -4,8 +4,8 @@ import polars as pl
 import pytest
 from inline import check_books, inline_run
 
-from rlbench.base.ledger import read_table
-from rlbench.runtime.drop_bias import Ended, bias_of, in_words, lost_by_level
+from rlbench.base.ledger_reading import read_table
+from rlbench.runtime.drop_bias import EndedAttempt, bias_of, describe_bias, lost_by_level
 from rlbench.views.report import write_report
 
 # Three levels, each three times as long as the one before, and a trainer that is done with a batch before a response of level 2 is.
@@ -50,7 +50,7 @@ def test_discarding_starves_hard_tasks_and_the_meter_says_so(unit, tmp_path):
         and last["bias_turns"] == 0
     )
     assert (
-        "shorter" in (said := in_words(last["bias_length"], last["bias_level"], last["bias_turns"]))
+        "shorter" in (said := describe_bias(last["bias_length"], last["bias_level"], last["bias_turns"]))
         and "easier" in said
     )
     assert len(alerts) == 1 and "drop_bias" in alerts[0]
@@ -100,7 +100,7 @@ def test_the_columns_are_those_of_the_rollouts(tmp_path):
     kept = seen["fate"].is_in(["trained", "filtered"])
     again = bias_of(
         [
-            Ended(*row)
+            EndedAttempt(*row)
             for row in zip(
                 seen["length"],
                 seen["level"],

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from rlbench.engines.torch import TorchGenerator, fuse, load_weights
+from rlbench.engines.decoder import fuse_weights, load_weights
+from rlbench.engines.torch import TorchGenerator
 from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, conformance, drain, record
 from rlbench.models.hardware import kv_bytes_per_token
 from rlbench.records import Sampling, stream_key
@@ -261,11 +262,11 @@ def test_random_traffic_keeps_the_books():
 
 def test_loading_takes_names_with_and_without_a_tied_head():
     model = build("qwen3")
-    fused = fuse(model, 32)
+    fused = fuse_weights(model, 32)
     names = model.state_dict()
     load_weights(fused, names)
     load_weights(fused, {n: t for n, t in names.items() if n != "lm_head.weight"})
-    untied = fuse(build("llama"), 32)
+    untied = fuse_weights(build("llama"), 32)
     with pytest.raises(ValueError, match="1 missing, first lm_head.weight"):
         load_weights(untied, {n: t for n, t in build("llama").state_dict().items() if n != "lm_head.weight"})
 

@@ -6,19 +6,18 @@ import numpy as np
 import pytest
 
 from rlbench.studies.study import differences, differences_table
-from rlbench.workbench.ablation import (
-    Ablation,
-    Arm,
-    Trial,
+from rlbench.workbench.ablation_result import Ablation, Arm
+from rlbench.workbench.paired_statistics import (
     adjust_differences,
     comparisons_in_words,
     holm,
-    interval,
+    interval_widening,
+    mean_interval,
     p_value,
-    paired,
+    paired_difference,
     t_quantile,
-    widening,
 )
+from rlbench.workbench.trials import Trial
 
 KINDS = {
     "normal": (lambda random, shape: random.normal(size=shape), 0.0),
@@ -35,22 +34,22 @@ KINDS = {
 def test_intervals_cover_at_least_94_percent(kind, seeds):
     "2,000 draws, the same ones always; then 200,000 of them, whose standard error is 0.0005, through the same width."
     draw, truth = KINDS[kind]
-    held = [low <= truth <= high for low, high in map(interval, draw(np.random.default_rng(seeds), (2000, seeds)))]
+    held = [low <= truth <= high for low, high in map(mean_interval, draw(np.random.default_rng(seeds), (2000, seeds)))]
     assert np.mean(held) >= 0.94, np.mean(held)
     drawn = draw(np.random.default_rng(100 + seeds), (200_000, seeds))
-    half = widening(seeds) * t_quantile(0.975, seeds - 1) * drawn.std(1, ddof=1) / math.sqrt(seeds)
+    half = interval_widening(seeds) * t_quantile(0.975, seeds - 1) * drawn.std(1, ddof=1) / math.sqrt(seeds)
     share = np.mean(abs(drawn.mean(1) - truth) <= half)
     assert 0.945 <= share <= 0.99, share
-    low, high = interval(drawn[0])
+    low, high = mean_interval(drawn[0])
     assert high - low == pytest.approx(2 * half[0])
 
 
 def test_two_seeds_cover_too_and_are_wide():
     drawn = np.random.default_rng(2).normal(size=(2000, 2))
-    assert np.mean([low <= 0 <= high for low, high in map(interval, drawn)]) >= 0.94
-    low, high = interval([0.0, 1.0])
+    assert np.mean([low <= 0 <= high for low, high in map(mean_interval, drawn)]) >= 0.94
+    low, high = mean_interval([0.0, 1.0])
     assert high - low > 15  # fifteen times the range of the two numbers
-    assert math.isnan(interval([1.0])[0]) and math.isnan(p_value([1.0]))
+    assert math.isnan(mean_interval([1.0])[0]) and math.isnan(p_value([1.0]))
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 8, 20, 80])
@@ -58,8 +57,8 @@ def test_p_and_interval_agree(pairs):
     "The interval of share 1 - p ends at 0."
     points = np.random.default_rng(pairs).normal(0.4, 1.0, pairs)
     p = p_value(points)
-    assert min(map(abs, interval(points, 1 - p))) == pytest.approx(0, abs=1e-6)
-    low, high = interval(points)
+    assert min(map(abs, mean_interval(points, 1 - p))) == pytest.approx(0, abs=1e-6)
+    low, high = mean_interval(points)
     assert (p < 0.05) == (low > 0 or high < 0)
 
 
@@ -76,7 +75,7 @@ def test_holm_by_hand_and_in_simulation():
 
 
 def made_arm(points, name):
-    return paired(name, "base", dict(enumerate(points)), dict.fromkeys(range(len(points)), 0.0))
+    return paired_difference(name, "base", dict(enumerate(points)), dict.fromkeys(range(len(points)), 0.0))
 
 
 def test_marks_survive_only_holm():

@@ -11,14 +11,23 @@ from properties import RANDOMS, examples
 from small_loops import a_command, a_config, a_world
 from world import World
 
-from rlbench.base.ledger import create_run_folder, read_status, read_table, send_command
+from rlbench.base.commands import send_command
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
+from rlbench.base.status import read_status
 from rlbench.environments.environment import EnvironmentActor
-from rlbench.loop.config import RunConfig, make_config, to_toml
-from rlbench.loop.loop import FRUITLESS_BATCHES, abandon, step
-from rlbench.loop.state import Commanded, Lost, Started, books_closed, start_state
+from rlbench.loop.config import RunConfig, make_config
+from rlbench.loop.config_files import to_toml
+from rlbench.loop.ending import FRUITLESS_BATCHES, abandon_run
+from rlbench.loop.events import Commanded, Lost, Started
+from rlbench.loop.fates import are_books_closed
+from rlbench.loop.loop import step
+from rlbench.loop.state import start_state
 from rlbench.records import Fate
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.runtime.worker import TrainJob
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.messages import TrainRequest
+from rlbench.runtime.prompts import make_pools
+from rlbench.runtime.run_context import Workers
 
 
 @pytest.mark.slow
@@ -68,7 +77,7 @@ def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
 
 
 @pytest.mark.slow
-@examples(36)
+@examples(16)
 @given(r=RANDOMS)
 def test_driver_tables_close_and_repeat(r, tmp_path_factory):
     "The same through the driver: the tables on disk agree with the books, and a second run writes the same ones."
@@ -121,22 +130,22 @@ def test_a_run_on_the_virtual_clock_does_not_notice_a_slow_machine(tmp_path, mon
 @examples(20)
 @given(RANDOMS, st.integers(100, 300))
 def test_a_failing_process_still_closes_the_books(r, event):
-    "`abandon` at any moment: every dispatched attempt has its fate and every token its book."
+    "`abandon_run` at any moment: every dispatched attempt has its fate and every token its book."
     world = a_world(r.randrange(10**9), True, True)
     world.commands[event] = [("break", "test", "break")]
 
     def broken(event):
         if getattr(event, "knob", "") != "break":
             return type(world).step(world, event)
-        for action in abandon(world.state, "broken"):
+        for action in abandon_run(world.state, "broken"):
             world.watch.write(action.row, world)
 
     world.step = broken
     world.run(closing=False)
     assert (
         world.state.phase in ("failed", "done")
-        and books_closed(world.state)
-        and len(world.watch.fates) == world.state.dispatched
+        and are_books_closed(world.state)
+        and len(world.watch.fates) == world.state.dispatch.attempts
     )
 
 
@@ -150,10 +159,13 @@ def test_stop_during_preflight_leaves_no_result():
 def test_a_pause_lets_evaluations_finish():
     "Paused during the preflight, the loop finishes it, and begins nothing else until it goes on."
     world = World(small(), 1, commands={5: [("a", "test", "pause")]})
-    world.state.allow = -1
+    world.state.commands.allowed_version = -1
     seen = []
     watch = world.watch.generate
-    world.watch.generate = lambda w, a: (seen.append((w.state.paused, {bool(i.eval) for i in a.items})), watch(w, a))
+    world.watch.generate = lambda w, a: (
+        seen.append((w.state.commands.is_paused, {bool(i.eval) for i in a.items})),
+        watch(w, a),
+    )
     world.run()
     assert {row.eval for row in world.watch.evals} == {"preflight", "held_out"}
     assert all(kinds == {True} for paused, kinds in seen if paused)
@@ -215,7 +227,7 @@ def test_lost_before_it_ever_started():
     state = start_state(small(), [1] * 10, {"held_out": 6})
     step(state, Started("environment", "environment"))
     step(state, Lost("trainer", "the model is not there"))
-    assert (state.phase, state.reason) == ("failed", "trainer lost: the model is not there") and books_closed(state)
+    assert (state.phase, state.reason) == ("failed", "trainer lost: the model is not there") and are_books_closed(state)
     assert (
         step(state, Lost("generator", "the model is not there")) == []
         and step(state, Started("generator", "generator", 4)) == []
@@ -228,14 +240,15 @@ def test_lost_before_it_ever_started():
 def test_a_loop_that_gets_nothing_is_stuck(tmp_path):
     "An actor that loses its work without a word: an error that shows the state, not a quiet wait; and the books close even then."
 
-    class Forgetful(Driver):
-        def submit(self, name, message):
-            if not isinstance(message, TrainJob):
-                super().submit(name, message)
+    class Forgetful(Workers):
+        def submit(self, actor, message):
+            if not isinstance(message, TrainRequest):
+                super().submit(actor, message)
 
     folder, config = create_run_folder(tmp_path, "a"), small(preflight=0, eval=[])
     (folder / "config.toml").write_text(to_toml(config))
-    driver = Forgetful(folder, config, make_pools(config))
+    driver = Driver(folder, config, make_pools(config))
+    driver.workers.__class__ = Forgetful
     with pytest.raises(
         RuntimeError, match=r"stuck at version 0: phase running, .* training \[\d.*'generator', True, 0, 0"
     ):

@@ -6,8 +6,9 @@ import polars as pl
 import pytest
 from inline import check_books, inline_run
 
-from rlbench.base.ledger import read_status, read_table
-from rlbench.runtime import driver as driver_module
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.status import read_status
+from rlbench.runtime import placement as placement_module
 
 SCRIPTED = {
     "group": 4,
@@ -58,7 +59,7 @@ def test_a_synchronous_run_does_not_notice(tmp_path, table):
     check_books(moved)
     assert journal(moved) == [(knob, json.dumps(value), "applied") for _, knob, value, _ in told]
     assert moved.state.digest == stayed.state.digest and moved.state.version == table["steps"]
-    assert moved.layout == stayed.layout and set(moved.handles) == {"environment", "worker"}
+    assert moved.workers.layout == stayed.workers.layout and set(moved.workers.handles) == {"environment", "worker"}
 
 
 @pytest.mark.slow
@@ -108,14 +109,14 @@ def test_the_seconds_are_overhead(tmp_path):
 @pytest.mark.slow
 def test_back_to_the_old_placement_if_the_new_one_does_not_start(tmp_path, monkeypatch):
     "The command is refused with the reason, and the run goes on to the same digest."
-    start = driver_module.start_inline
+    start = placement_module.start_inline
 
-    def failing(driver, name):
+    def failing(placement, name):
         if name == "generator":
             raise ValueError("device: no room for a second model")
-        return start(driver, name)
+        return start(placement, name)
 
-    monkeypatch.setattr(driver_module, "start_inline", failing)
+    monkeypatch.setattr(placement_module, "start_inline", failing)
     moved, stayed = (
         inline_run(tmp_path, name, SCRIPTED | {"placement": "colocated", "staleness": 0}, told)
         for name, told in {"moved": THERE_AND_BACK[:1], "stayed": []}.items()

@@ -16,7 +16,10 @@ def test_every_new_place_is_there():
         if not new.endswith("trl_arm"):  # a script with libraries of its own
             import_module(new)
     for old, new in MOVED["names"].items():
-        assert hasattr(import_module(new), old.rpartition(".")[2]), old
+        assert hasattr(import_module(new), MOVED["renamed"].get(old, old.rpartition(".")[2])), old
+    for old, new in MOVED["renamed"].items():
+        home = MOVED["names"].get(old, old.rpartition(".")[0])
+        assert hasattr(import_module(home), new), old
 
 
 def test_a_function_captured_before_the_move_runs(tmp_path):
@@ -28,6 +31,17 @@ def test_a_function_captured_before_the_move_runs(tmp_path):
     )
     name = save_function(Captured("mine", source), tmp_path)
     assert load_function(tmp_path / name)(None) == 1.0
+
+
+def test_a_function_captured_before_a_name_changed_runs(tmp_path):
+    "It goes on calling the name it knows; names that moved and were renamed, too."
+    source = (
+        "from rlbench.records import staleness as staleness\nfrom rlbench.staleness import fresh as is_young\n"
+        "from rlbench.environments.environment import within as within\n\n"
+        "def mine(r):\n    return within(1.0, is_young, 3, 4, 2) * callable(staleness)\n"
+    )
+    name = save_function(Captured("mine", source), tmp_path)
+    assert load_function(tmp_path / name)(None) == 1
 
 
 def test_what_did_not_move_stays():

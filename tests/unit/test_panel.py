@@ -10,10 +10,12 @@ from fake_run import eval_rows, fake_run, step_row
 from patience import stands, until
 from scripted import WITHOUT_MODEL
 
+from rlbench.base.commands import read_commands, send_command
 from rlbench.base.labels import Labels, read_labels, write_labels
-from rlbench.base.ledger import Ledger, read_commands, send_command, write_json
+from rlbench.base.ledger import Ledger
 from rlbench.base.neighbours import Neighbours
-from rlbench.loop.config import load_config, to_toml
+from rlbench.base.run_files import write_json
+from rlbench.loop.config_files import load_config, to_toml
 from rlbench.runtime.checkpoint import CHECKPOINTS, MANIFEST, Manifest
 from rlbench.views.panel import PLOTLY, Panel, open_card, panel_of
 from rlbench.workbench.handle import attach, run
@@ -353,7 +355,8 @@ def test_shown_twice_it_is_one_panel(live):
 @pytest.mark.slow
 def test_all_live_knobs_have_a_control():
     "Every knob of every function that can be named gets a control that can show its value."
-    from rlbench.loop.config import FUNCTIONS, live_knobs
+    from rlbench.loop.config import live_knobs
+    from rlbench.loop.config_tables import FUNCTIONS
     from rlbench.views.panel import KnobRow
 
     reference = {"reference": "start"}
@@ -369,16 +372,18 @@ def test_all_live_knobs_have_a_control():
         "code": {"verifier": "code", "tasks": "expressions"},
         "verifiers": {"environment": {"name": "verifiers", "id": "a_module"}, "tasks": "verifiers"},
     }
-    rows = 0
+    shown = set()
     for field, functions in FUNCTIONS.items():
         for name in functions:
             if field == "tasks":
                 continue
             for k in live_knobs(load_config({field: name, **needed.get(name, {})})):
+                if repr(k) in shown:
+                    continue
+                shown.add(repr(k))
                 row = KnobRow(k, lambda *_: pytest.fail("nobody has moved anything"))
                 row.put(k.value)
-                rows += 1
-    assert rows > 300
+    assert len(shown) > 100
 
 
 @pytest.mark.slow

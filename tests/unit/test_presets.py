@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlbench.cli.main import app
-from rlbench.loop.config import load_config, notes_on, presets
+from rlbench.loop.config_files import load_config, presets
+from rlbench.loop.config_notes import notes_on
 from rlbench.models.hardware import MODELS
 from rlbench.runtime.memory_plan import facts_of, machine_named, memory_plan, plan_of
 
@@ -51,7 +52,7 @@ def test_small_presets_fit_here(name):
 
 
 def test_a_dry_run_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlbench.runtime.memory_plan.hub_answers", lambda model: False)
+    monkeypatch.setattr("rlbench.runtime.model_shapes.hub_answers", lambda model: False)
     monkeypatch.chdir(tmp_path)
 
     def dry(*arguments: str, code: int) -> str:

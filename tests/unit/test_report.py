@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from fake_run import fake_run
 
-from rlbench.base.ledger import create_run_folder
+from rlbench.base.run_files import create_run_folder
 from rlbench.views.report import failures, read_run, shown_rollouts, summary, to_html, write_report
 
 KINDS = {

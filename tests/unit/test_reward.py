@@ -8,14 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlbench.environments.environment import (
-    DeadlinePassed,
-    EnvironmentActor,
-    ScoreRequest,
-    ScriptedEnvironment,
-    judge,
-    within,
-)
+from rlbench.base.safe_call import DeadlinePassed, call_within
+from rlbench.environments.environment import EnvironmentActor, ScoreRequest, ScriptedEnvironment, judge
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import VERIFIERS, correct, exact, math
 
@@ -82,7 +76,7 @@ def test_alarms_leave_nothing_behind():
     ends = set()
     for _ in range(300):
         try:
-            ends.add(within(0.002, spin, 0.002))
+            ends.add(call_within(0.002, spin, 0.002))
         except DeadlinePassed:
             ends.add("stopped")
     assert ends <= {"done", "stopped"} and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -93,7 +87,7 @@ def test_an_alarm_of_somebody_else_is_put_back():
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     try:
-        within(5.0, sum, [1, 2])
+        call_within(5.0, sum, [1, 2])
         signal.raise_signal(signal.SIGALRM)
         assert rung == [1]
     finally:

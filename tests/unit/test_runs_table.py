@@ -11,7 +11,8 @@ from fake_run import fake_run
 
 import rlbench as rl
 from rlbench.base.labels import Labels, write_labels
-from rlbench.base.ledger import Ledger, read_status, write_status
+from rlbench.base.ledger import Ledger
+from rlbench.base.status import read_status, write_status
 from rlbench.runtime.listing import read_listed
 from rlbench.workbench.runs_table import PAGE, RunsTable
 

@@ -10,12 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlbench.bench.mismatch import ARMS, bench_mismatch
-from rlbench.engines.openai_client import cut
-from rlbench.engines.torch import TorchGenerator, draw
-from rlbench.engines.vllm import Drawing, drawn, moved_rows
+from rlbench.engines.drawing import draw_tokens
+from rlbench.engines.openai_client import cut_response
+from rlbench.engines.torch import TorchGenerator
+from rlbench.engines.vllm_draw import Drawing, draw_rows, moved_rows
 from rlbench.environments.rollout_turns import segments_of, token_columns
 from rlbench.generator import Request, drain
-from rlbench.loop.config import load_config, supplies_sampling_masks
+from rlbench.loop.config import supplies_sampling_masks
+from rlbench.loop.config_files import load_config
+from rlbench.loop.packing import PackedArrays, pack_record, unpack_record
 from rlbench.models.model import flat_logprobs, head_logits, kept_tokens, token_logprobs
 from rlbench.objective.objective import Objective
 from rlbench.records import (
@@ -29,12 +32,11 @@ from rlbench.records import (
     join_masks,
     pack_masks,
     prompt_segment,
-    uniforms,
+    uniform_numbers,
 )
-from rlbench.runtime.checkpoint import Arrays, pack, unpack
-from rlbench.training.batch import demonstration, joined, lay_out, prepare, row_of
+from rlbench.training.batch import demonstration_row, join_arrays, lay_out, prepare_batch, row_of
 from rlbench.training.logprobs import packed_logprobs, shared_logprobs
-from rlbench.training.scoring_models import trace
+from rlbench.training.scoring_models import trace_rollouts
 from rlbench.training.trainer import Trainer, TrainerConfig
 from rlbench.views.loss_card import read_batch, with_policy
 
@@ -177,19 +179,19 @@ def test_a_batch_is_trained_over_its_masks():
     model = small()
     for temperature, sampling in ((1.0, dict(top_p=0.8)), (1.3, dict(top_k=4, temperature=1.3))):
         made = rollouts(responses(model, sampling), temperature)
-        traces = trace(model, made)
+        traces = trace_rollouts(model, made)
         made = [replace(r, traces=(("reference", t),)) for r, t in zip(made, traces)]
         groups = [Group(g, made[0].task, tuple(r for r in made if r.group == g)) for g in (0, 1)]
         trainer = Trainer(small(), TrainerConfig(learning_rate=1e-3, optimizer_steps=2, micro_tokens=60), Objective())
         metrics = trainer.train(groups, 1).metrics
         assert metrics.logprob_diff_max < 2e-5 and metrics.ess > 0.99999 and metrics.grad_norm > 0
-        arrays = prepare(groups, Objective())
+        arrays = prepare_batch(groups, Objective())
         assert np.abs(arrays.sampler_RT - arrays.reference_RT)[arrays.mask_RT].max() < 2e-5
-        both = pickle.loads(pickle.dumps(joined(arrays, lay_out([demonstration(0, PROMPT, [7, 8])]))))
+        both = pickle.loads(pickle.dumps(join_arrays(arrays, lay_out([demonstration_row(0, PROMPT, [7, 8])]))))
         row = int((both.rollouts_R == -1).nonzero()[0][0])
         assert both.masks_R[row] is None and sum(m is not None for m in both.masks_R) == len(arrays)
     assert (
-        prepare(
+        prepare_batch(
             [
                 Group(
                     0,
@@ -213,14 +215,14 @@ def test_a_partial_goes_on_with_its_mask():
     first, second = (TorchGenerator(model, max_length=32, slots=4) for _ in range(2))
     first.submit(Request((i, 0), PROMPT, sampling, stream=100 + i) for i in range(6))
     first.step(5)
-    arrays = Arrays()
+    arrays = PackedArrays()
     stopped = {
-        r.key[0]: json.loads(json.dumps(pack(r.segment, arrays)))
+        r.key[0]: json.loads(json.dumps(pack_record(r.segment, arrays)))
         for r in first.abort([(i, 0) for i in range(6)])
         if len(r.segment)
     }
     assert len(stopped) == 4
-    back = {i: unpack(Segment, told, arrays.joined()) for i, told in stopped.items()}
+    back = {i: unpack_record(Segment, told, arrays.joined()) for i, told in stopped.items()}
     second.submit(Request((i, 1), PROMPT, sampling, stream=100 + i, partial=s) for i, s in back.items())
     for r in drain(second):
         found, wanted = r.segment, whole[r.key[0]]
@@ -243,8 +245,8 @@ def test_a_partial_goes_on_with_its_mask():
 def test_what_is_kept_is_bounded():
     "A flat distribution keeps as many tokens as may travel, is drawn from those alone, and a top_k beyond them is refused."
     logits_RV, ones = torch.randn(3, 4000) * 1e-3, np.ones(3)
-    token, logprob, kept = draw(
-        logits_RV, uniforms(np.arange(3, dtype=np.uint64), np.zeros(3, int)), ones, ones * 0.95, np.zeros(3, int)
+    token, logprob, kept = draw_tokens(
+        logits_RV, uniform_numbers(np.arange(3, dtype=np.uint64), np.zeros(3, int)), ones, ones * 0.95, np.zeros(3, int)
     )
     for row, ids in enumerate(kept):
         assert len(ids) == MOST_KEPT and token[row] in ids
@@ -317,7 +319,7 @@ def test_tables_and_answers_keep_the_mask():
         ),
     )
     assert again[1].sampling_mask is not None and again[2].sampling_mask is None
-    short, _, _ = cut(first, lambda ids: " ".join(map(str, ids)), (str(first.tokens[2]),))
+    short, _, _ = cut_response(first, lambda ids: " ".join(map(str, ids)), (str(first.tokens[2]),))
     assert (
         len(short.sampling_mask) == len(short) == 3
         and short.sampling_mask.ids.tolist() == first.sampling_mask[:3].ids.tolist()
@@ -338,14 +340,14 @@ def test_the_draw_for_vllm_hands_its_masks_on():
 
     rows = moved_rows({}, Update)
     assert [(d.name, d.position) for d in rows.values()] == [("a", 2), ("b", 0), ("c", 0)]
-    said, kept = drawn(logits_RV, [rows[row] for row in range(3)])
+    said, kept = draw_rows(logits_RV, [rows[row] for row in range(3)])
     for row, (_, _, temperature, _, top_k, _) in enumerate(asked):
         token = int(said[row].argmax())
         ids = kept[row] if len(kept[row]) else np.arange(200)
         inside = (logits_RV[row, ids] / temperature).log_softmax(-1)
         assert abs(float(inside[ids.tolist().index(token)] - said[row, token])) < 1e-5
     assert len(kept[0]) < 200 and 0 < len(kept[1]) <= 9 and not len(kept[2])
-    assert drawn(logits_RV, [Drawing(1, 0, 0.0, 0.5, 0, [])] * 3)[1] is None  # greedy: nothing to divide by
+    assert draw_rows(logits_RV, [Drawing(1, 0, 0.0, 0.5, 0, [])] * 3)[1] is None  # greedy: nothing to divide by
 
 
 @pytest.mark.slow

@@ -199,10 +199,12 @@ def test_weights_that_travel_and_generators_that_look_now_and_then():
 )
 def test_a_generator_goes_from_look_to_look_as_a_driven_one_does(tmp_path, knobs):
     "Eight steps between two looks, responses of twelve tokens, weights that take their time: rate, waiting and staleness are those of the driver with the same costs."
-    from rlbench.base.ledger import create_run_folder, read_table
+    from rlbench.base.ledger_reading import read_table
+    from rlbench.base.run_files import create_run_folder
     from rlbench.planning.fit import bare
-    from rlbench.runtime.driver import Driver, drive, make_pools
-    from rlbench.runtime.forecasts import happened
+    from rlbench.runtime.driver import Driver, drive
+    from rlbench.runtime.forecasts import measured_figures
+    from rlbench.runtime.prompts import make_pools
 
     costs = {
         "decode": 0.01,
@@ -230,7 +232,7 @@ def test_a_generator_goes_from_look_to_look_as_a_driven_one_does(tmp_path, knobs
     folder = create_run_folder(tmp_path, "driven")
     drive(Driver(folder, config, make_pools(config)))
     steps = read_table(folder, "steps")
-    driven = happened(steps.filter((steps["version"] > 6) & (steps["version"] <= 52)))
+    driven = measured_figures(steps.filter((steps["version"] > 6) & (steps["version"] <= 52)))
     world = World(
         tokens=Spread(12.0, 0.5),
         decode=Decode(0.01, 0.0003),

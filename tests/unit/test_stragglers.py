@@ -7,9 +7,13 @@ import pytest
 from inline import check_books, inline_run
 from straggler_runs import REAL
 
-from rlbench.base.ledger import create_run_folder, read_table, send_command
-from rlbench.loop.config import make_config, to_toml
-from rlbench.runtime.driver import Driver, drive, make_pools
+from rlbench.base.commands import send_command
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import to_toml
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.prompts import make_pools
 
 
 def a_run(root, told=(), **changes) -> Driver:

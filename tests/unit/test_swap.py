@@ -9,10 +9,10 @@ from resumed_runs import a_run, check_resumed, taken_up
 from twin_runs import TINY, twice
 
 import rlbench as rl
-from rlbench.base.ledger import read_table
-from rlbench.loop.config import load_config
+from rlbench.base.ledger_reading import read_table
+from rlbench.loop.config_files import load_config
 from rlbench.objective.loss import LossTerms
-from rlbench.workbench.handle import check_places
+from rlbench.workbench.prepare import check_places
 
 SHORT = TINY | {
     "staleness": 0,

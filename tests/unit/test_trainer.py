@@ -17,7 +17,7 @@ from rlbench.generator import Request
 from rlbench.models.model import token_logprobs
 from rlbench.objective.objective import objective
 from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segment, response_segment
-from rlbench.training.trainer import Trainer, TrainerConfig, padding, prepare, split
+from rlbench.training.trainer import Trainer, TrainerConfig, padding_share, prepare_batch, split_rows
 from rlbench.training.weight_transport import hand_over
 
 
@@ -255,10 +255,10 @@ def test_bfloat16_passes_over_float32_weights(request):
 @given(lengths=st.lists(st.integers(1, 400), max_size=80), micro_tokens=st.integers(1, 2000))
 def test_split_keeps_its_bounds_for_any_lengths(lengths, micro_tokens):
     lengths_R = np.array(lengths, int)
-    micros = split(lengths_R, micro_tokens)
+    micros = split_rows(lengths_R, micro_tokens)
     assert sorted(np.concatenate(micros).tolist() if micros else []) == list(range(len(lengths)))
     assert all(len(rows) == 1 or len(rows) * lengths_R[rows].max() <= micro_tokens for rows in micros)
-    assert all(padding(lengths_R, [rows]) <= 0.15 + 1e-12 for rows in micros)
+    assert all(padding_share(lengths_R, [rows]) <= 0.15 + 1e-12 for rows in micros)
 
 
 def test_prepare_lays_out_turns_and_observations():
@@ -274,7 +274,7 @@ def test_prepare_lays_out_turns_and_observations():
     group = Group(
         0, task, (Rollout(0, 0, 0, 0, task, turns, reward=1.0), Rollout(1, 0, 0, 1, task, turns[:2], reward=0.0))
     )
-    arrays = prepare([group], objective("dr_grpo"), pad=9)
+    arrays = prepare_batch([group], objective("dr_grpo"), pad=9)
     assert arrays.tokens_RT.tolist() == [
         [1, 2, 3, 4, 9, 9, 9],
         [1, 2, 3, 4, 7, 8, 5],

@@ -8,12 +8,16 @@ from inline import check_books, inline_run
 from small_loops import a_world
 from turn_tables import by_turn
 
-from rlbench.base.charts import number
-from rlbench.base.ledger import create_run_folder, read_table
-from rlbench.environments.kv_store import Drawn
-from rlbench.loop.config import make_config, read_config, to_toml
-from rlbench.runtime.driver import Driver, drive, make_pools
-from rlbench.runtime.run_reader import View
+from rlbench.base.chart_parts import short_number
+from rlbench.base.ledger_reading import read_table
+from rlbench.base.run_files import create_run_folder
+from rlbench.environments.kv_store import DrawnEpisode
+from rlbench.loop.config import make_config
+from rlbench.loop.config_files import read_config, to_toml
+from rlbench.loop.events import Generated
+from rlbench.runtime.driver import Driver, drive
+from rlbench.runtime.live_view import LiveView
+from rlbench.runtime.prompts import make_pools
 from rlbench.views.cards import card_html
 
 STORE = {
@@ -74,13 +78,13 @@ def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch
     )
     assert trained["mask"].list.sum().sum() == steps["trained_tokens"].sum() == trained["length"].sum()
     assert {*read_table(driver.folder, "rollouts")["reason"]} <= {"stop", "length", "turns"}
-    seen = View(driver.folder).poll()
+    seen = LiveView(driver.folder).poll()
     assert any(len(set(r.turns.tolist())) > 1 for r in seen.ribbons) and all(
         len(r.turns) in (0, len(r.versions)) for r in seen.ribbons
     )
     assert "a line where a turn begins" in card_html(
         "ribbons", seen
-    ) and f"in {number(steps['turns'][-1], 2)} turns" in card_html("length", seen)
+    ) and f"in {short_number(steps['turns'][-1], 2)} turns" in card_html("length", seen)
     again = inline_run(tmp_path, "b", STORE | {"generator": "torch"})
     assert again.state.digest == driver.state.digest
 
@@ -95,12 +99,12 @@ def test_a_run_over_the_store_in_processes(tmp_path):
     class Kills(Driver):
         turns = 0
 
-        def append(self, table, **row):
-            super().append(table, **row)
-            self.turns += table == "events" and row["kind"] == "Generated"
-            if self.turns == 10 and "environment" in self.handles:
+        def note_happened(self, happened):
+            super().note_happened(happened)
+            self.turns += isinstance(happened, Generated)
+            if self.turns == 10 and "environment" in self.workers.handles:
                 self.turns += 1
-                self.handles["environment"].process.kill()
+                self.workers.handles["environment"].process.kill()
 
     driver = Kills(folder, read_config(folder), make_pools(config))
     assert drive(driver).phase == "done", driver.state.reason
@@ -133,7 +137,7 @@ WAITS = {
 
 def states_of(row: dict) -> tuple[list[str], list[int]]:
     "States and writers by the store's own history: the episode played again from its responses and their versions."
-    episode, heard, states = Drawn(2, 4, 0.6, 0.2), None, []
+    episode, heard, states = DrawnEpisode(2, 4, 0.6, 0.2), None, []
     for text, versions in zip(row["said"][::2], by_turn(row["versions"], row["turn"])):
         states.append((episode.state.id if states else "", episode.state.writer))
         heard = episode.advance(text, versions[-1])
