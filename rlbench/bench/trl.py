@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['WARMUP', 'TIMED', 'MARKER', 'QUIET', 'TRIES', 'NAMES', 'TrlArm', 'samples_per_second', 'time_to_solve', 'curve_gap',
            'open_folder', 'clean_environment', 'make_environment', 'ours_config', 'preset_config', 'served_tasks',
-           'trl_job', 'await_quiet', 'machine_seconds', 'watched', 'end', 'interrupts_held_back', 'started_process',
-           'run_trl', 'read_steps', 'run_ours', 'dismiss', 'read_run', 'digest', 'sources', 'weights', 'kept',
-           'layouts', 'variants', 'choose', 'median_ratio', 'by_side', 'TrlBench', 'summarise', 'bench_trl', 'curves']
+           'trl_job', 'await_quiet', 'machine_seconds', 'watched', 'end', 'started_process', 'run_trl', 'read_steps',
+           'run_ours', 'dismiss', 'read_run', 'digest', 'sources', 'weights', 'kept', 'layouts', 'variants', 'choose',
+           'median_ratio', 'by_side', 'TrlBench', 'summarise', 'bench_trl', 'curves']
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-trl-imports
 import importlib.metadata
@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ import psutil
 
 from ..base.chart_parts import Line, Reference
 from ..base.charts import Chart
+from ..base.interrupts import interrupts_held_back
 from ..base.run_files import read_json, write_json
 from . import trl_arm
 from .trl_arm import TrlJob, TrlSetting
@@ -299,22 +299,6 @@ def end(process: subprocess.Popen) -> None:
             each.terminate()
     kill_all(psutil.wait_procs(tree, timeout=3)[1])
     process.wait()
-
-
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    "An interrupt that comes within is raised at the end, so that what was begun is known to those who have to end it."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = []
-    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        raise KeyboardInterrupt
 
 
 @contextmanager

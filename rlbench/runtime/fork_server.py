@@ -212,8 +212,8 @@ def _run_program(program: SessionProgram, output: int, unused: list[int]) -> Non
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # before interrupts are heard again: they are meant for the session it leaves
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
         for each in unused:

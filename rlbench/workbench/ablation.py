@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..base.interrupts import interrupts_held_back
 from ..base.run_files import write_json
 from ..base.status import ENDED
 from ..knobs import resolve
@@ -47,9 +47,6 @@ from rlbench.workbench.trials import (
     load_trial,
     read_trial,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # %% ../../nbs/workbench/16_ablation.ipynb #ablation-arms
 LISTS = ("eval", "guards", "alerts", "sinks")
@@ -212,8 +209,9 @@ def run_all(jobs: Sequence[ArmJob], base, folder: Path, at_once: int, say: Calla
     try:
         while waiting or live:
             while waiting and len(live) < at_once:
-                started, notes = start_or_attach(waiting[0], base, folder)
-                live.append((waiting.pop(0), started))
+                with interrupts_held_back():  # so that a run which has begun is known to be under way
+                    started, notes = start_or_attach(waiting[0], base, folder)
+                    live.append((waiting.pop(0), started))
                 say_new(notes, noted, say)
             for job, each in [(job, each) for job, each in live if each.state in (*ENDED, "dead")]:
                 live.remove((job, each))

@@ -14,6 +14,7 @@ __all__ = ['start_process', 'start_alone', 'start_from_warm_server', 'free_name'
 # What always holds:
 #   * The program runs in a session of its own and writes into run.log.
 #   * status.json names the process that brings the run up before the program can write it.
+#   * Ctrl-C never leaves a status.json that names a process which was not asked to start the run.
 #   * Where no warm server can fork the program, an interpreter of its own starts it.
 #
 # It refuses: to resume a run that is alive, has no checkpoint, or has spent its budget.
@@ -26,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.interrupts import interrupts_held_back
 from ..base.ledger_reading import read_resumes
 from ..base.neighbours import SUPERVISOR, SUPERVISOR_NAME, neighbours_in_words, neighbours_of
 from ..base.status import ENDED, is_alive, read_status, state_of
@@ -46,7 +48,7 @@ def start_process(folder: Path, restart: int = 0) -> int:
     arguments = (str(folder), str(restart))
     program = SessionProgram(SUPERVISOR_NAME, SUPERVISOR, arguments, environment, str(Path.cwd()))
     start = start_alone if why_no_forks() else start_from_warm_server
-    with open(folder / "run.log", "ab") as log:
+    with open(folder / "run.log", "ab") as log, interrupts_held_back():
         return start(folder, restart, program, log.fileno())
 
 

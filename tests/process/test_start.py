@@ -21,9 +21,11 @@ from rlbench.bench.start import writes_again
 from rlbench.runtime.actors import ProcessHandle
 from rlbench.runtime.fork_server import ForkServer, warm_server
 from rlbench.runtime.placement import may_be_forked
+from rlbench.workbench import supervisor
 from rlbench.workbench.supervisor import modules_of_run, worker_modules
 
 SMALL = dict(steps=3, batch=64, group=8, preflight=8, preflight_k=2, staleness=0, eval=[], placement="split")
+SCRIPTED = dict(generator="scripted", clock="virtual", steps=2, batch=32, group=4, preflight=0, eval=[])
 ENDLESS = {**SMALL, "steps": 100_000, "staleness": 2}
 SERVER = "rlbench-forks"  # the name of its process
 
@@ -280,6 +282,22 @@ def test_run_outlives_the_process_that_started_it(tmp_path, script, seconds):
     until(lambda: run.status.version > before, 60)
     run.stop()
     assert run.wait(60) == "stopped"
+
+
+def test_interrupt_during_the_start_comes_after_it(tmp_path, monkeypatch):
+    "Ctrl-C between the note that a run is brought up and the order to do so: the order is given first."
+    note_start = supervisor.note_start
+
+    def note_and_interrupt(*arguments) -> None:
+        note_start(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(supervisor, "note_start", note_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rl.run("tiny", **SCRIPTED, name="pressed", runs=tmp_path)
+    run = rl.attach(tmp_path / "pressed")
+    run.wait(60)
+    assert run.state == "finished"
 
 
 def test_killed_warm_server_is_replaced(tmp_path):
