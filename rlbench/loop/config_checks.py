@@ -26,7 +26,7 @@ from rlbench.knobs import (
     unknown,
 )
 from .config_tables import ALL_VERIFIERS, FUNCTIONS, SINK_NAMES
-from ..objective.objective import weighed_twice
+from ..objective.objective import describe_double_weighting
 
 # %% ../../nbs/loop/08_config_checks.ipynb #config-checks-objective
 def check_objective(c: BaseModel) -> None:
@@ -66,7 +66,7 @@ def check_objective(c: BaseModel) -> None:
             "kl_in: in the reward the estimate is k1, as others are biased there, and kl = "
             f'"{c.kl["name"]}"; set kl = "k1", or kl_in = "loss"'
         )
-    if twice := weighed_twice(c.old, loss, correction):
+    if twice := describe_double_weighting(c.old, loss, correction):
         raise ValueError(twice)
     if c.trainers > 1 and "whole_RT" in ingredients_of(
         FUNCTIONS["correction"].get(key_of(c.correction), lambda a, b: a), 2

@@ -25,7 +25,7 @@ from rlbench.knobs import (
 )
 from .config_tables import FILTERS
 from .queue import BACKLOGS
-from ..objective.objective import KL_IN, OLD
+from ..objective.objective import KL_PLACES, OLD_POLICIES
 from ..records import MAX_VERSIONS, MOST_KEPT
 from ..staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 
@@ -191,7 +191,7 @@ EPISODES = {
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-training
 TRAINING = {
     "old": Knob(
-        choices=OLD,
+        choices=OLD_POLICIES,
         help="policy in the ratio's denominator: trainer at the batch's start, sampler, or a mix by staleness",
     ),
     "learning_rate": Knob(0, 1, help="learning rate of AdamW after warm-up"),
@@ -216,7 +216,7 @@ TRAINING = {
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-objective
 OBJECTIVE = {
     "kl_in": Knob(
-        choices=KL_IN, help="add the KL divergence from the reference to the loss, or subtract it from the reward"
+        choices=KL_PLACES, help="add the KL divergence from the reference to the loss, or subtract it from the reward"
     ),
     "kl_weight": Knob(0, 100, help="weight of the KL divergence at the start of its schedule"),
     "entropy_weight": Knob(

@@ -22,7 +22,7 @@ from rlbench.knobs import (
 from .config import RunConfig, supplies_sampling_masks
 from .config_files import presets
 from .config_tables import FUNCTIONS
-from ..objective.objective import PARTS, RATIOLESS, TO_SAMPLER
+from ..objective.objective import LOSSES_TO_SAMPLER, LOSSES_WITHOUT_RATIO, PARTS
 
 # %% ../../nbs/loop/11_config_notes.ipynb #config-notes-sampler
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Note:
 
 def weighs_sampler(config: RunConfig) -> bool:
     "True where a token's weight in the gradient depends on how likely the sampler drew it."
-    by_ratio = config.old == "sampler" and key_of(config.loss) not in RATIOLESS
-    return key_of(config.correction) != "none" or key_of(config.loss) in TO_SAMPLER or by_ratio
+    by_ratio = config.old == "sampler" and key_of(config.loss) not in LOSSES_WITHOUT_RATIO
+    return key_of(config.correction) != "none" or key_of(config.loss) in LOSSES_TO_SAMPLER or by_ratio
 
 
 def notes_on_sampler(config: RunConfig) -> list[Note]:
@@ -67,7 +67,7 @@ def notes_on(config: RunConfig) -> list[Note]:
         config.optimizer_steps == 1
         and config.old == "recomputed"
         and loss in PARTS["loss"]
-        and loss not in (*RATIOLESS, *TO_SAMPLER)
+        and loss not in (*LOSSES_WITHOUT_RATIO, *LOSSES_TO_SAMPLER)
     ):
         found.append(
             Note(

@@ -35,7 +35,7 @@ from .functions import function_in_force, put_back_or_fail
 from .queue import Waiting
 from .state import GroupState, LoopState, RolloutState, rollouts_of
 from .stragglers import drop_surplus_rollouts
-from ..objective.shaping import Facts, facts, reshape
+from ..objective.shaping import GroupFacts, make_group_facts, shape_rewards
 from ..records import Fate, Served, StopReason
 
 # %% ../../nbs/loop/21_grouping.ipynb #grouping-rewards
@@ -44,9 +44,9 @@ def valid_rollouts(rollouts: list[RolloutState]) -> list[RolloutState]:
     return [rollout for rollout in rollouts if rollout.reward is not None and rollout.lost is None]
 
 
-def facts_from_states(rollouts: list[RolloutState]) -> Facts:
+def facts_from_states(rollouts: list[RolloutState]) -> GroupFacts:
     "What shapings and advantages may ask about rollouts that are done."
-    return facts(
+    return make_group_facts(
         [rollout.tokens for rollout in rollouts],
         [rollout.correct for rollout in rollouts],
         [rollout.reason is StopReason.LENGTH for rollout in rollouts],
@@ -69,7 +69,7 @@ def shaped_rewards(state: LoopState, rollouts: list[RolloutState], actions: list
     while key_of(state.config.shaping) != "none":
         shaping = function_in_force(state, "shaping")
         try:
-            return reshape(shaping, rewards_R, facts_from_states(rollouts))
+            return shape_rewards(shaping, rewards_R, facts_from_states(rollouts))
         except Exception as error:
             if not put_back_or_fail(state, "shaping", shaping, error, actions):
                 break

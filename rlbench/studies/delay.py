@@ -22,7 +22,7 @@ from ..engines.torch import TorchGenerator, settle_cpu
 from ..environments.tasks import arithmetic
 from ..models.hardware import machine
 from ..models.model import Policy, load_policy
-from ..objective.objective import Objective, objective
+from ..objective.objective import Objective, make_objective
 from ..records import Group
 from ..training.one_page import TrainedVersion, mean_solve_rate, train_versions, write_groups
 from ..training.trainer import Trainer, TrainerConfig, prepare_batch, start_logprobs
@@ -34,7 +34,7 @@ CAP = 5.0  # largest weight of a token
 
 def arms() -> dict[str, Objective]:
     "The two objectives by name."
-    return {"naive": objective(old="sampler"), "decoupled": objective(correction={"name": "tis", "cap": CAP})}
+    return {"naive": make_objective(old="sampler"), "decoupled": make_objective(correction={"name": "tis", "cap": CAP})}
 
 
 @dataclass(frozen=True)

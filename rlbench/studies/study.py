@@ -32,8 +32,8 @@ from ..knobs import bind, resolve
 from ..loop.config_tables import ALL_REWARDS
 from ..models.hardware import machine
 from ..models.model import load_policy
-from ..objective.objective import Objective, objective
-from ..objective.shaping import SHAPINGS, facts_of, reshape
+from ..objective.objective import Objective, make_objective
+from ..objective.shaping import SHAPINGS, facts_of, shape_rewards
 from ..records import Group, StopReason
 from .delay import by_trainer, snapshot
 from ..training.one_page import mean_solve_rate, train_versions, write_groups
@@ -50,7 +50,7 @@ class Setup:
     """An arm: what is minimised, what writes, what is kept, and how much of everything. `draw` changes the random
     numbers alone."""
 
-    objective: Mapping[str, object] = field(default_factory=dict)  # arguments of `objective`
+    objective: Mapping[str, object] = field(default_factory=dict)  # arguments of `make_objective`
     reward: object = "correct"
     shaping: object = "none"
     refill: bool = False  # write on until the batch has `tasks` groups with an advantage
@@ -94,7 +94,7 @@ def rewarded(group: Group, reward: Callable, shaping: Callable) -> Group:
     "The group with these rewards, shaped."
     told = [reward(r) for r in group.rollouts]
     plain_R = np.array([t[0] if isinstance(t, tuple) else t for t in told], float)
-    shaped_R = reshape(shaping, plain_R, facts_of(group.rollouts))
+    shaped_R = shape_rewards(shaping, plain_R, facts_of(group.rollouts))
     return replace(
         group,
         rollouts=tuple(
@@ -207,7 +207,7 @@ def train(arm: str, setup: Setup, seed: int) -> TrainedArm:
     not there."""
     settle_cpu()
     goal, reward, shaping = (
-        objective(**setup.objective),
+        make_objective(**setup.objective),
         bind(ALL_REWARDS, resolve("reward", ALL_REWARDS, setup.reward)),
         bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping)),
     )

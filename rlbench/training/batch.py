@@ -16,9 +16,9 @@ import numpy as np
 
 from ..base.safe_call import FunctionFailed
 from ..knobs import ingredients_of, supply
-from ..objective.correction import alpha
+from ..objective.correction import proximal_share
 from ..objective.objective import Objective
-from ..objective.shaping import facts_of, shaped
+from ..objective.shaping import facts_of, shape_groups
 from rlbench.records import (
     Group,
     Rollout,
@@ -370,7 +370,7 @@ def prepare_batch(
 ) -> Arrays:
     """Lay out every rollout that has an advantage and a token with weight. ValueError says which rollout cannot be
     trained, and whose fault it is, or what the advantage lacks."""
-    rewards, c = shaped(groups, objective.shaping), context
+    rewards, c = shape_groups(groups, objective.shaping), context
     if of_batch(objective.advantage):
         pairs = [
             (r, float(x))
@@ -423,4 +423,6 @@ def value_batch(
 # %% ../../nbs/training/01_batch.ipynb #batch-proximal
 def token_alphas(arrays: Arrays) -> np.ndarray:
     "float32 [R, T]: alpha of every token that carries weight, else 0."
-    return np.where(arrays.mask_RT, alpha(arrays.versions_RT, arrays.version, arrays.version + 1), 0).astype(np.float32)
+    return np.where(arrays.mask_RT, proximal_share(arrays.versions_RT, arrays.version, arrays.version + 1), 0).astype(
+        np.float32
+    )

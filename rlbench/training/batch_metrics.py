@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..objective.correction import chi_square, ess, kl_k3
+from ..objective.correction import chi_square, effective_sample_size, kl_k3
 from ..records import TrainMetrics
 from .batch import Arrays
 
@@ -90,7 +90,7 @@ def measure_batch(
         kl_sampler=kl_k3(flat["old_N"], flat["sampler_N"], everywhere_N),
         logprob_diff_mean=float(distance_N.mean()),
         logprob_diff_max=float(distance_N.max()),
-        ess=ess(ratio_N, everywhere_N),
+        ess=effective_sample_size(ratio_N, everywhere_N),
         chi_square=chi_square(flat["old_N"], flat["sampler_N"], everywhere_N),
         masked_tokens=float((flat["weight_N"] == 0).float().mean()),
         kl_reference=kl_k3(flat["reference_N"], flat["now_N"], everywhere_N)

@@ -37,7 +37,7 @@ import torch
 from ..knobs import supply
 from ..models.model import token_logprobs
 from ..objective.loss import Totals
-from ..objective.objective import Objective, Tokens, Weights, corrected, evaluate
+from ..objective.objective import Objective, PenaltyWeights, Tokens, correction_weights, evaluate_objective
 from ..records import Group, Rollout, TrainMetrics, stream_key, uniform_numbers
 from .batch import Arrays, Context, Demonstrations, prepare_batch
 from .batch_metrics import Seen, Told, TrainedBatch, measure_batch, told_of
@@ -110,12 +110,12 @@ def tokens_in(
 
 
 def judge_micro(
-    objective: Objective, micro: Micro, t: Tokens, counted: Counted, weights: Weights, rows: np.ndarray
+    objective: Objective, micro: Micro, t: Tokens, counted: Counted, weights: PenaltyWeights, rows: np.ndarray
 ) -> tuple[Seen, torch.Tensor, torch.Tensor]:
     """What a micro-batch showed, and the slopes of its loss along log-probs and entropies [R, T]. The tensors of `t`
     come without gradient."""
     leaf_RT, entropy_RT = t.logprobs_RT.clone().requires_grad_(), t.entropy_RT.clone().requires_grad_()
-    value = evaluate(objective, replace(t, logprobs_RT=leaf_RT, entropy_RT=entropy_RT), counted.own, weights)
+    value = evaluate_objective(objective, replace(t, logprobs_RT=leaf_RT, entropy_RT=entropy_RT), counted.own, weights)
     shown = (-leaf_RT * (micro.mask_RT & micro.shown_R[:, None])).sum() / max(1, counted.shown)
     (value.loss + counted.shown_weight * shown).backward()
     reference_RT = torch.zeros_like(t.sampler_RT) if t.reference_RT is None else t.reference_RT
@@ -161,7 +161,7 @@ def accumulate_gradients(
     of the batch's start. `rows`: of all processes, if there are several. `correction_RT`: made beforehand."""
     counted, weights = (
         counted_in(arrays, np.concatenate(micros) if rows is None else rows, shown_weight),
-        Weights(arrays.kl_weight, arrays.entropy_weight),
+        PenaltyWeights(arrays.kl_weight, arrays.entropy_weight),
     )
     seen, failed = [], None
     for mine in micros:
@@ -205,7 +205,7 @@ def correction_before(
     t = tokens_in(micro, start_RT, torch.zeros_like(start_RT), start_RT, None)
     weight_RT = torch.ones_like(start_RT)
     part = Tokens(*(None if x is None else x[rows] for x in vars(t).values()))
-    weight_RT[rows] = corrected(objective, part, part.start_RT)
+    weight_RT[rows] = correction_weights(objective, part, part.start_RT)
     return weight_RT
 
 
@@ -392,7 +392,7 @@ class Beside:
     memory: dict[str, float] = field(default_factory=dict)
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-schedule
-def scheduled_weights(objective: Objective, version: int, memory: Mapping[str, float]) -> Weights:
+def scheduled_weights(objective: Objective, version: int, memory: Mapping[str, float]) -> PenaltyWeights:
     "The weights of KL and entropy for the batch that makes `version`."
 
     def weight(name: str, base: float, schedule: Callable) -> float:
@@ -405,7 +405,7 @@ def scheduled_weights(objective: Objective, version: int, memory: Mapping[str, f
     kl_base = objective.kl_weight if objective.kl else 0.0
     kl = weight("kl", kl_base, objective.kl_schedule)
     entropy = weight("entropy", objective.entropy_weight, objective.entropy_schedule)
-    return Weights(kl, entropy)
+    return PenaltyWeights(kl, entropy)
 
 
 def memory_after(memory: Mapping[str, float], arrays: Arrays, metrics: TrainMetrics) -> dict[str, float]:

@@ -40,16 +40,16 @@ from ..loop.config_files import Functions, functions_of_files, named_by_file
 from ..objective.correction import tis
 from ..objective.loss import Totals
 from rlbench.objective.objective import (
-    OLD,
+    OLD_POLICIES,
     PARTS,
     Objective,
+    PenaltyWeights,
     Tokens,
-    Weights,
+    check_choice,
     check_values,
-    corrected,
-    evaluate,
-    one_of,
-    weighed_twice,
+    correction_weights,
+    describe_double_weighting,
+    evaluate_objective,
 )
 from ..records import Group, Rollout, StopReason, Task
 from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest
@@ -78,7 +78,7 @@ def profile(
     t = Tokens(
         logprobs_R1, old_R1, old_R1, torch.full_like(old_R1, advantage), torch.ones_like(old_R1, dtype=torch.bool)
     )
-    value = evaluate(objective, t, Totals(1, 1))
+    value = evaluate_objective(objective, t, Totals(1, 1))
     value.loss.backward()
     return value.loss_RT.detach().numpy()[:, 0], logprobs_R1.grad.numpy()[:, 0]
 
@@ -542,7 +542,7 @@ def swap(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
             )
             value = chosen(part, value, known)
         elif part in ("old", "kl_in"):
-            value = one_of(part, value, OLD if part == "old" else ("loss", "reward"))
+            value = check_choice(part, value, OLD_POLICIES if part == "old" else ("loss", "reward"))
         objective = replace(objective, **{part: value})
         if part == "correction":
             objective = replace(objective, partials=tis if labels[part] == "none" else value)
@@ -673,9 +673,9 @@ def _sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> LossSheet:
         alpha_RT=to(token_alphas(arrays)) if objective.old == "log_linear" else None,
     )
     if objective.before_cut:  # made on what the batch began with
-        t = replace(t, correction_RT=corrected(objective, replace(t, logprobs_RT=t.start_RT), t.start_RT))
+        t = replace(t, correction_RT=correction_weights(objective, replace(t, logprobs_RT=t.start_RT), t.start_RT))
     totals = Totals(int(arrays.mask_RT.sum()), len(arrays))
-    value = evaluate(objective, t, totals, Weights(recipe.kl_weight))
+    value = evaluate_objective(objective, t, totals, PenaltyWeights(recipe.kl_weight))
     (gradient_RT,) = torch.autograd.grad(value.loss, t.logprobs_RT)
     whole = lambda x: np.broadcast_to(x.detach().numpy(), arrays.mask_RT.shape)  # noqa: E731
     share_RT, correction_RT, loss_RT = (whole(x) for x in (value.share_RT, value.correction_RT, value.loss_RT))
@@ -1091,7 +1091,7 @@ def notes(card: LossCard) -> list[str]:
     if b.place == "trained" and not card.recipe.own:
         found.append("Advantages were computed again from the rewards of the batch.")
     called = {part: label.partition(" (")[0] for part, label in card.recipe.labels}
-    if twice := weighed_twice(card.recipe.objective.old, called["loss"], called["correction"]):
+    if twice := describe_double_weighting(card.recipe.objective.old, called["loss"], called["correction"]):
         found.append(f"A run refuses this objective: {twice}.")
     return found
 

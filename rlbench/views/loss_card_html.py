@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..base.chart_parts import INK
 from ..knobs import key_of, knobs_of
-from ..objective.objective import OLD, PARTS
+from ..objective.objective import OLD_POLICIES, PARTS
 from ..runtime.run_reader import RunReader
 from .decode import load_decoder
 from rlbench.views.loss_card import (
@@ -153,7 +153,11 @@ def _new_recipe(view: LossView) -> None:
     "Set all menus to the run's own."
     for part, menu in view.menus.items():
         own = _own(view, part)
-        names = list(OLD) if part == "old" else [*PARTS[part], *([] if key_of(own) in PARTS[part] else [key_of(own)])]
+        names = (
+            list(OLD_POLICIES)
+            if part == "old"
+            else [*PARTS[part], *([] if key_of(own) in PARTS[part] else [key_of(own)])]
+        )
         menu.options = names
         menu.value = own if part == "old" else key_of(own)
         if part != "old":

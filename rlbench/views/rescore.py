@@ -28,9 +28,10 @@ from ..knobs import FileFunction, bind, capture, ingredients_of, resolve, save_f
 from ..loop.config import RunConfig
 from ..loop.config_files import captured_functions
 from ..loop.config_tables import FUNCTIONS
-from ..objective.loss import totals_of, unsound
+from ..objective.loss import describe_bad_loss, totals_of
 from ..objective.objective import check_ingredients
-from ..objective.shaping import INGREDIENTS, Facts, facts_of, none, reshape
+from ..objective.shaping import INGREDIENTS, GroupFacts, facts_of, shape_rewards
+from ..objective.shaping import none as no_shaping
 from rlbench.records import (
     Outcome,
     Rollout,
@@ -221,7 +222,7 @@ def on_groups(
     old: Callable,
     rollouts: Sequence[Rollout],
     limits: CallLimits,
-    shaping: Callable = none,
+    shaping: Callable = no_shaping,
 ) -> list[dict]:
     """A row per group: its rewards, what the old and the new function make of them, and the largest difference.
     `shaping`: what comes before an advantage."""
@@ -237,7 +238,7 @@ def on_groups(
         rewards_R = (
             np.array([r.reward for r in members])
             if field == "shaping"
-            else reshape(shaping, [r.reward for r in members], known)
+            else shape_rewards(shaping, [r.reward for r in members], known)
         )
         (before, _), (after, message) = (_on_group(field, f, rewards_R, known, limits) for f in (old, function))
         gaps = [abs(b - a) for a, b in zip(before, after) if math.isfinite(a) and math.isfinite(b)]
@@ -257,7 +258,7 @@ def on_groups(
 
 # %% ../../nbs/views/70_rescore.ipynb #rescore-on-group
 def _on_group(
-    field: str, function: Callable, rewards_R: np.ndarray, known: Facts, limits: CallLimits
+    field: str, function: Callable, rewards_R: np.ndarray, known: GroupFacts, limits: CallLimits
 ) -> tuple[list[float], str]:
     "(values, what was wrong)."
     if any(needed and name not in INGREDIENTS for name, needed in ingredients_of(function, 1).items()):
@@ -403,7 +404,7 @@ def _token_means(field: str, function: Callable, t: SampleTokens, limits: CallLi
     try:
         values = supply(guarded(field, function, limits.call), *given, **there)
         if field == "loss":
-            if reason := unsound(values, logprobs_RT):
+            if reason := describe_bad_loss(values, logprobs_RT):
                 return nothing, nothing, f"loss: {reason}"
             values.clipped_low_RT & values.clipped_high_RT & mask_RT
             values = values.loss_RT

@@ -11,12 +11,12 @@ import torch
 from small_trainers import made_groups, small_model
 
 from rlbench.base.safe_call import FunctionFailed, guarded
-from rlbench.objective.objective import objective
+from rlbench.objective.objective import make_objective
 from rlbench.runtime.checkpoint import read_trainer, read_weights, write_trainer
 from rlbench.training.data_parallel import start_ranks, whole_weights
 from rlbench.training.trainer import ALONE, Trainer, TrainerConfig
 
-GOAL = objective("reinforce", "ppo", "tis")
+GOAL = make_objective("reinforce", "ppo", "tis")
 
 
 class Raises:

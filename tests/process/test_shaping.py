@@ -15,7 +15,7 @@ from rlbench.environments.environment import ScoreRequest, judge, score_one
 from rlbench.environments.step_verifier import STEP_REWARDS, place_steps
 from rlbench.loop.config import live_knobs, make_config
 from rlbench.loop.config_tables import ConfigError
-from rlbench.objective.shaping import SHAPINGS, Facts, facts, reshape
+from rlbench.objective.shaping import SHAPINGS, GroupFacts, make_group_facts, shape_rewards
 from rlbench.records import Rollout, Task, response_segment
 from rlbench.reward import exact
 from rlbench.runtime.steer import in_force
@@ -24,20 +24,20 @@ from rlbench.views.rescore import give, rescore
 GROUPS = range(60)
 
 
-def a_group(seed: int, count: int | None = None) -> tuple[np.ndarray, Facts]:
+def a_group(seed: int, count: int | None = None) -> tuple[np.ndarray, GroupFacts]:
     "Rewards, some of them missing, and what else is known of a group."
     r = np.random.default_rng(seed)
     n = int(r.integers(1, 9)) if count is None else count
     right = r.random(n) < 0.5
     rewards = np.where(r.random(n) < 0.2, np.nan, right + r.choice([0.0, -0.1, 0.25], n))
-    return rewards, facts(
+    return rewards, make_group_facts(
         r.integers(1, 80, n), right, r.random(n) < 0.3, r.integers(1, 5, n), [(("a", float(x)),) for x in r.random(n)]
     )
 
 
-def some(known: Facts, order) -> Facts:
+def some(known: GroupFacts, order) -> GroupFacts:
     "The facts of these members."
-    return Facts(*(x[order] if isinstance(x, np.ndarray) else x for x in vars(known).values()))
+    return GroupFacts(*(x[order] if isinstance(x, np.ndarray) else x for x in vars(known).values()))
 
 
 @pytest.mark.parametrize("name", SHAPINGS)
@@ -45,12 +45,12 @@ def some(known: Facts, order) -> Facts:
 def test_order_and_missing_rewards_do_not_matter(name, seed):
     "Members in another order get the same rewards; one without a reward gets none, and takes no part in anybody else's."
     shaping, (rewards_R, known) = SHAPINGS[name], a_group(seed)
-    shaped_R = reshape(shaping, rewards_R, known)
+    shaped_R = shape_rewards(shaping, rewards_R, known)
     order = np.random.default_rng(seed + 1000).permutation(len(rewards_R))
-    assert np.allclose(reshape(shaping, rewards_R[order], some(known, order)), shaped_R[order], equal_nan=True)
+    assert np.allclose(shape_rewards(shaping, rewards_R[order], some(known, order)), shaped_R[order], equal_nan=True)
     judged = ~np.isnan(rewards_R)
     assert np.isnan(shaped_R[~judged]).all()
-    assert np.allclose(reshape(shaping, rewards_R[judged], some(known, judged)), shaped_R[judged], equal_nan=True)
+    assert np.allclose(shape_rewards(shaping, rewards_R[judged], some(known, judged)), shaped_R[judged], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", SHAPINGS)
@@ -59,14 +59,14 @@ def test_edges(name):
     shaping = SHAPINGS[name]
     for seed in range(10):
         rewards_R, known = a_group(seed, 1)
-        assert reshape(shaping, rewards_R, known).shape == (1,)
+        assert shape_rewards(shaping, rewards_R, known).shape == (1,)
     rewards_R, known = a_group(3, 4)
     kept = rewards_R.copy()
-    reshape(shaping, rewards_R, known)
+    shape_rewards(shaping, rewards_R, known)
     assert np.array_equal(rewards_R, kept, equal_nan=True)
-    assert np.isnan(reshape(shaping, np.full(4, np.nan), known)).all()
-    alike = facts([5] * 4, [True] * 4, [False] * 4, [1] * 4, [()] * 4)
-    assert len(set(reshape(shaping, np.ones(4), alike))) == 1
+    assert np.isnan(shape_rewards(shaping, np.full(4, np.nan), known)).all()
+    alike = make_group_facts([5] * 4, [True] * 4, [False] * 4, [1] * 4, [()] * 4)
+    assert len(set(shape_rewards(shaping, np.ones(4), alike))) == 1
 
 
 def test_a_price_on_length_never_pays_for_it():
@@ -81,7 +81,7 @@ def test_a_price_on_length_never_pays_for_it():
         )
         known.lengths_R[:2] = 10, 30
         for name in ("kimi_length", "length_share", "efficiency", "soft_overlong"):
-            short, long = reshape(SHAPINGS[name], rewards_R, known)[:2]
+            short, long = shape_rewards(SHAPINGS[name], rewards_R, known)[:2]
             assert short >= long, name
 
 
@@ -239,7 +239,7 @@ def test_bad_input_is_refused(tmp_path):
             give(driver.folder, "shaping", bad)
     assert give(driver.folder, "shaping", cubed)["by"] == 0.5
     with pytest.raises(FunctionFailed, match="return one number for each"):
-        reshape(too_short, np.ones(3), a_group(1, 3)[1])
+        shape_rewards(too_short, np.ones(3), a_group(1, 3)[1])
 
 
 def test_a_shaping_is_tried_on_what_is_stored(tmp_path):

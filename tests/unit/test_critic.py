@@ -16,7 +16,7 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.loop.config_files import captured_functions, load_config, read_config
 from rlbench.loop.config_tables import ConfigError
 from rlbench.models.heads import ValueModel
-from rlbench.objective.objective import objective
+from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
 from rlbench.runtime.checkpoint import checkpoint_folders, find_checkpoint, load_checkpoint, read_manifest
 from rlbench.runtime.driver import Driver, drive
@@ -29,7 +29,7 @@ from rlbench.training.critic import CriticConfig, ValueCritic, batch_values, exp
 from rlbench.training.trainer import Beside, Trainer, TrainerConfig
 from rlbench.workbench.fork import prepare_fork
 
-PPO = objective({"name": "gae", "lam": 1.0})
+PPO = make_objective({"name": "gae", "lam": 1.0})
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_gae_through_the_batch_is_the_one_done_by_hand():
     ]
     context = Context(values=lambda arrays: np.array([[9, 9, 9, 0.2, 0.4, 0.6]]))
     plain, white = (
-        prepare_batch(groups, objective({"name": "gae", "lam": 0.95, "whitened": whitened}), context=context)
+        prepare_batch(groups, make_objective({"name": "gae", "lam": 0.95, "whitened": whitened}), context=context)
         for whitened in (False, True)
     )
     assert np.allclose(plain.advantages_RT[0], [0, 0, 0, 0.751, 0.58, 0.4]) and np.allclose(

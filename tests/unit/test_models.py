@@ -17,7 +17,7 @@ from rlbench.models.model import (
     save_policy,
     token_logprobs,
 )
-from rlbench.objective.objective import objective
+from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Rollout, Task, prompt_segment, response_segment
 from rlbench.training.trainer import Trainer, TrainerConfig
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_a_family_is_loaded_trained_and_saved(name, tmp_path):
     assert torch.allclose(ours_RT[:, 1:], own_logprobs(policy.model, tokens_RT), atol=1e-4)
 
     before = {key: tensor.clone() for key, tensor in base_weights(policy.model).items()}
-    trainer = Trainer(policy.model, TrainerConfig(learning_rate=1e-2), objective(), policy.pad_id)
+    trainer = Trainer(policy.model, TrainerConfig(learning_rate=1e-2), make_objective(), policy.pad_id)
     metrics = trainer.train([made_group(policy)], 1).metrics
     assert metrics.kl_sampler < 1e-6 and metrics.grad_norm > 0 and metrics.update_norm > 0
     still = [key for key, tensor in base_weights(policy.model).items() if torch.equal(tensor, before[key])]

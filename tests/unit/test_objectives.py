@@ -12,9 +12,16 @@ import torch
 
 from rlbench.advantage import ADVANTAGES, MIN_GROUP, gae, informative
 from rlbench.knobs import ingredients_of, knobs_of, resolve, supply
-from rlbench.objective.correction import CORRECTIONS, alpha, chi_square, ess, kl_k3, log_linear
+from rlbench.objective.correction import (
+    CORRECTIONS,
+    chi_square,
+    effective_sample_size,
+    kl_k3,
+    log_linear_logprobs,
+    proximal_share,
+)
 from rlbench.objective.kl import KLS, SCHEDULES
-from rlbench.objective.loss import AGGREGATIONS, LOSSES, over_sequence, totals_of, value_loss
+from rlbench.objective.loss import AGGREGATIONS, LOSSES, mean_over_sequence, totals_of, value_loss
 from rlbench.objective.rare_objectives import ZOO_ADVANTAGES, ZOO_CORRECTIONS, ZOO_LOSSES
 
 ALL_LOSSES, ALL_CORRECTIONS, ALL_ADVANTAGES = (
@@ -423,7 +430,7 @@ def test_measures_of_nothing_and_of_agreement():
     d = data()
     nothing = torch.zeros_like(d.mask_RT)
     assert (
-        ess(d.ratio_RT, nothing) == 1.0
+        effective_sample_size(d.ratio_RT, nothing) == 1.0
         and kl_k3(d.old_RT, d.sampler_RT, nothing) == chi_square(d.old_RT, d.sampler_RT, nothing) == 0.0
     )
     assert kl_k3(d.old_RT, d.old_RT, d.mask_RT) == chi_square(d.old_RT, d.old_RT, d.mask_RT) == 0.0
@@ -436,15 +443,15 @@ def test_measures_of_nothing_and_of_agreement():
 
 def test_log_linear_splits_the_ratio():
     "Clip and correction share the ratio to the sampler as alpha says, and no gradient passes."
-    d, a = data(), torch.tensor(alpha(3, 5, 6))
+    d, a = data(), torch.tensor(proximal_share(3, 5, 6))
     live_RT = d.logprobs_RT.clone().requires_grad_()
-    proximal_RT = log_linear(live_RT, d.sampler_RT, a)
+    proximal_RT = log_linear_logprobs(live_RT, d.sampler_RT, a)
     assert not proximal_RT.requires_grad
     assert torch.allclose(d.logprobs_RT - proximal_RT, (1 - a) * (d.logprobs_RT - d.sampler_RT)) and torch.allclose(
         proximal_RT - d.sampler_RT, a * (d.logprobs_RT - d.sampler_RT)
     )
     behave_RT = torch.tensor([[1, 2, 3, 3]])
-    assert alpha(behave_RT, 3, 4).tolist() == [[pytest.approx(2 / 3), 0.5, 0, 0]] and alpha(
+    assert proximal_share(behave_RT, 3, 4).tolist() == [[pytest.approx(2 / 3), 0.5, 0, 0]] and proximal_share(
         np.array([3, 0]), 3, 3
     ).tolist() == [0, 1]
 
@@ -719,7 +726,7 @@ def test_over_sequence_ignores_what_is_outside():
     values_RT = torch.tensor(
         [[1.0, float("nan"), 3.0], [float("inf"), 2.0, 2.0]], dtype=torch.float64, requires_grad=True
     )
-    found = over_sequence(values_RT, torch.tensor([[1, 0, 1], [0, 0, 0]]))
+    found = mean_over_sequence(values_RT, torch.tensor([[1, 0, 1], [0, 0, 0]]))
     assert found.tolist() == [[2.0], [0.0]]
     assert torch.equal(
         torch.autograd.grad(found.sum(), values_RT)[0], torch.tensor([[0.5, 0, 0.5], [0, 0, 0]], dtype=torch.float64)

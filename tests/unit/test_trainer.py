@@ -15,7 +15,7 @@ from small_trainers import flat, made_groups, small_model
 from rlbench.engines.torch import TorchGenerator
 from rlbench.generator import Request
 from rlbench.models.model import token_logprobs
-from rlbench.objective.objective import objective
+from rlbench.objective.objective import make_objective
 from rlbench.records import Group, Outcome, Rollout, Sampling, Task, prompt_segment, response_segment
 from rlbench.training.trainer import Trainer, TrainerConfig, padding_share, prepare_batch, split_rows
 from rlbench.training.weight_transport import hand_over
@@ -29,7 +29,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def train(groups, batches: int = 1, goal=objective(), **settings_):
+def train(groups, batches: int = 1, goal=make_objective(), **settings_):
     trainer = Trainer(small_model(), TrainerConfig(**settings_), goal)
     results = [trainer.train(groups, v + 1) for v in range(batches)]
     return flat(trainer.model), results[-1]
@@ -39,7 +39,7 @@ def train(groups, batches: int = 1, goal=objective(), **settings_):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", {"name": "constant", "length": 32}])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_split_does_not_change_the_update(aggregation, steps):
-    groups, goal = made_groups(noise=0.3), objective("grpo", "ppo", "tis", aggregation)
+    groups, goal = made_groups(noise=0.3), make_objective("grpo", "ppo", "tis", aggregation)
     whole, one = train(groups, goal=goal, micro_tokens=10**6, optimizer_steps=steps, learning_rate=1e-4)
     for micro_tokens in (1, 60, 400):
         cut, other = train(groups, goal=goal, micro_tokens=micro_tokens, optimizer_steps=steps, learning_rate=1e-4)
@@ -159,11 +159,11 @@ def test_the_torch_generator_and_the_trainer_agree():
 def test_a_correction_sees_the_mismatch_and_changes_the_update():
     groups = made_groups(noise=0.8)
     plain, result = train(groups)
-    corrected, other = train(groups, goal=objective(correction="tis"))
+    corrected, other = train(groups, goal=make_objective(correction="tis"))
     assert result.metrics.ess < 0.9 and result.metrics.kl_sampler > 0.05 and result.metrics.ess == other.metrics.ess
     assert not torch.equal(plain, corrected)
     assert torch.allclose(
-        train(made_groups())[0], train(made_groups(), goal=objective(correction="tis"))[0], rtol=0, atol=1e-6
+        train(made_groups())[0], train(made_groups(), goal=make_objective(correction="tis"))[0], rtol=0, atol=1e-6
     )
 
 
@@ -196,7 +196,7 @@ def test_state_is_enough_to_go_on(tmp_path):
 def test_it_learns_from_rewards_alone():
     "Reward: the share of token 3 in what the policy writes. Sampled on-policy, a few updates must raise it."
     model = small_model()
-    trainer = Trainer(model, TrainerConfig(learning_rate=5e-3), objective("rloo", "ppo"))
+    trainer = Trainer(model, TrainerConfig(learning_rate=5e-3), make_objective("rloo", "ppo"))
     shares, draws = [], torch.Generator().manual_seed(0)
     for version in range(1, 26):
         tokens = torch.tensor([[1, 2]]).repeat(32, 1)
@@ -274,7 +274,7 @@ def test_prepare_lays_out_turns_and_observations():
     group = Group(
         0, task, (Rollout(0, 0, 0, 0, task, turns, reward=1.0), Rollout(1, 0, 0, 1, task, turns[:2], reward=0.0))
     )
-    arrays = prepare_batch([group], objective("dr_grpo"), pad=9)
+    arrays = prepare_batch([group], make_objective("dr_grpo"), pad=9)
     assert arrays.tokens_RT.tolist() == [
         [1, 2, 3, 4, 9, 9, 9],
         [1, 2, 3, 4, 7, 8, 5],
