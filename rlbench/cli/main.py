@@ -163,7 +163,7 @@ def share(part: float, whole: float) -> str:
 def progress_rows(r: "Run", status: Status) -> list[tuple[str, str]]:
     "The progress block: label and text."
     from rlbench.runtime.diagnosis import NOT_LEARNING, diagnosis_of
-    from rlbench.views.report import preflight_in_words
+    from rlbench.views.report_tables import preflight_in_words
 
     steps, evals, preflight = r.steps, held_out(r), r.evals
     preflight = preflight.filter(preflight["eval"] == "preflight")
@@ -345,9 +345,9 @@ def _of_version(r: "Run", status: Status | None) -> str:
 # %% ../../nbs/cli/02_main.ipynb #cli-outcome
 def outcome(r: "Run", console: Console) -> None:
     "Print how a run ended."
-    from rlbench.views.report import summary
+    from rlbench.views.run_summary import read_summary
 
-    s, status = summary(r.folder), r.status
+    s, status = read_summary(r.folder), r.status
     console.print()
     reason = status.reason.removeprefix(f"{r.state} ") if status else ""
     console.print(
@@ -514,13 +514,13 @@ def _dry_run(source: str, set_: list[str] | None, dry_run: bool, on: list[str], 
 # %% ../../nbs/cli/02_main.ipynb #cli-look
 def facts(r: "Run") -> dict:
     "What `show --json` prints."
-    from rlbench.views.report import summary
+    from rlbench.views.run_summary import read_summary
 
     status = r.status
     return {
         "run": r.name,
         "state": r.state,
-        **plain(summary(r.folder)),
+        **plain(read_summary(r.folder)),
         **(
             {"reason": status.reason, "books": status.books, "dispatched": status.dispatched, "digest": status.digest}
             if status

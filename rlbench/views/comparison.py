@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from markupsafe import Markup
 
 from rlbench.base.chart_parts import (
     COLOURS,
@@ -40,7 +41,10 @@ from ..loop.commands import ramped_value
 from ..loop.config import set_dotted
 from ..loop.digest import compare_traces, read_trace
 from ..runtime.lineage import parent_folder, read_family
-from .report import DECIDE, RunData, RunSummary, duration, flat, read_run, summarize, table, text
+from .html import escape_text, format_duration, html_table
+from .report import KEY_PACKAGES, flatten_settings
+from .run_data import RunData, read_run_data
+from .run_summary import RunSummary, summarize_run
 
 if TYPE_CHECKING:
     import polars as pl
@@ -74,13 +78,13 @@ def read_compared(folders: Sequence[Path]) -> tuple[Compared, ...]:
     roles = [role for role in COLOURS if role != "grey"]
     found = []
     for i, (name, folder) in enumerate(zip(names, folders, strict=True)):
-        data = read_run(folder)
+        data = read_run_data(folder)
         found.append(
             Compared(
                 name,
                 folder,
                 data,
-                summarize(data),
+                summarize_run(data),
                 state_of(data.status),
                 roles[i % len(roles)],
                 DASHES[i % len(DASHES)],
@@ -98,7 +102,7 @@ def with_history(folder: Path, data: RunData) -> tuple[RunData, int, Path | None
     family, parent = read_family(folder), parent_folder(folder)
     if family is None or family.how != "fork" or parent is None:
         return data, 0, None
-    before, _, _ = with_history(parent, read_run(parent))
+    before, _, _ = with_history(parent, read_run_data(parent))
     early = {table: getattr(before, table).filter(pl.col("version") <= family.at) for table in ("steps", "evals")}
     own = {table: getattr(data, table).filter(pl.col("version") > family.at) for table in ("steps", "evals")}
     return replace(data, **{table: pl.concat([early[table], own[table]]) for table in early}), family.at, parent
@@ -357,7 +361,7 @@ def end_rows(ends: Sequence[Ending]) -> list[tuple[str, list[str]]]:
         ("mean staleness (versions)", [say(e.lag) for e in ends]),
         ("tokens generated", [f"{e.tokens:,}" for e in ends]),
         ("tokens per second", [say(e.tokens_per_s) for e in ends]),
-        ("wall time", [duration(e.wall_s) for e in ends]),
+        ("wall time", [format_duration(e.wall_s) for e in ends]),
         (f"digest beside {ends[0].run}", [e.digest or "–" for e in ends]),
     ]
     fates = list(dict.fromkeys(fate for e in ends for fate, _ in e.fates))
@@ -378,7 +382,7 @@ class SettingDifference:
 
 def differences(compared: Sequence[Compared]) -> tuple[SettingDifference, ...]:
     "Settings, makings and commands in which the runs differ."
-    tables = [dict(flat(c.data.config)) | _making(c.data.provenance) for c in compared]
+    tables = [dict(flatten_settings(c.data.config)) | _making(c.data.provenance) for c in compared]
     fields = [
         field
         for field in dict.fromkeys(f for t in tables for f in t)
@@ -395,7 +399,7 @@ def _making(provenance: Mapping) -> dict[str, str]:
     packages = provenance.get("packages", {})
     told = {"commit": str(provenance.get("commit", ""))[:12], "processor": str(provenance.get("processor", ""))}
     return {name: value for name, value in told.items() if value} | {
-        name: str(packages[name]) for name in DECIDE if name in packages
+        name: str(packages[name]) for name in KEY_PACKAGES if name in packages
     }
 
 
@@ -649,13 +653,15 @@ STYLE = (
 
 def comparison_html(c: Comparison) -> str:
     "Cautions, charts, end figures, differences, with the styles they need."
-    cautions = "".join(f"<li>{text(each)}</li>" for each in c.cautions)
+    cautions = "".join(f"<li>{escape_text(each)}</li>" for each in c.cautions)
     drawn = "".join(f"<div>{to_svg(chart, 340, 210)}</div>" for chart in c.charts)
-    names = ["", *(f"{_key(each)}{text(each.name)}" for each in c.compared)]
+    names = ["", *(Markup(f"{_key(each)}{escape_text(each.name)}") for each in c.compared)]
     every = range(len(names))
-    ends = table(names, [[text(label), *map(text, cells)] for label, cells in end_rows(c.endings)], every)
+    ends = html_table(
+        names, [[escape_text(label), *map(escape_text, cells)] for label, cells in end_rows(c.endings)], every
+    )
     differ = (
-        table(names, [[text(d.field), *map(text, d.values)] for d in c.differences], every)
+        html_table(names, [[escape_text(d.field), *map(escape_text, d.values)] for d in c.differences], every)
         if c.differences
         else "<p>Nothing: the same settings, no command.</p>"
     )

@@ -29,9 +29,10 @@ from ..records import ROLLOUTS, TOKENS, VERDICTS, Fate
 from ..runtime.run_reader import RunReader, reader_of
 from ..sandbox.explain import Reading, answer_in_words, code_task_of, read_verdict
 from .decode import Decoder, load_decoder, pieces
+from .html import escape_text
 from .loss_card import loss_card
 from .loss_card_html import LossView
-from .report import tests_html, text
+from .program_tests import failed_tests_html
 
 if TYPE_CHECKING:
     import polars as pl
@@ -387,7 +388,7 @@ def strip_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
             version = r.versions[i]
             out.append(f'<b class="v" title="version {version} writes from here on">v{version}</b>')
         out.append(_token(r, i, shown[i], tints[i]))
-    return f'<div class="rl-heat" role="group" aria-label="{text(heat_in_words(r, shown))}">{"".join(out)}</div>'
+    return f'<div class="rl-heat" role="group" aria-label="{escape_text(heat_in_words(r, shown))}">{"".join(out)}</div>'
 
 
 def _token(r: StoredRollout, i: int, piece: str, tint: int) -> str:
@@ -398,7 +399,7 @@ def _token(r: StoredRollout, i: int, piece: str, tint: int) -> str:
         f"log-prob {_signed(logprob, 3)} · probability {math.exp(min(0.0, logprob)):.3g} · "
         f"v{r.versions[i]} · token {i + 1} of {len(r.tokens)}, id {r.tokens[i]}{weight}"
     )
-    said = text(piece).replace("\n", "↵\n") if piece else "·"
+    said = escape_text(piece).replace("\n", "↵\n") if piece else "·"
     return f'<span class="t h{tint}{"" if r.mask[i] else " m"}" title="{told}">{said}</span>'
 
 
@@ -518,12 +519,12 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
         )
     for before, turn in zip((None, *turns), turns):
         out += [
-            f'<p class="back">↶ {text(undone_in_words(each))}</p>'
+            f'<p class="back">↶ {escape_text(undone_in_words(each))}</p>'
             for each in r.earlier
             if each.fate in AGAIN and each.first == turn.number
         ]
         out.append(
-            f'<h5 title="{text(turn.state)}"><b>Turn {turn.number + 1}</b> {text(turn_in_words(r, turn, before))}</h5>'
+            f'<h5 title="{escape_text(turn.state)}"><b>Turn {turn.number + 1}</b> {escape_text(turn_in_words(r, turn, before))}</h5>'
         )
         if turn.stop > turn.start:
             mine = slice(turn.start, turn.stop)
@@ -541,7 +542,7 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
                 )
             )
         elif turn.text:
-            out.append(f"<pre>{text(turn.text)}</pre>")
+            out.append(f"<pre>{escape_text(turn.text)}</pre>")
         if turn.answer is not None:
             read = (
                 r.observed[r.observed_turn == turn.number + 1]
@@ -551,7 +552,7 @@ def turns_html(r: StoredRollout, decode: Decoder | None, most: int | None = 2000
             after = int((r.observed_turn == turn.number + 1).sum())
             words = decode(read.tolist()) if decode is not None and len(read) else turn.answer
             who = f"environment{f', {after:,} tokens' if after else ''}"
-            out.append(f'<div class="env"><small>{who}</small><pre>{text(words)}</pre></div>')
+            out.append(f'<div class="env"><small>{who}</small><pre>{escape_text(words)}</pre></div>')
     return "".join(out)
 
 # %% ../../nbs/views/50_inspector.ipynb #inspector-style
@@ -606,25 +607,27 @@ def card_html(r: StoredRollout, decode: Decoder | None = None, most: int | None 
         f"{verdict(r)}</b>"
     )
     reward = "no reward" if r.reward is None else f"reward {short_number(r.reward)}"
-    told = [lead, text(reward), text(fate_in_words(r)), text(staleness_in_words(r))]
+    told = [lead, escape_text(reward), escape_text(fate_in_words(r)), escape_text(staleness_in_words(r))]
     head = "".join(f"<span>{part}</span>" for part in told if part)
-    failed = f'<p class="no">{text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
-    wanted = f"<h4>{'Tests' if code_task_of(r.answer) else 'Right answer'}</h4><pre>{text(answer_in_words(r.answer, 6))}</pre>"
+    failed = f'<p class="no">{escape_text(r.message.partition(chr(10))[0])}</p>' if r.message else ""
+    wanted = f"<h4>{'Tests' if code_task_of(r.answer) else 'Right answer'}</h4><pre>{escape_text(answer_in_words(r.answer, 6))}</pre>"
     return (
         f'<article class="rl-rollout" aria-label="rollout {r.rollout}, {verdict(r)}"><p class="head">{head}</p>{failed}'
-        f"{prompt_html(r, decode)}{_response(r, decode, most, key)}{wanted}{tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>"
+        f"{prompt_html(r, decode)}{_response(r, decode, most, key)}{wanted}{failed_tests_html(r.tests, 20) if r.tests else ''}{_facts(r)}</article>"
     )
 
 
 def prompt_html(r: StoredRollout, decode: Decoder | None) -> str:
     """What the model read before its first token, the template and special tokens included; the task's own words
     where that is not known."""
-    words = f"<pre>{text(r.prompt)}</pre>"
+    words = f"<pre>{escape_text(r.prompt)}</pre>"
     if decode is None or not len(r.prompt_tokens):
         return f"<h4>Prompt</h4>{words}"
     read = decode(r.prompt_tokens.tolist())
     alone = f"<details><summary>the task's words alone</summary>{words}</details>" if read != r.prompt else ""
-    return f"<h4>Prompt, as the model read it: {len(r.prompt_tokens):,} tokens</h4><pre>{text(read)}</pre>{alone}"
+    return (
+        f"<h4>Prompt, as the model read it: {len(r.prompt_tokens):,} tokens</h4><pre>{escape_text(read)}</pre>{alone}"
+    )
 
 
 def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: bool) -> str:
@@ -643,7 +646,7 @@ def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: b
         if r.states
         else f"<h4>Response, token by token</h4>{strip_html(r, decode, most)}"
     )
-    ends = f"<h4>What was judged</h4><pre>{text(r.text)}</pre>" if r.states and r.correct is not None else ""
+    ends = f"<h4>What was judged</h4><pre>{escape_text(r.text)}</pre>" if r.states and r.correct is not None else ""
     plain = f"<details{'' if decode is not None else ' open'}><summary>as plain text</summary>{told}</details>"
     return f"{strips}{note}{legend() if key else ''}{plain}{ends}"
 
@@ -651,9 +654,11 @@ def _response(r: StoredRollout, decode: Decoder | None, most: int | None, key: b
 def _said(r: StoredRollout) -> str:
     "The response as text; of an episode everything that was said, with who said it."
     if len(r.said) < 2:
-        return f"<pre>{text(r.text)}</pre>" if r.text else "<p><i>(nothing)</i></p>"
+        return f"<pre>{escape_text(r.text)}</pre>" if r.text else "<p><i>(nothing)</i></p>"
     names = ("policy", "environment")
-    return "".join(f"<p><small>{names[i % 2]}</small></p><pre>{text(words)}</pre>" for i, words in enumerate(r.said))
+    return "".join(
+        f"<p><small>{names[i % 2]}</small></p><pre>{escape_text(words)}</pre>" for i, words in enumerate(r.said)
+    )
 
 
 def _facts(r: StoredRollout) -> str:
@@ -683,7 +688,7 @@ def _facts(r: StoredRollout) -> str:
     }
     return (
         '<p class="facts">'
-        + "".join(f"<span><small>{name}</small> {text(value)}</span>" for name, value in facts.items() if value)
+        + "".join(f"<span><small>{name}</small> {escape_text(value)}</span>" for name, value in facts.items() if value)
         + "</p>"
     )
 
@@ -765,7 +770,7 @@ def side_by_side(
     sides = (
         (
             "<section><p "
-            f'class="when">{text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>'
+            f'class="when">{escape_text(name or f"version {r.oldest}")}</p>{card_html(r, decode, most, key=False)}</section>'
         )
         for r, name in zip((left, right), names, strict=True)
     )
@@ -1088,7 +1093,7 @@ class Browser:
                 work()
             except Exception as error:  # a handler has nobody to raise to
                 self.parts.note.value = (
-                    f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                    f'<div class="rl-error" role="alert">{escape_text(error) or type(error).__name__}</div>'
                 )
             finally:
                 self._busy = busy

@@ -59,7 +59,7 @@ from ..runtime.torch_generator import load_run_policy
 from ..runtime.torch_trainer import objective_of
 from ..training.batch import Arrays, Context, of_batch, prepare_batch, token_alphas
 from .decode import Decoder, load_decoder, pieces
-from .report import text
+from .html import escape_text
 
 if TYPE_CHECKING:
     import polars as pl
@@ -1220,7 +1220,7 @@ def strip_html(card: LossCard, changed: Sequence[bool] | None = None, top: float
     rest = card.frame.height - len(rows)
     return (
         '<div class="lc-strip" role="group" '
-        f'aria-label="{text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
+        f'aria-label="{escape_text(sentence(card))}">{"".join(out)}{f"<em> … {rest:,} more</em>" if rest else ""}</div>'
     )
 
 # %% ../../nbs/views/30_loss_card.ipynb #losscard-strip-part-2
@@ -1246,8 +1246,8 @@ def _token_html(r: Mapping, top: float, changed: bool) -> str:
         ]
     )
     title = " · ".join([f"token {r['position']}, id {r['id']}, v{r['version']}", *told])
-    said = text(r["token"]).replace("\n", "↵\n") if r["token"] else "·"
-    return f'<span class="{" ".join(filter(None, kinds))}" title="{text(title)}">{said}</span>'
+    said = escape_text(r["token"]).replace("\n", "↵\n") if r["token"] else "·"
+    return f'<span class="{" ".join(filter(None, kinds))}" title="{escape_text(title)}">{said}</span>'
 
 
 def short(value: float | None, width: int = 9) -> str:
@@ -1294,8 +1294,8 @@ def table_html(card: LossCard, most: int = 400) -> str:
 
 def _cell(column: str, value) -> str:
     if column == "token":
-        return f'<td class="tok">{text(_visible(value))}</td>'
-    return f"<td>{text(short(value) if isinstance(value, float) else '' if value is None else value)}</td>"
+        return f'<td class="tok">{escape_text(_visible(value))}</td>'
+    return f"<td>{escape_text(short(value) if isinstance(value, float) else '' if value is None else value)}</td>"
 
 
 def card_html(card: LossCard, open: bool = False) -> str:
@@ -1318,9 +1318,9 @@ def card_html(card: LossCard, open: bool = False) -> str:
             + "</p>"
         )
     )
-    listed = "".join(f"<li>{text(note)}</li>" for note in notes(card))
+    listed = "".join(f"<li>{escape_text(note)}</li>" for note in notes(card))
     return (
-        f'<article class="card" aria-label="loss card of rollout {card.rollout}"><p class="lead">{text(sentence(card)[:1].upper() + sentence(card)[1:])}</p><p class="soft">Rollout {card.rollout}: {text(card.recipe.words)}</p>{why}'
+        f'<article class="card" aria-label="loss card of rollout {card.rollout}"><p class="lead">{escape_text(sentence(card)[:1].upper() + sentence(card)[1:])}</p><p class="soft">Rollout {card.rollout}: {escape_text(card.recipe.words)}</p>{why}'
         f"{strip_html(card)}{key_html(card)}{told}<details{' open' if open else ''}><summary>every term of every token</summary>{table_html(card)}</details>{f'<ul>{listed}</ul>' if listed else ''}</article>"
     )
 
@@ -1338,7 +1338,7 @@ def why_html(card: LossCard) -> str:
     "Why it is 0, as paragraphs."
     return (
         "<div "
-        f'class="why">{"".join(f"<p>{text(line[:1].upper() + line[1:])}.</p>" for line in why_zero(card).splitlines())}</div>'
+        f'class="why">{"".join(f"<p>{escape_text(line[:1].upper() + line[1:])}.</p>" for line in why_zero(card).splitlines())}</div>'
     )
 
 # %% ../../nbs/views/30_loss_card.ipynb #losscard-compare
@@ -1417,8 +1417,8 @@ def comparison_html(c: CardComparison) -> str:
     names, changed, top = _names(c.one, c.other), c.frame["changed"].to_list(), max(steepest(c.one), steepest(c.other))
     sides = "".join(
         (
-            f"<section><p><b>{text(name)}</b> <span "
-            f'class="soft">{text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>'
+            f"<section><p><b>{escape_text(name)}</b> <span "
+            f'class="soft">{escape_text(sentence(each))}</span></p>{strip_html(each, changed, top)}</section>'
         )
         for name, each in zip(names, (c.one, c.other))
     )
@@ -1432,13 +1432,13 @@ def comparison_html(c: CardComparison) -> str:
             else [(one, f"{k}, {names[0]}"), (f"{k}_other", f"{k}, {names[1]}")]
         )
     ]
-    head = "".join(f"<th>{text(name)}</th>" for _, name in columns)
+    head = "".join(f"<th>{escape_text(name)}</th>" for _, name in columns)
     rows = "".join(
         f"<tr><td>{r['position']}</td>{_cell('token', r['token'])}{''.join(_cell(k, r[k]) for k, _ in columns)}</tr>"
         for r in c.changed.head(400).iter_rows(named=True)
     )
     return (
-        f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; the other: {text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
+        f'<article class="card" aria-label="two losses on rollout {c.one.rollout}"><p class="lead">{escape_text(change_in_words(c))}</p><p class="soft">Rollout {c.one.rollout}; the other: {escape_text(c.other.recipe.words)}</p><div class="lc-two">{sides}</div>{key_html(c.one, True)}'
         f'<details><summary>the tokens that change</summary><div class="lc-rows" tabindex="0" role="region" aria-label="tokens that change"><table class="lc"><thead><tr><th>#</th><th class="tok">token</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details></article>'
     )
 
@@ -1508,7 +1508,9 @@ class Cards:
         head = "".join(f'<th class="{"tok" if n in kinds else ""}">{n}</th>' for n in names)
         rows = "".join(
             "<tr>"
-            + "".join(f'<td class="{kinds[n]}">{text(r[n])}</td>' if n in kinds else _cell(n, r[n]) for n in names)
+            + "".join(
+                f'<td class="{kinds[n]}">{escape_text(r[n])}</td>' if n in kinds else _cell(n, r[n]) for n in names
+            )
             + "</tr>"
             for r in self.summary.iter_rows(named=True)
         )

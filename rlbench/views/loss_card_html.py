@@ -14,6 +14,7 @@ from ..knobs import key_of, knobs_of
 from ..objective.objective import OLD_POLICIES, PARTS
 from ..runtime.run_reader import RunReader
 from .decode import load_decoder
+from .html import escape_text
 from rlbench.views.loss_card import (
     CARD_STYLE,
     CardComparison,
@@ -24,7 +25,6 @@ from rlbench.views.loss_card import (
     recipe_of,
     with_policy,
 )
-from .report import text
 
 # %% ../../nbs/views/39_loss_card_html.ipynb #lossview-widgets
 LIVE = ("loss", "correction", "advantage", "aggregation", "old")  # parts with a menu
@@ -133,7 +133,7 @@ class LossView:
             self.note.value = ""
             work()
         except Exception as error:  # a handler has nobody to raise to
-            self.note.value = f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+            self.note.value = f'<div class="rl-error" role="alert">{escape_text(error) or type(error).__name__}</div>'
         finally:
             self._busy = busy
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from ..base.chart_parts import GRID, GROUND, short_number
 from ..records import stream_key
 from ..runtime.steer import current_user
+from .html import escape_text
 from .inspector import PALETTE, matching, widgets, with_texts
-from .report import text
 
 if TYPE_CHECKING:
     import polars as pl
@@ -249,14 +249,16 @@ def pair_html(pair: Pair | None, blind: bool = True) -> str:
             ""
             if blind
             else (
-                f" <small>reward {'–' if r.reward is None else text(short_number(r.reward))} · v{r.version} · "
+                f" <small>reward {'–' if r.reward is None else escape_text(short_number(r.reward))} · v{r.version} · "
                 f"rollout {r.rollout}</small>"
             )
         )
-        sides.append(f'<article aria-label="response {name}"><h4>{name}{known}</h4><pre>{text(r.text)}</pre></article>')
+        sides.append(
+            f'<article aria-label="response {name}"><h4>{name}{known}</h4><pre>{escape_text(r.text)}</pre></article>'
+        )
     return (
         '<div class="rl-look"><div '
-        f'class="prompt"><h4>Prompt</h4><pre>{text(pair.prompt)}</pre></div><div '
+        f'class="prompt"><h4>Prompt</h4><pre>{escape_text(pair.prompt)}</pre></div><div '
         f'class="two">{"".join(sides)}</div></div>'
     )
 
@@ -366,7 +368,7 @@ class Ranking:
                 work()
             except Exception as error:  # a handler has nobody to raise to
                 self.parts.note.value = (
-                    f'<div class="rl-error" role="alert">{text(error) or type(error).__name__}</div>'
+                    f'<div class="rl-error" role="alert">{escape_text(error) or type(error).__name__}</div>'
                 )
 
     def _ipython_display_(self) -> None:
@@ -403,7 +405,7 @@ def _draw_pair(r: Ranking) -> None:
         button.disabled = r.pair is None
     p.undo.disabled = not mine
     p.told.value = (
-        f'<span role="status">{better:,} preference{"s" * (better != 1)} by {text(r.author)}, '
+        f'<span role="status">{better:,} preference{"s" * (better != 1)} by {escape_text(r.author)}, '
         f"{len(mine) - better:,} without one</span>"
     )
 

@@ -36,7 +36,7 @@ from ..knobs import resolve
 from ..loop.config import RunConfig
 from ..loop.config_tables import ConfigError
 from ..views.comparison import exam_differences, exam_in
-from ..views.report import duration
+from ..views.html import format_duration
 from .ablation_result import Ablation, Arm, number_text, repeats_exactly, setting_text
 from .handle import Run, start_with_notes
 from .prepare import check_prepared, prepare
@@ -245,11 +245,11 @@ def run_all(jobs: Sequence[ArmJob], base, folder: Path, at_once: int, say: Calla
 
 def _trial_in_words(t: Trial) -> str:
     rate = f"held-out {number_text(held_out(t))} " * bool(t.rates)
-    return f"{rate}in {duration(t.seconds)}" if t.finished else f"{t.state}, {t.reason}"
+    return f"{rate}in {format_duration(t.seconds)}" if t.finished else f"{t.state}, {t.reason}"
 
 
 def _time_left(began: float, made: float, left: float) -> str:
-    return f"; about {duration((time.monotonic() - began) / made * left)} left" if made and left else ""
+    return f"; about {format_duration((time.monotonic() - began) / made * left)} left" if made and left else ""
 
 # %% ../../nbs/workbench/16_ablation.ipynb #ablation-ablate
 def _split_axes(base, arms, grid: Mapping[str, object]) -> tuple[dict[str, list], dict[str, object]]:

@@ -428,40 +428,38 @@ def _few_seeds(seeds: int) -> str:
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-html
 def ablation_html(a: Ablation) -> str:
     "Cautions, figure and table as HTML; a null arm that failed stands in a red box on top."
-    from rlbench.views.report import table, text
+    from rlbench.views.html import escape_text, html_table
 
     null, frame = a.null, a.table()
 
     def box(line, colour):
-        return (
-            f'<div style="border:2px solid {colour};padding:6px 10px;margin:6px 0;max-width:640px">{text(line)}</div>'
-        )
+        return f'<div style="border:2px solid {colour};padding:6px 10px;margin:6px 0;max-width:640px">{escape_text(line)}</div>'
 
     told = "".join(
         box(line, COLOURS["vermilion"] if line.startswith("NULL") else COLOURS["amber"]) for line in a.cautions
-    ) + (f"<p>{text(str(null))}</p>" if null and null.holds else "")
+    ) + (f"<p>{escape_text(str(null))}</p>" if null and null.holds else "")
     signed = ("difference", "low", "high")
     heads = ["arm", setting_text(a.measure), "difference", "95 % from", "to", "p", "Holm's p", "pairs"]
     rows = [
         [
-            text(row["arm"]),
-            *(text(number_text(math.nan if row[c] is None else row[c], c in signed)) for c in NUMBERS),
+            escape_text(row["arm"]),
+            *(escape_text(number_text(math.nan if row[c] is None else row[c], c in signed)) for c in NUMBERS),
             str(row["pairs"]),
         ]
         for row in frame.iter_rows(named=True)
     ]
     chart, words = a.chart(), "" if a.is_scan else comparisons_in_words(a.differences)
-    told += f"<p>{text(words)}</p>" if words else ""
+    told += f"<p>{escape_text(words)}</p>" if words else ""
     drawn = (
         "<div "
         f'style="max-width:640px">{to_svg(chart, 640, 110 + 34 * len(_compare_arms(a)))}{to_svg(a.curves(), 640, 240)}</div>'
     )
-    return f'<div class="rl-ablation">{told}{drawn}{table(heads, rows, range(len(heads)))}</div>'
+    return f'<div class="rl-ablation">{told}{drawn}{html_table(heads, rows, range(len(heads)))}</div>'
 
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-page
 def ablation_page(a: Ablation, path: str | Path) -> Path:
     "Write the result as an HTML page that stands alone. Returns its path."
-    from rlbench.views.report import text
+    from rlbench.views.html import escape_text
 
     title = f"{setting_text(a.measure)}: {', '.join(arm.label for arm in a.arms[:4])}"
     style = (
@@ -472,7 +470,7 @@ def ablation_page(a: Ablation, path: str | Path) -> Path:
     Path(path).write_text(
         (
             "<!doctype html><meta "
-            f"charset='utf-8'><title>{text(title)}</title><style>{style}</style><h1>Ablation</h1>{ablation_html(a)}\n"
+            f"charset='utf-8'><title>{escape_text(title)}</title><style>{style}</style><h1>Ablation</h1>{ablation_html(a)}\n"
         ),
         encoding="utf-8",
     )

@@ -46,7 +46,7 @@ from rlbench.runtime.lineage import (
     write_family,
     write_script,
 )
-from ..views.report import DECIDE
+from ..views.report import KEY_PACKAGES
 
 if TYPE_CHECKING:
     import polars as pl
@@ -220,7 +220,7 @@ def read_provenance(folder: Path) -> dict[str, str]:
     return {
         "commit": noted.get("commit", ""),
         "processor": noted.get("processor", ""),
-        **{name: packages.get(name, "") for name in DECIDE},
+        **{name: packages.get(name, "") for name in KEY_PACKAGES},
     }
 
 # %% ../../nbs/workbench/06_replay.ipynb #replay-base

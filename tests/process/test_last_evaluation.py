@@ -22,7 +22,8 @@ from rlbench.cli.main import app
 from rlbench.loop.config_files import load_config, to_toml
 from rlbench.runtime.actors import Refused
 from rlbench.runtime.checkpoint import POLICY_NOTE
-from rlbench.views.report import summary, write_report
+from rlbench.views.report import write_report
+from rlbench.views.run_summary import read_summary
 from rlbench.workbench.last_evaluation import evaluate_failed_run, reason_against
 from rlbench.workbench.offline import Evaluated
 
@@ -193,7 +194,7 @@ def test_a_measured_policy_is_told_everywhere(tmp_path):
     )
     assert "0.25 after failing" in call(tmp_path, "ls") and max(map(len, call(tmp_path, "ls").splitlines())) <= 80
     assert (
-        summary(folder).evaluated_after_failure
+        read_summary(folder).evaluated_after_failure
         and "held_out (after the run had failed)" in write_report(folder).read_text()
     )
     assert not evaluate_failed_run(folder, main=measures) and len(read_table(folder, "evals")) == before + 1
@@ -211,7 +212,7 @@ def test_an_evaluation_that_dies_changes_nothing(tmp_path, capfd, main, words):
         read_status(folder) == before and read_table(folder, "evals").equals(rows) and words in capfd.readouterr().err
     )
     assert (
-        not summary(folder).evaluated_after_failure
+        not read_summary(folder).evaluated_after_failure
         and "after the run had failed" not in write_report(folder).read_text()
     )
 

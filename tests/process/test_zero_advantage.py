@@ -6,7 +6,7 @@ import pytest
 
 import rlbench as rl
 from rlbench.advantage import expected_zero_advantage, fit_solve_beta, zero_advantage_of_beta
-from rlbench.views.report import preflight_in_words
+from rlbench.views.report_tables import preflight_in_words
 
 GROUP = 16
 

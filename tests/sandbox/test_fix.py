@@ -31,7 +31,8 @@ from rlbench.records import Rollout, Task, observation_segment, prompt_segment, 
 from rlbench.sandbox.grading_task import read_code_task, wrapped_code
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.workspace import content_of, read_file
-from rlbench.views.report import eval_table, summary
+from rlbench.views.report_tables import evaluation_table
+from rlbench.views.run_summary import read_summary
 
 DOUBLE = Task(
     "double",
@@ -356,9 +357,9 @@ def test_the_second_turn_reads_what_was_written_and_what_was_told(tmp_path, pool
         and rollouts["turns"].max() == 2
     )
     (seen,) = read_table(driver.folder, "evals").filter(pl.col("version") == 2).to_dicts()
-    assert summary(driver.folder).by_turn.startswith(
+    assert read_summary(driver.folder).by_turn.startswith(
         f"{seen['turn_rates'][0]:.3f} after turn 1, "
-    ) and "Solved by turn" in eval_table(read_table(driver.folder, "evals"))
+    ) and "Solved by turn" in evaluation_table(read_table(driver.folder, "evals"))
 
 
 SETS = (

@@ -7,7 +7,7 @@ import pytest
 from inline import inline_run
 
 from rlbench.views.comparison import compare, config_at, end_rows, exam_differences, exam_of
-from rlbench.views.report import read_run
+from rlbench.views.run_data import read_run_data
 from rlbench.workbench.ablation import check_arm, note_exam, with_base_exam
 from rlbench.workbench.ablation_result import Ablation, Arm
 
@@ -52,7 +52,7 @@ def test_rates_of_one_exam_are_subtracted(tmp_path):
 def test_an_exam_that_changes_on_the_way_is_said(tmp_path):
     "A command that changes what the exam is made of counts from its version on."
     driver = inline_run(tmp_path, "steered", PLAIN | {"steps": 4}, [(60, "max_tokens", 40, 0)])
-    data = read_run(driver.folder)
+    data = read_run_data(driver.folder)
     assert (exam_of(data, first=True).max_tokens, exam_of(data).max_tokens) == (64, 40)
     assert exam_differences(exam_of(data), exam_of(data, first=True)) == "max tokens 40 (not 64)"
     assert any(
@@ -64,7 +64,7 @@ def test_an_exam_that_changes_on_the_way_is_said(tmp_path):
 def test_an_exam_on_a_ramp_is_where_the_ramp_was(tmp_path):
     "Over four versions from 64 to 32 tokens: each evaluation has what was in force, and another command ends the ramp."
     driver = inline_run(tmp_path, "ramped", PLAIN | {"steps": 8, "alerts": False}, [(30, "max_tokens", 32, 4)])
-    data = read_run(driver.folder)
+    data = read_run_data(driver.folder)
     (since,) = data.commands["version"].to_list()
     known = [config_at(data, version)["max_tokens"] for version in range(9)]
     assert known[: since + 6] == ([64] * since + [64, 56, 48, 40, 32, 32])[:9]

@@ -20,7 +20,9 @@ from rlbench.runtime.diagnosis import diagnose
 from rlbench.runtime.live_view import LiveView
 from rlbench.runtime.signs import Change, Exams, RunHistory, Unused
 from rlbench.views.cards import light, turn_text
-from rlbench.views.report import preflight_in_words, summary, write_report
+from rlbench.views.report import write_report
+from rlbench.views.report_tables import preflight_in_words
+from rlbench.views.run_summary import read_summary
 from rlbench.views.why import why
 from rlbench.workbench.supervisor import note_diagnosis
 
@@ -278,7 +280,7 @@ def test_the_end_of_a_failed_run_repeats_the_diagnosis(tmp_path, capfd):
     )
     assert "diagnosis: This run collapses" in capfd.readouterr().err
     assert str(why(folder)).count("This run collapses") == 1 and ".." not in str(why(folder))
-    assert summary(folder).diagnosis in reason and "This run collapses" in write_report(folder).read_text(
+    assert read_summary(folder).diagnosis in reason and "This run collapses" in write_report(folder).read_text(
         encoding="utf-8"
     )
 

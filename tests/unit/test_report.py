@@ -13,7 +13,11 @@ import pytest
 from fake_run import fake_run
 
 from rlbench.base.run_files import create_run_folder
-from rlbench.views.report import failures, read_run, shown_rollouts, summary, to_html, write_report
+from rlbench.views.report import report_html, write_report
+from rlbench.views.report_rollouts import read_shown_rollouts
+from rlbench.views.report_tables import read_scoring_failures
+from rlbench.views.run_data import read_run_data
+from rlbench.views.run_summary import read_summary
 
 KINDS = {
     "finished": {},
@@ -78,7 +82,7 @@ def test_the_page_stands_alone_and_is_well_formed(kind, tmp_path):
 
 def test_a_finished_run(tmp_path):
     folder = fake_run(tmp_path)
-    s = summary(folder)
+    s = read_summary(folder)
     assert (s.state, s.versions, s.evaluations, s.eval, s.books_closed, s.missing) == (
         "finished",
         60,
@@ -107,9 +111,9 @@ def test_a_finished_run(tmp_path):
 
 def test_what_a_response_wrote_is_shown_and_never_run(tmp_path):
     folder = fake_run(tmp_path, rollouts=300)
-    nasty = [r for r in shown_rollouts(folder) if "<script>" in r.text]
+    nasty = [r for r in read_shown_rollouts(folder) if "<script>" in r.text]
     assert nasty
-    page = to_html(read_run(folder), nasty * 10)
+    page = report_html(read_run_data(folder), nasty * 10)
     assert (
         "&lt;script&gt;alert" in page
         and "<script" not in page
@@ -121,14 +125,14 @@ def test_what_a_response_wrote_is_shown_and_never_run(tmp_path):
 
 def test_scoring_that_failed_is_told_with_its_first_message(tmp_path):
     folder = fake_run(tmp_path)
-    failed, shown = failures(folder), [r for r in shown_rollouts(folder) if r.message]
+    failed, shown = read_scoring_failures(folder), [r for r in read_shown_rollouts(folder) if r.message]
     assert (
         failed.count == 33 == len(shown)
         and failed.message.endswith("make it <faster>")
         and all(r.reward is None for r in shown)
     )
     assert "Scoring failed 33 times:" in write_report(folder).read_text(encoding="utf-8")
-    page = to_html(read_run(folder), shown * 2)
+    page = report_html(read_run_data(folder), shown * 2)
     assert (
         page.count("make it &lt;faster&gt;</p>") == 20
         and "line 3, in shaky" not in page
@@ -136,7 +140,7 @@ def test_scoring_that_failed_is_told_with_its_first_message(tmp_path):
         and "Scoring failed" not in page
     )
     assert "1.1 over 20 versions" in page
-    assert failures(create_run_folder(tmp_path, "empty")).count == 0
+    assert read_scoring_failures(create_run_folder(tmp_path, "empty")).count == 0
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,7 @@ def test_scoring_that_failed_is_told_with_its_first_message(tmp_path):
     ],
 )
 def test_what_is_missing_is_said(kind, told, tmp_path):
-    s = summary(fake_run(tmp_path, kind, **KINDS[kind]))
+    s = read_summary(fake_run(tmp_path, kind, **KINDS[kind]))
     for sentence in told:
         assert any(sentence in line for line in s.missing), s.missing
 
@@ -165,7 +169,7 @@ def test_what_is_missing_is_said(kind, told, tmp_path):
 def test_folders_with_nothing_or_with_damage(tmp_path):
     empty = create_run_folder(tmp_path, "empty")
     assert "No batch was trained" in write_report(empty).read_text(encoding="utf-8") and "no status.json" in " ".join(
-        summary(empty).missing
+        read_summary(empty).missing
     )
     damaged = fake_run(tmp_path, "damaged")
     (damaged / "config.toml").write_text("steps = [", encoding="utf-8")
@@ -174,7 +178,7 @@ def test_folders_with_nothing_or_with_damage(tmp_path):
     assert (
         "config.toml is missing or cannot be read" in page
         and "provenance.json is missing or cannot be read" in page
-        and summary(damaged).solve_rate_end is not None
+        and read_summary(damaged).solve_rate_end is not None
     )
     with pytest.raises(FileNotFoundError, match="give the path of a run"):
         write_report(tmp_path / "nowhere")
@@ -182,18 +186,18 @@ def test_folders_with_nothing_or_with_damage(tmp_path):
 
 def test_pairs_are_of_one_level_and_of_both_ends(tmp_path):
     folder = fake_run(tmp_path)
-    rollouts = shown_rollouts(folder)
+    rollouts = read_shown_rollouts(folder)
     assert (
         all((r.reward is not None or r.message) and r.fate != "evaluated" for r in rollouts)
-        and len(shown_rollouts(folder, at_most=100)) < 120
+        and len(read_shown_rollouts(folder, at_most=100)) < 120
     )
-    from rlbench.views.report import pairs
+    from rlbench.views.report_rollouts import pair_early_and_late
 
-    found = pairs(rollouts)
+    found = pair_early_and_late(rollouts)
     assert (
         len(found) == 10
         and all(a.level == b.level and a.rollout < 210 and b.rollout > 1790 for a, b in found)
-        and found == pairs(rollouts)
+        and found == pair_early_and_late(rollouts)
     )
 
 
