@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['NO_IDS', 'CHECKS', 'Request', 'Result', 'Stats', 'Generator', 'check_concurrency', 'check_request', 'check_weights',
-           'check_cache', 'ScriptedResponse', 'scripted', 'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator',
-           'request_hash', 'record', 'read_recordings', 'ReplayGenerator', 'Subject', 'drain', 'check_endings',
-           'check_independence', 'check_slots', 'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
+           'check_cache', 'ScriptedResponse', 'scripted', 'DecodeSlots', 'PlayedSequence', 'script_beyond_partial',
+           'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator', 'request_hash', 'record', 'read_recordings',
+           'ReplayGenerator', 'Subject', 'drain', 'check_endings', 'check_independence', 'check_slots',
+           'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
 
 # %% ../nbs/03_generator.ipynb #generator-imports
 import hashlib
@@ -212,9 +213,55 @@ def scripted(
         tokens[-1] = stop[0]
     return ScriptedResponse(tokens, np.log1p(-0.9 * u_T).astype(np.float32), reason)
 
+# %% ../nbs/03_generator.ipynb #generator-slots
+class DecodeSlots:
+    """Sequences that decode together, each writing one token in every step, on a count of decode steps. A sequence
+    that is taken out early leaves its entry in the heap; it is recognised by its ticket and skipped."""
+
+    def __init__(self):
+        self.step = 0  # decode steps done
+        self.decoded = 0  # tokens written in them
+        self.running: dict[tuple[int, int], tuple[int, int]] = {}  # key -> (step at which it began, its ticket)
+        self._ends: list[tuple[int, int, tuple[int, int]]] = []  # (step at which it ends, its ticket, its key)
+        self._tickets = 0
+
+    def start(self, key: tuple[int, int], tokens: int) -> None:
+        "Begin a sequence that has so many tokens to write."
+        self._tickets += 1
+        self.running[key] = self.step, self._tickets
+        heapq.heappush(self._ends, (self.step + tokens, self._tickets, key))
+
+    def stop(self, key: tuple[int, int]) -> int:
+        "Take a running sequence out. Returns the tokens it has written."
+        began, _ = self.running.pop(key)
+        return self.step - began
+
+    def next_end(self) -> int | None:
+        "The step at which the next sequence ends; None if nothing runs."
+        ends, running = self._ends, self.running
+        while ends:
+            end, ticket, key = ends[0]
+            known = running.get(key)
+            if known is not None and known[1] == ticket:
+                return end
+            heapq.heappop(ends)
+        return None
+
+    def advance(self, until: int) -> list[tuple[int, int]]:
+        "Decode up to step `until`, which is no later than `next_end`. Returns the keys whose end is there."
+        self.decoded += (until - self.step) * len(self.running)
+        self.step = until
+        ended = []
+        while self.next_end() == until:
+            _, ticket, key = heapq.heappop(self._ends)
+            ended.append(key)
+        return ended
+
 # %% ../nbs/03_generator.ipynb #generator-played-state
 @dataclass(eq=False)
-class _Playing:
+class PlayedSequence:
+    "A request that is being played: its script, where it started and what its prompt cost."
+
     request: Request
     script: ScriptedResponse
     start: int = 0
@@ -222,21 +269,39 @@ class _Playing:
     rebuilt: bool = False
 
     @property
-    def finish(self) -> int:
-        return self.start + len(self.script.tokens) - self.request.done
+    def left(self) -> int:
+        "Tokens to write when it starts."
+        return len(self.script.tokens) - self.request.done
+
+    def cached_tokens(self, now: int) -> int:
+        "Tokens in its cache at decode step `now`."
+        return len(self.request.prompt) + self.request.done + now - self.start
+
+    def written_segment(self, now: int, loads: list[tuple[int, int]]) -> Segment:
+        "What it has written by step `now`; `loads` holds (step, version), oldest first."
+        partial = self.request.partial
+        done = self.request.done
+        new = now - self.start
+        steps = self.start + np.arange(new)
+        load = np.searchsorted([step for step, _ in loads], steps, side="right") - 1
+        versions = np.array([version for _, version in loads], np.int32)[load]
+        tokens = self.script.tokens[: done + new]
+        logprobs = self.script.logprobs[: done + new].copy()
+        if partial is not None:
+            tokens = np.concatenate([partial.tokens, tokens[done:]])
+            versions = np.concatenate([partial.versions, versions])
+            logprobs[:done] = partial.logprobs
+        return response_segment(tokens, logprobs, versions, cache="rebuild" if self.rebuilt else "keep")
 
 
-def _played_segment(playing: _Playing, now: int, loads: list[tuple[int, int]]) -> Segment:
-    "What a sequence has written by step `now`; `loads` holds (step, version), oldest first."
-    partial, done = playing.request.partial, playing.request.done
-    new = now - playing.start
-    at = np.searchsorted([step for step, _ in loads], playing.start + np.arange(new), side="right") - 1
-    versions = np.array([version for _, version in loads], np.int32)[at]
-    tokens, logprobs = playing.script.tokens[: done + new], playing.script.logprobs[: done + new].copy()
-    if partial is not None:
-        tokens, versions = np.concatenate([partial.tokens, tokens[done:]]), np.concatenate([partial.versions, versions])
-        logprobs[:done] = partial.logprobs
-    return response_segment(tokens, logprobs, versions, cache="rebuild" if playing.rebuilt else "keep")
+def script_beyond_partial(request: Request, script: ScriptedResponse) -> ScriptedResponse:
+    """The script; or if a partial is as long already (another version writes shorter ones), the partial and one more
+    token."""
+    if request.done < len(script.tokens):
+        return script
+    tokens = np.concatenate([request.partial.tokens, script.tokens[-1:]])
+    logprobs = np.concatenate([request.partial.logprobs, script.logprobs[-1:]])
+    return ScriptedResponse(tokens, logprobs, script.reason)
 
 # %% ../nbs/03_generator.ipynb #generator-played
 class PlayedGenerator:
@@ -258,10 +323,11 @@ class PlayedGenerator:
         self.context = context
         self.version = version
         self.concurrency = slots if concurrency is None else concurrency
-        self.waiting: dict[tuple[int, int], _Playing] = {}
-        self.running, self.heap = {}, []  # by key; (last step, ticket, sequence)
+        self.waiting: dict[tuple[int, int], PlayedSequence] = {}
+        self.running: dict[tuple[int, int], PlayedSequence] = {}
+        self.clockwork = DecodeSlots()
         self.loads = [(0, version)]
-        self.now = self.prefilled = self.decoded = self.ticket = 0
+        self.prefilled = 0
 
     @property
     def concurrency(self) -> int:
@@ -273,6 +339,16 @@ class PlayedGenerator:
         self._concurrency = check_concurrency(value, self.slots)
 
     @property
+    def now(self) -> int:
+        "Decode steps done."
+        return self.clockwork.step
+
+    @property
+    def decoded(self) -> int:
+        "Tokens written."
+        return self.clockwork.decoded
+
+    @property
     def idle(self) -> bool:
         "Nothing runs and nothing waits."
         return not self.running and not self.waiting
@@ -280,23 +356,73 @@ class PlayedGenerator:
     @property
     def ahead(self) -> int:
         "Decode steps until the next sequence finishes; 0 if there is none."
-        return _ahead(self)
+        self.fill_slots()
+        end = self.clockwork.next_end()
+        return 0 if end is None else end - self.now
 
     def submit(self, requests: Iterable[Request]) -> None:
         "Queue requests."
-        _queue(self, requests)
+        for request in requests:
+            if request.key in self.waiting or request.key in self.running:
+                raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
+            script = script_beyond_partial(request, self.script(request))
+            self.waiting[request.key] = PlayedSequence(request, script)
+
+    def fill_slots(self) -> None:
+        "Move waiting sequences into free slots, oldest first."
+        while self.waiting and len(self.running) < self.concurrency:
+            key = next(iter(self.waiting))
+            sequence = self.waiting.pop(key)
+            partial = sequence.request.partial
+            sequence.start = self.now
+            sequence.prefill = sequence.cached_tokens(self.now)
+            sequence.rebuilt = sequence.request.done > 0 and bool((partial.versions != self.version).any())
+            self.running[key] = sequence
+            self.prefilled += sequence.prefill
+            self.clockwork.start(key, sequence.left)
 
     def step(self, n: int = 1) -> list[Result]:
-        "Up to `n` decode steps."
-        return _play(self, n)
+        "Up to `n` decode steps, jumping from finish to finish."
+        results = []
+        end = self.now + n
+        while self.now < end:
+            self.fill_slots()
+            next_end = self.clockwork.next_end()
+            if next_end is None:
+                break
+            for key in self.clockwork.advance(min(end, next_end)):
+                sequence = self.running[key]
+                results.append(self.take_out(sequence, sequence.script.reason))
+        return results
+
+    def take_out(self, sequence: PlayedSequence, reason: StopReason, keep: bool = True) -> Result:
+        "The result of a sequence that leaves its slot, or that was waiting and left the list."
+        key = sequence.request.key
+        new = 0
+        segment = sequence.request.partial
+        if self.running.pop(key, None) is not None:
+            new = self.clockwork.stop(key)
+            segment = sequence.written_segment(self.now, self.loads)
+        if segment is None or not keep:
+            segment = response_segment([], [], [])
+        return Result(key, segment, reason, new * self.step_seconds, sequence.prefill, new)
 
     def abort(self, keys: Iterable[tuple[int, int]], keep: bool = True) -> list[Result]:
         "Take sequences out."
-        return _played_abort(self, keys, keep)
+        found = [self.waiting.pop(key, None) or self.running.get(key) for key in keys]
+        return [self.take_out(sequence, StopReason.ABORTED, keep) for sequence in found if sequence]
 
     def load(self, version: int, weights: Mapping | None = None, cache: str = "keep") -> None:
         "A new version from the next step on; `weights` are not used."
-        _played_load(self, version, cache)
+        rebuild = check_cache(cache) == "rebuild"
+        self.version = version
+        self.loads.append((self.now, version))
+        for sequence in self.running.values():
+            sequence.rebuilt = rebuild
+            if rebuild:
+                again = sequence.cached_tokens(self.now)
+                sequence.prefill += again
+                self.prefilled += again
 
     def sleep(self) -> None:
         "It holds no memory that it could give back."
@@ -306,108 +432,17 @@ class PlayedGenerator:
 
     def stats(self) -> Stats:
         "Counters."
-        return _played_stats(self)
-
-# %% ../nbs/03_generator.ipynb #generator-played-moves
-def _queue(g: PlayedGenerator, requests: Iterable[Request]) -> None:
-    for request in requests:
-        if request.key in g.waiting or request.key in g.running:
-            raise ValueError(f"key: {request.key} is already in the generator; use a new attempt number")
-        g.waiting[request.key] = _Playing(request, _beyond(request, g.script(request)))
-
-
-def _beyond(request: Request, script: ScriptedResponse) -> ScriptedResponse:
-    """The script, or if a partial is as long already (another version writes shorter ones), the partial and one
-    token more."""
-    if request.done < len(script.tokens):
-        return script
-    tokens, logprobs = (
-        np.concatenate([old, new[-1:]])
-        for old, new in ((request.partial.tokens, script.tokens), (request.partial.logprobs, script.logprobs))
-    )
-    return ScriptedResponse(tokens, logprobs, script.reason)
-
-
-def _fill(g: PlayedGenerator) -> None:
-    "Waiting sequences into free slots, oldest first."
-    while g.waiting and len(g.running) < g.concurrency:
-        key = next(iter(g.waiting))
-        p = g.running[key] = g.waiting.pop(key)
-        p.start, p.prefill = g.now, len(p.request.prompt) + p.request.done
-        p.rebuilt = p.request.done > 0 and bool((p.request.partial.versions != g.version).any())
-        g.prefilled += p.prefill
-        g.ticket += 1
-        heapq.heappush(g.heap, (p.finish, g.ticket, p))
-
-
-def _drop_dead(g: PlayedGenerator) -> None:
-    while g.heap and g.running.get(g.heap[0][2].request.key) is not g.heap[0][2]:
-        heapq.heappop(g.heap)
-
-
-def _ahead(g: PlayedGenerator) -> int:
-    _fill(g)
-    _drop_dead(g)
-    return g.heap[0][0] - g.now if g.heap else 0
-
-# %% ../nbs/03_generator.ipynb #generator-played-leave
-def _leave(g: PlayedGenerator, p: _Playing, reason: StopReason, keep: bool = True) -> Result:
-    "Take one sequence out."
-    ran = g.running.pop(p.request.key, None) is not None
-    new = g.now - p.start if ran else 0
-    segment = _played_segment(p, g.now, g.loads) if ran else p.request.partial
-    if segment is None or not keep:
-        segment = response_segment([], [], [])
-    return Result(p.request.key, segment, reason, new * g.step_seconds, p.prefill, new)
-
-
-def _played_abort(g: PlayedGenerator, keys: Iterable[tuple[int, int]], keep: bool) -> list[Result]:
-    found = [g.waiting.pop(key, None) or g.running.get(key) for key in keys]
-    return [_leave(g, p, StopReason.ABORTED, keep) for p in found if p]
-
-# %% ../nbs/03_generator.ipynb #generator-played-play
-def _play(g: PlayedGenerator, n: int) -> list[Result]:
-    "Up to `n` steps, jumping from finish to finish."
-    results, end = [], g.now + n
-    while g.now < end:
-        _fill(g)
-        _drop_dead(g)
-        if not g.heap:
-            break
-        to = min(end, g.heap[0][0])
-        g.decoded += (to - g.now) * len(g.running)
-        g.now = to
-        while g.heap and g.heap[0][0] == to:
-            p = heapq.heappop(g.heap)[2]
-            if g.running.get(p.request.key) is p:
-                results.append(_leave(g, p, p.script.reason))
-    return results
-
-# %% ../nbs/03_generator.ipynb #generator-played-load
-def _played_load(g: PlayedGenerator, version: int, cache: str) -> None:
-    rebuild = check_cache(cache) == "rebuild"
-    g.version = version
-    g.loads.append((g.now, version))
-    for p in g.running.values():
-        p.rebuilt = rebuild
-        if rebuild:
-            again = len(p.request.prompt) + p.request.done + g.now - p.start
-            p.prefill += again
-            g.prefilled += again
-
-
-def _played_stats(g: PlayedGenerator) -> Stats:
-    resident = sum(len(p.request.prompt) + p.request.done + g.now - p.start for p in g.running.values())
-    return Stats(
-        len(g.running),
-        len(g.waiting),
-        g.slots,
-        g.concurrency,
-        min(1.0, resident / (g.slots * g.context)),
-        g.prefilled,
-        g.decoded,
-        g.now * g.step_seconds,
-    )
+        resident = sum(sequence.cached_tokens(self.now) for sequence in self.running.values())
+        return Stats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            slots=self.slots,
+            concurrency=self.concurrency,
+            kv_used=min(1.0, resident / (self.slots * self.context)),
+            prefill_tokens=self.prefilled,
+            decode_tokens=self.decoded,
+            seconds=self.now * self.step_seconds,
+        )
 
 # %% ../nbs/03_generator.ipynb #generator-scripted
 class ScriptedGenerator(PlayedGenerator):

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ..loop.world import ActorTime
 from ..records import Meter
 from .fork_server import ForkServer, set_process_name
 
@@ -143,7 +144,7 @@ class InlineHandle:
         self.cost = cost
         self.due: float | None = None  # when the unit under way ends
         self._under_way = ActorWork()
-        self._ended = 0.0
+        self._time = ActorTime()
 
     def wake(self, now: float) -> None:
         "Begin a unit without a request: an actor first reports that it is there."
@@ -161,7 +162,6 @@ class InlineHandle:
             return []
         done = self._under_way
         self.due = None
-        self._ended = now
         if not self.actor.idle:
             self._begin(now)
         return [done]
@@ -177,8 +177,8 @@ class InlineHandle:
     def _begin(self, now: float) -> None:
         work = self.actor.work()
         spent = tuple(replace(each, seconds=self.cost(each)) for each in work.spent)
-        self._under_way = ActorWork(work.results, spent, now - self._ended)
-        self.due = now + sum(each.seconds for each in spent)
+        self._under_way = ActorWork(work.results, spent, self._time.idle_seconds(now))
+        self.due = self._time.start_work(now, sum(each.seconds for each in spent))
 
 # %% ../../nbs/runtime/05_actors.ipynb #placement-voice
 BEAT_SECONDS = 1.0  # between two signs of life

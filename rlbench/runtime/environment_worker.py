@@ -45,6 +45,7 @@ from ..environments.verifiers_adapter import verifiers
 from ..knobs import FileFunction, ingredients_of, key_of
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions, read_config
+from ..loop.world import stated_world
 from .actors import ActorWork, Spent, serve
 from .messages import ConfigureRequest, EnvironmentReady
 from ..sandbox.grading_task import read_code_task
@@ -159,7 +160,7 @@ class EnvironmentWorker:
         drawn as well, unless programs judge them."""
         verifier, reward, environment, pooled, at_once = self.functions_in_force(config)
         if config.generator == "scripted" and config.clock == "virtual" and pooled is None:
-            return ScriptedEnvironment(config.seed, failures=config.virtual.scripted_errors, environment=environment)
+            return ScriptedEnvironment(config.seed, failures=stated_world(config).failure_rate, environment=environment)
         return EnvironmentActor(verifier, reward, environment, pooled, at_once)
 
     @property

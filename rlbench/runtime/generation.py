@@ -109,7 +109,7 @@ class Generation:
         rollout = written(old, result.prompt_tokens, result.segment, result.text, result.reason)
         seconds = old.seconds + result.seconds
         if self.run.is_virtual:
-            seconds = rollout.length * self.run.config.virtual.decode
+            seconds = rollout.length * self.run.world.decode.base
         rollout = replace(rollout, seconds=seconds)
         self.live.rollouts[result.key] = rollout
         oldest, newest = version_span(rollout) or (-1, -1)

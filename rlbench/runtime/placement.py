@@ -32,7 +32,7 @@ from .checkpoint import CHECKPOINTS, load_checkpoint
 from .checkpoints import Checkpoints
 from .commands import Commands
 from .environment_worker import EnvironmentWorker, environment_main
-from .halves import stated_cost
+from .halves import cost_of_work
 from .live_rollouts import StepMeters
 from .messages import ConfigureRequest, WorkerReady
 from .publishing import Publishing
@@ -184,8 +184,8 @@ def start_inline(placement: Placement, name: str) -> InlineHandle:
         folder = begun_at.folder if begun_at else None
         halves = build_halves(config, prompts, run.workers.layout[name], run.folder, folder)
         actor = Worker(config, *halves, begun_at.manifest.version if begun_at else 0)
-    handle = InlineHandle(actor, stated_cost(config))
-    handle.wake(run.clock.now() + (config.virtual.start if placement.relocation else 0.0))
+    handle = InlineHandle(actor, cost_of_work(run.world))
+    handle.wake(run.clock.now() + (run.world.worker_start_s if placement.relocation else 0.0))
     return handle
 
 

@@ -20,6 +20,7 @@ __all__ = ['FULL_SECONDS', 'WAITING_SHARE', 'LOOK_SECONDS', 'OPENED', 'Workers',
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ..base.clock import RealClock, VirtualClock
@@ -27,6 +28,7 @@ from ..base.ledger import Ledger
 from ..base.run_files import Ballast, DiskFull
 from ..loop.config import RunConfig
 from ..loop.state import LoopState
+from ..loop.world import World, stated_world
 from ..records import Task
 from .actors import InlineHandle, ProcessHandle, close_all, kind_of
 from .fork_server import ForkServer
@@ -178,6 +180,11 @@ class RunContext:
     def config(self) -> RunConfig:
         "The configuration in force."
         return self.state.config
+
+    @cached_property
+    def world(self) -> World:
+        "What the actors take on the virtual clock. No command changes it."
+        return stated_world(self.config)
 
     @property
     def is_virtual(self) -> bool:
