@@ -22,16 +22,16 @@ import rlbench as rl
 from rlbench.bench.browser import (
     SLOW,
     Lab,
+    await_idle,
+    await_value,
     code_cells,
-    drag,
+    drag_slider,
     free_port,
-    idle,
-    notebook,
     restart_kernel,
     run_cell,
-    save,
-    until,
+    save_notebook,
     write_cell,
+    write_notebook,
 )
 from rlbench.runtime.steer import in_force
 
@@ -69,7 +69,7 @@ def reload_page(page) -> None:
     widgets, and then shows the cell's picture, which says how to see the run itself."""
     for patience in (20, 40, SLOW):
         page.reload()
-        idle(page)
+        await_idle(page)
         try:
             expect(panel(page)).to_be_visible(timeout=1000 * patience)
             return
@@ -80,7 +80,7 @@ def reload_page(page) -> None:
 
 def attached(lab: Lab, name: str) -> rl.Run:
     "The run of a notebook, seen from here."
-    return until(
+    return await_value(
         lambda: (
             (lab.notebooks / "runs" / name / "status.json").exists() and rl.attach(name, runs=lab.notebooks / "runs")
         )
@@ -94,14 +94,14 @@ def journal(run: rl.Run, knob: str, status: str = "applied") -> list[dict]:
 
 def wait_applied(page, run: rl.Run, knob: str, more_than: int = 0) -> dict:
     "The newest command about a knob, once it is applied."
-    until(lambda: len(journal(run, knob)) > more_than, page=page)
+    await_value(lambda: len(journal(run, knob)) > more_than, page=page)
     return journal(run, knob)[-1]
 
 
 def versions(page, run: rl.Run, more: int) -> None:
     "Wait for more versions."
     goal = run.status.version + more
-    until(lambda: run.status.version >= goal, page=page)
+    await_value(lambda: run.status.version >= goal, page=page)
 
 
 def panel(page):
@@ -137,7 +137,9 @@ def shows(page, field: str, value: int) -> None:
 def lives(page, run: rl.Run) -> None:
     "The panel follows the run."
     version = run.status.version
-    until(lambda: int(panel(page).locator(".rl-numbers b").first.inner_text().replace(",", "")) > version, page=page)
+    await_value(
+        lambda: int(panel(page).locator(".rl-numbers b").first.inner_text().replace(",", "")) > version, page=page
+    )
 
 
 def opened(lab: Lab, name: str = "workbench.ipynb", **size):
@@ -171,7 +173,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     swap_reward(page, run)
     shot(page, "workbench")
 
-    save(page)
+    save_notebook(page)
     reload_page(page)
     shows(page, "staleness", in_force(run.folder).staleness)
     lives(page, run)
@@ -183,7 +185,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     click(page, "stop")
     assert run.wait(SLOW) == "stopped" and run.status.books_closed
     assert wait_applied(page, run, "stop")["author"].endswith("(panel)")
-    until(lambda: "stopped" in strip(page), page=page)
+    await_value(lambda: "stopped" in strip(page), page=page)
     shot(page, "stopped")
     assert not page.locator(".Toastify__toast").count() and not list(lab.home.rglob("*")), (
         "toasts, or files in the user's home"
@@ -199,30 +201,30 @@ def steer_by_mouse(page, run: rl.Run) -> None:
     names = [each.get_attribute("aria-label") for each in panel(page).locator(".rl-main-knobs .noUi-handle").all()]
     assert names == ["staleness", "band, lower end", "band, upper end", "concurrency", "temperature", "learning_rate"]
     expect(handle(page, "learning_rate")).to_have_attribute("aria-valuetext", "0.0005")
-    drag(page, handle(page, "staleness"), 0.5)
+    drag_slider(page, handle(page, "staleness"), 0.5)
     asked = json.loads(wait_applied(page, run, "staleness")["value"])
     assert 2 <= asked <= 6
-    until(lambda: in_force(run.folder).staleness == asked, page=page)
+    await_value(lambda: in_force(run.folder).staleness == asked, page=page)
     since = run.status.changed["staleness"][1]
-    until(
+    await_value(
         lambda: f"in force {asked} versions since v{since}" in " ".join(knob(page, "staleness").inner_text().split()),
         page=page,
     )
-    until(lambda: run.steps.filter(pl.col("version") > since)["lag_max"].max() in range(2, asked + 1), page=page)
+    await_value(lambda: run.steps.filter(pl.col("version") > since)["lag_max"].max() in range(2, asked + 1), page=page)
 
-    drag(page, handle(page, "band", 1), 0.95)
+    drag_slider(page, handle(page, "band", 1), 0.95)
     low, high = json.loads(wait_applied(page, run, "band")["value"])
     assert low == 0.2 and 0.9 <= high <= 1.0
-    until(lambda: in_force(run.folder).band == (low, high), page=page)
+    await_value(lambda: in_force(run.folder).band == (low, high), page=page)
 
     click(page, "undo")
-    until(lambda: in_force(run.folder).band == (0.2, 0.8), page=page)
+    await_value(lambda: in_force(run.folder).band == (0.2, 0.8), page=page)
     open_in_place(page)
 
     box = panel(page).locator(".rl-over input")
     box.fill("4")
     box.press("Enter")
-    drag(page, handle(page, "temperature"), 0.4)
+    drag_slider(page, handle(page, "temperature"), 0.4)
     row = wait_applied(page, run, "temperature")
     asked = json.loads(row["value"])
     assert row["over"] == 4 and 1.2 < asked < 2.0
@@ -235,7 +237,7 @@ def steer_by_mouse(page, run: rl.Run) -> None:
             .to_list()
         )
 
-    until(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 3, page=page)
+    await_value(lambda: (seen := sampled())[-1:] == [pytest.approx(asked)] and len(seen) >= 3, page=page)
     assert (seen := sampled()) == sorted(seen), seen
     box.fill("0")
     box.press("Enter")
@@ -264,14 +266,14 @@ def pause_step_go(page, run: rl.Run) -> None:
     "Held, the version stands still; a step makes one more; released, it goes on."
     click(page, "pause")
     wait_applied(page, run, "pause")
-    until(lambda: run.state == "paused" and "paused" in strip(page), page=page)
+    await_value(lambda: run.state == "paused" and "paused" in strip(page), page=page)
     page.wait_for_timeout(2000)
     held = run.status.version
     page.wait_for_timeout(2500)
     assert run.status.version == held and run.state == "paused"
     click(page, "step")
     wait_applied(page, run, "step")
-    until(lambda: run.status.version > held, page=page)
+    await_value(lambda: run.status.version > held, page=page)
     page.wait_for_timeout(2500)
     assert run.status.version == held + 1 and run.state == "paused" and run.steps["version"][-1] == held + 1
     click(page, "go")
@@ -283,14 +285,14 @@ def swap_reward(page, run: rl.Run) -> None:
     "A reward written in a cell comes into force, and its keyword becomes a knob of the panel."
     write_cell(page, REWARD)
     row = wait_applied(page, run, "reward")
-    until(lambda: in_force(run.folder).reward["name"] == "brief", page=page)
+    await_value(lambda: in_force(run.folder).reward["name"] == "brief", page=page)
 
     def correct():
         return run.rollouts.filter(
             (pl.col("fate") == "trained") & (pl.col("dispatched") > row["version"]) & pl.col("correct")
         )
 
-    until(lambda: len(correct()), page=page)
+    await_value(lambda: len(correct()), page=page)
     assert correct().select((pl.col("reward") - (1 - 0.1 * pl.col("length") / 64)).abs().max()).item() < 1e-6
     panel(page).locator(".rl-more-knobs").click()
     page.locator(".rl-panel .lm-TabBar-tab, .rl-panel .p-TabBar-tab").filter(has_text="Environment").click()
@@ -303,7 +305,7 @@ def restart_and_attach(page, run: rl.Run, shot) -> None:
     "The run outlives the kernel; the panel of the dead kernel says that it is old; attached again, everything is there."
     restart_kernel(page)
     version = run.status.version
-    until(lambda: run.status.version > version + 1, page=page)
+    await_value(lambda: run.status.version > version + 1, page=page)
     expect(panel(page).locator(".rl-late").first).to_have_css("opacity", "1")
     shot(page, "kernel-gone")
     write_cell(page, 'import rlbench as rl\nrl.attach("tiny-1")')
@@ -318,10 +320,12 @@ def test_two_viewers_of_one_run(lab, shared, shot):
     "What one asks is seen by the other, with its author; the knobs of both follow."
     run = shared
     for who in ("ada", "emmy"):
-        notebook(lab.notebooks / f"{who}.ipynb", "import rlbench as rl", f'rl.attach("shared").panel(author="{who}")')
+        write_notebook(
+            lab.notebooks / f"{who}.ipynb", "import rlbench as rl", f'rl.attach("shared").panel(author="{who}")'
+        )
     ada, emmy = (opened(lab, f"{who}.ipynb", height=1300) for who in ("ada", "emmy"))
     versions(ada, run, 3)
-    drag(ada, handle(ada, "staleness"), 0.5)
+    drag_slider(ada, handle(ada, "staleness"), 0.5)
     row = wait_applied(ada, run, "staleness")
     asked = json.loads(row["value"])
     assert row["author"] == "ada"
@@ -332,13 +336,13 @@ def test_two_viewers_of_one_run(lab, shared, shot):
         )
     click(emmy, "pause")
     assert wait_applied(emmy, run, "pause")["author"] == "emmy"
-    until(lambda: "paused" in strip(ada), page=ada)
+    await_value(lambda: "paused" in strip(ada), page=ada)
     run.set(concurrency=96, author="a script")
     expect(panel(emmy).locator(".rl-log")).to_contain_text(
         re.compile("a script\\s*concurrency → 96"), timeout=1000 * SLOW
     )
     click(ada, "go")
-    until(lambda: "paused" not in strip(emmy), page=emmy)
+    await_value(lambda: "paused" not in strip(emmy), page=emmy)
     shot(emmy, "second-viewer")
     for page in (ada, emmy):
         page.context.close()
@@ -347,7 +351,7 @@ def test_two_viewers_of_one_run(lab, shared, shot):
 def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     "What a change would do stands in the charts beside what the run does; a slider is answered at once, and by simulation when it rests."
     versions(None, shared, 14)  # since the test before changed what is fitted
-    notebook(
+    write_notebook(
         lab.notebooks / "ahead.ipynb",
         'import rlbench as rl\nrun = rl.attach("shared")\nprint(run.predict(concurrency=16))',
         "run",
@@ -360,7 +364,7 @@ def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
     table = cell.locator("table")
     expect(table).to_contain_text("formula")
     expect(table).not_to_contain_text("simulated")
-    drag(page, cell.locator(".noUi-handle").first, 0.8)
+    drag_slider(page, cell.locator(".noUi-handle").first, 0.8)
     expect(table).to_contain_text("simulated", timeout=1000 * SLOW)
     assert shared.predictions[-1].prediction.knobs == {"concurrency": 16}, (
         "a slider predicts, and leaves nothing behind"
@@ -380,7 +384,7 @@ WHOLLY_SEEN = """() => {
 
 def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, shot):
     "On a small and a large screen, with tags and a note: six cards, five sliders and Pause lie inside the page at once; the value under the mouse is that of the journal."
-    notebook(lab.notebooks / "seen.ipynb", "import rlbench as rl", 'rl.attach("shared")')
+    write_notebook(lab.notebooks / "seen.ipynb", "import rlbench as rl", 'rl.attach("shared")')
     page = opened(lab, "seen.ipynb")
     write_labels_by_hand(page, shared)
     versions(page, shared, max(0, 4 - shared.status.version))
@@ -397,7 +401,7 @@ def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, s
             )  # one decimal
             shot(page, f"dragged-{width}")
 
-        drag(page, handle(page, "temperature"), to, look)
+        drag_slider(page, handle(page, "temperature"), to, look)
         value = held.pop("value")
         assert held == {"cards": 6, "sliders": 5, "handles": 6, "pause": 1, "labels": 1}, f"{width} x {height}"
         row = wait_applied(page, shared, "temperature", more_than=before)
@@ -415,7 +419,7 @@ def write_labels_by_hand(page, run: rl.Run) -> None:
     tags.fill("base, on-policy")
     panel(page).get_by_role("textbox", name="note").fill("the one in the paper, " * 12)
     panel(page).get_by_role("button", name="Save", exact=True).click()
-    until(lambda: run.tags == ("base", "on-policy"), page=page)
+    await_value(lambda: run.tags == ("base", "on-policy"), page=page)
     expect(tags).to_be_hidden()
     expect(panel(page).locator(".rl-tag")).to_have_text(["base", "on-policy"])
     assert panel(page).locator(".rl-note").get_attribute("title") == run.note and run.note.startswith("the one in")
@@ -426,7 +430,7 @@ def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
     "Each panel names the other run, and says that they slow each other: the kernel has one core, so two runs are too many on any machine."
     one_core = "import os\nimport rlbench as rl\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     second = 'second = rl.run("tiny", name="second", steps=100_000, generator="scripted")\nrl.attach("shared")'
-    notebook(lab.notebooks / "two.ipynb", one_core, second, "second")
+    write_notebook(lab.notebooks / "two.ipynb", one_core, second, "second")
     page = opened(lab, "two.ipynb", height=1300)
     run = attached(lab, "second")
     for other in ("second", "shared"):
@@ -448,7 +452,7 @@ def test_two_hundred_runs_open_on_one_page(lab, shot):
     first = fake_run(lab.folder / "many", "run-0", batches=60, rollouts=50)
     for number in range(1, 200):
         shutil.copytree(first, first.parent / f"run-{number}")
-    notebook(lab.notebooks / "many.ipynb", "import rlbench as rl", f"rl.runs({str(first.parent)!r})")
+    write_notebook(lab.notebooks / "many.ipynb", "import rlbench as rl", f"rl.runs({str(first.parent)!r})")
     page = lab.open_notebook("many.ipynb")
     run_cell(page, 0)
     cell = code_cells(page).nth(1)
@@ -486,10 +490,10 @@ FITS = """() => {
 
 def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
     "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough, in the frames that are drawn there."
-    notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("shared")')
+    write_notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("shared")')
     page = opened(lab, "wide.ipynb", height=2000)
     shared.set(staleness=3)
-    until(lambda: shared.status.version >= 8, page=page)
+    await_value(lambda: shared.status.version >= 8, page=page)
     problems = {}
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
@@ -511,11 +515,11 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
         "tiny", runs=lab.notebooks / "runs", name="kept", generator="scripted", clock="virtual", steps=30, preflight=0
     )
     assert run.wait(SLOW) == "finished"
-    notebook(lab.notebooks / "kept.ipynb", "import rlbench as rl", 'rl.attach("kept")')
+    write_notebook(lab.notebooks / "kept.ipynb", "import rlbench as rl", 'rl.attach("kept")')
     page = opened(lab, "kept.ipynb")
-    until(lambda: "finished" in strip(page), page=page)
+    await_value(lambda: "finished" in strip(page), page=page)
     page.wait_for_timeout(2000)
-    save(page)
+    save_notebook(page)
     assert (
         page.evaluate("document.querySelectorAll('.rl-still').length") == 1
         and not page.locator(".rl-still").is_visible()
@@ -547,7 +551,7 @@ rl.run("tiny", name="worse", runs="runs", steps=200, learning_rate=2e-2, stalene
 
 def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
     "The strip says that the run collapses, training health comes first, and a click forks it from its best checkpoint; the sliders stay where they are in view."
-    notebook(lab.notebooks / "worse.ipynb", COLLAPSING)
+    write_notebook(lab.notebooks / "worse.ipynb", COLLAPSING)
     page = lab.open_notebook("worse.ipynb", width=1920)
     cell = run_cell(page, 0)
     fork = page.locator(".rl-fork")
@@ -562,10 +566,10 @@ def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
     child = attached(lab, "worse-1")
     assert (child.family.how, child.family.at) == ("fork", best) and best < run.status.version
     expect(page.get_by_text("forked as")).to_be_visible()
-    until(lambda: child.state == "running" and child.status.version > 0, page=page)
+    await_value(lambda: child.state == "running" and child.status.version > 0, page=page)
     for each in (run, child):
         each.stop()
-    until(lambda: {run.state, child.state} <= {"stopped", "failed"}, page=page)
+    await_value(lambda: {run.state, child.state} <= {"stopped", "failed"}, page=page)
     page.context.close()
 
 
@@ -623,7 +627,7 @@ def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path,
         except OSError:
             return None
 
-    refused = until(answers)
+    refused = await_value(answers)
     assert "/login" in refused.url and "rl-panel" not in refused.read().decode()
     sockets = []
     page.on("websocket", lambda socket: sockets.append(socket.url))

@@ -18,10 +18,10 @@ def test_every_arm_is_a_configuration_that_can_run():
 def test_rows_over_seeds():
     "Mean, t interval and mean costs; a single seed is its own interval."
     arms = [b.ObjectiveResult("x", seed, rate, 10.0 + seed, 400.0, 20.0) for seed, rate in enumerate((0.9, 0.94, 0.92))]
-    row = b.row_of(arms)
+    row = b.family_row(arms)
     assert (row.solve_rate, row.gpu_or_cpu_s, row.peak_mb, row.seeds) == (0.92, 11.0, 400.0, (0.9, 0.94, 0.92))
     assert row.low == pytest.approx(0.92 - 4.3027 * 0.02 / 3**0.5, abs=3e-3) and row.low < 0.92 < row.high
-    assert (one := b.row_of(arms[:1])).low == one.high == 0.9
+    assert (one := b.family_row(arms[:1])).low == one.high == 0.9
 
 
 @pytest.mark.slow

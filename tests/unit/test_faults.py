@@ -5,7 +5,7 @@ import random
 import pytest
 from scripted import WITHOUT_MODEL
 
-from rlbench.bench.faults import MOMENTS, bench_faults, strike
+from rlbench.bench.faults import MOMENTS, bench_faults, strike_run
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ from rlbench.bench.faults import MOMENTS, bench_faults, strike
 )
 def test_books_close_and_nothing_is_left(tmp_path, target, signal, first, settings):
     "A generator that is killed first is outlived; the others end the run. One run has a model, whose policy is saved."
-    blow = strike(0, target, signal, tmp_path, after=random.uniform(0, MOMENTS / 2), first=first, **settings)
+    blow = strike_run(0, target, signal, tmp_path, after=random.uniform(0, MOMENTS / 2), first=first, **settings)
     assert blow.problems == (), blow
 
 
