@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +62,15 @@ def notebooks_of_modules() -> dict[str, Path]:
     return found
 
 
-def imported_modules(module: str) -> set[str]:
+def imported_modules(module: str) -> frozenset[str]:
     "Names below rlbench that a module imports, inside functions too: modules, and names in them. '' is rlbench itself."
     path = module_path(module)
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    return imports_in(path, path.relative_to(ROOT).with_suffix("").parts[:-1])
+
+
+@cache
+def imports_in(path: Path, package: tuple[str, ...]) -> frozenset[str]:
+    "The same of a file that stands in `package`."
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -75,11 +81,18 @@ def imported_modules(module: str) -> set[str]:
             found |= {f"{source}.{name.name}" for name in node.names} | {source}
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith(("import_module", "__import__"))
+            and called_name(node) in ("import_module", "__import__")
             and node.args
+            and isinstance(node.args[0], ast.Constant)
         ):
-            found |= {str(ast.literal_eval(node.args[0]))} if isinstance(node.args[0], ast.Constant) else set()
-    return {name.removeprefix("rlbench").removeprefix(".") for name in found if name.split(".")[0] == "rlbench"}
+            found.add(str(node.args[0].value))
+    ours = (name for name in found if name.split(".")[0] == "rlbench")
+    return frozenset(name.removeprefix("rlbench").removeprefix(".") for name in ours)
+
+
+def called_name(call: ast.Call) -> str:
+    "The last part of the name of what is called; empty if it has none."
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def import_graph() -> dict[str, list[str]]:
