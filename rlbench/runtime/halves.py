@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Training', 'GeneratorHalf', 'TrainerHalf', 'scripted_generator_half', 'scripted_trainer_half', 'cost_of_work',
-           'wait_stated', 'scripted_text', 'paced_generator_half', 'scripted_metrics', 'paced_trainer_half',
-           'publish_unless_drilled']
+           'wait_stated', 'scripted_text', 'read_code_answer', 'paced_generator_half', 'scripted_metrics',
+           'paced_trainer_half', 'publish_unless_drilled']
 
 # %% ../../nbs/runtime/09_halves.ipynb #halves-imports
 # The halves of a worker, and the scripted ones.
@@ -22,7 +22,6 @@ __all__ = ['Training', 'GeneratorHalf', 'TrainerHalf', 'scripted_generator_half'
 import errno
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from ..loop.config import RunConfig
 from ..loop.world import World, stated_world
 from ..records import Group, Task, TrainMetrics, stream_key, uniform_numbers
 from .actors import Spent
-from ..sandbox.grading_task import read_code_task
+from ..sandbox.grading_task import CodeTask, read_code_task
 
 # %% ../../nbs/runtime/09_halves.ipynb #halves-records
 @dataclass
@@ -132,12 +131,22 @@ def wait_stated(config: RunConfig, work: str, units: float) -> float:
 def scripted_text(seed: int, task: Task, rollout: int, tokens: np.ndarray) -> str:
     """The text of a scripted response: its token ids, and the task's answer if the script has it right. A task on
     code is answered with its reference solution."""
-    answer = task.answer
-    if answer.startswith("{"):
-        with suppress(ValueError):
-            answer = f"```\n{read_code_task(answer).reference}\n```"
-    last_line = answer if is_scripted_right(seed, task, rollout) else "no answer"
-    return f"{' '.join(map(str, tokens))}\n#### {last_line}"
+    is_right, ids = is_scripted_right(seed, task, rollout), " ".join(map(str, tokens))
+    code = read_code_answer(task.answer)
+    if code is not None and code.wrap != CodeTask.wrap:  # the whole text is the body of a function
+        return f"{code.reference if is_right else 'return None'}  # {ids}"
+    answer = task.answer if code is None else f"```\n{code.reference}\n```"
+    return f"{ids}\n#### {answer if is_right else 'no answer'}"
+
+
+def read_code_answer(answer: str) -> CodeTask | None:
+    "The task on code that an answer describes; None if it is the answer of another kind of task."
+    if not answer.startswith("{"):
+        return None
+    try:
+        return read_code_task(answer)
+    except ValueError:
+        return None
 
 
 def paced_generator_half(config: RunConfig) -> GeneratorHalf:

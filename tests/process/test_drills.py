@@ -44,7 +44,9 @@ def live(tmp_path_factory, preset: str, **more) -> rl.Run:
 def coded(tmp_path_factory):
     "A live run with a pool of its own; its last test stops it."
     pool = tmp_path_factory.mktemp("pool")
-    run = live(tmp_path_factory, "tiny-code", sandbox={"folder": str(pool)})
+    slow = {"generator": "scripted", "virtual": {"scripted_pace": 1.0}}  # programs are under way, and not hundreds
+    verifier = {"name": "code", "wall_s": 5.0}  # whose worker is given up soon after that
+    run = live(tmp_path_factory, "tiny-code", sandbox={"folder": str(pool)}, verifier=verifier, **slow)
     yield run
     if run.state == "running":
         run.stop()
