@@ -38,17 +38,9 @@ from ..runtime.diagnosis import course_of, diagnose
 from ..runtime.knobsets import apply_knobs, knob_presets, save_knobs
 from ..runtime.live_view import LiveView, read_toml
 from ..runtime.steer import ask_guard, current_user, drop_guard, in_force, send_request, undo_change
-from rlbench.views.cards import (
-    CARDS,
-    card_html,
-    light,
-    moved,
-    numbers_html,
-    shown_first,
-    state_html,
-    still_html,
-    style_html,
-)
+from .card_html import card_style_html, light_html, numbers_html, run_card_html, still_cards_html
+from .cards import CARDS, changed_cards, default_cards
+from .light import run_light
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -689,7 +681,7 @@ class Panel:
             with self.lock:  # a handler may draw, too
                 self.look()
                 self.snapshot = self.view.poll()
-                self.light = light(self.snapshot, self.light)
+                self.light = run_light(self.snapshot, self.light)
                 draw(self)
                 self.trace = ""
         except Exception as error:  # the run folder was removed, or is of a newer rlbench: say so, and look again
@@ -795,13 +787,13 @@ def build(panel: Panel) -> dict:
     parts = {
         name: w.HTML().add_class(f"rl-{name}") for name in ("style", "state", "numbers", "neighbours", "message", "log")
     }
-    parts["style"].value = f"{style_html()}<style>{STYLE}{LABEL_STYLE}</style>{NAMES_SCRIPT}"
+    parts["style"].value = f"{card_style_html()}<style>{STYLE}{LABEL_STYLE}</style>{NAMES_SCRIPT}"
     parts |= {key: w.HTML() for key in CARDS} | {"fork": fork_button(panel), "detail": w.Output()}
     parts["opened"] = w.VBox([opened_header(panel), parts["detail"]]).add_class("rl-detail")
     cards = {
         key: w.Box([parts[key], opener(panel, key)]).add_class("rl-card").add_class(f"rl-card-{key}") for key in CARDS
     }
-    first = shown_first(read_toml(panel.folder / "config.toml"))
+    first = default_cards(read_toml(panel.folder / "config.toml"))
     toggles = {}
     for key, spec in CARDS.items():
         if not spec.default:
@@ -923,15 +915,15 @@ def best_version(folder: Path) -> int | None:
 def draw(panel: Panel) -> None:
     "Bring all widgets up to date with the snapshot."
     parts, snapshot = panel.parts, panel.snapshot
-    tell(parts["state"], state_html(panel.light))
+    tell(parts["state"], light_html(panel.light))
     answer_collapse(panel)
     tell(parts["numbers"], numbers_html(snapshot))
     panel.labels.update()
     tell(parts["neighbours"], neighbours_html(snapshot.neighbours))
-    fresh = moved(panel.drawn, snapshot)
+    fresh = changed_cards(panel.drawn, snapshot)
     for key, spec in CARDS.items():
         if (spec.default or parts["toggles"][key].value) and (key in fresh or not parts[key].value):
-            tell(parts[key], card_html(key, snapshot, WHOLE_WIDTH if panel.collapsed and key == "health" else 0))
+            tell(parts[key], run_card_html(key, snapshot, WHOLE_WIDTH if panel.collapsed and key == "health" else 0))
         elif key in fresh:
             tell(parts[key], "")  # drawn when it is asked for
     panel.drawn = snapshot
@@ -1001,7 +993,7 @@ def still_picture(panel: Panel) -> str:
         f"<code>rl.attach({escape(repr(snapshot.name))})</code> in another one.</p>"
     )
     frozen = replace(snapshot, alive_at=0.0)  # "last heard 0.3 s ago" would be said for ever
-    return f"<div class='rl-still'><style>{PICTURE}{ALONE}</style>{told}{still_html(frozen, panel.light)}</div>"
+    return f"<div class='rl-still'><style>{PICTURE}{ALONE}</style>{told}{still_cards_html(frozen, panel.light)}</div>"
 
 
 PICTURE = (

@@ -22,26 +22,23 @@ from ..base.neighbours import neighbours_in_words
 from ..base.run_charts import column_items
 from ..base.status import ENDED
 from ..loop.balance import MOVES, percent
-from ..runtime.diagnosis import Diagnosis, course_of, diagnose
+from ..runtime.diagnosis import NOT_LEARNING, Diagnosis, course_of, diagnose
 from ..runtime.live_view import LiveView, RunSnapshot, value_in_force
-from rlbench.views.cards import (
-    FIRST,
-    JUDGED,
+from rlbench.views.bottleneck import (
     STALE,
     WAITS,
-    Light,
     WindowFacts,
-    facts,
-    helps,
-    judge,
-    light,
-    limit,
-    remedies,
-    shown,
-    turn_text,
-    window,
+    advice_in_words,
+    describe_turn,
+    judge_balance,
+    limiting_part,
+    list_remedies,
+    setting_in_words,
+    window_facts,
+    window_rows,
 )
-from .cards import why as reason_of
+from .bottleneck import balance_reason as reason_of
+from .light import RATE_WORDS, Light, run_light
 
 # %% ../../nbs/views/90_why.ipynb #why-record
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ VERDICT = {
 
 def verdict(s: RunSnapshot, f: WindowFacts) -> str:
     "What holds a running run up, in a word."
-    found = limit(judge(f), f)
+    found = limiting_part(judge_balance(f), f)
     waves = (
         value_in_force(s, "staleness") == 0
         and not f.colocated
@@ -112,7 +109,7 @@ def verdict(s: RunSnapshot, f: WindowFacts) -> str:
 
 def evidence(s: RunSnapshot, f: WindowFacts) -> dict[str, float]:
     "The figures behind the verdict: shares of the time, groups, sequences, versions."
-    rows = window(s)
+    rows = window_rows(s)
 
     def mean(*names):
         return float(sum(np.nan_to_num(s.recent[name][rows]).mean() for name in names))
@@ -143,10 +140,10 @@ def remedy(s: RunSnapshot, f: WindowFacts, found: str) -> str:
     "What helps, as sentences."
     if found == "synchronous":
         return (
-            f"More sequences at once make a wave shorter (concurrency, now {shown(value_in_force(s, 'concurrency'))}). With staleness = 1 they would work at the same time; rollouts are then up to one version old, "
+            f"More sequences at once make a wave shorter (concurrency, now {setting_in_words(value_in_force(s, 'concurrency'))}). With staleness = 1 they would work at the same time; rollouts are then up to one version old, "
             "and the run no longer repeats to the bit."
         )
-    told = helps(judge(f), f, s)
+    told = advice_in_words(judge_balance(f), f, s)
     return "" if not told or found == "nothing" else f"What helps: {told}."
 
 
@@ -195,7 +192,7 @@ def mean_of_window(s: RunSnapshot, column: str) -> float:
     "The mean of a column of the step table over the versions that are looked at; 0 where there is none."
     if column not in s.recent:
         return 0.0
-    return float(np.nan_to_num(s.recent[column][window(s)]).mean())
+    return float(np.nan_to_num(s.recent[column][window_rows(s)]).mean())
 
 
 def filtered_causes(s: RunSnapshot, f: WindowFacts, found: str) -> list[CostCause]:
@@ -203,7 +200,7 @@ def filtered_causes(s: RunSnapshot, f: WindowFacts, found: str) -> list[CostCaus
     said = []
     mean = partial(mean_of_window, s)
     if f.unusable > MUCH_FILTERED:
-        side = turn_text("lower" if f.solved > 0.2 else "raise", "band", value_in_force(s, "band"))
+        side = describe_turn("lower" if f.solved > 0.2 else "raise", "band", value_in_force(s, "band"))
         advice = "these tasks are learned: harder ones would help" if f.solved > 0.75 else side
         sides = f"all right {percent(mean('all_pass'))}, all wrong {percent(mean('all_fail'))}"
         said.append(
@@ -228,8 +225,8 @@ def dropped_causes(s: RunSnapshot, f: WindowFacts, found: str) -> list[CostCause
                 "dropped",
                 (
                     f"Besides, {percent(f.stale)} of the rollouts were dropped as stale: "
-                    f"{turn_text('raise', 'staleness', value_in_force(s, 'staleness'))}, or "
-                    f"{turn_text('lower', 'concurrency', value_in_force(s, 'concurrency'))}."
+                    f"{describe_turn('raise', 'staleness', value_in_force(s, 'staleness'))}, or "
+                    f"{describe_turn('lower', 'concurrency', value_in_force(s, 'concurrency'))}."
                 ),
                 ("staleness", "concurrency"),
             )
@@ -241,7 +238,7 @@ def dropped_causes(s: RunSnapshot, f: WindowFacts, found: str) -> list[CostCause
                 (
                     "What is dropped is not like what is trained: they differ by "
                     f"{percent(mean('drop_bias'))} in length, level or turns. Hold training for the late "
-                    f'ones (overdue = "wait") or raise staleness ({shown(value_in_force(s, "staleness"))}).'
+                    f'ones (overdue = "wait") or raise staleness ({setting_in_words(value_in_force(s, "staleness"))}).'
                 ),
                 ("overdue", "staleness"),
             )
@@ -259,7 +256,7 @@ def batch_causes(s: RunSnapshot) -> list[CostCause]:
                 "truncated",
                 (
                     f"{percent(mean('truncated'))} of the responses were cut at max_tokens "
-                    f"({shown(value_in_force(s, 'max_tokens'))}); they rarely earn a reward, and only a run that "
+                    f"({setting_in_words(value_in_force(s, 'max_tokens'))}); they rarely earn a reward, and only a run that "
                     "is built for longer ones can raise it."
                 ),
                 ("max_tokens",),
@@ -271,7 +268,7 @@ def batch_causes(s: RunSnapshot) -> list[CostCause]:
                 "off-policy",
                 (
                     f"The batches are worth {percent(mean('ess'))} of their size (effective sample size): "
-                    f"lower staleness ({shown(value_in_force(s, 'staleness'))}), or correct more."
+                    f"lower staleness ({setting_in_words(value_in_force(s, 'staleness'))}), or correct more."
                 ),
                 ("staleness", "correction"),
             )
@@ -287,7 +284,7 @@ def neighbouring(s: RunSnapshot) -> tuple[CostCause, ...]:
 
 def doubt(s: RunSnapshot, f: WindowFacts) -> tuple[CostCause, ...]:
     "How sure the verdict is, if it is not."
-    rows = window(s)
+    rows = window_rows(s)
     waits = s.recent["trainer_wait"][rows] / np.maximum(1e-9, s.recent["seconds"][rows])
     error = float(np.std(waits, ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else 1.0
     if len(rows) < 6:
@@ -321,18 +318,22 @@ BEGIN = {
 
 def explain(s: RunSnapshot) -> Why:
     "What limits the run of a snapshot."
-    told, learning = light(s), diagnose(course_of(s))
-    if told.word in FIRST:
+    told, learning = run_light(s), diagnose(course_of(s))
+    if told.word in NOT_LEARNING:
         return not_learning(s, learning)
-    eaten = nothing_left(s) if told.word in (*JUDGED, "starting") else None
+    eaten = nothing_left(s) if told.word in (*RATE_WORDS, "starting") else None
     if eaten:
         return eaten
-    if told.word not in JUDGED:
+    if told.word not in RATE_WORDS:
         word = "dead" if s.state == "dead" else TOLD.get(told.word, told.word)
         return Why(s.name, word, f"{s.name} {BEGIN[word]}: {end_sentences(s, told, learning)}", besides=neighbouring(s))
-    f, rows = facts(s), window(s)
+    f, rows = window_facts(s), window_rows(s)
     found, figures = verdict(s, f), evidence(s, f)
-    knobs = ("concurrency",) if found == "synchronous" else tuple(knob for _, knob in remedies(judge(f), f, s))
+    knobs = (
+        ("concurrency",)
+        if found == "synchronous"
+        else tuple(turn.knob for turn in list_remedies(judge_balance(f), f, s))
+    )
     first, last = (int(s.recent["version"][i]) for i in (rows[0], rows[-1]))
     over = f"Over {len(rows)} batches (versions {first} to {last}, {figures['seconds']:.0f} s)"
     lag = (
@@ -343,7 +344,7 @@ def explain(s: RunSnapshot) -> Why:
     parts = [
         said,
         f"{VERDICT[found]}{', which takes turns in one worker' if f.colocated else ''}.",
-        f"{over}: {reason_of(judge(f), f)}; {lag}.",
+        f"{over}: {reason_of(judge_balance(f), f)}; {lag}.",
         remedy(s, f, found),
         balancing(s, knobs),
     ]
@@ -353,8 +354,8 @@ def explain(s: RunSnapshot) -> Why:
 def not_learning(s: RunSnapshot, learning: Diagnosis) -> Why:
     """The answer for a run whose policy gets worse, does not move, or has nothing more to learn; its rate is said
     beside."""
-    f, versions = facts(s), s.steps["version"]
-    rate = (CostCause("rate", f"Its rate: {reason_of(judge(f), f)}."),) if f else ()
+    f, versions = window_facts(s), s.steps["version"]
+    rate = (CostCause("rate", f"Its rate: {reason_of(judge_balance(f), f)}."),) if f else ()
     span = (int(versions[0]), int(versions[-1]))
     return Why(
         s.name,
@@ -376,12 +377,12 @@ def nothing_left(s: RunSnapshot) -> Why | None:
         return None
     share, count = float((new["fate"] == "filtered").mean()), len(new)
     right = float(np.nan_to_num(s.rollouts["reward"].tail(count * int(value_in_force(s, "group"))).mean() or 0.0))
-    turn = turn_text("lower" if right > 0.5 else "raise", "band", value_in_force(s, "band"))
+    turn = describe_turn("lower" if right > 0.5 else "raise", "band", value_in_force(s, "band"))
     other = "serve harder tasks" if right > 0.5 else "serve easier tasks, or give a reward for part of the way"
     side = f"all {'right' if right > 0.5 else 'wrong'}: {turn}, or {other}"
     text = (
         f"The filter limits this run: since version {s.version} {percent(share)} of {count} groups gave no signal, and {batch:g} with one make a batch. Their mean reward was {right:.2f}, so most of them were {side} "
-        f"(band, now {shown(value_in_force(s, 'band'))}; group, now {shown(value_in_force(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth of such groups in a row end the run."
+        f"(band, now {setting_in_words(value_in_force(s, 'band'))}; group, now {setting_in_words(value_in_force(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth of such groups in a row end the run."
     )
     return Why(
         s.name, "filter", text, None, {"filtered": share, "groups": float(count), "reward": right}, ("band", "group")
@@ -397,7 +398,7 @@ def end_sentences(s: RunSnapshot, told: Light, learning: Diagnosis) -> str:
     "Why a run is not running, whether it had learned, and what to do."
     reason = (s.status.reason if s.status and s.state in ENDED else "") or told.reason
     said = [reason.rstrip(".")]
-    if learning.verdict in FIRST:
+    if learning.verdict in NOT_LEARNING:
         said += [learning.text.rstrip(".")] if learning.text not in reason else []
     elif told.helps:
         said += [f"What to do: {told.helps}"]

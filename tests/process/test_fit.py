@@ -476,7 +476,7 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
 
 def test_the_panel_draws_the_newest_prediction(base, brief):
     from rlbench.runtime.live_view import LiveView
-    from rlbench.views.cards import queue_charts, time_charts
+    from rlbench.views.card_charts import queue_charts, time_charts
 
     (base / FILE).unlink(missing_ok=True)
     view = LiveView(base)

@@ -659,9 +659,10 @@ def hostile(tmp_path_factory) -> Path:
 def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
     "Report, comparison, inspector, cards: prompts, responses, answers, names, task ids, messages, authors, settings and reasons stay text, in attributes too; nothing is fetched, nothing hidden from the reader."
     from rlbench.runtime.live_view import LiveView
-    from rlbench.views.cards import light, still_html
+    from rlbench.views.card_html import still_cards_html
     from rlbench.views.comparison import compare
     from rlbench.views.inspector import rollout_html
+    from rlbench.views.light import run_light
     from rlbench.views.report import write_report
 
     pages = {
@@ -676,7 +677,7 @@ def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
         assert not OBEYED.search(page), name
         assert "secret-of-the-hook" not in page, name
     snapshot = LiveView(hostile).poll()
-    Page(still_html(snapshot, light(snapshot))).check()
+    Page(still_cards_html(snapshot, run_light(snapshot))).check()
 
 
 def test_plotly_reads_no_tags_in_the_words_of_others(hostile):

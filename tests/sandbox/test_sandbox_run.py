@@ -26,7 +26,8 @@ from rlbench.runtime.live_view import LiveView
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.types import End, Execution, Fault
 from rlbench.sandbox.verdict import verdict_from_row
-from rlbench.views.cards import CARDS, card_html
+from rlbench.views.card_html import run_card_html
+from rlbench.views.cards import CARDS
 from rlbench.views.regrade import kept_verdicts
 from rlbench.views.report import write_report
 
@@ -360,7 +361,7 @@ def test_a_trained_run_and_its_verdicts_once_more(tmp_path, monkeypatch):
         )
         snapshot = LiveView(run.folder).poll()
         assert all(chart.series for chart in CARDS["sandbox"].charts(snapshot)[:4])
-        face = card_html("sandbox", snapshot)
+        face = run_card_html("sandbox", snapshot)
         assert (
             face.count("<figure>") == 6
             and face.count("0 0 360 ") == 6

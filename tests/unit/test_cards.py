@@ -15,7 +15,9 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_charts import solve_rate_chart
 from rlbench.runtime.live_view import COMMANDS, RECENT, ROLLOUTS, LiveView
-from rlbench.views.cards import CARDS, card_html, light, still_html, strip_html, style_html
+from rlbench.views.card_html import card_style_html, run_card_html, state_strip_html, still_cards_html
+from rlbench.views.cards import CARDS
+from rlbench.views.light import run_light
 
 LONG = 100_000
 
@@ -31,7 +33,7 @@ def same(a, b) -> None:
         assert mine.equals(other)
     at = max(a.now, b.now)
     a, b = replace(a, now=at), replace(b, now=at)
-    assert still_html(a, light(a)) == still_html(b, light(b))
+    assert still_cards_html(a, run_light(a)) == still_cards_html(b, run_light(b))
 
 
 def written(ledger: Ledger, versions: range, rng: np.random.Generator) -> None:
@@ -155,9 +157,9 @@ def test_a_long_history_is_kept_thin_and_drawn_small(long_run):
         and snapshot.batch == LONG
         and len(snapshot.ribbons) == 8
     )
-    frame = still_html(snapshot, light(snapshot))
+    frame = still_cards_html(snapshot, run_light(snapshot))
     assert len(frame.encode()) < 45_000
-    assert all(len(card_html(key, snapshot)) < 20_000 for key in CARDS)
+    assert all(len(run_card_html(key, snapshot)) < 20_000 for key in CARDS)
     same(snapshot, view.poll())
 
 
@@ -187,7 +189,7 @@ def test_filtered_groups_do_not_hide_the_last_batch(tmp_path):
         ledger.flush()
         seen = [watched.poll(), LiveView(folder).poll()]
         assert [(s.batch, s.lags.tolist(), len(s.ribbons)) for s in seen] == [(7, [64, 64], 8)] * 2
-    assert "no batch trained yet" not in card_html("ribbons", seen[1])
+    assert "no batch trained yet" not in run_card_html("ribbons", seen[1])
     ledger.close()
 
 
@@ -207,9 +209,9 @@ def test_every_kind_of_run_is_drawn(kind, tmp_path):
     "Strip and all cards are well formed, named for those who hear them, and load nothing."
     snapshot = LiveView(fake_run(tmp_path, kind, **KINDS[kind])).poll()
     snapshot = replace(snapshot, now=snapshot.alive_at + 1)
-    told = light(snapshot)
+    told = run_light(snapshot)
     assert told.word == WORDS.get(kind, told.word) and told.word != "stale"
-    frame = f"<div>{style_html()}{strip_html(snapshot, told)}{''.join(card_html(key, snapshot) for key in CARDS)}</div>"
+    frame = f"<div>{card_style_html()}{state_strip_html(snapshot, told)}{''.join(run_card_html(key, snapshot) for key in CARDS)}</div>"
     tree = ElementTree.fromstring(re.sub(r"&ensp;", " ", frame.replace("<br>", "<br/>")))
     charts = [svg for svg in tree.iter() if svg.tag.endswith("svg") and svg.get("class") == "rl-chart"]
     assert len(charts) >= 15 and all(svg.get("role") == "img" and len(svg.get("aria-label")) > 10 for svg in charts)
@@ -221,7 +223,7 @@ def test_a_folder_that_is_none_and_one_that_is_empty(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         LiveView(tmp_path / "nowhere")
     view = LiveView(tmp_path)
-    assert light(view.poll()).word == "starting"
+    assert run_light(view.poll()).word == "starting"
     folder = fake_run(tmp_path, "later", batches=3, state="running")
     (folder / "config.toml").rename(tmp_path / "config.toml")
     (folder / "ledger").rename(tmp_path / "ledger")
@@ -273,7 +275,7 @@ def test_trained_stands_beside_served_and_curves_go_through_gaps(tmp_path):
     snapshot = LiveView(folder).poll()
     assert np.isnan(snapshot.steps["solve_rate"][5]) and snapshot.steps["trained_solve_rate"][5] == 0.5
     for key in ("solve", "length", "reward"):
-        assert "trained" in card_html(key, snapshot)
+        assert "trained" in run_card_html(key, snapshot)
     for chart in CARDS["length"].charts(snapshot):
         lines = re.findall(r"<path d='([^']*)' fill='none' stroke='var\(--rl-[^>]*stroke-linejoin", to_svg(chart))
         assert lines and all(line.count("M") == 1 for line in lines)
@@ -291,10 +293,10 @@ def test_a_start_shows_its_phases(tmp_path):
     snapshot = replace(snapshot, state="starting", begun={}, now=snapshot.alive_at + 1)
     status = snapshot.status
     told = [
-        light(replace(snapshot, status=replace(status, workers={}))),
-        light(replace(snapshot, status=replace(status, workers={"trainer": 7}))),
-        light(replace(snapshot, begun={"Generate": 40, "Generated": 31})),
-        light(replace(snapshot, begun={"Generate": 40, "Generated": 40, "Train": 1})),
+        run_light(replace(snapshot, status=replace(status, workers={}))),
+        run_light(replace(snapshot, status=replace(status, workers={"trainer": 7}))),
+        run_light(replace(snapshot, begun={"Generate": 40, "Generated": 31})),
+        run_light(replace(snapshot, begun={"Generate": 40, "Generated": 40, "Train": 1})),
     ]
     assert [each.reason[:6] for each in told] == [f"{phase} of 4" for phase in (1, 2, 3, 4)]
     assert "31 so far" in told[2].reason and "trainer" in told[1].reason

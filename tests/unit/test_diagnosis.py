@@ -19,7 +19,8 @@ from rlbench.loop.guards import ALERTS, first_guards, short_names, without
 from rlbench.runtime.diagnosis import diagnose
 from rlbench.runtime.live_view import LiveView
 from rlbench.runtime.signs import Change, Exams, RunHistory, Unused
-from rlbench.views.cards import light, turn_text
+from rlbench.views.bottleneck import describe_turn
+from rlbench.views.light import run_light
 from rlbench.views.report import write_report
 from rlbench.views.report_tables import preflight_in_words
 from rlbench.views.run_summary import read_summary
@@ -211,9 +212,10 @@ def test_the_light_and_why_say_it_first_and_a_healthy_run_keeps_its_rate(tmp_pat
     snapshot = replace(snapshot, alive_at=snapshot.now)
     broken = replace(snapshot, steps={**snapshot.steps, "kl_sampler": np.full(len(snapshot.steps["version"]), 0.8)})
     assert (
-        light(snapshot).word in ("generation-bound", "balanced", "trainer-bound") and light(broken).word == "collapsing"
+        run_light(snapshot).word in ("generation-bound", "balanced", "trainer-bound")
+        and run_light(broken).word == "collapsing"
     )
-    assert "nats" in light(broken).reason and light(broken).helps.startswith("Pause, and fork at version")
+    assert "nats" in run_light(broken).reason and run_light(broken).helps.startswith("Pause, and fork at version")
 
 
 def test_a_run_that_trains_nothing_is_diagnosed_from_the_groups_that_were_filtered():
@@ -269,7 +271,7 @@ def test_the_end_of_a_failed_run_repeats_the_diagnosis(tmp_path, capfd):
     note_diagnosis(folder)
     assert read_status(folder).reason == "320 groups in a row were left no reward" and not capfd.readouterr().err
     add_collapse(folder)
-    assert light(LiveView(folder).poll()).word == "failed" and light(LiveView(folder).poll()).reason.startswith(
+    assert run_light(LiveView(folder).poll()).word == "failed" and run_light(LiveView(folder).poll()).reason.startswith(
         "collapsing: held-out"
     )
     note_diagnosis(folder)
@@ -292,11 +294,11 @@ def test_a_run_that_solves_nothing_is_told_so_from_the_preflight():
 
 
 def test_what_helps_names_the_end_and_the_value():
-    assert turn_text("lower", "band", (0.2, 0.8)) == "lower the band's low end from 0.2 to 0.1"
-    assert turn_text("raise", "band", (0.2, 0.25)) == "raise the band's low end from 0.2 to 0.23"
-    assert turn_text("lower", "band", (0.0, 0.8)) == "lower the band's high end from 0.8 to 0.4"
-    assert turn_text("raise", "staleness", 0) == "raise staleness from 0 to 1"
-    assert turn_text("lower", "oversample", 0.5) == "lower oversample from 0.5 to 0.25"
+    assert describe_turn("lower", "band", (0.2, 0.8)) == "lower the band's low end from 0.2 to 0.1"
+    assert describe_turn("raise", "band", (0.2, 0.25)) == "raise the band's low end from 0.2 to 0.23"
+    assert describe_turn("lower", "band", (0.0, 0.8)) == "lower the band's high end from 0.8 to 0.4"
+    assert describe_turn("raise", "staleness", 0) == "raise staleness from 0 to 1"
+    assert describe_turn("lower", "oversample", 0.5) == "lower oversample from 0.5 to 0.25"
 
 
 def test_guards_have_short_names():

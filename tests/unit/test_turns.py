@@ -18,7 +18,7 @@ from rlbench.loop.events import Generated
 from rlbench.runtime.driver import Driver, drive
 from rlbench.runtime.live_view import LiveView
 from rlbench.runtime.prompts import make_pools
-from rlbench.views.cards import card_html
+from rlbench.views.card_html import run_card_html
 
 STORE = {
     "model": "tiny",
@@ -82,9 +82,9 @@ def test_what_the_policy_wrote_is_what_its_next_turn_reads(tmp_path, monkeypatch
     assert any(len(set(r.turns.tolist())) > 1 for r in seen.ribbons) and all(
         len(r.turns) in (0, len(r.versions)) for r in seen.ribbons
     )
-    assert "a line where a turn begins" in card_html(
+    assert "a line where a turn begins" in run_card_html(
         "ribbons", seen
-    ) and f"in {short_number(steps['turns'][-1], 2)} turns" in card_html("length", seen)
+    ) and f"in {short_number(steps['turns'][-1], 2)} turns" in run_card_html("length", seen)
     again = inline_run(tmp_path, "b", STORE | {"generator": "torch"})
     assert again.state.digest == driver.state.digest
 
