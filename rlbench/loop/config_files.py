@@ -221,11 +221,13 @@ def read_config(folder: Path, functions: Mapping | None = None) -> RunConfig:
 # %% ../../nbs/loop/10_config_files.ipynb #config-functions
 class Functions:
     """The functions that a configuration may name: built-in ones, and those captured in a run folder. Without a
-    folder: built-in ones only."""
+    folder: built-in ones, and those of `known`, where a folder's functions have been read already."""
 
-    def __init__(self, folder: Path | None = None):
+    def __init__(self, folder: Path | None = None, known: Mapping[str, Mapping[str, Callable]] | None = None):
         self.folder = folder
-        self.known = captured_functions(folder) if folder else {}
+        self.known = known or {}
+        if folder:
+            self.known = captured_functions(folder)
 
     def bound(self, config: RunConfig, field: str) -> Callable:
         """The function in force in a field, with its parameters. Raises ValueError if it was edited, KeyError if it

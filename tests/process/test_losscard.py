@@ -18,24 +18,15 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import create_run_folder
 from rlbench.cli.main import app
 from rlbench.objective.loss import LossTerms
-from rlbench.views import loss_card as losscard
+from rlbench.views import loss_batch
 from rlbench.views.inspector import browse, read_rollout
-from rlbench.views.loss_card import (
-    CardComparison,
-    batch_loss,
-    card_of,
-    framed,
-    loss_card,
-    loss_cards,
-    read_batch,
-    recipe_of,
-    settings_at,
-    sheets,
-    swap,
-    waiting,
-    why_zero,
-)
-from rlbench.views.loss_card_html import LossView
+from rlbench.views.loss_batch import read_batch, read_waiting, settings_at
+from rlbench.views.loss_card import CardComparison, loss_card, loss_cards, make_card
+from rlbench.views.loss_card_html import framed_loss_card
+from rlbench.views.loss_recipe import recipe_of, swap_parts
+from rlbench.views.loss_terms import batch_loss, loss_sheets
+from rlbench.views.loss_view import LossView
+from rlbench.views.loss_words import why_zero
 from rlbench.workbench.handle import attach, run
 
 RATIOS = ((1.5, 0.9), (0.7, 1, 1.2), (1.1,), (0.5, 1, 2, 1))
@@ -159,15 +150,17 @@ def test_the_terms_of_a_real_run_add_up_to_its_losses(runs, name):
         mine = r.rollouts.filter(pl.col("trained_at") == version)
         batch = read_batch(r.folder, mine["rollout"][0])
         assert batch_loss(batch) == pytest.approx(logged, abs=1e-5), version
-        found = sheets(batch, recipe_of(batch))
+        found = loss_sheets(batch, recipe_of(batch))
         assert len(found) == (1 if name == "plain" else 2) and sum(len(s.arrays) for s in found) == len(mine)
         assert (
             sum(s.totals.tokens for s in found) == r.steps.filter(pl.col("version") == version)["trained_tokens"].item()
         )
         whole = loss_cards(r.folder, mine, policy=False)
         assert sum(c.loss for c in whole.cards) / len(found) == pytest.approx(logged, abs=1e-5)
-        again = swap(recipe_of(batch), batch, advantage=batch.config.advantage)  # computed from the rewards once more
-        assert not again.own and batch_loss(batch, again) == pytest.approx(logged, abs=1e-5)
+        again = swap_parts(
+            recipe_of(batch), batch, advantage=batch.config.advantage
+        )  # computed from the rewards once more
+        assert not again.stored_advantages and batch_loss(batch, again) == pytest.approx(logged, abs=1e-5)
     ratios = np.concatenate([s.ratio_RT[s.arrays.mask_RT] for s in found])
     assert (ratios == 1).all() if name == "plain" else (found[1].ratio_RT[found[1].arrays.mask_RT] != 1).any()
 
@@ -216,7 +209,7 @@ def test_a_card_can_be_asked_for_in_every_way(runs):
 def test_the_group_to_check_by_hand(folder, swapped, loss):
     card = loss_card(folder, 0, **swapped)
     assert card.sheet.loss == pytest.approx(loss, abs=2e-6)
-    cards = [card_of(card.batch, i, card.recipe) for i in range(4)]
+    cards = [make_card(card.batch, i, card.recipe) for i in range(4)]
     assert sum(c.loss for c in cards) == pytest.approx(loss, abs=2e-6)
 
 
@@ -457,7 +450,7 @@ def test_pages_nest_and_know_both_themes(folder):
         loss_card(folder, 0, correction={"name": "icepop", "high": 2.0})._repr_html_(),
     ):
         assert {"rl-lc"} <= Nested(page).classes and '[data-jp-theme-light="false"]' in page and "<script" not in page
-    assert {"u4", "k", "m", "x", "lc-strip"} <= Nested(framed(card._repr_html_())).classes and "d5" in Nested(
+    assert {"u4", "k", "m", "x", "lc-strip"} <= Nested(framed_loss_card(card._repr_html_())).classes and "d5" in Nested(
         card._repr_html_()
     ).classes
 
@@ -501,7 +494,7 @@ def test_what_waits_is_read_from_the_checkpoint(tmp_path, monkeypatch):
             saved = set(r.checkpoints)
             r.checkpoint()
             until(lambda: set(r.checkpoints) - saved)
-            if found := waiting(r.folder):
+            if found := read_waiting(r.folder):
                 break
             version = r.status.version
             r.go()
@@ -509,7 +502,7 @@ def test_what_waits_is_read_from_the_checkpoint(tmp_path, monkeypatch):
         assert found, (r.folder / "run.log").read_text()
         looks = [found]
         monkeypatch.setattr(
-            losscard, "waiting", lambda folder: looks.pop()
+            loss_batch, "read_waiting", lambda folder: looks.pop()
         )  # at the next look it would be another queue
         cards = r.cards("queue", loss=["ppo", "cispo"])
         assert {c.rollout for c in cards.cards} == {m.rollout.id for m in found} and {

@@ -38,7 +38,7 @@ from rlbench.training.batch import demonstration_row, join_arrays, lay_out, prep
 from rlbench.training.logprobs import packed_logprobs, shared_logprobs
 from rlbench.training.scoring_models import trace_rollouts
 from rlbench.training.trainer import Trainer, TrainerConfig
-from rlbench.views.loss_card import read_batch, with_policy
+from rlbench.views.loss_batch import read_batch, with_policy
 
 VOCABULARY, PROMPT = 64, [3, 4, 5, 6]
 SAMPLINGS = {
@@ -369,6 +369,6 @@ def test_a_live_control_stays_at_rounding_under_top_p(tmp_path):
     )
     (folder,) = (tmp_path / "runs").iterdir()
     batch = read_batch(folder, 0)
-    for before, after in zip(batch.members, with_policy(batch).members):
+    for before, after in zip(batch.rollouts, with_policy(batch).rollouts):
         assert before.rollout.sampling_mask is not None and pack_masks(before.rollout.sampling_mask.sets) is not None
         assert np.nanmax(np.abs(before.start_N - after.start_N)) < 1e-3
