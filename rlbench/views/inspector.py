@@ -31,7 +31,7 @@ from ..sandbox.explain import Reading, answer_in_words, code_task_of, read_verdi
 from .decode import Decoder, load_decoder, pieces
 from .html import escape_text
 from .loss_card import loss_card
-from .loss_card_html import LossView
+from .loss_view import LossView
 from .program_tests import failed_tests_html
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ..base.safe_call import function_name
 from ..knobs import bind, resolve
 from ..loop.config_files import functions_of_files, named_by_file
 from ..objective.loss import Totals
-from ..objective.objective import PARTS, Objective, Tokens, check_values, evaluate
+from ..objective.objective import PARTS, Objective, Tokens, check_values, evaluate_objective
 
 # %% ../../nbs/views/30_loss_curve.ipynb #loss-curve-part
 Part = str | Mapping | Callable
@@ -95,7 +95,7 @@ def loss_curve(loss: Part, advantage: float = 1.0, ratios: Sequence[float] = RAT
     mask_R1 = torch.ones(shape, dtype=torch.bool)
     tokens = Tokens(logprobs_R1, old_R1, old_R1, advantages_R1, mask_R1)
     objective = Objective(loss=choose_part("loss", loss))
-    terms = evaluate(objective, tokens, Totals(1, 1))
+    terms = evaluate_objective(objective, tokens, Totals(1, 1))
     terms.loss.backward()
     return terms.loss_RT.detach().numpy()[:, 0], logprobs_R1.grad.numpy()[:, 0]
 

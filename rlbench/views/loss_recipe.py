@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ..knobs import ingredients_of, key_of, resolve, unknown
 from ..loop.config_files import Functions
 from ..objective.correction import tis
-from ..objective.objective import OLD, PARTS, Objective, one_of
+from ..objective.objective import OLD_POLICIES, PARTS, Objective, check_choice
 from ..runtime.torch_trainer import objective_of
 from .loss_batch import StoredBatch
 from .loss_curve import Part, choose_part, is_no_kl, part_label, part_name
@@ -40,7 +40,7 @@ SWAPPED = (
     "kl_in",
     "shaping",
 )  # parts that a card can swap
-WORDS = {"old": OLD, "kl_in": ("loss", "reward")}  # parts that are one of these words
+WORDS = {"old": OLD_POLICIES, "kl_in": ("loss", "reward")}  # parts that are one of these words
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def swap_parts(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
             labels[part] = _label_with_defaults(part, value, captured)
             value = choose_part(part, value, captured)
         elif part in WORDS:
-            value = one_of(part, value, WORDS[part])
+            value = check_choice(part, value, WORDS[part])
         objective = replace(objective, **{part: value})
         if part == "correction":
             objective = replace(objective, partials=tis if labels[part] == "none" else value)

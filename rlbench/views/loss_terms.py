@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..objective.loss import Totals
-from ..objective.objective import Objective, Tokens, Weights, corrected, evaluate
+from ..objective.objective import Objective, PenaltyWeights, Tokens, correction_weights, evaluate_objective
 from ..records import Group, Segment
 from ..training.batch import Arrays, Context, prepare_batch, token_alphas
 from .decode import Decoder, pieces
@@ -169,7 +169,7 @@ def evaluate_sheet(batch: StoredBatch, recipe: Recipe, arrays: Arrays) -> LossSh
     now_RT = put_stored_values(batch, arrays, "step_N", start_RT)
     tokens = _step_tokens(recipe.objective, arrays, start_RT, now_RT)
     totals = Totals(int(arrays.mask_RT.sum()), len(arrays))
-    terms = evaluate(recipe.objective, tokens, totals, Weights(recipe.kl_weight))
+    terms = evaluate_objective(recipe.objective, tokens, totals, PenaltyWeights(recipe.kl_weight))
     (gradient_RT,) = torch.autograd.grad(terms.loss, tokens.logprobs_RT)
     shape = arrays.mask_RT.shape
     return LossSheet(
@@ -208,7 +208,7 @@ def _step_tokens(objective: Objective, arrays: Arrays, start_RT: np.ndarray, now
     if not objective.before_cut:
         return tokens
     at_start = replace(tokens, logprobs_RT=tokens.start_RT)
-    return replace(tokens, correction_RT=corrected(objective, at_start, tokens.start_RT))
+    return replace(tokens, correction_RT=correction_weights(objective, at_start, tokens.start_RT))
 
 
 def _optional_tensor(array: np.ndarray | None):
@@ -311,7 +311,7 @@ def terms_frame(terms: RolloutTerms) -> "pl.DataFrame":
         columns[name] = column_N
     return pl.DataFrame(columns).fill_nan(None).select(FRAME_COLUMNS)
 
-
+# %% ../../nbs/views/33_loss_terms.ipynb #loss-terms-frame-columns
 def _sheet_columns(sheet: LossSheet | None) -> dict[str, np.ndarray | None]:
     "Columns of the frame that a sheet gives, each [R, T]; None where it has no such term."
     if sheet is None:

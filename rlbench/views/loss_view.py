@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..base.chart_parts import INK
 from ..knobs import key_of, knobs_of
-from ..objective.objective import OLD, PARTS
+from ..objective.objective import OLD_POLICIES, PARTS
 from ..runtime.run_reader import RunReader
 from .decode import load_decoder
 from .html import fill_template, import_widgets, join_html, show_errors
@@ -181,7 +181,7 @@ class LossView:
         for part, menu in self.menus.items():
             own = self._own_setting(part)
             chosen = own if part == "old" else key_of(own)
-            menu.options = list(dict.fromkeys([*(OLD if part == "old" else PARTS[part]), chosen]))
+            menu.options = list(dict.fromkeys([*(OLD_POLICIES if part == "old" else PARTS[part]), chosen]))
             menu.value = chosen
             self._make_knobs(part)
         self._show()
@@ -225,7 +225,7 @@ class LossView:
 
         display(self.box)
 
-
+# %% ../../nbs/views/38_loss_view.ipynb #loss-view-step
 def is_nearest_step(slider, own: object) -> bool:
     "True if a slider stands within half a step of the run's own value."
     return isinstance(own, float) and abs(slider.value - own) <= getattr(slider, "step", 0) / 2

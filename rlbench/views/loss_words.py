@@ -19,7 +19,7 @@ __all__ = ['loss_sentence', 'tokens_in_words', 'why_left_out', 'fate_in_words', 
 # It writes no HTML and wraps no lines.
 import numpy as np
 
-from ..objective.objective import weighed_twice
+from ..objective.objective import describe_double_weighting
 from ..records import StopReason
 from ..training.batch import of_batch
 from .loss_terms import RolloutTerms, TokenCounts
@@ -229,7 +229,9 @@ def notes_on(terms: RolloutTerms) -> list[str]:
     if terms.batch.place == "trained" and not terms.recipe.stored_advantages:
         notes.append("Advantages were computed again from the rewards of the batch.")
     recipe = terms.recipe
-    refused = weighed_twice(recipe.objective.old, recipe.short_name("loss"), recipe.short_name("correction"))
+    refused = describe_double_weighting(
+        recipe.objective.old, recipe.short_name("loss"), recipe.short_name("correction")
+    )
     if refused:
         notes.append(f"A run refuses this objective: {refused}.")
     return notes
