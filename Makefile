@@ -4,7 +4,8 @@
 # make check   the quick part of the tests: formatter, linter, and unit tests that take no second each
 # make lab     JupyterLab on the workbench, with its settings kept in this folder
 # make export  modules from notebooks: those in nbs/, and your own in mine/   (make export MINE=~/my_rl)
-# make readme  README.md from nbs/index.ipynb, and nbs/map.ipynb from the tree
+# make readme  README.md from nbs/index.ipynb, data/guide from nbs/guide, and nbs/map.ipynb from the tree
+# make docs    guide, notebooks and API as one searchable site, in build/docs
 # make clean   everything that was installed or built here; runs/ stays
 
 SHELL := /bin/bash -o pipefail
@@ -30,7 +31,7 @@ export JUPYTERLAB_SETTINGS_DIR := $(STATE)/settings
 export JUPYTERLAB_WORKSPACES_DIR := $(STATE)/workspaces
 export IPYTHONDIR := $(STATE)/ipython
 
-.PHONY: help run test check vllm browser sandbox lab export readme clean
+.PHONY: help run test check vllm browser sandbox lab export readme docs clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -85,6 +86,12 @@ export: .venv/.dev
 readme: .venv/.dev
 	@$(BIN)/python tests/readme.py
 
+# the notebooks are shown as they are stored: nothing is executed
+docs: .venv/.docs
+	@$(BIN)/python tests/docs.py build/docs-source
+	@$(BIN)/python -m sphinx -W --keep-going -q -j auto build/docs-source build/docs
+	@echo "build/docs/index.html"
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .jupyter
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -118,6 +125,12 @@ $(BIN)/python:
 	@touch $@
 
 vllm: .venv/.vllm
+
+# the site needs neither torch nor the package itself
+.venv/.docs: requirements-docs.lock | $(BIN)/python
+	@echo "installing $$(grep -c == $<) packages for the site into .venv (once)"
+	@$(INSTALL) -r $< 2>&1 | $(BRIEF)
+	@touch $@
 
 # a build of torch for GPUs brings libraries of its own, which the lock does not name
 torch = $(BIN)/python -c 'import torch' 2>/dev/null || { echo "completing torch"; $(BIN)/python -m pip install -c $(1) torch==2.13.0; $(BIN)/python -c 'import torch'; }

@@ -1,4 +1,4 @@
-"""README.md is nbs/index.ipynb as Markdown, and nbs/map.ipynb lists the notebooks: `make readme`, or `python tests/readme.py`."""
+"""`make readme`: README.md is nbs/index.ipynb as Markdown, data/guide holds the guide for terminals, nbs/map.ipynb lists the notebooks."""
 
 import json
 import re
@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
-from rooms import ROOT, map_sections
+from rooms import GUIDE, ROOT, map_sections
+
+LINK = re.compile(r"(!?)\[([^\]]+)\]\((?![a-z]+:)([^)]+)\)")
 
 
-def readme(notebook: Path) -> str:
-    "The notebook as Markdown seen from the folder above: hidden cells left out, text outputs kept, links to files adjusted."
+def as_markdown(notebook: Path) -> str:
+    "A notebook as Markdown: hidden cells left out, text outputs kept."
     import nbformat
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
@@ -25,14 +27,35 @@ def readme(notebook: Path) -> str:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
     text, _ = MarkdownExporter(config=config).from_notebook_node(shown)
-    inside = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)]+)(\))")
-    text = inside.sub(
-        lambda link: (
-            f"{link[1]}{link[2][3:] if link[2].startswith('../') else f'{notebook.parent.name}/{link[2]}'}{link[3]}"
-        ),
-        text,
-    )
     return "\n".join(line.rstrip() for line in re.sub(r"\n{3,}", "\n\n", text).strip().splitlines()) + "\n"
+
+
+def readme(notebook: Path) -> str:
+    "The notebook as Markdown seen from the folder above: links to files lead there."
+    inside = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)]+)(\))")
+
+    def seen_from_above(link: re.Match) -> str:
+        target = link[2][3:] if link[2].startswith("../") else f"{notebook.parent.name}/{link[2]}"
+        return f"{link[1]}{target}{link[3]}"
+
+    return inside.sub(seen_from_above, as_markdown(notebook))
+
+
+def guide_page(page: str) -> str:
+    "A page of the guide as Markdown for a terminal: a link is its text, with the command that prints the page it leads to."
+
+    def in_terminal(link: re.Match) -> str:
+        name = link[3].removesuffix(".ipynb")
+        if link[1]:
+            return f"(picture: {link[2]})"
+        return f"{link[2]} (`rlbench guide {name}`)" if name in GUIDE else link[2]
+
+    return LINK.sub(in_terminal, as_markdown(ROOT / "nbs/guide" / f"{page}.ipynb"))
+
+
+def guide_pages() -> dict[str, str]:
+    "The text of each file of data/guide, by name."
+    return {f"{page}.md": guide_page(page) for page in GUIDE}
 
 
 def map_notebook() -> str:
@@ -52,4 +75,6 @@ def map_notebook() -> str:
 
 if __name__ == "__main__":
     (ROOT / "nbs" / "map.ipynb").write_text(map_notebook(), encoding="utf-8")
+    for name, text in guide_pages().items():
+        (ROOT / "data" / "guide" / name).write_text(text, encoding="utf-8")
     (ROOT / "README.md").write_text(readme(ROOT / "nbs" / "index.ipynb"), encoding="utf-8")

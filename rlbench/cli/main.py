@@ -44,6 +44,7 @@ from rich.text import Text
 from ..base.refusals import describe_refusal
 from ..base.runs_folder import ARCHIVE, find_runs_folder, list_run_folders, shown_path
 from ..base.status import ENDED, Status
+from .guide import guide_command
 from ..runtime.listing import LINE, SORTS, keep_where, order_by_family, read_listed, runs_in_text, sort_runs
 from ..untrusted import make_json_visible, make_visible
 
@@ -1996,6 +1997,9 @@ def serve_command(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with friendly():
         serve(attach(name, runs=runs).folder, port, host, token, write, say=lambda line: put(line, flush=True))
+
+# %% ../../nbs/cli/02_main.ipynb #cli-guide
+app.command("guide")(guide_command)
 
 # %% ../../nbs/cli/02_main.ipynb #cli-chain
 Tuning = Annotated[

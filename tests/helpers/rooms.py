@@ -28,6 +28,19 @@ ROOMS = {  # floor by floor: a room imports from the rooms above it in this list
 }
 TOP = ("bench", "studies", "cli")  # nothing below imports them
 PAGES = ("one_page", "index", "glossary", "workbench", "which_mode")  # the first is read first
+GUIDE = (  # pages of nbs/guide in the order of the site
+    "run_and_steer",
+    "your_own",
+    "asynchrony",
+    "objectives",
+    "code_and_environments",
+    "planning",
+    "recovery",
+    "many_hosts",
+    "security",
+    "agents",
+    "how_it_is_built",
+)
 PAGE_MODULES = {"training.one_page": "one_page.ipynb"}  # modules that a page exports, the last of their room
 
 
@@ -130,7 +143,7 @@ def map_sections() -> dict[str, str]:
         "map-title": "# All notebooks\n\n> Every notebook of rlbench, by room, with a sentence on what it holds.",
         "map-rule": "`nbs/ROOM/NN_name.ipynb` exports `rlbench/ROOM/name.py`. A module imports from lower numbers of its own room and from the rooms above it on this page: whatever you read rests only on what stands before it. [The front page](index.ipynb) leads to the five that are meant to be changed.",
         "map-pages": "## Pages\n\n"
-        + map_table([nbs / f"{name}.ipynb" for name in PAGES] + sorted(nbs.glob("guide/*.ipynb"))),
+        + map_table([nbs / f"{name}.ipynb" for name in PAGES] + [nbs / f"guide/{name}.ipynb" for name in GUIDE]),
     }
     for room, purpose in ROOMS.items():
         folder = nbs / room

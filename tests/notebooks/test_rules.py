@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs import PICTURES, site_pages
 from notebooks import NOTEBOOKS, ROOT, cells, is_exported
-from readme import readme
+from readme import guide_pages, readme
 from rooms import module_path, modules, notebooks_of_modules
 
 HEAVY = {"torch", "transformers", "polars", "plotly", "vllm", "ray"}
@@ -307,18 +308,68 @@ def test_readme_is_the_index():
     assert (ROOT / "README.md").read_text(encoding="utf-8") == readme(ROOT / "nbs/index.ipynb"), "run: make readme"
 
 
+def test_readme_is_short():
+    "The front page is read in a few minutes: 1,500 words, and the three commands stand before the first picture."
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1500
+    before_the_picture = text.partition("![")[0]
+    assert all(command in before_the_picture for command in ("make run", "make test", "make lab"))
+
+
+def test_guide_of_the_package_is_the_guide():
+    "data/guide, which `rlbench guide` prints, is made from nbs/guide: make readme."
+    stored = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "data/guide").iterdir()}
+    assert stored == guide_pages(), "run: make readme"
+
+
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]*)\)")  # inside the project
+HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
+
+
+def anchors(text: str) -> set[str]:
+    "What a link may name after `#`: JupyterLab keeps capitals, sites of Markdown do not."
+    titles = {re.sub(r"[`*]", "", title).replace(" ", "-") for title in HEADING.findall(text)}
+    return titles | {re.sub(r"[^\w-]", "", title.lower()) for title in titles}
+
+
+def text_of(path: Path) -> str:
+    "The Markdown of a page: of a notebook, that of its cells."
+    if path.suffix == ".ipynb":
+        return "\n\n".join(cell["source"] for cell in cells(path, "markdown"))
+    return path.read_text(encoding="utf-8")
+
+
 def test_links_lead_somewhere():
-    "Links to files of the project, in README and in every notebook, exist."
-    broken = [
-        link
-        for link in re.findall(r"\]\((?![a-z]+:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-        if not (ROOT / link).exists()
-    ]
-    for path in NOTEBOOKS:
-        for cell in cells(path, "markdown"):
-            links = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+\.(?:ipynb|md|png|svg|py))", cell["source"])
-            broken += [f"{path.relative_to(ROOT)}: {link}" for link in links if not (path.parent / link).exists()]
+    "Links inside the project, in README, CONTRIBUTING and every notebook: the file is there, and the heading, if one is named."
+    broken = []
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTEBOOKS):
+        for link in LINK.findall(text_of(path)):
+            name, _, heading = link.partition("#")
+            target = path.parent / name if name else path
+            if not target.exists() or heading and heading not in anchors(text_of(target)):
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
     assert broken == []
+
+
+def test_site_lists_pages_that_are_there():
+    "What `make docs` is built of: the side bar lists each page once, each listed page is there, and every link between pages holds."
+    pages = site_pages()
+    listed, broken = [], []
+    for name, text in pages.items():
+        if name.endswith(".ipynb"):
+            notebook = json.loads(text)["cells"]
+            text = "\n\n".join(cell["source"] for cell in notebook if cell["cell_type"] == "markdown")
+        folder = Path(name).parent
+        for block in re.findall(r"^```{toctree}\n(.*?)^```", text, re.M | re.S):
+            lines = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed += [(folder / line).as_posix() for line in lines]
+        for link in LINK.findall(text):
+            target = os.path.normpath(folder / link.partition("#")[0]) if not link.startswith("#") else name
+            if target not in {*pages, *PICTURES}:
+                broken.append(f"{name}: {link}")
+    shown = {name.rpartition(".")[0] for name in pages if name.endswith((".ipynb", ".md"))}
+    assert broken == [] and len(set(listed)) == len(listed)
+    assert set(listed) - {"api/rlbench/index"} == shown - {"index"}
 
 
 def test_pages_are_named_as_they_are_called():

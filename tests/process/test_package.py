@@ -29,6 +29,7 @@ def copy_project(to: Path) -> Path:
         "requirements-run.lock",
         "requirements-dev.lock",
         "requirements-vllm.lock",
+        "requirements-docs.lock",
     ):
         shutil.copy(ROOT / name, to)
     return to
@@ -137,11 +138,15 @@ def lock(name: str) -> dict[str, str]:
 
 
 def test_locks_cover_the_requirements():
-    "What settings.ini asks for is in the locks, in a version it allows, and both locks agree."
+    "What settings.ini asks for is in the locks, in a version it allows, and the locks agree with each other."
     config = ConfigParser(delimiters=["="], interpolation=None)
     config.read(ROOT / "settings.ini", encoding="utf-8")
     run, dev, vllm = lock("requirements-run.lock"), lock("requirements-dev.lock"), lock("requirements-vllm.lock")
+    docs = lock("requirements-docs.lock")
     assert run.items() <= dev.items() and not vllm.keys() & dev.keys()
+    assert {"sphinx", "myst-nb", "furo", "sphinx-autoapi"} <= docs.keys()
+    for other in (run, dev, vllm):
+        assert {package: docs[package] for package in docs.keys() & other.keys()}.items() <= other.items()
     for key, pinned in (
         ("requirements", run),
         ("lab_requirements", dev),
@@ -183,3 +188,6 @@ def test_second_make_installs_nothing(tmp_path):
     (project / ".venv/.dev").touch()
     (project / ".venv/.vllm").touch()
     assert "pip install" not in told("test") + told("lab") + told("run")
+    assert "requirements-docs.lock" in told("docs")
+    (project / ".venv/.docs").touch()
+    assert "pip install" not in told("docs") and "build/docs" in told("docs")
