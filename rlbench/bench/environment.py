@@ -47,7 +47,7 @@ def late_tool(
     from math import exp
     from statistics import NormalDist
 
-    from rlbench.environments.environment import Done, Observation
+    from rlbench.environments.episode import Done, Observation
 
     def draw_seconds(seed: str) -> float:
         "A latency: lognormal, drawn from the text of `seed`, or at random."

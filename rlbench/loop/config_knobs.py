@@ -19,7 +19,7 @@ __all__ = ['RUN', 'GENERATION', 'DATA', 'EPISODES', 'TRAINING', 'OBJECTIVE', 'WE
 # Fields that name a function have no knob here: the parameters in its signature are its knobs.
 
 
-from ..environments.environment import ON_RESUME
+from ..environments.episode import ON_RESUME
 from rlbench.knobs import (
     Knob,
 )

@@ -26,7 +26,7 @@ from math import ceil
 from operator import index
 
 from ..curriculum import draw_task_index, note_outcomes
-from ..environments.environment import State, resume_turn
+from ..environments.episode import State, resume_turn
 from .actions import Generate, WantedResponse
 from .config_tables import FUNCTIONS
 from .fates import begin_next_attempt, next_attempt

@@ -19,7 +19,7 @@ __all__ = ['LEAST_WATCHED', 'on_generated', 'on_turn_ended', 'finish_rollout', '
 #   * Finished turns are kept as totals, so that the attempt can end with what it generated beyond one of them.
 #
 # This module does not run rewards or verifiers: environments do.
-from ..environments.environment import State
+from ..environments.episode import State
 from .actions import Notify, Score
 from .events import Commanded, Generated, Recalled, Scored, TurnEnded
 from .fates import mark_discarded

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..curriculum import Curriculum
-from ..environments.environment import State
+from ..environments.episode import State
 from .balance import Balance
 from .config import RunConfig
 from .digest import Digest, whole_digest

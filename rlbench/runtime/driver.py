@@ -32,7 +32,7 @@ from pathlib import Path
 from ..base.clock import RealClock, VirtualClock
 from ..base.run_files import DiskFull, remove_weights
 from ..base.status import Status, write_status
-from ..environments.environment import Gauges, GivenUp, ScoreResult, TurnResult, Withdrawn
+from ..environments.scoring_messages import Gauges, GivenUp, ScoreResult, TurnResult, Withdrawn
 from ..loop import actions, events
 from ..loop.config import RunConfig
 from ..loop.config_checks import models_asked

@@ -28,18 +28,11 @@ from functools import partial
 from pathlib import Path
 
 from ..environments.code_datasets import ALL_SETS
-from rlbench.environments.environment import (
-    Bell,
-    EnvironmentActor,
-    Forget,
-    Owned,
-    Pooled,
-    ScoreResult,
-    ScriptedEnvironment,
-    SingleTurn,
-    TurnResult,
-    check_canaries,
-)
+from ..environments.environment import Bell, EnvironmentActor
+from ..environments.episode import SingleTurn
+from ..environments.judging_pool import JudgingPool, Owned, check_canaries
+from ..environments.scoring_messages import Forget, ScoreResult, TurnResult
+from ..environments.scripted_environment import ScriptedEnvironment
 from ..environments.tasks import make_tasks
 from ..environments.verifiers_adapter import verifiers
 from ..knobs import FileFunction, ingredients_of, key_of
@@ -96,13 +89,13 @@ def open_pool(config: RunConfig):
         ) from None
 
 
-def open_pooled(config: RunConfig, functions: Functions) -> Pooled:
+def open_pooled(config: RunConfig, functions: Functions) -> JudgingPool:
     "A pool for this run. On the virtual clock one verdict at a time. Raises ValueError if there is none to be had."
     at_once = 1 if config.clock == "virtual" else config.sandbox.at_once
-    return Pooled(open_pool(config), at_once, functions.folder.name if functions.folder else config.name)
+    return JudgingPool(open_pool(config), at_once, functions.folder.name if functions.folder else config.name)
 
 
-def try_canaries(pooled: Pooled, config: RunConfig, verifier: Callable, functions: Functions) -> None:
+def try_canaries(pooled: JudgingPool, config: RunConfig, verifier: Callable, functions: Functions) -> None:
     "Judge the reference solutions of some tasks in a pool. Raises ValueError for one that fails."
     if not config.sandbox.canaries:
         return
@@ -130,7 +123,7 @@ class EnvironmentWorker:
     def __init__(self, config: RunConfig, functions: Functions):
         self.functions = functions
         self.has_started = False
-        self.pooled: Pooled | None = None  # of a run with sandboxes
+        self.pooled: JudgingPool | None = None  # of a run with sandboxes
         self.actor = self.new_actor(config)
 
     def functions_in_force(self, config: RunConfig) -> tuple:
@@ -188,7 +181,7 @@ class EnvironmentWorker:
             self.has_started = True
             return ActorWork((EnvironmentReady(),))
         began = time.perf_counter()
-        results = tuple(self.actor.turn(0.0)) if not self.actor.idle else ()
+        results = tuple(self.actor.work(0.0)) if not self.actor.idle else ()
         seconds = max(0.0, time.perf_counter() - began - self.actor.waited)
         scored = sum(isinstance(result, (ScoreResult, TurnResult)) for result in results)
         return ActorWork(results, (Spent("environment", "compute", seconds, "score", scored),))

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.run_files import FAILED_PUBLISH, is_fault_on
-from ..environments.environment import is_scripted_right
+from ..environments.scripted_environment import is_scripted_right
 from ..generator import PacedGenerator, ScriptedGenerator
 from ..loop.config import RunConfig
 from ..loop.world import World, stated_world

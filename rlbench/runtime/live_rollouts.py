@@ -18,7 +18,7 @@ __all__ = ['LiveRollouts', 'Means', 'StepMeters']
 # This module does not write rows: `rows` does.
 from dataclasses import dataclass, field
 
-from ..environments.environment import Gauges
+from ..environments.scoring_messages import Gauges
 from ..records import Group, Meter, Rollout
 from .drop_bias import Window
 from .messages import GeneratorLoad

@@ -17,7 +17,7 @@ __all__ = ['ModelScores']
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..environments.environment import ScoreRequest
+from ..environments.scoring_messages import ScoreRequest
 from ..loop.config_checks import models_asked
 from ..loop.events import Scored
 from ..records import Outcome, Rollout

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..base.safe_call import guarded
 from ..environments.code_datasets import ALL_SETS
-from ..environments.environment import first_prompts
+from ..environments.event_loop import first_prompts
 from ..environments.tasks import make_tasks
 from ..knobs import bind, key_of
 from ..loop.config import RunConfig

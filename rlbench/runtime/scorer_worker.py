@@ -170,7 +170,7 @@ class ScorerWorker:
         report, models = WorkReport(), self.actor.models
         before = self.waiting_tokens()
         with report.timed("scorer", "compute", "forward", 0):
-            results = tuple(self.actor.turn())
+            results = tuple(self.actor.work())
         tokens = before - self.waiting_tokens()
         count = len({*models.traces, *models.scores, *models.remote})
         spent: Spent = replace(report.spent[0], units=tokens * count, prefill_tokens=tokens)

@@ -18,18 +18,18 @@ __all__ = ['Episodes', 'Scoring', 'pool_columns']
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rlbench.environments.environment import (
+from ..environments.episode import Judged
+from ..environments.judging import scores_with_verdict
+from ..environments.rollout_turns import judged, shown, unjudged
+from rlbench.environments.scoring_messages import (
     Forget,
     Gauges,
     GivenUp,
-    Judged,
     ScoreRequest,
     ScoreResult,
     TurnResult,
     Withdrawn,
-    with_scores,
 )
-from ..environments.rollout_turns import judged, shown, unjudged
 from ..knobs import key_of
 from ..loop.actions import Abort, Score
 from ..loop.events import Recalled, Scored, TurnEnded
@@ -201,7 +201,7 @@ class Scoring:
             parts=tuple(verdict.parts),
             outcome=verdict.outcome,
             steps=tuple(verdict.steps),
-            scores=with_scores(old, verdict),
+            scores=scores_with_verdict(old, verdict),
         )
         self.write_verdict(key, old, verdict)
         is_episode = result.cut or result.text is not None or len(old.segments) > 2

@@ -223,7 +223,7 @@ class Models:
 
 
 class ScorerActor:
-    """Asks models about finished rollouts. A turn takes those that have waited longest, with at most `tokens` tokens
+    """Asks models about finished rollouts. A unit of work takes those that have waited longest, with at most `tokens` tokens
     and `most` of them."""
 
     def __init__(self, models: Models, tokens: int = 16_384, most: int = 10**9, alone: bool = False):
@@ -246,7 +246,7 @@ class ScorerActor:
         "Take requests."
         self._queue.extend(requests)
 
-    def turn(self) -> list[AskAnswer]:
+    def work(self) -> list[AskAnswer]:
         "One round; empty if idle."
         taken, left = [], self.tokens
         while self._queue and len(taken) < self.most and (not taken or length_of(self._queue[0].rollout) <= left):

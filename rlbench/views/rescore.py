@@ -21,7 +21,7 @@ import numpy as np
 from ..base.ledger_reading import count_rows, read_table
 from ..base.safe_call import DeadlinePassed, FunctionFailed, call_within, guarded
 from ..curriculum import Curriculum, draw_task_index, note_outcomes, solve_rate
-from ..environments.environment import judge
+from ..environments.judging import judge_rollout
 from ..environments.rollout_turns import segments_of
 from ..environments.tasks import make_tasks
 from ..knobs import FileFunction, bind, capture, ingredients_of, resolve, save_function, supply, unknown
@@ -188,7 +188,7 @@ def judged(field: str, function: Callable, rollouts: Sequence[Rollout], limits: 
         if field == "reward" and r.correct is None:
             continue
         given = (lambda text, answer: r.correct, function) if field == "reward" else (function, correct)
-        j = judge(r, *given, limits.call)
+        j = judge_rollout(r, *given, limits.call)
         old, new = (r.reward, j.reward) if field == "reward" else (_number(r.correct), _number(j.correct))
         rows.append(
             {

@@ -34,7 +34,7 @@ import psutil
 from ..base.ledger_reading import read_table
 from ..base.run_files import read_json
 from ..base.status import ENDED, Status, is_alive, read_status, state_of
-from ..environments.environment import Owned
+from ..environments.judging_pool import Owned
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions, read_config
 from ..runtime.environment_worker import asks_for_pool, pool_of

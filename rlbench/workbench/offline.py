@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
-from ..environments.environment import judge
+from ..environments.judging import judge_rollout
 from ..environments.tasks import make_tasks
 from ..generator import Request
 from ..knobs import bind, resolve
@@ -124,7 +124,7 @@ def _evaluation_figures(e: EvalConfig, groups: list[Group], verifier, reward, co
 
 
 def _judge_rollout(rollout: Rollout, verifier, reward, deadline: float) -> Rollout:
-    j = judge(rollout, verifier, reward, deadline)
+    j = judge_rollout(rollout, verifier, reward, deadline)
     return replace(rollout, correct=j.correct, reward=j.reward, outcome=j.outcome)
 
 # %% ../../nbs/workbench/01_offline.ipynb #offline-sample

@@ -30,7 +30,7 @@ async def look_up(question):
 
 
 def search():
-    from rlbench.environments.environment import Done, Observation, SingleTurn
+    from rlbench.environments.episode import Done, Observation, SingleTurn
 
     class Search(SingleTurn):
         asked = 0

@@ -14,7 +14,7 @@ from patience import until
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
-from rlbench.environments.environment import is_scripted_right
+from rlbench.environments.scripted_environment import is_scripted_right
 from rlbench.environments.tasks import make_tasks
 from rlbench.loop.config import make_config
 from rlbench.loop.digest import read_trace

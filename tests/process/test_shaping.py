@@ -11,7 +11,9 @@ from steered_runs import asked, journal
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.safe_call import FunctionFailed
-from rlbench.environments.environment import ScoreRequest, judge, score_one
+from rlbench.environments.environment import score_one
+from rlbench.environments.judging import judge_rollout
+from rlbench.environments.scoring_messages import ScoreRequest
 from rlbench.environments.step_verifier import STEP_REWARDS, place_steps
 from rlbench.loop.config import live_knobs, make_config
 from rlbench.loop.config_tables import ConfigError
@@ -295,9 +297,9 @@ def test_rewards_of_steps_travel_with_the_judgement():
     assert found.steps == ((7, 0.25), (15, 0.25)) and found.reward == 1.5
     assert place_steps(found.steps, list(r.text)).nonzero()[0].tolist() == [6, 14]
     for bad in (((99, 1.0),), ((0, 1.0),), ((3, float("nan")),), (("3", 1.0),)):
-        told = judge(r, exact, lambda r: (1.0, {}, bad))
+        told = judge_rollout(r, exact, lambda r: (1.0, {}, bad))
         assert told.reward is None and told.steps == () and "so far, a finite number" in told.message
-    assert judge(answered(":42"), exact, STEP_REWARDS["steps"]).steps == ()
+    assert judge_rollout(answered(":42"), exact, STEP_REWARDS["steps"]).steps == ()
 
 
 def test_rewards_of_steps_reach_the_table(tmp_path):

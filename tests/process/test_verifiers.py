@@ -21,16 +21,10 @@ import rlbench as rl
 from rlbench.base.chat import answer_message, read_chat
 from rlbench.base.ledger_reading import read_table
 from rlbench.environments import verifiers_adapter as foreign
-from rlbench.environments.environment import (
-    Done,
-    EnvironmentActor,
-    Judged,
-    ScoreRequest,
-    ScoreResult,
-    SingleTurn,
-    TurnResult,
-)
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.environments.episode import Done, Judged, SingleTurn
 from rlbench.environments.kv_store import store
+from rlbench.environments.scoring_messages import ScoreRequest, ScoreResult, TurnResult
 from rlbench.environments.verifiers_adapter import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
 from rlbench.loop.config import make_config
 from rlbench.loop.config_tables import ConfigError
@@ -148,14 +142,14 @@ def through_the_actor(
     limit = time.monotonic() + 60
     while not actor.idle:
         assert time.monotonic() < limit
-        for said in actor.turn():
+        for said in actor.work():
             n = said.key[0]
             if isinstance(said, TurnResult):
                 rollouts[n] = grown(rollouts[n], said.turn, said.text, of[n][min(said.turn, len(of[n]) - 1)])
                 actor.receive([ScoreRequest(rollouts[n], last=False)])
             else:
                 found[n] = said
-    assert not actor.lives
+    assert not actor.episodes.waiting
     actor.close()
     return found
 
@@ -266,7 +260,7 @@ def test_machinery_that_fails_is_no_reward():
     )
     said = []
     while not actor.idle:
-        said += actor.turn()
+        said += actor.work()
     assert (
         said[0].judged.reward is None
         and said[0].judged.outcome is Outcome.ENVIRONMENT_ERROR
@@ -304,7 +298,7 @@ def test_closed_or_hung(monkeypatch):
     )
     said = []
     while not actor.idle:
-        said += actor.turn()
+        said += actor.work()
     judged = said[0].judged
     assert (judged.outcome, judged.reward) == (
         Outcome.ENVIRONMENT_ERROR,

@@ -18,27 +18,16 @@ from patience import until
 from scripted import WITHOUT_MODEL
 
 import rlbench as rl
-import rlbench.environments.environment
+import rlbench.environments.event_loop
+import rlbench.environments.live_episodes
 import rlbench.runtime.worker
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.safe_call import FunctionFailed
-from rlbench.environments.environment import (
-    Done,
-    EnvironmentActor,
-    EpisodeLoop,
-    Forget,
-    GivenUp,
-    Observation,
-    Pooled,
-    ScoreRequest,
-    ScoreResult,
-    State,
-    TurnResult,
-    first_prompts,
-    opened,
-    play,
-    until_awaited,
-)
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.environments.episode import Done, Observation, State, run_until_wait
+from rlbench.environments.event_loop import EpisodeLoop, first_prompt, first_prompts, play_episode
+from rlbench.environments.judging_pool import JudgingPool
+from rlbench.environments.scoring_messages import Forget, GivenUp, ScoreRequest, ScoreResult, TurnResult
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import Functions
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
@@ -113,7 +102,7 @@ def all_of(actor: EnvironmentActor, patience: float = 20.0) -> dict:
     "Everything the actor says until it is idle, by rollout."
     heard, limit = [], time.monotonic() + patience
     while not actor.idle:
-        heard += actor.turn()
+        heard += actor.work()
         assert time.monotonic() < limit, f"still {actor.waiting()}"
     return {each.key[0]: each for each in heard if isinstance(each, (ScoreResult, TurnResult))}
 
@@ -138,7 +127,7 @@ def test_a_slow_or_dead_tool_costs_its_own_rollout():
     actor.receive(ScoreRequest(rollout(i, bad.get(i, "wait")), deadline=1.5, last=False) for i in range(40))
     began, heard = time.monotonic(), {}
     while len(heard) < 37:
-        heard |= {each.key[0]: (each, time.monotonic() - began) for each in actor.turn()}
+        heard |= {each.key[0]: (each, time.monotonic() - began) for each in actor.work()}
     assert all(
         isinstance(heard[i][0], TurnResult) and heard[i][0].calls == 1 and 0.15 < heard[i][0].seconds < 1.4
         for i in range(5, 40)
@@ -221,7 +210,7 @@ def test_what_does_not_await_is_found_out():
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_every_ending_closes_once(at_once, monkeypatch):
     "Over, cut, failed, late, stopped while it waits and between two turns, begun anew, pushed out, and at the end of the actor."
-    monkeypatch.setattr(rlbench.environments.environment, "LIVES", 3)
+    monkeypatch.setattr(rlbench.environments.live_episodes, "MOST_LIVE", 3)
     log = []
     actor = asking(log, at_once=at_once)
     words = {
@@ -236,7 +225,11 @@ def test_every_ending_closes_once(at_once, monkeypatch):
     }
     actor.receive(ScoreRequest(rollout(i, *said), deadline=0.4, last=i == 1) for i, said in words.items())
     heard = all_of(actor)
-    assert heard[0].judged.reward == 1.0 and (heard[1].cut, heard[1].text) == (True, "cut") and len(actor.lives) == 3
+    assert (
+        heard[0].judged.reward == 1.0
+        and (heard[1].cut, heard[1].text) == (True, "cut")
+        and len(actor.episodes.waiting) == 3
+    )
     actor.receive(
         [
             ScoreRequest(rollout(7, "wait", attempt=1), deadline=0.4, last=False),
@@ -245,18 +238,18 @@ def test_every_ending_closes_once(at_once, monkeypatch):
         ]
     )
     if at_once > 1:
-        actor.turn()
+        actor.work()
     actor.forget([(6, 0), (8, 0), (123, 0)])
     told = []
     while not actor.idle:
-        told += actor.turn()
+        told += actor.work()
     assert GivenUp(((8, 0),)) in told and {each.key for each in told if isinstance(each, TurnResult)} == {
         (7, 1),
         (9, 0),
     }
     actor.receive([ScoreRequest(rollout(10, "hang"), last=False)])
     if at_once > 1:
-        actor.turn()
+        actor.work()
     actor.close()
     assert closed_once(log) and actor.idle
     left = [t.name for t in threading.enumerate() if t.name == "episodes"]
@@ -281,9 +274,9 @@ class Notes(Asks):
 def test_playing_again_is_what_the_actor_does():
     "An episode with a state is told the version, -1 where nobody acts, and what is no answer is refused."
     log = []
-    assert play(Notes(log), TASK, ["wait", "2"]) == "2" and log[0][1].state == State("2", -1)
+    assert play_episode(Notes(log), TASK, ["wait", "2"]) == "2" and log[0][1].state == State("2", -1)
     with pytest.raises(TypeError, match="advance returned 'bare'"):
-        play(Notes([]), TASK, ["bare"])
+        play_episode(Notes([]), TASK, ["bare"])
 
 
 class Starts(Asks):
@@ -308,7 +301,7 @@ class Starts(Asks):
 @pytest.mark.parametrize("how", ["hang", "block", "late", "raise", "raise later"])
 def test_an_episode_that_cannot_begin_says_so_before_the_run(how, monkeypatch):
     "However it fails: in bounded time, with one kind of error; and what was opened is closed, unless its own code stands in the way."
-    monkeypatch.setattr(rlbench.environments.environment, "STUCK", 0.3)
+    monkeypatch.setattr(rlbench.environments.event_loop, "STUCK_S", 0.3)
     log, began = [], time.monotonic()
     with pytest.raises(FunctionFailed, match="nobody there" if "raise" in how else "passed its deadline of 0.4 s"):
         first_prompts(partial(Starts, log), [replace(TASK, answer=how)], 0.4)
@@ -331,8 +324,8 @@ def test_what_a_loop_has_not_come_to_ends_without_a_word(recwarn):
     "A loop that is stopped as soon as something was begun in it: the coroutine is closed, and so is its episode."
     log = []
     for _ in range(20):
-        loop, step = EpisodeLoop(), opened(partial(Shuts, log), TASK)
-        awaitable, _ = until_awaited(step)
+        loop, step = EpisodeLoop(), first_prompt(partial(Shuts, log), TASK)
+        awaitable, _ = run_until_wait(step)
         future = loop.begin(step, awaitable, 1.0)
         loop.stop()
         assert wait([future], 10).done
@@ -349,7 +342,7 @@ def test_starts_that_block_a_little_are_not_taken_for_one_that_hangs(monkeypatch
             time.sleep(0.6)
             return task.prompt
 
-    monkeypatch.setattr(rlbench.environments.environment, "STUCK", 0.1)
+    monkeypatch.setattr(rlbench.environments.event_loop, "STUCK_S", 0.1)
     assert first_prompts(Blocks, [TASK] * 4, 0.9) == ["1+1="] * 4
 
 
@@ -394,7 +387,7 @@ def test_a_replay_that_fails_is_closed_as_well():
     log = []
     for words, error in ((["raise"], ConnectionError), (["wait"], ValueError)):
         with pytest.raises(error):
-            play(Asks(log), TASK, words)
+            play_episode(Asks(log), TASK, words)
     assert closed_once(log)
 
 
@@ -434,11 +427,11 @@ def test_a_loop_that_answers_is_not_stuck():
     log = []
     actor = asking(log)
     actor.receive(ScoreRequest(rollout(i, "wait"), deadline=5.0, last=False) for i in range(3))
-    assert actor.turn(0.0) == [] and len(actor.running) == 3
-    loop = actor.loop
-    for under in actor.running.values():
+    assert actor.work(0.0) == [] and len(actor.running) == 3
+    loop = actor.episodes.loop
+    for under in actor.running.by_future.values():
         under.began -= 60.0
-    assert actor.turn(0.0) == [] and actor.loop is loop and len(actor.running) == 3
+    assert actor.work(0.0) == [] and actor.episodes.loop is loop and len(actor.running) == 3
     assert all(isinstance(each, TurnResult) for each in all_of(actor).values())
     actor.close()
     assert closed_once(log) and len(log) == 6
@@ -456,7 +449,7 @@ def test_waiting_verdicts_and_rewards_go_side_by_side():
         return response == answer
 
     log = []
-    actor = EnvironmentActor(judged, REWARDS["correct"], partial(Asks, log), Pooled(Place(), 4), at_once=8)
+    actor = EnvironmentActor(judged, REWARDS["correct"], partial(Asks, log), JudgingPool(Place(), 4), at_once=8)
     actor.receive(
         [
             *(ScoreRequest(rollout(i, "2"), last=False) for i in range(8)),
@@ -466,8 +459,8 @@ def test_waiting_verdicts_and_rewards_go_side_by_side():
     began, most = time.monotonic(), [0, 0]
     heard = {}
     while not actor.idle:
-        heard |= {each.key[0]: each for each in actor.turn()}
-        judging = sum(under.result is not None for under in actor.running.values())
+        heard |= {each.key[0]: each for each in actor.work()}
+        judging = sum(under.is_judging for under in actor.running.by_future.values())
         most = [max(most[0], judging), max(most[1], len(actor.running) - judging)]
     assert most[0] == 4 and 4 < most[1] <= 8 and time.monotonic() - began < 8 * 0.3 + 8 * 0.2
     assert [heard[i].judged.reward for i in range(8)] == [1.0] * 8 and all(
@@ -492,11 +485,11 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
     for i in range(4):
         scorer.receive(ScoreRequest(rollout(i, "wait"), last=False))
     scorer.work()
-    under_way = dict(scorer.actor.running)
+    under_way = dict(scorer.actor.running.by_future)
     assert len(under_way) == 4 and scorer.waits is not None
     scorer.receive(ScoreRequest(rollout(4, "2")))
     scorer.receive(ConfigureRequest(config_with(reward="brief", episodes_at_once=7)))
-    assert scorer.actor.running == under_way and len(scorer.actor.queue) == 1 and scorer.actor.at_once == 7
+    assert scorer.actor.running.by_future == under_way and len(scorer.actor.queue) == 1 and scorer.actor.at_once == 7
     scorer.actor.environment = partial(Asks, log)
     said = []
     while not scorer.idle:
@@ -508,7 +501,7 @@ def test_a_changed_configuration_keeps_what_is_under_way(monkeypatch):
     (ended,) = [each for each in said if isinstance(each, ScoreResult)]
     assert ended.judged.outcome is Outcome.OK and 0.9 < ended.judged.reward < 1.0, "brief takes off a little"
     scorer.receive(Forget(((0, 0), (1, 0))))
-    assert sorted(scorer.actor.lives) == [2, 3]
+    assert sorted(scorer.actor.episodes.waiting) == [2, 3]
     scorer.close()
     assert closed_once(log)
 
@@ -527,11 +520,11 @@ def test_an_environment_that_asks_for_a_pool_has_one(tmp_path, monkeypatch):
     assert (
         len(opened) == 1
         and not tried
-        and scorer.actor.kept is None
+        and scorer.actor.judging_pool is None
         and scorer.actor.environment().pool is scorer.pooled.pool
     )
     scorer.receive(ConfigureRequest(config_with(environment="code", tasks="programs", verifier="code", reward="tests")))
-    assert len(opened) == len(tried) == 1 and scorer.actor.kept is scorer.pooled
+    assert len(opened) == len(tried) == 1 and scorer.actor.judging_pool is scorer.pooled
     scorer.close()
 
 
@@ -624,7 +617,7 @@ def patient():
     import os
     from hashlib import blake2b
 
-    from rlbench.environments.environment import Done, Observation
+    from rlbench.environments.episode import Done, Observation
 
     class Patient:
         def __init__(self):

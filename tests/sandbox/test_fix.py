@@ -15,18 +15,12 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import read_code
 from rlbench.environments.code_episodes import PROGRAM, Coding, code, found
 from rlbench.environments.code_verifier import CODE_VERIFIERS
-from rlbench.environments.environment import (
-    Done,
-    EpisodeLoop,
-    Observation,
-    Owned,
-    ScoreRequest,
-    State,
-    UnderWay,
-    advance,
-    turning,
-)
+from rlbench.environments.environment import take_turn
+from rlbench.environments.episode import Done, Observation, State, advance_episode
+from rlbench.environments.event_loop import EpisodeLoop
+from rlbench.environments.judging_pool import Owned
 from rlbench.environments.programs import programs
+from rlbench.environments.scoring_messages import ScoreRequest, ScoringWork
 from rlbench.records import Rollout, Task, observation_segment, prompt_segment, response_segment
 from rlbench.sandbox.grading_task import read_code_task, wrapped_code
 from rlbench.sandbox.pool import PoolClient, stop_pool
@@ -64,7 +58,7 @@ def pool(tmp_path_factory):
 def turn():
     "A turn of an episode, waited for."
     loop = EpisodeLoop()
-    yield lambda episode, text, version=-1: loop.settle(advance(episode, text, version))
+    yield lambda episode, text, version=-1: loop.run_to_end(advance_episode(episode, text, version))
     loop.stop()
 
 
@@ -175,11 +169,11 @@ def test_an_episode_that_draws_lots_is_restored_and_not_played_again(pool, turn)
     )
     loop, under, code_in = (
         EpisodeLoop(),
-        UnderWay(ScoreRequest(rollout, last=False)),
+        ScoringWork(ScoreRequest(rollout, last=False)),
         lambda: code(pool=Owned(pool, "test"), shown=0),
     )
     assert (
-        isinstance(loop.settle(turning(under, code_in)), Observation)
+        isinstance(loop.run_to_end(take_turn(under, code_in)), Observation)
         and under.live.taken == 2
         and under.live.episode.calls == 1
     )
@@ -189,7 +183,7 @@ def test_an_episode_that_draws_lots_is_restored_and_not_played_again(pool, turn)
     }
     gone = replace(rollout, segments=(*rollout.segments[:2], replace(seen, state="f" * 16), rollout.segments[3]))
     with pytest.raises(ValueError, match="function of its task"):
-        loop.settle(turning(UnderWay(ScoreRequest(gone, last=False)), code_in))
+        loop.run_to_end(take_turn(ScoringWork(ScoreRequest(gone, last=False)), code_in))
     loop.stop()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbench.environments.environment import judge
+from rlbench.environments.judging import judge_rollout
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import VERIFIERS, correct, formula_excess
 from rlbench.sandbox.answers import matches_expected, tree_of
@@ -49,7 +49,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_a_formula_that_is_too_large_is_wrong_and_says_why(name):
     "Reward 0, and not none; nothing of it is evaluated."
-    judged = judge(
+    judged = judge_rollout(
         Rollout(id=0, attempt=0, group=0, k=0, task=TASK, text=f"\\boxed{{{HUGE[name]}}}"), VERIFIERS["math"], correct
     )
     assert (judged.correct, judged.reward, judged.outcome) == (False, 0.0, Outcome.OK) and judged.message.startswith(
@@ -170,13 +170,13 @@ def test_a_response_that_computes_past_the_deadline_is_wrong():
         return response == answer
 
     rollout = Rollout(id=0, attempt=0, group=0, k=0, task=TASK, text="3")
-    late = judge(rollout, spins, correct, deadline=0.2)
+    late = judge_rollout(rollout, spins, correct, deadline=0.2)
     if late.outcome is not Outcome.TIMEOUT:  # this machine gave it its processor
         assert (late.correct, late.reward, late.outcome) == (
             False,
             0.0,
             Outcome.OK,
         ) and "counts as wrong" in late.message
-    assert judge(rollout, spins_always, correct, deadline=0.2).outcome is Outcome.TIMEOUT
-    assert judge(rollout, waits, correct, deadline=0.2).reward is None
-    assert judge(replace(rollout, text="2"), spins, correct, deadline=5.0).reward == 1.0
+    assert judge_rollout(rollout, spins_always, correct, deadline=0.2).outcome is Outcome.TIMEOUT
+    assert judge_rollout(rollout, waits, correct, deadline=0.2).reward is None
+    assert judge_rollout(replace(rollout, text="2"), spins, correct, deadline=5.0).reward == 1.0

@@ -20,7 +20,10 @@ import rlbench as rl
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.status import read_status
 from rlbench.environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
-from rlbench.environments.environment import Done, EnvironmentActor, Pooled, ScoreRequest, SingleTurn
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.environments.episode import Done, SingleTurn
+from rlbench.environments.judging_pool import JudgingPool
+from rlbench.environments.scoring_messages import ScoreRequest
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS, VERIFIERS, final_answer
 from rlbench.sandbox import zygote_watch
@@ -305,13 +308,15 @@ def test_waiting_for_a_canary_is_no_standstill():
                 End.WALL_LIMIT, answers=(None,) * len(program.calls), cpu_s=0.0, wall_s=limits.wall_s, tier="fake"
             )
 
-    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Taken(), 4, "monday"))
+    actor = EnvironmentActor(
+        CODE_VERIFIERS["code"], CODE_REWARDS["tests"], judging_pool=JudgingPool(Taken(), 4, "monday")
+    )
     actor.receive([ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2")) for i in range(4)])
     turns, until = 0, time.monotonic() + 20
     while not actor.doubted and time.monotonic() < until:
-        assert actor.turn() == []
+        assert actor.work() == []
     for _ in range(20):
-        assert actor.turn(0.01) == [] and not actor.idle
+        assert actor.work(0.01) == [] and not actor.idle
         turns += 1
     assert turns == 20 and len(actor.waiting()) == 4 and not opened.is_set()
     actor.forget([(3, 0)])
@@ -319,7 +324,7 @@ def test_waiting_for_a_canary_is_no_standstill():
     done = {}
     while not actor.idle:
         done |= {
-            said.key[0]: (said.judged.reward, said.judged.outcome) for said in actor.turn() if hasattr(said, "judged")
+            said.key[0]: (said.judged.reward, said.judged.outcome) for said in actor.work() if hasattr(said, "judged")
         }
     assert done == dict.fromkeys(range(3), (0.0, Outcome.OK))
 
@@ -330,7 +335,7 @@ def judge_each(actor, rollouts, pause=0.0):
     for rollout in rollouts:
         actor.receive([ScoreRequest(rollout)])
         while not actor.idle:
-            told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
+            told += [said.judged for said in actor.work() if hasattr(said, "judged")]
         time.sleep(pause)
     return told
 
@@ -347,7 +352,9 @@ def test_who_is_masked_again_and_again_is_punished():
             self.fooled += 1
             return Execution(End.HOST_OOM, tier="fake", worker=f"w{self.fooled % 2}", message="played")
 
-    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Fooled(), 4, "monday"))
+    actor = EnvironmentActor(
+        CODE_VERIFIERS["code"], CODE_REWARDS["tests"], judging_pool=JudgingPool(Fooled(), 4, "monday")
+    )
     told = judge_each(
         actor,
         [
@@ -398,7 +405,7 @@ def test_episodes_and_functions_are_guarded_too(verifier, environment):
     for rollout in rollouts:
         actor.receive([ScoreRequest(rollout, deadline=0.05)])
         while not actor.idle:
-            told += [said.judged for said in actor.turn() if hasattr(said, "judged")]
+            told += [said.judged for said in actor.work() if hasattr(said, "judged")]
         time.sleep(0.5 * (rollout.text == "late"))
     assert [each.reward for each in told] == [1.0] * 12 + [None, None, 0.0, 0.0], told
     assert told[-1].correct is False and told[-1].message.startswith("masked: 4 of 4 verdicts of this program")

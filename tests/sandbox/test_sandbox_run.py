@@ -18,7 +18,10 @@ import rlbench as rl
 from rlbench.base.ledger_reading import read_table
 from rlbench.cli.main import app
 from rlbench.environments.code_verifier import CODE_REWARDS, CODE_VERIFIERS
-from rlbench.environments.environment import EnvironmentActor, Pooled, ScoreRequest, judge
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.environments.judging import judge_rollout
+from rlbench.environments.judging_pool import JudgingPool
+from rlbench.environments.scoring_messages import ScoreRequest
 from rlbench.loop.fates import are_books_closed
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import REWARDS
@@ -277,13 +280,15 @@ def test_verdicts_are_under_way_together():
             assert owner.startswith("monday/")
             return super().run(program, limits, owner)
 
-    actor = EnvironmentActor(CODE_VERIFIERS["code"], CODE_REWARDS["tests"], kept=Pooled(Waits(), 4, "monday"))
+    actor = EnvironmentActor(
+        CODE_VERIFIERS["code"], CODE_REWARDS["tests"], judging_pool=JudgingPool(Waits(), 4, "monday")
+    )
     actor.receive(
         [ScoreRequest(Rollout(i, 0, 0, i, Task("a", "b", ANSWER), text="1 2" if i % 2 else "1")) for i in range(8)]
     )
     done = {}
     while not actor.idle:
-        done |= {said.key[0]: said.judged.reward for said in actor.turn()}
+        done |= {said.key[0]: said.judged.reward for said in actor.work()}
     assert done == {i: float(i % 2) for i in range(8)}
 
 
@@ -293,13 +298,13 @@ def test_a_verifier_of_ones_own_may_fail_like_a_machine():
     def flaky(response, answer):
         raise Fault(End.QUOTA, "no credit")
 
-    found = judge(Rollout(1, 0, 1, 0, Task("a", "b", "c")), flaky, REWARDS["correct"])
+    found = judge_rollout(Rollout(1, 0, 1, 0, Task("a", "b", "c")), flaky, REWARDS["correct"])
     assert (found.reward, found.correct, found.outcome) == (
         None,
         None,
         Outcome.ENVIRONMENT_ERROR,
     ) and "no credit" in found.message
-    without = judge(Rollout(1, 0, 1, 0, Task("a", "b", ANSWER)), CODE_VERIFIERS["code"], REWARDS["correct"])
+    without = judge_rollout(Rollout(1, 0, 1, 0, Task("a", "b", ANSWER)), CODE_VERIFIERS["code"], REWARDS["correct"])
     assert without.outcome is Outcome.FUNCTION_ERROR and "no pool of sandboxes" in without.message
 
 

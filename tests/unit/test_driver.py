@@ -6,7 +6,7 @@ from inline import Told, check_books, inline_run
 import rlbench.runtime.run_context
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import FAULTS, FULL_DISK, create_run_folder
-from rlbench.environments.environment import ScoreRequest
+from rlbench.environments.scoring_messages import ScoreRequest
 from rlbench.loop.actions import Publish
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml

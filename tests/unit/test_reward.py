@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 
 from rlbench.base.safe_call import DeadlinePassed, call_within
-from rlbench.environments.environment import EnvironmentActor, ScoreRequest, ScriptedEnvironment, judge
+from rlbench.environments.environment import EnvironmentActor
+from rlbench.environments.judging import judge_rollout
+from rlbench.environments.scoring_messages import ScoreRequest
+from rlbench.environments.scripted_environment import ScriptedEnvironment
 from rlbench.records import Outcome, Rollout, Task
 from rlbench.reward import VERIFIERS, correct, exact, math
 
@@ -29,10 +32,10 @@ def test_an_endless_formula_is_a_timeout_and_the_next_one_is_judged():
         task=replace(TASK, answer=r"\frac{\pi^{7^{7^{7^{7}}}}}{3}"),
     )
     began = time.monotonic()
-    judged = judge(monster, math, correct, deadline=1.0)
+    judged = judge_rollout(monster, math, correct, deadline=1.0)
     assert time.monotonic() - began < 4
     assert judged.reward is None and judged.outcome is Outcome.TIMEOUT or judged.correct is False
-    assert judge(rollout(":2"), math, correct, deadline=5.0).reward == 1.0
+    assert judge_rollout(rollout(":2"), math, correct, deadline=5.0).reward == 1.0
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
@@ -49,7 +52,7 @@ def test_an_endless_verifier_that_swallows_everything_is_stopped():
         return True
 
     began = time.monotonic()
-    judged = judge(rollout(":2"), swallows, correct, deadline=0.2)
+    judged = judge_rollout(rollout(":2"), swallows, correct, deadline=0.2)
     assert judged.outcome is Outcome.TIMEOUT and time.monotonic() - began < 3
 
 
@@ -57,7 +60,7 @@ def test_an_endless_verifier_that_swallows_everything_is_stopped():
 def test_verifiers_agree_in_a_thread(name):
     "All that compare with an answer; code is judged by tests, in a pool."
     found = []
-    thread = threading.Thread(target=lambda: found.append(judge(rollout(":2"), VERIFIERS[name], correct)))
+    thread = threading.Thread(target=lambda: found.append(judge_rollout(rollout(":2"), VERIFIERS[name], correct)))
     thread.start()
     thread.join()
     assert found[0].correct is True and found[0].reward == 1.0 and "no deadline" in found[0].message
@@ -99,11 +102,11 @@ def test_scripted_verdicts_do_not_depend_on_order_or_tries():
     forward, backward = ScriptedEnvironment(seed=1, failures=0.3), ScriptedEnvironment(seed=1, failures=0.3)
     forward.receive(requests)
     backward.receive(requests[::-1])
-    a, b = ({r.key: r.judged for _ in requests for r in environment.turn()} for environment in (forward, backward))
+    a, b = ({r.key: r.judged for _ in requests for r in environment.work()} for environment in (forward, backward))
     assert a == b and {j.outcome for j in a.values()} == {Outcome.OK, Outcome.ENVIRONMENT_ERROR}
     other = ScriptedEnvironment(seed=2, failures=0.3)
     other.receive(requests)
-    assert a != {r.key: r.judged for _ in requests for r in other.turn()}
+    assert a != {r.key: r.judged for _ in requests for r in other.work()}
 
 
 def test_a_crashing_function_stops_nobody_else():
@@ -112,7 +115,7 @@ def test_a_crashing_function_stops_nobody_else():
 
     actor = EnvironmentActor(exact, crashes)
     actor.receive([ScoreRequest(rollout(":2", id)) for id in range(6)])
-    judged = [r.judged for _ in range(6) for r in actor.turn()]
+    judged = [r.judged for _ in range(6) for r in actor.work()]
     assert [j.outcome for j in judged] == [Outcome.FUNCTION_ERROR] * 6 and all(
         j.correct and j.reward is None for j in judged
     )
@@ -141,14 +144,14 @@ def test_what_a_response_makes_a_function_raise_is_the_responses_failure():
         return 1.0 / len(re.findall(r"\d", r.text)) if r.text else -1.0
 
     for verifier in (parses, looks, wants_box):
-        judged = judge(rollout("two"), verifier, correct)
+        judged = judge_rollout(rollout("two"), verifier, correct)
         assert (judged.correct, judged.reward, judged.outcome) == (
             False,
             0.0,
             Outcome.OK,
         ) and "counts as wrong" in judged.message, judged
-        assert judge(rollout("\\boxed{2}" if verifier is wants_box else "2"), verifier, correct).reward == 1.0
+        assert judge_rollout(rollout("\\boxed{2}" if verifier is wants_box else "2"), verifier, correct).reward == 1.0
     for verifier in (broken, wrong_type):
-        assert judge(rollout("two"), verifier, correct).outcome is Outcome.FUNCTION_ERROR
-    judged = judge(rollout("two"), exact, counts)
+        assert judge_rollout(rollout("two"), verifier, correct).outcome is Outcome.FUNCTION_ERROR
+    judged = judge_rollout(rollout("two"), exact, counts)
     assert (judged.reward, judged.outcome) == (-1.0, Outcome.OK) and "ZeroDivisionError" in judged.message

@@ -20,7 +20,7 @@ from aiohttp import web  # noqa: E402
 
 from rlbench.base.chat import answer_message, read_chat  # noqa: E402
 from rlbench.environments import verifiers_adapter as foreign  # noqa: E402
-from rlbench.environments.environment import Done  # noqa: E402
+from rlbench.environments.episode import Done  # noqa: E402
 
 UV = f"""#!/bin/sh
 case "$*" in

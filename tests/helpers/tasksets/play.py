@@ -7,7 +7,7 @@ import warnings
 
 from rlbench.base.chat import read_chat
 from rlbench.environments import verifiers_adapter as foreign
-from rlbench.environments.environment import Done
+from rlbench.environments.episode import Done
 from rlbench.environments.tasks import check_tasks
 
 
