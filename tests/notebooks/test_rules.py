@@ -351,6 +351,19 @@ def test_links_lead_somewhere():
     assert broken == []
 
 
+def test_contributing_names_what_is_there():
+    "Every path, dictionary and class that CONTRIBUTING.md names exists, and so does every test file of its table; it stays short."
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(
+        r"\b((?:nbs|tests|data|rlbench)/[\w./-]*\w/?)", text.replace("nbs/ROOM", "").replace("rlbench/ROOM", "")
+    )
+    assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []
+    package = "\n".join(module_path(module).read_text(encoding="utf-8") for module in modules())
+    names = set(re.findall(r"`([A-Z][A-Z_]+|[A-Z]\w+Config)`", text)) - {"GUIDE"}
+    missing = [name for name in names if not re.search(rf"^(class )?{name}\b", package, re.M)]
+    assert len(names) > 8 and missing == [] and len(text.splitlines()) <= 60
+
+
 def test_site_lists_pages_that_are_there():
     "What `make docs` is built of: the side bar lists each page once, each listed page is there, and every link between pages holds."
     pages = site_pages()
