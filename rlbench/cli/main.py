@@ -2226,8 +2226,7 @@ def trl(
     as_json: JsonOption = False,
 ) -> None:
     "Compare the whole training loop with TRL's GRPOTrainer, installed in a separate Python environment."
-    from rlbench.bench.trl import bench_trl
-    from rlbench.bench.trl_size import bench_size
+    from rlbench.bench.trl import bench_size, bench_trl
 
     _measure(
         lambda say: (
@@ -2416,7 +2415,8 @@ def planner(
     as_json: JsonOption = False,
 ) -> None:
     "Predict changes of real runs, make them and compare. With --virtual, check random runs on the virtual clock."
-    from rlbench.bench.planner import bench_planner, bench_virtual
+    from rlbench.bench.planner import bench_planner
+    from rlbench.bench.planner_drawn import bench_virtual
 
     _measure(
         lambda say: bench_virtual(folder, runs, say=say) if virtual else bench_planner(folder, seconds, say), as_json

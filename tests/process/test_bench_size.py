@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlbench.bench import trl as bench_trl
-from rlbench.bench import trl_size as bench
-from rlbench.bench.trl import TrlArm
+from rlbench.bench import trl as bench
+from rlbench.bench import trl_sides
+from rlbench.bench.trl_sides import TrlArm
 
 VERSIONS = {"trl": "1.0", "transformers": "5.0", "torch": "2.13.0", "accelerate": "1.0"}
 
@@ -52,15 +52,17 @@ def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return arm(name, pair, step, steps)
 
-    monkeypatch.setattr(bench_trl, "await_quiet", lambda: None)
-    monkeypatch.setattr(bench_trl, "watched", lambda make: make())
+    monkeypatch.setattr(trl_sides, "await_quiet", lambda: None)
+    monkeypatch.setattr(trl_sides, "watched", lambda make: make())
     monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(bench, "make_environment", lambda folder, say: VERSIONS)
     monkeypatch.setattr(
-        bench, "run_trl", lambda folder, job, name, limit: side("trl", job.seed, 4.0 / job.setting.processes, job.steps)
+        trl_sides,
+        "run_trl",
+        lambda folder, job, name, limit: side("trl", job.seed, 4.0 / job.setting.processes, job.steps),
     )
     monkeypatch.setattr(
-        bench, "run_ours", lambda folder, name, config, run, limit: side(name, config.seed, 0.5, config.steps)
+        trl_sides, "run_ours", lambda folder, name, config, run, limit: side(name, config.seed, 0.5, config.steps)
     )
     call = lambda: bench.bench_size(tmp_path / "b", "1m", tokens=8, pairs=2)  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
@@ -82,13 +84,13 @@ def test_unequal_work_is_no_ratio():
     config = bench.size_config(bench.Path("tiny"), "1m", 8, 3, 4, 4)
     arms, setting = [arm("ours", 0, 1.0, 3), replace(arm("trl", 0, 1.0, 3), tokens=(128, 100, 128))], bench.TrlSetting()
     with pytest.raises(ValueError, match="tokens: trl trained"):
-        bench.size_summary("1m", arms, config, 1, setting, {setting: 1.0}, VERSIONS)
+        bench.size_result("1m", arms, config, 1, setting, {setting: 1.0}, VERSIONS)
 
 
 def test_an_arm_of_rlbench_writes_whole_responses(tmp_path):
     "A real run with random weights: every trained response is as long as it may be, and none was right."
     config = bench.size_config(bench.make_policy(tmp_path, "1m", 24), "1m", 24, 3, 2, 4)
-    made = bench_trl.run_ours(tmp_path, "ours", config, "x")
+    made = trl_sides.run_ours(tmp_path, "ours", config, "x")
     assert (made.error, made.rollouts, made.tokens, made.correct) == ("", (8,) * 3, (8 * 24,) * 3, (0,) * 3)
     assert (
         bench.make_policy(tmp_path, "1m", 24) == tmp_path / "policies" / "1m-24-0"

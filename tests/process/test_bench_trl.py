@@ -14,19 +14,10 @@ import pytest
 from patience import until
 
 from rlbench.bench import trl as bench
-from rlbench.bench.trl import (
-    TrlArm,
-    bench_trl,
-    curve_gap,
-    kept,
-    make_environment,
-    median_ratio,
-    open_folder,
-    samples_per_second,
-    summarise,
-    time_to_solve,
-)
+from rlbench.bench import trl_sides
+from rlbench.bench.trl import bench_trl, curve_gap, samples_per_second, time_to_solve, trl_result
 from rlbench.bench.trl_arm import TrlSetting
+from rlbench.bench.trl_sides import TrlArm, kept_arm, make_environment, open_folder
 from rlbench.workbench.handle import attach
 from rlbench.workbench.runs_table import runs
 
@@ -42,7 +33,7 @@ def arm(side: str, pair: int, step: float, solved_at: int, late: float = 3.0) ->
 def pairs(ours: list[TrlArm], theirs: list[TrlArm]) -> bench.TrlBench:
     "The result of such arms; the preset's arm is rlbench's at twice the speed."
     presets = [replace(a, side="preset", seconds=tuple(s / 2 for s in a.seconds)) for a in ours]
-    return summarise(
+    return trl_result(
         [*theirs, *ours, *presets],
         bench.ours_config(0, 30),
         TrlSetting(threads=2),
@@ -60,7 +51,7 @@ def test_ratios_are_medians_of_pairs():
     )  # of 2, 3 and 1/2
     assert result.samples_per_second["trl"] == [128.0, 85.3, 128.0] and result.curve_gap == 0
     assert result.wall_to_solve_ratio == round((2 * 11 + 3) / (11 + 3), 3)
-    told = json.loads(result.to_json())
+    told = json.loads(json.dumps(asdict(result)))
     assert told["samples_ratio"] == 2.0 and len(told["arms"]) == 9 and told["chosen"].startswith("2 threads")
     assert "2.00 x TRL's" in str(result) and "TRL 1.0" in str(result)
 
@@ -69,7 +60,6 @@ def test_a_side_that_does_not_solve_has_no_ratio():
     result = pairs([arm("ours", 0, 1.0, 10)], [arm("trl", 0, 1.0, 99)])
     assert result.time_to_solve_ratio is None and result.time_to_solve == {"ours": [11.0], "trl": [None]}
     assert "time to solve      - as fast" in str(result) and result.curve_gap == round(0.5 * 20 / 30, 4)
-    assert median_ratio([], []) is None and median_ratio([1.0, None], [1.0, 1.0]) is None
 
 
 def test_time_to_solve_wants_five_in_a_row():
@@ -104,38 +94,38 @@ def test_curve_gap_compares_equal_rollouts():
 
 
 def test_finished_arms_are_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "await_quiet", lambda: None)
-    monkeypatch.setattr(bench, "watched", lambda make: make())
+    monkeypatch.setattr(trl_sides, "await_quiet", lambda: None)
+    monkeypatch.setattr(trl_sides, "watched", lambda make: make())
     made = []
 
     def make() -> TrlArm:
         made.append(1)
         return arm("ours", 0, 1.0, 10)
 
-    first = kept(tmp_path / "a.json", make)
-    assert kept(tmp_path / "a.json", make) == first == arm("ours", 0, 1.0, 10) and made == [1]
+    first = kept_arm(tmp_path / "a.json", make)
+    assert kept_arm(tmp_path / "a.json", make) == first == arm("ours", 0, 1.0, 10) and made == [1]
     with pytest.raises(ChildProcessError, match="pair 1: it broke"):
-        kept(tmp_path / "b.json", lambda: TrlArm("trl", 1, error="it broke"))
+        kept_arm(tmp_path / "b.json", lambda: TrlArm("trl", 1, error="it broke"))
     assert not (tmp_path / "b.json").exists()  # tried again next time
     assert (
-        kept(tmp_path / "c.json", lambda: TrlArm("trl", 1, error="it broke"), failed=True).error
-        and samples_per_second(kept(tmp_path / "c.json", make)) == 0
+        kept_arm(tmp_path / "c.json", lambda: TrlArm("trl", 1, error="it broke"), failed=True).error
+        and samples_per_second(kept_arm(tmp_path / "c.json", make)) == 0
     )
 
 
-def test_a_disturbed_arm_is_run_again_and_the_quietest_kept(tmp_path, monkeypatch):
+def test_a_disturbed_arm_is_run_again_and_the_quietest_kept_arm(tmp_path, monkeypatch):
     "Whatever the arms say: the slowest stays if it was the quietest."
-    monkeypatch.setattr(bench, "await_quiet", lambda: None)
-    monkeypatch.setattr(bench, "watched", lambda make: make())
+    monkeypatch.setattr(trl_sides, "await_quiet", lambda: None)
+    monkeypatch.setattr(trl_sides, "watched", lambda make: make())
     told = iter([(0.5, 1.0), (0.2, 3.0), (0.3, 2.0), (0.9, 1.0)])
 
     def make() -> TrlArm:
         busy, step = next(told)
         return replace(arm("trl", 0, step, 10), busy=busy)
 
-    assert kept(tmp_path / "a.json", make).busy == 0.2 and next(told) == (0.9, 1.0)
+    assert kept_arm(tmp_path / "a.json", make).busy == 0.2 and next(told) == (0.9, 1.0)
     calm = iter([0.05, 0.0])
-    assert kept(tmp_path / "b.json", lambda: replace(arm("trl", 0, 1.0, 10), busy=next(calm))).busy == 0.05
+    assert kept_arm(tmp_path / "b.json", lambda: replace(arm("trl", 0, 1.0, 10), busy=next(calm))).busy == 0.05
 
 
 def others() -> float:
@@ -150,7 +140,7 @@ def others() -> float:
 
     began = time.monotonic()
     return (
-        bench.watched(make, every=0.02, busy=lambda: next(readings)).busy
+        trl_sides.watched(make, every=0.02, busy=lambda: next(readings)).busy
         * psutil.cpu_count()
         * (time.monotonic() - began)
     )
@@ -172,7 +162,7 @@ def test_others_are_told_from_our_own(script):
 def test_others_use_no_more_than_the_machine():
     "The system counts in ticks: over a short time, somewhat more than there is."
     readings = iter([0.0, 60.0])
-    assert bench.watched(lambda: arm("ours", 0, 1.0, 10), busy=lambda: next(readings)).busy == 1.0
+    assert trl_sides.watched(lambda: arm("ours", 0, 1.0, 10), busy=lambda: next(readings)).busy == 1.0
 
 
 def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
@@ -185,11 +175,13 @@ def test_an_interrupted_bench_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return arm(name, pair, step, 10)
 
-    monkeypatch.setattr(bench, "await_quiet", lambda: None)
-    monkeypatch.setattr(bench, "watched", lambda make: make())
+    monkeypatch.setattr(trl_sides, "await_quiet", lambda: None)
+    monkeypatch.setattr(trl_sides, "watched", lambda make: make())
     monkeypatch.setattr(bench, "make_environment", lambda folder, say: VERSIONS)
-    monkeypatch.setattr(bench, "run_trl", lambda folder, job, name: side("trl", job.seed, 2.0 / job.setting.threads))
-    monkeypatch.setattr(bench, "run_ours", lambda folder, name, config, run: side(name, config.seed, 0.5))
+    monkeypatch.setattr(
+        trl_sides, "run_trl", lambda folder, job, name, limit: side("trl", job.seed, 2.0 / job.setting.threads)
+    )
+    monkeypatch.setattr(trl_sides, "run_ours", lambda folder, name, config, run, limit: side(name, config.seed, 0.5))
     with pytest.raises(KeyboardInterrupt):
         bench_trl(tmp_path / "b", pairs=3)
     assert len(ran) == 20
@@ -249,8 +241,9 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     python.chmod(0o755)
     script = f"""
 from pathlib import Path
-from rlbench.bench.trl import ours_config, run_trl, trl_job
+from rlbench.bench.trl import ours_config
 from rlbench.bench.trl_arm import TrlSetting
+from rlbench.bench.trl_sides import run_trl, trl_job
 folder = Path({str(folder)!r})
 run_trl(folder, trl_job(folder, ours_config(0, 15), TrlSetting()), "x")
 """
@@ -266,7 +259,7 @@ run_trl(folder, trl_job(folder, ours_config(0, 15), TrlSetting()), "x")
 def test_an_arm_of_rlbench_is_a_real_run(tmp_path):
     "Read from the ledger of a run in its processes; the tasks served are those that TRL would get."
     config = bench.ours_config(3, 4).model_copy(update={"group": 4, "batch": 16})
-    a = bench.run_ours(tmp_path, "ours", config, "x")
+    a = trl_sides.run_ours(tmp_path, "ours", config, "x")
     assert (a.side, a.pair, a.rollouts, len(a.seconds), a.error) == ("ours", 3, (16,) * 4, 4, "")
     assert (
         0 < a.seconds[0] < a.seconds[1] < a.seconds[3]
@@ -276,14 +269,18 @@ def test_an_arm_of_rlbench_is_a_real_run(tmp_path):
     )
     r = attach("x", runs=tmp_path / "runs")
     served = r.groups.sort("group")["task"].to_list()
-    wanted = [task.id for task in bench.served_tasks(config, len(served))]
+    wanted = [task.id for task in trl_sides.served_tasks(config, len(served))]
     assert len(served) >= 16 and served == wanted
-    bench.dismiss(r.folder)
+    trl_sides.remove_run(r.folder)
     assert len(runs(tmp_path / "runs")) == 0
 
 
 def test_arms_depend_on_what_they_measured(tmp_path):
     one, other = bench.ours_config(0, 30), bench.ours_config(1, 30)
-    jobs = [bench.trl_job(tmp_path, c, TrlSetting()) for c in (one, one, other)]
-    names = [bench.digest(json.dumps(asdict(job))) for job in jobs]
-    assert names[0] == names[1] != names[2] and bench.sources() == bench.sources() and bench.weights("tiny")
+    jobs = [trl_sides.trl_job(tmp_path, c, TrlSetting()) for c in (one, one, other)]
+    names = [trl_sides.short_digest(json.dumps(asdict(job))) for job in jobs]
+    assert (
+        names[0] == names[1] != names[2]
+        and trl_sides.source_digest() == trl_sides.source_digest()
+        and trl_sides.weight_digest("tiny")
+    )

@@ -11,7 +11,7 @@ from patience import until
 import rlbench.planning.fit
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import create_run_folder
-from rlbench.bench.planner import NEAR
+from rlbench.bench.planner_drawn import NEAR
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml
 from rlbench.planning.fit import (

@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 
 from rlbench.base.run_files import read_json
-from rlbench.bench.harness import measured_result
+from rlbench.bench.harness import measured_result, median_ratio
 
 RESULTS = {  # file of data/measured: module and class of the result
     "balance": "bench.balance.BalanceBench",
@@ -30,7 +30,7 @@ RESULTS = {  # file of data/measured: module and class of the result
     "process": "bench.chain.ProcessBench",
     "sandbox": "bench.sandbox.SandboxBench",
     "simulator": "bench.simulator.SimulatorBench",
-    "size": "bench.trl_size.SizeBench",
+    "size": "bench.trl.SizeBench",
     "staleness": "bench.staleness.StalenessBench",
     "stragglers": "bench.stragglers.StragglerBench",
     "study_group_size": "studies.study.StudyBench",
@@ -68,3 +68,8 @@ def test_what_was_printed_is_read_and_printed_again(name):
     found = list(missing_parts({key: value for key, value in measured.items() if key not in notes}, again))
     assert not found, found[:5]
     assert str(result)
+
+
+def test_a_ratio_needs_both_sides_of_every_pair():
+    assert median_ratio([2.0, 3.0, 2.0], [1.0, 1.0, 4.0]) == 2.0
+    assert median_ratio([], []) is None and median_ratio([1.0, None], [1.0, 1.0]) is None

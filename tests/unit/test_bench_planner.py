@@ -9,17 +9,13 @@ import pytest
 from rlbench.bench.planner import (
     HEAD,
     REGIMES,
-    Drawn,
-    bench_of,
     bench_planner,
-    bench_virtual,
-    drawn,
-    moved,
-    row_of,
-    settled,
-    valid,
-    virtual_of,
+    make_move,
+    measure_stretch,
+    planner_result,
+    row_of_turns,
 )
+from rlbench.bench.planner_drawn import DrawnRow, bench_virtual, draw_run, drawn_result, is_valid
 from rlbench.runtime.forecasts import Figures, Prediction
 
 
@@ -57,11 +53,12 @@ def said(wait, rate, staleness):
 
 
 def test_what_a_run_did_has_an_error_of_its_own():
-    value, wrong, count = settled(Live(40), 8, 38)
-    assert (value.wait, value.rate, value.staleness, count) == (0.5, 3840.0, 2.0, 30)
+    came = measure_stretch(Live(40), 8, 38)
+    value, wrong = came.figures, came.errors
+    assert (value.wait, value.rate, value.staleness, came.versions) == (0.5, 3840.0, 2.0, 30)
     assert wrong.wait == wrong.rate == pytest.approx(0.0, abs=1e-9) and 0 < wrong.staleness < 0.2
     with pytest.raises(RuntimeError, match="1 versions after 39; give more seconds"):
-        settled(Live(40), 39)
+        measure_stretch(Live(40), 39)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +68,10 @@ def test_what_a_run_did_has_an_error_of_its_own():
 )
 def test_a_change_is_made_looked_at_and_taken_back(regime, move):
     live, base, knobs = Live(40), regime.knobs, regime.moves.get(move, {})
-    figures, _, versions = moved(live, base, knobs, 0.0)
+    came = make_move(live, base, knobs, 0.0)
     assert live.told == ([knobs, {knob: base[knob] for knob in knobs}] if knobs else [])
-    assert versions == 30 - (5 + 1 + knobs.get("staleness", base["staleness"]) + 2) and figures.rate == 3840.0
+    assert came.versions == 30 - (5 + 1 + knobs.get("staleness", base["staleness"]) + 2)
+    assert came.figures.rate == 3840.0
 
 
 def test_five_changes_of_each_run_change_something():
@@ -84,10 +82,10 @@ def test_five_changes_of_each_run_change_something():
 
 
 def test_only_changes_are_counted():
-    came = settled(Live(40), 8)
+    came = measure_stretch(Live(40), 8)
 
     def row(name, *figures, kind="move", regime="tools"):
-        return row_of(regime, name, {}, [(said(*figures), came)], kind)
+        return row_of_turns(regime, name, {}, [(said(*figures), came)], kind)
 
     rows = [row("as it is", 0.9, 99.0, 0.0, kind="unchanged")]
     rows += [row(name, 0.54, 3840.0 * 1.09, 2.29) for name in ("one", "two", "three")]
@@ -104,8 +102,8 @@ def test_only_changes_are_counted():
         row("one", 0.5, 3840.0, 2.0, regime="processor"),
         row("as it is", 0.5, 3840.0, 2.0, kind="unchanged", regime="processor"),
     ]
-    found = bench_of(
-        [part(rows), part(other)], asdict(row("learning", 0.5, 3840.0, 2.0, kind="drifting", regime="processor")), {}
+    found = planner_result(
+        [part(rows), part(other)], row("learning", 0.5, 3840.0, 2.0, kind="drifting", regime="processor"), {}
     )
     assert (
         found.inside == {"tools": 3, "processor": 1}
@@ -123,14 +121,14 @@ def test_only_changes_are_counted():
 
 def test_a_move_is_judged_by_the_mean_of_its_turns():
     "Each turn alone is off by more than is allowed, the mean is not; and both are told."
-    value, wrong, count = settled(Live(40), 8)
-    row = row_of(
+    came = measure_stretch(Live(40), 8)
+    row = row_of_turns(
         "tools",
         "twice",
         {},
         [
-            (said(0.58, 3840.0 * 1.2, 2.0), (value, wrong, count)),
-            (said(0.42, 3840.0 * 0.8, 2.0), (value, wrong, count)),
+            (said(0.58, 3840.0 * 1.2, 2.0), came),
+            (said(0.42, 3840.0 * 0.8, 2.0), came),
         ],
     )
     assert row.inside and (row.wait_error, row.rate_error, row.versions) == (0.0, 0.0, 64)
@@ -138,7 +136,7 @@ def test_a_move_is_judged_by_the_mean_of_its_turns():
         (pytest.approx(0.08), pytest.approx(0.2), 0.0),
         (pytest.approx(-0.08), pytest.approx(-0.2), 0.0),
     )
-    assert row.error.staleness == pytest.approx(wrong.staleness / 2**0.5)
+    assert row.error.staleness == pytest.approx(came.errors.staleness / 2**0.5)
 
 
 def test_too_short_a_look_is_refused(tmp_path):
@@ -149,10 +147,10 @@ def test_too_short_a_look_is_refused(tmp_path):
 
 def test_drawn_runs_are_valid_and_always_the_same():
     for index in range(12):
-        table, moves = drawn(index, 4)
-        assert (table, moves) == drawn(index, 4) and valid(table) and len(moves) == 4
+        table, moves = draw_run(index, 4)
+        assert (table, moves) == draw_run(index, 4) and is_valid(table) and len(moves) == 4
         assert all(
-            valid({**table, **move}) and any(table[knob] != value for knob, value in move.items()) for move in moves
+            is_valid({**table, **move}) and any(table[knob] != value for knob, value in move.items()) for move in moves
         )
 
 
@@ -161,11 +159,11 @@ def test_what_came_is_counted_against_the_range():
         return Figures(wait, rate, staleness)
 
     def row(knobs, came):
-        return Drawn(
+        return DrawnRow(
             0, knobs, at(0.5, 100.0, 2.0), at(0.45, 95.0, 1.9), at(0.55, 105.0, 2.1), at(0.6, 110.0, 2.5), came
         )
 
-    found = virtual_of(
+    found = drawn_result(
         [
             row({}, at(0.52, 102.0, 2.1)),
             row({}, at(0.54, 100.0, 2.0)),
@@ -180,7 +178,7 @@ def test_what_came_is_counted_against_the_range():
         and found.width == {"wait": 0.1, "rate": 0.1, "staleness": 0.2}
     )
     assert found.as_predicted == found.as_it_is  # what was not made again counts as predicted
-    again = virtual_of(
+    again = drawn_result(
         [replace(row({}, at(0.52, 102.0, 2.1)), replayed=at(0.6, 102.0, 2.1)), row({"batch": 8}, at(0.5, 100.0, 2.0))],
         {},
     )
@@ -197,5 +195,5 @@ def test_a_drawn_run_is_predicted_made_and_kept(tmp_path):
     first = bench_virtual(tmp_path, runs=1, changes=1, processes=1)
     again = bench_virtual(tmp_path, runs=1, changes=1, processes=1)
     assert first.rows == again.rows and len(first.rows) == 2 and first.runs == first.changes == 1
-    with pytest.raises(ValueError, match="runs: 0 with 1 changes"):
+    with pytest.raises(ValueError, match="runs: 0 is too little"):
         bench_virtual(tmp_path, runs=0, changes=1)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rlbench.bench.chain import Length, bench_chain, bench_distill, bench_process, over_arms
+from rlbench.bench.chain import RunLength, bench_chain, bench_distill, bench_process, over_arms
 
-TOY = Length(versions=2, every=1, batch=16, group=4, exam=8)
+TOY = RunLength(versions=2, every=1, batch=16, group=4, exam=8)
 
 
 @pytest.mark.slow
