@@ -529,7 +529,7 @@ def learn_from_teacher(
     rejected = keep_here(f"rejection-{name}-{rounds}", lambda: tune_by_rejection(rounds, most, seed, length.exam))
     return [student, student_4, rl_4, tuned, rejected, rl]
 
-
+# %% ../../nbs/bench/18_chain.ipynb #bench-chain-distill-run
 def distill_chart(courses: Sequence[Course]) -> Chart:
     "Solve rates over the tokens that were generated."
     return course_chart(

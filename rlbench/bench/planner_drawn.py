@@ -144,7 +144,7 @@ def draw_value(r: random.Random, knob: str, table: Mapping) -> object:
         case _:
             return r.choice((0, 1, 2, 3))
 
-
+# %% ../../nbs/bench/25_planner_drawn.ipynb #planner-drawn-change
 def draw_change(r: random.Random, table: Mapping) -> dict:
     "One knob or two at another value."
     knob = r.choice(CHANGED)
