@@ -14,7 +14,7 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.run_files import read_json
 from rlbench.base.status import read_status
 from rlbench.bench.diagnosis import FAULTY, HEALTHY, bench_diagnosis, judge_arms, plain_arm, read_arm, run_arm
-from rlbench.cli.main import disk_text
+from rlbench.cli.progress import disk_text
 from rlbench.loop.guards import ALERTS, first_guards, short_names, without
 from rlbench.runtime.diagnosis import diagnose
 from rlbench.runtime.live_view import LiveView
@@ -312,7 +312,7 @@ def test_guards_have_short_names():
 def test_a_full_disk_is_visible_in_the_terminal(tmp_path):
     assert disk_text(tmp_path) == ""
     (tmp_path / "there").mkdir()
-    look = "from pathlib import Path; from rlbench.cli.main import disk_text; print(disk_text(Path('there')))"
+    look = "from pathlib import Path; from rlbench.cli.progress import disk_text; print(disk_text(Path('there')))"
     script = f'mount -t tmpfs -o size=256k none there && {sys.executable} -c "{look}"'
     done = subprocess.run(
         ["unshare", "--mount", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
