@@ -92,8 +92,7 @@ def compare_with_trl(
     as_json: JsonOption = False,
 ) -> None:
     "Compare the whole training loop with TRL's GRPOTrainer, installed in a separate Python environment."
-    from rlbench.bench.trl import bench_trl
-    from rlbench.bench.trl_size import bench_size
+    from rlbench.bench.trl import bench_size, bench_trl
 
     if size:
         run_bench(bench_size, folder, size, tokens, 1 if pairs is None else pairs, placement, as_json=as_json)
@@ -329,7 +328,8 @@ def check_predictions(
     as_json: JsonOption = False,
 ) -> None:
     "Predict changes of real runs, make them and compare. With --virtual, check random runs on the virtual clock."
-    from rlbench.bench.planner import bench_planner, bench_virtual
+    from rlbench.bench.planner import bench_planner
+    from rlbench.bench.planner_drawn import bench_virtual
 
     if virtual:
         run_bench(bench_virtual, folder, runs, as_json=as_json)
