@@ -21,10 +21,10 @@ FILES = ("CONTRIBUTING.md", "LICENSE")  # of the top folder, which the pages lin
 PICTURES = ("images/workbench.png", "images/run.svg")
 
 
-def contents(caption: str, pages: list[str], depth: int = 1) -> str:
-    "A list of pages for the side bar, in MyST."
-    lines = [f":caption: {caption}" if caption else "", f":maxdepth: {depth}", ":hidden:", "", *pages]
-    return "\n".join(["```{toctree}", *filter(lambda line: line or line == "", lines), "```", ""])
+def contents(caption: str, pages: list[str]) -> str:
+    "A list of pages for the side bar, in MyST; without a caption it hangs below the page that it stands on."
+    options = [f":caption: {caption}"] if caption else []
+    return "\n".join(["```{toctree}", *options, ":maxdepth: 1", ":hidden:", "", *pages, "```", ""])
 
 
 def room_pages() -> dict[str, str]:
@@ -59,6 +59,12 @@ def front_contents() -> str:
             contents("API", ["api/rlbench/index"]),
         ]
     )
+
+
+def shown_links(text: str) -> str:
+    "Markdown with its links as they are on the site: files of the top folder stand beside the front page, and headings are in small letters."
+    text = re.sub(r"\]\(\.\./(CONTRIBUTING\.md|LICENSE)\)", r"](\1)", text)
+    return re.sub(r"(\]\([^)\s:]*#)([^)\s]+)\)", lambda link: f"{link[1]}{link[2].lower()})", text)
 
 
 def shown_notebook(path: Path) -> str:
