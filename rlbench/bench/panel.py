@@ -6,8 +6,8 @@
 __all__ = ['NEWEST', 'COMMANDS', 'VERSION_COLUMNS', 'TARGETS', 'DRAWN', 'OPEN_CELLS', 'STEADY', 'CELLS', 'START', 'CLOSE',
            'WRITE', 'SHOW', 'TIMES', 'HISTORY', 'PAGE_SECONDS', 'moved_on', 'repeat_rows', 'write_tables',
            'write_commands', 'write_history', 'PanelBench', 'cpu_seconds', 'processes_of', 'browser_processes',
-           'browser_share', 'await_step', 'measure_window', 'measure_open', 'LiveBench', 'frame_times', 'measure_page',
-           'measure_pair', 'measure_slider', 'PanelPieces', 'measure_pieces', 'bench_panel']
+           'browser_share', 'await_step', 'measure_window', 'measure_open', 'PanelSession', 'frame_times',
+           'measure_page', 'measure_pair', 'measure_slider', 'PanelPieces', 'measure_pieces', 'bench_panel']
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-imports
 # What the live panel costs, and how soon it answers.
@@ -283,7 +283,7 @@ SHOW = 4
 
 
 @dataclass
-class LiveBench:
+class PanelSession:
     "What the measurements share: server and browser, a steady run, its page. Each is made when it is first needed."
 
     folder: Path
@@ -338,7 +338,7 @@ def frame_times(stamps: list[tuple[float, float]]) -> dict[str, float]:
     return {"update_ms": median(spent), "update_ms_most": max(spent), "frames_per_s": 1 / mean(pauses)}
 
 
-def measure_page(bench: LiveBench, seconds: float) -> dict[str, float]:
+def measure_page(bench: PanelSession, seconds: float) -> dict[str, float]:
     "Chromium's cores without and with the panel, and the panel's own CPU time a frame."
     _, page = bench.open_live()
     page.wait_for_timeout(5000)
@@ -351,7 +351,7 @@ def measure_page(bench: LiveBench, seconds: float) -> dict[str, float]:
     return {"idle_cpu": idle_cpu, "browser_cpu": browser_cpu, **frame_times(stamps)}
 
 
-def measure_pair(bench: LiveBench, number: int, seconds: float) -> dict[str, float]:
+def measure_pair(bench: PanelSession, number: int, seconds: float) -> dict[str, float]:
     "One window with the panel open and one with it closed, in turns first; CPU seconds per 1,000 trained tokens."
     found = {}
     for name in in_turns(number, ("open", "closed")):
@@ -362,7 +362,7 @@ def measure_pair(bench: LiveBench, number: int, seconds: float) -> dict[str, flo
     return found
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-slider
-def measure_slider(bench: LiveBench, number: int) -> dict[str, float]:
+def measure_slider(bench: PanelSession, number: int) -> dict[str, float]:
     "Seconds from a slider's release to the command's file, and to its row in the run's table."
     live, page = bench.show_panel()
     await_idle(page)
@@ -396,7 +396,7 @@ class PanelPieces:
     moved: list[dict]
 
 
-def measure_pieces(bench: LiveBench, windows: int, seconds: float, say: Say) -> PanelPieces:
+def measure_pieces(bench: PanelSession, windows: int, seconds: float, say: Say) -> PanelPieces:
     "All pieces, from the folder or measured now."
     folder = bench.folder
 
@@ -433,7 +433,7 @@ def bench_panel(
         raise ValueError(f"seconds: {seconds:g} is no window; give more than 0")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    bench = LiveBench(folder)
+    bench = PanelSession(folder)
     try:
         pieces = measure_pieces(bench, windows, seconds, say)
     finally:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ARM_ROLES', 'NUMBERS', 'Arm', 'setting_text', 'Null', 'number_text', 'repeats_exactly', 'Ablation', 'points_of',
-           'learning_curves', 'bind_measure', 'missing_in_words', 'ablation_html', 'ablation_page']
+           'learning_curves', 'bind_measure', 'missing_in_words', 'difference_chart', 'ablation_html', 'ablation_page']
 
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-imports
 # The result of an ablation.
@@ -341,34 +341,42 @@ def _result_in_words(a: Ablation) -> str:
         )
 
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-show-chart
-def _result_chart(a: Ablation) -> Chart:
-    found, null = _compare_arms(a), a.null
-
-    def role(d):
-        return ("grey" if null.holds else "vermilion") if null and d is found[0] else "blue" if d.significant else "sky"
-
-    series = Intervals(
-        tuple(d.arm for d in found),
-        tuple(d.mean for d in found),
-        tuple(d.low for d in found),
-        tuple(d.high for d in found),
-        tuple(map(role, found)),
-        tuple(d.points for d in found),
-        tuple(number_text(d.mean, True) for d in found),
+def difference_chart(
+    title: str, found: Sequence[Difference], roles: Sequence[str], subtitle: str, x_label: str, x_unit: str = ""
+) -> Chart:
+    "Differences of arms with their intervals, a faint dot per pair. `roles`: the colour of each."
+    intervals = Intervals(
+        tuple(difference.arm for difference in found),
+        tuple(difference.mean for difference in found),
+        tuple(difference.low for difference in found),
+        tuple(difference.high for difference in found),
+        tuple(roles),
+        tuple(difference.points for difference in found),
+        tuple("exactly 0" if difference.none else number_text(difference.mean, True) for difference in found),
     )
-    title, unit = setting_text(a.measure), "share" if a.measure["name"] in ("held_out", "area") else ""
-    subtitle = f"{len({t.seed for t in a.trials})} paired seeds, 95 % interval; {missing_in_words(a.differences)}"
-    if a.is_scan:
-        subtitle = "a scan: one seed, so no interval; a difference may be chance"
+    has_pairs = any(math.isfinite(difference.mean) for difference in found)
     return Chart(
-        f"{title}: difference to {a.arms[0].label}",
-        (series,) if any(math.isfinite(d.mean) for d in found) else (),
+        title,
+        (intervals,) if has_pairs else (),
         subtitle,
-        x_label="difference",
-        x_unit=unit,
+        x_label=x_label,
+        x_unit=x_unit,
         marks=(VerticalMark(0.0, "no difference"),),
         empty="no pair of finished runs yet",
     )
+
+
+def _result_chart(a: Ablation) -> Chart:
+    roles = ["blue" if difference.significant else "sky" for difference in a.differences]
+    if a.null:
+        roles.insert(0, "grey" if a.null.holds else "vermilion")
+    title = f"{setting_text(a.measure)}: difference to {a.arms[0].label}"
+    seeds = len({trial.seed for trial in a.trials})
+    subtitle = f"{seeds} paired seeds, 95 % interval; {missing_in_words(a.differences)}"
+    if a.is_scan:
+        subtitle = "a scan: one seed, so no interval; a difference may be chance"
+    unit = "share" if a.measure["name"] in ("held_out", "area") else ""
+    return difference_chart(title, _compare_arms(a), roles, subtitle, "difference", unit)
 
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-show-chart-part-2
 def _cautions_on(a: Ablation) -> list[str]:

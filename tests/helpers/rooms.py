@@ -22,8 +22,8 @@ ROOMS = {  # floor by floor: a room imports from the rooms above it in this list
     "planning": "what a run will do, and what it will cost",
     "views": "what a person sees",
     "workbench": "handles on runs, the supervisor, forks, replays, ablations",
-    "studies": "pages that run a claim of the field, and what they share",
     "bench": "performance as ratios, by commands anyone can run",
+    "studies": "pages that run a claim of the field, and what they share",
     "cli": "the verbs of the command line",
 }
 TOP = ("bench", "studies", "cli")  # nothing below imports them

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rlbench.studies.study import differences, differences_table
+from rlbench.studies.study import arms_chart, differences_table
 from rlbench.workbench.ablation_result import Ablation, Arm
 from rlbench.workbench.paired_statistics import (
     adjust_differences,
@@ -100,7 +100,7 @@ def test_marks_survive_only_holm():
         False,
     ]
     assert made_arm(weak, "weak").significant  # taken alone it does
-    chart = differences("t", found, "x", ("null",))
+    chart = arms_chart("t", found, "x", ("null",))
     assert (
         chart.series[0].roles == ("blue", "sky", "sky", "grey", "grey")
         and "after Holm's adjustment for 3 comparisons" in chart.subtitle
