@@ -94,8 +94,8 @@ def print_card(
 ) -> None:
     "Show what the loss does to one rollout, token by token, and why it is 0 where it is."
     from rlbench.sandbox.explain import tests_text
-    from rlbench.views.inspector import tests_of
     from rlbench.views.loss_card import loss_card
+    from rlbench.views.stored_rollout import tests_of
 
     with exit_on_refusal():
         changes = parse_changes(loss, set_)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 from ..base.chart_parts import GRID, GROUND, short_number
 from ..records import stream_key
 from ..runtime.steer import current_user
-from .html import escape_text
-from .inspector import PALETTE, matching, widgets, with_texts
+from .html import escape_text, import_widgets
+from .rollout_html import PALETTE
+from .rollout_search import search_rollouts, with_texts
 
 if TYPE_CHECKING:
     import polars as pl
@@ -62,7 +63,7 @@ def candidates(folder: str | Path, last: int | None = 10_000) -> dict[tuple[str,
     left out."""
     import polars as pl
 
-    rows = with_texts(folder, matching(folder, last=last)).filter(pl.col("text").str.len_chars() > 0).sort("seq")
+    rows = with_texts(folder, search_rollouts(folder, last=last)).filter(pl.col("text").str.len_chars() > 0).sort("seq")
     found: dict[tuple[str, str], list[Response]] = {}
     for row in rows.iter_rows(named=True):
         r = Response(row["rollout"], row["try"], row["oldest"], row["group"], row["reward"], row["text"])
@@ -281,7 +282,7 @@ class RankParts:
 
 def rank_parts(blind: bool) -> RankParts:
     "The widgets."
-    w = widgets()
+    w = import_widgets("ranking responses")
 
     def button(says, tip):
         return w.Button(description=says, tooltip=tip)
@@ -313,7 +314,7 @@ def rank_parts(blind: bool) -> RankParts:
 
 def rank_box(p: RankParts):
     "The widgets, arranged."
-    w = widgets()
+    w = import_widgets("ranking responses")
     for name in RankParts.__dataclass_fields__:
         getattr(p, name).add_class(f"rl-{name}" if name == "keys" else f"rl-rank-{name}")
     choices, other = (

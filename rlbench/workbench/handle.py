@@ -300,14 +300,14 @@ def read_card(run: "Run", card: str) -> "pl.DataFrame":
 # %% ../../nbs/workbench/12_handle.ipynb #run-rollouts
 def browse_rollouts(run: "Run", **filters):
     "The rollout browser; `filters`: fate, level, reward, lag, version, text, last."
-    from rlbench.views.inspector import browse
+    from rlbench.views.rollout_browser import browse
 
     return browse(run.folder, **filters)
 
 
 def find_rollout(run: "Run", rollout: int, attempt: int | None = None):
     "One rollout with its tokens, log-probabilities and versions. Raises ValueError if it is not stored."
-    from rlbench.views.inspector import read_rollout
+    from rlbench.views.stored_rollout import read_rollout
 
     return read_rollout(run.folder, rollout, attempt)
 

@@ -88,7 +88,7 @@ def take_functions(knobs: Mapping[str, object]) -> UserFunctions:
 def take_tried_functions(folder: Path, knobs: Mapping[str, object]) -> UserFunctions:
     """Take the functions among settings for a run that is there, from cells and from files, and try each on what the
     run has stored. ValueError with the traceback of one that fails."""
-    from rlbench.views.rescore import check
+    from rlbench.views.rescore import check_function
 
     taken = take_functions(knobs)
     plain, functions, copies = dict(taken.knobs), dict(taken.functions), list(taken.copies)
@@ -101,23 +101,23 @@ def take_tried_functions(folder: Path, knobs: Mapping[str, object]) -> UserFunct
             copies.append(captured)
     for name, found in functions.items():
         for function in found.values():
-            check(folder, name, function)
+            check_function(folder, name, function)
     return UserFunctions(plain, functions, tuple(copies))
 
 
 def hand_over(folder: Path, name: str, value: object) -> object:
     """The value to send for a field. A function, or a table that names one in a file, is tried on the run and saved in
     its folder; the value is then the table of that copy. ValueError for a function that fails."""
-    from rlbench.views.rescore import give
+    from rlbench.views.rescore import give_function
 
     if callable(value):
-        return give(folder, name, value)
+        return give_function(folder, name, value)
     value = with_absolute_paths({name: value})[name]
     if name not in FUNCTIONS or not named_by_file(value):
         return value
     _, function = copy_function(function_file(name, value))
     parameters = {key: each for key, each in value.items() if key != "source"}
-    return {**give(folder, name, function), **parameters}
+    return {**give_function(folder, name, function), **parameters}
 
 # %% ../../nbs/workbench/03_prepare.ipynb #prep-record
 @dataclass(frozen=True)

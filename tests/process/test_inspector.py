@@ -12,20 +12,12 @@ from fake_run import fake_run
 from rlbench.base.ledger import Ledger
 from rlbench.base.run_files import create_run_folder
 from rlbench.views.comparison import compare
-from rlbench.views.inspector import (
-    OTHER_TRY,
-    OTHER_VERSION,
-    StoredRollout,
-    browse,
-    find_rollouts,
-    load_decoder,
-    pairs_of_task,
-    pieces,
-    prompt_html,
-    read_rollout,
-    rollout_html,
-)
+from rlbench.views.decode import load_decoder, pieces
 from rlbench.views.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferences
+from rlbench.views.rollout_browser import OTHER_REWARD, OTHER_VERSION, browse
+from rlbench.views.rollout_html import prompt_html
+from rlbench.views.rollout_search import find_rollouts, pairs_of_task
+from rlbench.views.stored_rollout import StoredRollout, read_rollout, rollout_html
 from rlbench.workbench.handle import attach, run
 
 HOSTILE = (
@@ -254,7 +246,7 @@ def test_hostile_text_stays_text(tmp_path):
     b = browse(folder)
     for value in [v for _, v in b.parts.found.options]:
         b.parts.found.value = value
-        for beside in ("nothing", OTHER_VERSION, OTHER_TRY):
+        for beside in ("nothing", OTHER_VERSION, OTHER_REWARD):
             b.parts.beside.value = beside
             assert b.parts.note.value == ""
             page = Tags(b.parts.view.value)
@@ -267,7 +259,7 @@ def test_hostile_text_stays_text(tmp_path):
         "2 tokens · by v4 · taken up 3 versions after turn 1",
         "written by v1, 3 versions old",
         "environment, 2 tokens",
-        "4 of the environment&#x27;s state",
+        "4 of the environment&#39;s state",
         "cut at the limit of turns",
         "attempt 0 was put back to before turn 1: its turns 1 to 2, 3 tokens, were undone",
         "attempt 1 ended (aborted) and was begun again at turn 1",
@@ -444,9 +436,9 @@ def test_looking_loads_no_model(trained, script):
     told = script(
         """
 import sys
-import rlbench.views.inspector, rlbench.views.comparison, rlbench.views.ranking
+import rlbench.views.rollout_browser, rlbench.views.comparison, rlbench.views.ranking
 print(*sys.modules)
-page = rlbench.views.inspector.rollout_html(sys.argv[1], int(sys.argv[2]))
+page = rlbench.views.stored_rollout.rollout_html(sys.argv[1], int(sys.argv[2]))
 assert "[3]" not in page and not {"torch", "transformers"} & set(sys.modules)
 """,
         trained,

@@ -19,7 +19,6 @@ from rlbench.base.run_files import create_run_folder
 from rlbench.cli.main import app
 from rlbench.objective.loss import LossTerms
 from rlbench.views import loss_batch
-from rlbench.views.inspector import browse, read_rollout
 from rlbench.views.loss_batch import read_batch, read_waiting, settings_at
 from rlbench.views.loss_card import CardComparison, loss_card, loss_cards, make_card
 from rlbench.views.loss_card_html import framed_loss_card
@@ -27,6 +26,8 @@ from rlbench.views.loss_recipe import recipe_of, swap_parts
 from rlbench.views.loss_terms import batch_loss, loss_sheets
 from rlbench.views.loss_view import LossView
 from rlbench.views.loss_words import why_zero
+from rlbench.views.rollout_browser import browse
+from rlbench.views.stored_rollout import read_rollout
 from rlbench.workbench.handle import attach, run
 
 RATIOS = ((1.5, 0.9), (0.7, 1, 1.2), (1.1,), (0.5, 1, 2, 1))

@@ -21,7 +21,7 @@ from rlbench.objective.shaping import SHAPINGS, GroupFacts, make_group_facts, sh
 from rlbench.records import Rollout, Task, response_segment
 from rlbench.reward import exact
 from rlbench.runtime.steer import in_force
-from rlbench.views.rescore import give, rescore
+from rlbench.views.rescore import give_function, rescore
 
 GROUPS = range(60)
 
@@ -238,8 +238,8 @@ def test_bad_input_is_refused(tmp_path):
     driver = inline_run(tmp_path, "a", SCRIPTED)
     for bad in (too_short, curious):
         with pytest.raises(ValueError):
-            give(driver.folder, "shaping", bad)
-    assert give(driver.folder, "shaping", cubed)["by"] == 0.5
+            give_function(driver.folder, "shaping", bad)
+    assert give_function(driver.folder, "shaping", cubed)["by"] == 0.5
     with pytest.raises(FunctionFailed, match="return one number for each"):
         shape_rewards(too_short, np.ones(3), a_group(1, 3)[1])
 

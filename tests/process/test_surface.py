@@ -661,9 +661,9 @@ def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
     from rlbench.runtime.live_view import LiveView
     from rlbench.views.card_html import still_cards_html
     from rlbench.views.comparison import compare
-    from rlbench.views.inspector import rollout_html
     from rlbench.views.light import run_light
     from rlbench.views.report import write_report
+    from rlbench.views.stored_rollout import rollout_html
 
     pages = {
         "report": write_report(hostile).read_text(),

@@ -11,8 +11,8 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.ledger_reading import Resume, note_resume, open_table, read_table
 from rlbench.base.run_files import create_run_folder
 from rlbench.runtime.run_reader import RunReader
-from rlbench.views.inspector import read_rollout
 from rlbench.views.loss_card import loss_card, loss_cards
+from rlbench.views.stored_rollout import read_rollout
 from rlbench.workbench.handle import example_run
 
 WATCHED: list[tuple[Path, Counter]] = []
