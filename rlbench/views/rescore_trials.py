@@ -91,7 +91,7 @@ def _judged_again(field: str, function: Callable, r: Rollout, limits: CallLimits
     if field == "reward":
         judgement = judge_rollout(r, lambda text, answer: r.correct, function, limits.call)
         return r.reward, judgement.reward, judgement
-    judgement = judge(r, function, correct, limits.call)
+    judgement = judge_rollout(r, function, correct, limits.call)
     return _optional_float(r.correct), _optional_float(judgement.correct), judgement
 
 

@@ -231,7 +231,7 @@ def _side_of_pairs(rows: "pl.DataFrame", version: int | None, name: str) -> "pl.
     "The rollouts that a version began, as the columns of one side."
     import polars as pl
 
-    mine = rows.filter(pl.col("oldest") == version)
+    mine = rows.filter(pl.col("oldest").eq_missing(version))
     rollout = pl.col("rollout").alias(name)
     attempt = pl.col("try").alias(f"{name}_try")
     begun = pl.col("oldest").alias(f"{name}_version")
