@@ -48,8 +48,8 @@ def applied_changes(commands: "pl.DataFrame", knob: str) -> Iterator[tuple[float
     "(version, value [D], versions of the ramp) of every command that changed a knob to numbers."
     if not len(commands):
         return
-    rows = commands.select("knob", "status", "version", "value", "over")
-    for name, status, version, text, over in rows.iter_rows():
+    columns = [commands[name].to_list() for name in ("knob", "status", "version", "value", "over")]
+    for name, status, version, text, over in zip(*columns, strict=True):
         if name == knob and status == "applied" and version is not None:
             value = as_numbers(parse_value(text))
             if value is not None:

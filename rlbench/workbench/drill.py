@@ -35,7 +35,7 @@ from ..base.run_files import FAULTS
 from ..base.status import ENDED, is_alive, state_of
 from ..knobs import unknown
 from ..sandbox.types import Fault
-from ..views.panel import tell
+from ..views.html import set_html
 from rlbench.workbench.drill_faults import (
     FULL_FOR,
     HELD_SECONDS,
@@ -385,18 +385,18 @@ class Drills:
         "Which drills suit the run as it is now."
         try:
             self.suited = {each.name: why for each, why in list_drills(self.folder)}
-            tell(self.said, "")
+            set_html(self.said, "")
             for name, why in self.suited.items():
                 if why:
                     self.say(name, "refused", why)
         except (ValueError, OSError, Fault) as error:
             self.suited = dict.fromkeys(DRILLS, str(error))
-            tell(self.said, f'<span class="rl-refused">{escape(str(error))}</span>')
+            set_html(self.said, f'<span class="rl-refused">{escape(str(error))}</span>')
         self.ready(True)
 
     def say(self, name: str, state: str, text: str) -> None:
         "Show how a drill goes."
-        tell(self.states[name], state_html(name, state, text))
+        set_html(self.states[name], state_html(name, state, text))
 
     def start(self, names: list[str]) -> None:
         "Hold these drills in a thread; nothing if one is held."
@@ -458,10 +458,10 @@ def hold_from_panel(panel: Drills, names: list[str]) -> None:
 
     try:
         drill(panel.folder, names, say, panel.stop)
-        tell(panel.said, "")
+        set_html(panel.said, "")
     except KeyboardInterrupt:
         panel.say(now[0], "stopped", "what was injected is undone")
     except (ValueError, OSError, Fault, psutil.Error) as error:
-        tell(panel.said, f'<span class="rl-refused">{escape(str(error))}</span>')
+        set_html(panel.said, f'<span class="rl-refused">{escape(str(error))}</span>')
     finally:
         panel.ready(True)

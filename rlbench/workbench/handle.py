@@ -286,16 +286,16 @@ def draw_card(run: "Run", card: str):
     """A card of the panel as an interactive plotly figure; a card of several charts gives the first. Raises
     ValueError for an unknown card."""
     from rlbench.base.plotly_charts import to_plotly
-    from rlbench.views.panel import charts_of
+    from rlbench.views.card_grid import read_card_charts
 
-    return to_plotly(charts_of(run.folder, card)[0])
+    return to_plotly(read_card_charts(run.folder, card)[0])
 
 
 def read_card(run: "Run", card: str) -> "pl.DataFrame":
     "The table behind a card of the panel. Raises ValueError for an unknown card."
-    from rlbench.views.panel import card_of
+    from rlbench.views.card_grid import find_card
 
-    return card_of(card).frame(run.folder)
+    return find_card(card).frame(run.folder)
 
 # %% ../../nbs/workbench/12_handle.ipynb #run-rollouts
 def browse_rollouts(run: "Run", **filters):

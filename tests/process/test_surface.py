@@ -683,7 +683,7 @@ def test_no_page_executes_what_a_model_or_a_colleague_wrote(hostile):
 def test_plotly_reads_no_tags_in_the_words_of_others(hostile):
     "Names of series, marks, titles and labels reach plotly as text: it would make links of tags."
     from rlbench.runtime.live_view import LiveView
-    from rlbench.views.panel import CARDS
+    from rlbench.views.cards import CARDS
 
     snapshot, seen = LiveView(hostile).poll(), 0
 

@@ -17,7 +17,8 @@ from rlbench.base.neighbours import Neighbours
 from rlbench.base.run_files import write_json
 from rlbench.loop.config_files import load_config, to_toml
 from rlbench.runtime.checkpoint import CHECKPOINTS, MANIFEST, Manifest
-from rlbench.views.panel import PLOTLY, Panel, open_card, panel_of
+from rlbench.views.card_grid import PLOTLY
+from rlbench.views.panel import Panel, panel_of
 from rlbench.workbench.handle import attach, run
 
 SCRIPTED = {
@@ -75,11 +76,11 @@ def test_the_panel_shows_a_live_run(live):
     assert (
         panel.parts["state"].value
         and "version" in panel.parts["numbers"].value
-        and "<svg" in panel.parts["queue"].value
-        and panel.parts["health"].value == ""
+        and "<svg" in panel.cards.contents["queue"].value
+        and panel.cards.contents["health"].value == ""
     )
-    panel.parts["toggles"]["health"].value = True
-    assert "<svg" in panel.parts["health"].value
+    panel.cards.toggles["health"].value = True
+    assert "<svg" in panel.cards.contents["health"].value
     assert panel.knobs.rows["staleness"].control.value == live.settings.staleness
     assert "loss.high" not in panel.knobs.rows  # made when they are looked at
     panel.knobs.more.value = True
@@ -101,11 +102,17 @@ def test_a_slider_moves_the_run_from_any_thread(live):
     mover = threading.Thread(target=lambda: setattr(row.control, "value", 0.85))
     mover.start()
     mover.join()
-    assert "asked <b>0.85</b>" in row.said.value
+    assert "asked <b>0.85</b>" in row.status_line.value
     journal = until(lambda: live.commands.filter(live.commands["knob"] == "temperature").to_dicts(), 30)
     assert journal[-1]["author"] == "anna" and journal[-1]["value"] == "0.85" and journal[-1]["status"] == "applied"
     assert live.settings.temperature == 0.85
-    until(lambda: "since v" in frame(panel).knobs.rows["temperature"].said.value and "asked" not in row.said.value, 30)
+    until(
+        lambda: (
+            "since v" in frame(panel).knobs.rows["temperature"].status_line.value
+            and "asked" not in row.status_line.value
+        ),
+        30,
+    )
 
 
 def test_two_panels_and_the_command_line_agree(live):
@@ -136,7 +143,7 @@ def test_a_ramp_is_shown_on_its_way(live):
     panel.knobs.rows["learning_rate"].typed.value = 1e-4
     until(lambda: live.status.ramps.get("learning_rate"), 30)
     frame(panel)
-    assert "→ <b>0.0001</b> by v" in panel.knobs.rows["learning_rate"].said.value
+    assert "→ <b>0.0001</b> by v" in panel.knobs.rows["learning_rate"].status_line.value
     panel.over = 0
     panel.knobs.rows["learning_rate"].typed.value = 3e-4
     until(lambda: live.settings.learning_rate == 3e-4 and not live.status.ramps, 30)
@@ -148,7 +155,7 @@ def test_a_refusal_says_why_and_puts_the_control_back(live):
     panel.knobs.more.value = True
     batch = panel.knobs.rows["batch"]
     batch.typed.value = 63
-    assert "not a whole number of groups" in batch.said.value and batch.typed.value == 64
+    assert "not a whole number of groups" in batch.status_line.value and batch.typed.value == 64
     ghost = send_command(live.folder, "script", "batch", 63)
     until(lambda: any(c["command"] == ghost and c["status"] == "refused" for c in live.commands.to_dicts()), 30)
     assert "refused" in frame(panel).parts["log"].value
@@ -172,7 +179,7 @@ def test_guards_and_kept_knobs(live):
     panel.knobs.more.value = True
     watch.when.value = "entropi < 0.1"
     watch.add.click()
-    assert "entropy" in watch.said.value and "rl-refused" in watch.said.value
+    assert "entropy" in watch.message.value and "rl-refused" in watch.message.value
     watch.when.value, watch.do.value = "entropy < 0.0001", "alert"
     watch.add.click()
     until(lambda: any(g["when"] == "entropy < 0.0001" for g in live.status.guards), 30)
@@ -207,16 +214,16 @@ def test_an_opened_card_stands_in_its_place(live):
     "The figure is part of its card until it is closed; another one takes it over; its marks have no words of plotly's own."
     reached = live.status.version
     panel = frame(Panel(live.folder))
-    cards, opened = panel.parts["cards"], panel.parts["opened"]
-    open_card(panel, "queue")
-    figure = panel.parts["detail"].outputs[0]["data"][PLOTLY]
+    cards, opened = panel.cards.boxes, panel.cards.detail_box
+    panel.cards.open("queue")
+    figure = panel.cards.detail.outputs[0]["data"][PLOTLY]
     assert opened in cards["queue"].children and "new text" not in str(figure)
     assert figure["layout"]["xaxis"]["title"]["text"] == "version"
     assert reached - 5 <= figure["layout"]["xaxis"]["range"][1] <= live.status.version
-    open_card(panel, "length")
+    panel.cards.open("length")
     assert opened not in cards["queue"].children and opened in cards["length"].children
-    open_card(panel, "")
-    assert opened not in cards["length"].children and panel.parts["detail"].outputs == ()
+    panel.cards.close()
+    assert opened not in cards["length"].children and panel.cards.detail.outputs == ()
 
 
 def test_tags_and_note_are_shown_and_changed(tmp_path):
@@ -248,11 +255,11 @@ def test_labels_that_cannot_be_are_refused_in_words(tmp_path):
     for tags, note, words in (("two words", "first", "cannot be a tag"), ("base", "x" * 2001, "2001 characters")):
         line.tags.value, line.note.value = tags, note
         line.save.click()
-        assert words in line.said.value and "rl-refused" in line.said.value and line.edit.value is True
+        assert words in line.message.value and "rl-refused" in line.message.value and line.edit.value is True
         assert read_labels(folder) == Labels(("base",), "first")
     line.tags.value, line.note.value = "", ""
     line.save.click()
-    assert read_labels(folder) == Labels() and "no tags, no note" in line.shown.value and line.said.value == ""
+    assert read_labels(folder) == Labels() and "no tags, no note" in line.shown.value and line.message.value == ""
 
 
 def test_a_field_that_nobody_touched_keeps_what_another_process_wrote(tmp_path):
@@ -357,7 +364,7 @@ def test_all_live_knobs_have_a_control():
     "Every knob of every function that can be named gets a control that can show its value."
     from rlbench.loop.config import live_knobs
     from rlbench.loop.config_tables import FUNCTIONS
-    from rlbench.views.panel import KnobRow
+    from rlbench.views.knob_rows import KnobRow
 
     reference = {"reference": "start"}
     needed = {
@@ -421,13 +428,13 @@ def test_a_collapsed_run_shows_its_health_and_offers_a_fork(tmp_path):
         )
     ledger.extend("evals", [row | {"avg": 0.5 if row["version"] < 6 else 0.01} for row in eval_rows(12, 3, 1.5)])
     ledger.close()
-    assert frame(Panel(folder, fork=lambda at: None)).parts["fork"].layout.display == "none"
+    assert frame(Panel(folder, fork=lambda at: None)).fork_offer.button.layout.display == "none"
     for version in (3, 9):
         place = folder / CHECKPOINTS / f"v{version:06d}"
         place.mkdir(parents=True)
         write_json(place / MANIFEST, asdict(Manifest(version, 1.5, "", "every", 0, {}, {}, "tiny", 1.5)))
     panel = frame(Panel(folder, fork=lambda at: asked.append(at) or attach(folder)))
-    assert panel.collapsed and panel.parts["toggles"]["health"].value and "<svg" in panel.parts["health"].value
-    assert panel.parts["fork"].layout.display == "" and "v3" in panel.parts["fork"].description
-    panel.parts["fork"].click()
+    assert panel.collapsing and panel.cards.toggles["health"].value and "<svg" in panel.cards.contents["health"].value
+    assert panel.fork_offer.button.layout.display == "" and "v3" in panel.fork_offer.button.description
+    panel.fork_offer.button.click()
     assert asked == ["best"] and "rl.attach" in panel.parts["message"].value
