@@ -35,7 +35,7 @@ from ..base.status import ENDED
 from ..knobs import resolve
 from ..loop.config import RunConfig
 from ..loop.config_tables import ConfigError
-from ..views.comparison import exam_differences, exam_in
+from ..views.exam import exam_differences, exam_in
 from ..views.html import format_duration
 from .ablation_result import Ablation, Arm, number_text, repeats_exactly, setting_text
 from .handle import Run, start_with_notes

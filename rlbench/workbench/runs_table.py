@@ -384,9 +384,9 @@ def show_comparison(table: RunsTable) -> tuple:
     "The ticked runs beside each other."
     import ipywidgets as w
 
-    from rlbench.views.comparison import compare, comparison_html
+    from rlbench.views.comparison import compare, compared_runs_html
 
-    return (w.HTML(comparison_html(compare(*(run.folder for run in table.selected)))),)
+    return (w.HTML(compared_runs_html(compare(*(run.folder for run in table.selected)))),)
 
 
 def show_report(table: RunsTable) -> tuple:

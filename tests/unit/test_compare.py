@@ -6,7 +6,8 @@ import polars as pl
 import pytest
 from inline import inline_run
 
-from rlbench.views.comparison import compare, config_at, end_rows, exam_differences, exam_of
+from rlbench.views.comparison import compare, end_rows
+from rlbench.views.exam import config_at, exam_differences, exam_of
 from rlbench.views.run_data import read_run_data
 from rlbench.workbench.ablation import check_arm, note_exam, with_base_exam
 from rlbench.workbench.ablation_result import Ablation, Arm
