@@ -68,7 +68,7 @@ def card_outputs(folder: Path, key: str) -> tuple[dict, ...]:
 # %% ../../nbs/views/46_card_grid.ipynb #grid-grid
 URGENT_WIDTH = 720.0  # pixels for which a card is drawn that takes the whole width, three charts beside each other
 
-
+# %% ../../nbs/views/46_card_grid.ipynb #grid-class
 class CardGrid:
     "The cards of a panel. `redraw()` draws a frame; it is called when a card is shown or hidden."
 

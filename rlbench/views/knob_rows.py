@@ -95,7 +95,7 @@ def status_line_html(k: LiveKnob, state: KnobState, waiting: object = None, erro
 # %% ../../nbs/views/42_knob_rows.ipynb #rows-row
 NAME = """<span class="rl-name" data-knob="{{ field }}" title="{{ help }}">{{ name }}</span>"""
 
-
+# %% ../../nbs/views/42_knob_rows.ipynb #rows-knob-row
 class KnobRow:
     """One knob on the panel. `send(field, value)` returns a command's id, or raises ValueError with the reason it
     cannot be."""
