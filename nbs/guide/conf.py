@@ -1,8 +1,13 @@
 """How Sphinx builds the site: `make docs`. tests/docs.py collects its sources in build/docs-source, this file among them."""
 
+import html
 import re
 from configparser import ConfigParser
 from pathlib import Path
+
+from docutils.nodes import SkipNode
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
 
 root = Path(__file__).parents[2]  # from build/docs-source
 settings = ConfigParser(delimiters=["="], interpolation=None)
@@ -31,12 +36,13 @@ myst_heading_anchors = 3
 autoapi_dirs = [str(root / "rlbench")]
 autoapi_root = "api"
 autoapi_ignore = ["*/_modidx.py", "*/data/*"]
-autoapi_options = ["members", "show-module-summary"]
+autoapi_options = ["members", "undoc-members", "show-module-summary"]  # the folder of a room says nothing of itself
 autoapi_member_order = "bysource"
 autoapi_add_toctree_entry = False
 autoapi_keep_files = False
 
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = f"{project} {release}"
 html_copy_source = False
 html_show_sourcelink = False
@@ -58,5 +64,27 @@ def as_restructured_text(app, what, name, obj, options, lines):
     lines[:] = [escape(line).strip() for line in lines]
 
 
+def mathml(text: str, as_block: bool) -> str:
+    "A formula as MathML, which browsers draw without a script or the network; as its source where it cannot be read."
+    try:
+        return tex2mathml(text, as_block=as_block)
+    except MathError:
+        return f"<code>{html.escape(text)}</code>"
+
+
+def show_inline(writer, node):
+    "A formula inside a line."
+    writer.body.append(mathml(node.astext(), False))
+    raise SkipNode
+
+
+def show_block(writer, node):
+    "A formula on lines of its own."
+    writer.body.append(f'<div class="math">{mathml(node.astext(), True)}</div>')
+    raise SkipNode
+
+
 def setup(app):
+    "Called by Sphinx."
     app.connect("autodoc-process-docstring", as_restructured_text)
+    app.add_html_math_renderer("mathml", (show_inline, None), (show_block, None))
