@@ -22,13 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.status import state_of
-from .progress import clock_text, first_evaluation, held_out_evals, rate_with_error
+from .progress import clock_text, rate_with_error
 from .terminal import as_plain_data, plain_table
 
 if TYPE_CHECKING:
     from rlbench.runtime.checkpoint import SavedCheckpoint
     from rlbench.runtime.run_reader import RunReader
-    from rlbench.views.run_summary import RunSummary
+    from rlbench.views.run_data import RunData
 
 # %% ../../nbs/cli/03_endings.ipynb #endings-facts
 def run_facts(reader: "RunReader") -> dict[str, object]:
@@ -43,28 +43,31 @@ def run_facts(reader: "RunReader") -> dict[str, object]:
     return {**facts, "report": reader.folder / "report.html"}
 
 # %% ../../nbs/cli/03_endings.ipynb #endings-version
-def evaluated_version_note(reader: "RunReader") -> str:
+def evaluated_version_note(data: "RunData") -> str:
     "Of which version the newest evaluation is, if it is not of the newest; empty otherwise."
-    rows = held_out_evals(reader)
+    rows = data.evals.filter(data.evals["eval"] == data.eval_name)
     if not len(rows):
         return ""
     newest = rows.row(-1, named=True)
     evaluated = newest["version"]
     if newest["after_failure"]:
         return f"  (of version {evaluated}, the saved policy, measured after the run had failed)"
-    if reader.status is None or evaluated >= reader.status.version:
+    if data.status is None or evaluated >= data.status.version:
         return ""
-    return f"  (of version {evaluated}; the run went to {reader.status.version})"
+    return f"  (of version {evaluated}; the run went to {data.status.version})"
 
 # %% ../../nbs/cli/03_endings.ipynb #endings-result
-def result_lines(reader: "RunReader", summary: "RunSummary", reason: str) -> list[str]:
+def result_lines(data: "RunData", reason: str) -> list[str]:
     "Solve rate, length and time of a run; diagnosis, rate by turn and programs where there are any."
+    from rlbench.views.run_summary import summarize_run
+
+    summary = summarize_run(data)
     start = rate_with_error(summary.solve_rate_start, summary.solve_rate_start_se)
     end = rate_with_error(summary.solve_rate_end, summary.solve_rate_end_se)
     growth = f"{summary.length_growth:.2f} times" if summary.length_growth else "-"
     diagnosis = "" if summary.diagnosis in reason else summary.diagnosis
     lines = {
-        "held-out solve rate": f"{start}  ->  {end}{evaluated_version_note(reader)}",
+        "held-out solve rate": f"{start}  ->  {end}{evaluated_version_note(data)}",
         "response length": f"{growth} (last over first tenth of the steps)",
         "wall time": clock_text(summary.wall_s),
         "diagnosis": diagnosis,
@@ -101,12 +104,12 @@ def best_line(reader: "RunReader", saved: "list[SavedCheckpoint]") -> str:
     return line if is_newest else f"{line}   (rlbench fork {reader.folder.name} --at best)"
 
 
-def next_lines(reader: "RunReader", state: str) -> list[str]:
-    "Where to look and how to go on."
+def next_lines(reader: "RunReader", state: str, evaluation: str) -> list[str]:
+    "Where to look and how to go on. `evaluation`: the set that says which checkpoint is best."
     from rlbench.runtime.checkpoint import saved_checkpoints
 
     folder = reader.folder
-    saved = saved_checkpoints(folder, first_evaluation(reader))
+    saved = saved_checkpoints(folder, evaluation)
     report = folder / "report.html"
     lines = [f"report               {report}"] if report.exists() else []
     lines.append(best_line(reader, saved))
@@ -125,7 +128,7 @@ def print_lines(screen: Console, *lines) -> None:
 
 def print_ending(reader: "RunReader", screen: Console) -> None:
     "Print how a run ended."
-    from rlbench.views.run_summary import read_summary
+    from rlbench.views.run_data import read_run_data
 
     status = reader.status
     state = state_of(status)
@@ -133,11 +136,11 @@ def print_ending(reader: "RunReader", screen: Console) -> None:
     title = Text(reader.folder.name, style="bold") + Text(f" {state}", style="not bold")
     if reason:
         title += Text(f" ({reason})", style="not bold")
-    summary = read_summary(reader)
-    print_lines(screen, "", title, *result_lines(reader, summary, reason))
+    data = read_run_data(reader)
+    print_lines(screen, "", title, *result_lines(data, reason))
     if status:
         screen.print(books_table(status.books))
         closed = "closed" if status.books_closed else "NOT closed"
         counts = f"{status.dispatched:,} dispatched, {status.tokens:,} tokens generated"
         print_lines(screen, f"books {closed}: {counts}")
-    print_lines(screen, *next_lines(reader, state))
+    print_lines(screen, *next_lines(reader, state, data.eval_name))

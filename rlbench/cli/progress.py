@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOW_BYTES', 'IN_LOG', 'LOOK_SECONDS', 'LINE_SECONDS', 'clock_text', 'share_text', 'rate_with_error',
-           'remaining_seconds', 'headline', 'disk_text', 'first_evaluation', 'held_out_evals', 'held_out_rows',
-           'preflight_rows', 'diagnosis_rows', 'served_text', 'length_text', 'queue_text', 'work_text', 'recent_rows',
-           'progress_rows', 'progress_block', 'progress_line', 'has_progress', 'watch_run', 'follow_run',
-           'print_left_alone']
+           'remaining_seconds', 'headline', 'disk_text', 'held_out_rows', 'preflight_rows', 'diagnosis_rows',
+           'served_text', 'length_text', 'queue_text', 'work_text', 'recent_rows', 'progress_rows', 'progress_block',
+           'progress_line', 'has_progress', 'watch_run', 'follow_run', 'print_left_alone']
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-imports
 # A run while it is under way, in a few lines, until it has ended.
@@ -94,24 +93,13 @@ def disk_text(folder: Path) -> str:
     return f"full: rows wait in memory; make room within {FULL_SECONDS:.0f} s, or the run ends with its books closed"
 
 # %% ../../nbs/cli/02_progress.ipynb #progress-evals
-def first_evaluation(reader: "RunReader") -> str:
-    "Name of the held-out set; empty if there is none, or if the configuration cannot be read."
-    try:
-        return next((each.name for each in reader.config.eval), "")
-    except ValueError:
-        return ""
-
-
-def held_out_evals(reader: "RunReader") -> "pl.DataFrame":
-    "Rows of the held-out set in the table of evaluations."
-    evals = reader.table("evals").collect()
-    return evals.filter(evals["eval"] == first_evaluation(reader))
-
-
-def held_out_rows(evals: "pl.DataFrame") -> list[tuple[str, str]]:
+def held_out_rows(reader: "RunReader") -> list[tuple[str, str]]:
     "The newest evaluation, compared with the first; and its rate by turn where rollouts have several."
     from rlbench.runtime.metrics import turns_text
 
+    held_out = next((each.name for each in reader.config.eval), "")
+    evals = reader.table("evals").collect()
+    evals = evals.filter(evals["eval"] == held_out)
     if not len(evals):
         return []
     first, newest = evals.row(0, named=True), evals.row(-1, named=True)
@@ -215,7 +203,7 @@ def progress_rows(reader: "RunReader") -> list[tuple[str, str]]:
         *([("disk", disk)] if disk else []),
         *preflight_rows(reader),
         *diagnosis_rows(reader.folder, state),
-        *held_out_rows(held_out_evals(reader)),
+        *held_out_rows(reader),
         *recent_rows(reader, steps),
     ]
 

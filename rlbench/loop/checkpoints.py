@@ -25,9 +25,9 @@ from dataclasses import replace
 from .config import apply_point, with_knob
 from .ending import describe_spent_budget
 from .evaluation import evaluations_due
-from .events import Checkpointed, Commanded
+from .events import ASKED, Checkpointed, Commanded
 from .journal import PLACED, VERBS, is_due, journal_own_refusal, note_weights
-from .state import ASKED, PREFLIGHT, Checkpoint, LoopState, is_all_scored, is_synchronous, trainer_name
+from .state import PREFLIGHT, Checkpoint, LoopState, is_all_scored, is_synchronous, trainer_name
 
 # %% ../../nbs/loop/28_checkpoints.ipynb #checkpoints-why
 EARLY_PAUSE = 4  # an early version is saved only after 4 times as long as the last save took; there are few of them

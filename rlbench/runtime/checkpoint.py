@@ -25,6 +25,7 @@ __all__ = ['CHECKPOINT_SCHEMA', 'CHECKPOINTS', 'MANIFEST', 'STATE', 'ROLLOUTS', 
 #   * Files of a finished checkpoint are never written again, so another checkpoint may link to them.
 #   * The newest checkpoints, the first, and the best by held-out stay whatever they take.
 #   * Reading a checkpoint executes nothing: it holds JSON and safetensors.
+#   * Whoever only lists checkpoints does not import the loop: what packs and unpacks its state does.
 #
 # Refused, with the remedy: a torn checkpoint, one of a newer rlbench, one of another model, a disk without room.
 import errno
@@ -39,22 +40,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from ..base.ledger_reading import count_rows, read_table
 from ..base.run_files import read_json, write_json
-from ..loop.config_files import captured_functions, read_config
 from ..loop.digest import Digest
+from ..loop.events import ASKED
 from ..loop.old_states import upgrade_state
-from rlbench.loop.packing import (
-    PackedArrays,
-    pack_record,
-    unpack_record,
-)
-from ..loop.state import ASKED, LoopState
 from ..records import Group
+
+if TYPE_CHECKING:
+    from rlbench.loop.state import LoopState
 
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-manifest
 CHECKPOINT_SCHEMA = 2  # raised when what is written changes its meaning
@@ -153,11 +152,13 @@ def find_checkpoint(
     )
 
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-write
-def begin_checkpoint(run: Path, version: int, state: LoopState, kept) -> Path:
+def begin_checkpoint(run: Path, version: int, state: "LoopState", kept) -> Path:
     """Write the loop's half of a checkpoint aside: its state and `kept`, a record of what else is to be remembered.
     Returns the folder. OSError if there is no room."""
     aside = run / CHECKPOINTS / f".v{version:06d}.{secrets.token_hex(4)}"
     (aside / TRAINER).mkdir(parents=True)
+    from rlbench.loop.packing import PackedArrays, pack_record
+
     arrays = PackedArrays()
     data = {"state": pack_record(replace(state, functions={}), arrays), "kept": pack_record(kept, arrays)}
     text = json.dumps(data, separators=(",", ":")).encode()
@@ -319,6 +320,8 @@ POLICY_NOTE = "rlbench.json"  # in the folder of a saved policy
 
 def evaluation_of(run: Path) -> str:
     "The evaluation set that says which version is best: the first of the run's configuration; empty if it has none."
+    from rlbench.loop.config_files import read_config
+
     return next((each.name for each in read_config(run).eval), "")
 
 
@@ -376,18 +379,24 @@ class LoadedCheckpoint:
 
     folder: Path
     manifest: Manifest
-    state: LoopState
+    state: "LoopState"
     kept: object
     arrays: Mapping[str, np.ndarray]
 
     def remembered(self, kind: type):
         "The record `kept` that was given to `begin_checkpoint`."
+        from rlbench.loop.packing import unpack_record
+
         return unpack_record(kind, self.kept, self.arrays)
 
 
 def load_checkpoint(folder: str | Path, extra: Mapping | None = None) -> LoadedCheckpoint:
     """The checkpoint in a folder. `extra`: captured functions by field; without them those of the run folder it lies
     in. ValueError if it is torn, of a newer rlbench, or cannot be read."""
+    from rlbench.loop.config_files import captured_functions
+    from rlbench.loop.packing import unpack_record
+    from rlbench.loop.state import LoopState
+
     folder = Path(folder)
     manifest = read_manifest(folder)
     if isinstance(manifest, Torn):
@@ -549,6 +558,8 @@ def restore_random_states(facts: Mapping, tensors: Mapping) -> None:
 # %% ../../nbs/runtime/07_checkpoint.ipynb #checkpoint-trainer-part-2
 def write_replay_groups(folder: Path, groups: list[Group]) -> None:
     "Write the groups that a trainer keeps, to train on them once more; nothing if it keeps none."
+    from rlbench.loop.packing import PackedArrays, pack_record
+
     if groups:
         arrays = PackedArrays()
         write_json(folder / REPLAY, pack_record(groups, arrays))
@@ -557,6 +568,8 @@ def write_replay_groups(folder: Path, groups: list[Group]) -> None:
 
 def read_replay_groups(folder: Path) -> list[Group]:
     "The groups that `write_replay_groups` has written."
+    from rlbench.loop.packing import unpack_record
+
     if not (folder / REPLAY).exists():
         return []
     return unpack_record(list[Group], read_json(folder / REPLAY), load_file(folder / REPLAYED))

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP',
-           'Ribbon', 'RunSnapshot', 'value_in_force', 'corners_of', 'configured_value', 'position_before', 'step_rows',
-           'level_rates', 'NewestBatch', 'newest_batch', 'choose_ribbons', 'read_last_batch', 'rollouts_since_batch',
-           'read_toml', 'last_sign', 'held_out', 'LiveView']
+           'Ribbon', 'RunSnapshot', 'value_in_force', 'corners_of', 'configured_value', 'default_value',
+           'position_before', 'step_rows', 'level_rates', 'NewestBatch', 'newest_batch', 'choose_ribbons',
+           'read_last_batch', 'rollouts_since_batch', 'read_toml', 'last_sign', 'held_out', 'LiveView']
 
 # %% ../../nbs/runtime/36_live_view.ipynb #view-imports
 # A run that is watched.
@@ -43,8 +43,6 @@ from rlbench.base.ledger_reading import (
 )
 from ..base.neighbours import Looker, Neighbours
 from ..base.status import ENDED, Status, read_status, state_of
-from ..loop.config import RunConfig
-from ..loop.config_tables import knobs_in
 from .bins import Bins
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, read_forecasts
@@ -136,8 +134,14 @@ def configured_value(snapshot: RunSnapshot, knob: str) -> object:
     found: object = snapshot.config
     for part in knob.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    if found is not None:
-        return found
+    return default_value(knob) if found is None and "." not in knob else found
+
+
+def default_value(knob: str) -> object:
+    "The default of a field of the configuration; None for one that is not known."
+    from rlbench.loop.config import RunConfig
+    from rlbench.loop.config_tables import knobs_in
+
     defaults = knobs_in(RunConfig)
     return defaults[knob][1] if knob in defaults else None
 

@@ -15,6 +15,7 @@ __all__ = ['RunReader', 'reader_of']
 #   * Nothing is opened before it is asked for.
 #   * The answers do not change while a reader lives, also if the run goes on.
 #   * Of a table only the rows and columns are read that an answer needs.
+#   * The configuration and all that it names are imported when it is asked for, so a list of runs is quick.
 #
 # It refuses: a folder that is not there, and a ledger of a newer schema.
 # It does not follow a live run (`live_view`), and it writes nothing.
@@ -25,11 +26,11 @@ from typing import TYPE_CHECKING
 
 from ..base.ledger_reading import open_table
 from ..base.status import Status, read_status
-from ..loop.config import RunConfig
-from ..loop.config_files import captured_functions, load_config, read_config
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from rlbench.loop.config import RunConfig
 
 # %% ../../nbs/runtime/31_run_reader.ipynb #reader-class
 class RunReader:
@@ -49,11 +50,15 @@ class RunReader:
     @cached_property
     def functions(self) -> Mapping[str, Mapping[str, Callable]]:
         "The functions that the run has captured, by field and name."
+        from rlbench.loop.config_files import captured_functions
+
         return captured_functions(self.folder)
 
     @cached_property
-    def config(self) -> RunConfig:
+    def config(self) -> "RunConfig":
         "The configuration that the run was started with. ValueError for one that cannot be read."
+        from rlbench.loop.config_files import read_config
+
         return read_config(self.folder, self.functions)
 
     @cached_property
@@ -62,14 +67,16 @@ class RunReader:
         return read_status(self.folder)
 
     @cached_property
-    def settings(self) -> RunConfig:
+    def settings(self) -> "RunConfig":
         "The configuration in force: that of the start, and what was changed since."
         changed = self.status.changed if self.status else {}
         whole_fields_first = sorted(changed, key=lambda field: "." in field)
         return self.with_changes({field: changed[field][0] for field in whole_fields_first})
 
-    def with_changes(self, changes: Mapping[str, object]) -> RunConfig:
+    def with_changes(self, changes: Mapping[str, object]) -> "RunConfig":
         "The configuration of the start with some settings changed."
+        from rlbench.loop.config_files import load_config
+
         return load_config(self.config, changes, self.functions) if changes else self.config
 
     @property
