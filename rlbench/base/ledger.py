@@ -29,7 +29,7 @@ from pathlib import Path
 
 from .ledger_rows import cell_encoders, encode_json, lines_frame, parsed_row, row_line
 from .run_files import DiskFull, check_disk, full_disk_named, read_json, replace_file, write_json
-from ..records import SCHEMA, TABLES
+from .tables import SCHEMA, TABLES
 
 # %% ../../nbs/base/05_ledger.ipynb #ledger-tail
 @dataclass

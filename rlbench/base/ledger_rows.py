@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ..records import TABLES
+from .tables import TABLES
 
 if TYPE_CHECKING:
     import polars as pl

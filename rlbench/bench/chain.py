@@ -54,7 +54,7 @@ from ..models.model import load_policy
 from ..records import Group, StopReason
 from ..training.one_page import write_groups
 from ..training.reward_model import save_reward_model, train_reward_model, verifier_pairs
-from ..training.sft import FitSettings, JudgedResponse, rejection, tune_policy
+from ..training.sft import FitSettings, JudgedResponse, pick_right_responses, tune_policy
 from ..workbench.handle import Run
 
 if TYPE_CHECKING:
@@ -462,7 +462,7 @@ def tune_on_samples(teacher: Path, budgets: Sequence[int], seed: int, exam: int)
     for number, budget in enumerate(sorted(budgets), 1):
         part = groups_within(groups, budget)
         policy = load_policy("tiny")
-        demonstrations = rejection(judged_responses(part, all_right=True))
+        demonstrations = pick_right_responses(judged_responses(part, all_right=True))
         tune_policy(policy, demonstrations, FitSettings(epochs=3, held_out=0.1))
         points.append(examine_policy(policy, number, count_tokens(part), seed, exam))
     return join_points("teacher's samples", seed, points)
@@ -482,7 +482,7 @@ def tune_by_rejection(rounds: int, budget: int, seed: int, exam: int) -> Course:
         while spent + count_tokens(groups) < budget * number / rounds and used + AT_ONCE <= len(pool):
             groups += write_responses(policy, pool[used : used + AT_ONCE], RESPONSES, 900 * number + seed)
             used += AT_ONCE
-        tune_policy(policy, rejection(judged_responses(groups)), FitSettings(epochs=2, held_out=0.1))
+        tune_policy(policy, pick_right_responses(judged_responses(groups)), FitSettings(epochs=2, held_out=0.1))
         spent += count_tokens(groups)
         points.append(examine_policy(policy, number, spent, seed, exam))
     return join_points("rejection sampling", seed, points)

@@ -15,8 +15,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ..base.tables import EVALS, STEPS
 from ..knobs import nearest, unknown
-from ..records import EVALS, STEPS
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-condition
 COMPARE = {

@@ -494,7 +494,7 @@ def write_trainer(folder: str | Path, trainer, run: Path | None = None) -> str:
         del files["weights.safetensors"]
     check_free_space(folder, files)
     write_tensors(folder, files)
-    write_replay_groups(folder, trainer.beside.replay.groups)
+    write_replay_groups(folder, trainer.extras.replay.groups)
     facts = {
         "steps": state["steps"],
         "memory": state["memory"],
@@ -593,9 +593,9 @@ def read_weights(folder: str | Path, model) -> None:
     import torch
     from safetensors.torch import load_file as load
 
-    from rlbench.training.weight_transport import weights
+    from rlbench.training.weight_transport import moving_weights
 
-    stored, mine = load(Path(folder) / "weights.safetensors"), weights(model)
+    stored, mine = load(Path(folder) / "weights.safetensors"), moving_weights(model)
     wrong = sorted(stored.keys() ^ mine.keys()) or [name for name in mine if stored[name].shape != mine[name].shape]
     if wrong:
         raise ValueError(
@@ -634,7 +634,7 @@ def read_trainer(folder: str | Path, trainer) -> None:
     if "critic" in facts:
         state["critic"] = critic_state(facts["critic"], load(folder / CRITIC))
     trainer.load_state_dict(state)
-    trainer.beside.replay.groups = read_replay_groups(folder)
+    trainer.extras.replay.groups = read_replay_groups(folder)
     restore_random_states(facts, tensors)
 
 

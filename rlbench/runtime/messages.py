@@ -107,7 +107,7 @@ class TrainResult:
     version: int
     metrics: TrainMetrics
     advantages: dict[int, float]  # by rollout
-    token_notes: dict[int, object] = field(default_factory=dict)  # by rollout: `training.trainer.Told`
+    token_notes: dict[int, object] = field(default_factory=dict)  # by rollout: `training.batch_metrics.TokenNotes`
 
 
 @dataclass(frozen=True)

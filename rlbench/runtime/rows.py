@@ -17,7 +17,7 @@ __all__ = ['SUCCEEDED_BY_NEXT', 'textless_columns', 'generated_fields', 'task_co
 #   * The row of a step is written after the rows of all attempts that ended before it.
 #   * Guards look at every row of a batch or an evaluation after it was written, in order.
 #
-# Columns are those of `records.TABLES`; nothing here decides what a rollout's fate is.
+# Columns are those of `base.tables.TABLES`; nothing here decides what a rollout's fate is.
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

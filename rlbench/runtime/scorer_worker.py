@@ -32,21 +32,21 @@ from .worker import WorkReport
 from rlbench.training.scoring_models import (
     REFERENCE_FILE,
     Judge,
-    Models,
     ScorerActor,
+    ScoringModels,
     check_endpoint,
     check_reachable,
     check_vocabulary,
-    length_of,
-    looked_up,
+    count_rollout_tokens,
     read_reference,
+    read_variable,
     scripted_models,
     trace_rollouts,
     whole_tokens,
 )
 
 # %% ../../nbs/runtime/14_scorer_worker.ipynb #scorer-worker-models
-def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
+def scorer_models(config: RunConfig, folder: Path | None = None) -> ScoringModels:
     """The models that are asked about rollouts. Raises ValueError naming the field of a model that is not there or
     does not fit."""
     traces, scores = models_asked(config)
@@ -67,7 +67,7 @@ def scorer_models(config: RunConfig, folder: Path | None = None) -> Models:
 
     if folder and config.reference == "start" and (folder / REFERENCE_FILE).exists():
         refresh(folder / REFERENCE_FILE)
-    return Models(asked, rewards, judges, refresh)
+    return ScoringModels(asked, rewards, judges, refresh)
 
 
 def load_asked_policy(config: RunConfig, field: str):
@@ -105,12 +105,12 @@ def new_judge(config: RunConfig) -> Judge:
     """The judge of a configuration. Raises ValueError if its address or key is not in the environment, or if nobody
     listens there."""
     settings = config.judge
-    url = looked_up("judge.url", settings.url)
+    url = read_variable("judge.url", settings.url)
     check_endpoint(url, settings.template)
     judge = Judge(
         url,
         settings.model,
-        looked_up("judge.key", settings.key),
+        read_variable("judge.key", settings.key),
         settings.temperature,
         settings.max_tokens,
         settings.timeout,
@@ -124,7 +124,7 @@ def new_judge(config: RunConfig) -> Judge:
 class ScorerWorker:
     "Answers requests in rounds, and takes another reference between two of them."
 
-    def __init__(self, config: RunConfig, models: Models):
+    def __init__(self, config: RunConfig, models: ScoringModels):
         at_once = config.judge.at_once if models.remote else 10**9
         self.actor = ScorerActor(models, config.scorer_tokens, at_once, config.staleness == 0)
         self.has_started = False
@@ -163,7 +163,7 @@ class ScorerWorker:
 
     def waiting_tokens(self) -> int:
         "Tokens of the rollouts that wait for an answer."
-        return sum(length_of(request.rollout) for request in self.actor.waiting())
+        return sum(count_rollout_tokens(request.rollout) for request in self.actor.waiting())
 
     def answer_round(self) -> ActorWork:
         "One round of answers. Its units are tokens times models."

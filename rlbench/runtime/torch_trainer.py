@@ -128,13 +128,13 @@ def new_beside(config: RunConfig, policy):
     from rlbench.models.model import decode_response
     from rlbench.training.batch import Demonstrations, demonstration_row
     from rlbench.training.sft import encode_all, read_demonstrations
-    from rlbench.training.trainer import Beside, ReplayBuffer
+    from rlbench.training.trainer import ReplayBuffer, TrainerExtras
 
     examples = []
     if config.demonstrations:
         examples, _ = encode_all(policy, read_demonstrations(config.demonstrations))
     rows = tuple(demonstration_row(i, e.tokens_T[: e.start], e.tokens_T[e.start :]) for i, e in enumerate(examples))
-    return Beside(
+    return TrainerExtras(
         critic=new_critic(config, policy),
         replay=ReplayBuffer(count_replayed_groups(config), config.replay_share),
         shown=Demonstrations(rows, count_demonstrations(config), config.seed),
@@ -167,7 +167,7 @@ def configure_trainer(trainer, functions: Functions, config: RunConfig) -> None:
     "Put the objective and the settings of a configuration into force, in all ranks."
     trainer.team.tell("configure", config)
     trainer.set(objective_of(config, functions), **trainer_settings(config))
-    beside = trainer.beside
+    beside = trainer.extras
     beside.replay.size = count_replayed_groups(config)
     beside.replay.share = config.replay_share
     beside.shown.count = count_demonstrations(config)
@@ -203,18 +203,18 @@ def torch_trainer_half(
     `publish(version, weights)` hands weights over."""
     from rlbench.models.lora import save_trained
     from rlbench.training.data_parallel import whole_state, whole_weights
-    from rlbench.training.weight_transport import hash_weights, weights
+    from rlbench.training.weight_transport import hash_weights, moving_weights
 
     trainer = make_trainer(config, policy, functions, start, team)
 
     def train(groups: tuple[Group, ...], version: int) -> Training:
         result = trainer.train(groups, version)
-        return result.metrics, result.advantages, result.compute, result.told
+        return result.metrics, result.advantages, result.compute, result.token_notes
 
     def save(into: str) -> str:
         state = whole_state(trainer) if team.size > 1 else None
         save_trained(policy, Path(into), state)
-        return hash_weights(weights(trainer.model, state))
+        return hash_weights(moving_weights(trainer.model, state))
 
     def checkpoint(into: str) -> str:
         hashed = write_trainer(into, trainer, functions.folder)

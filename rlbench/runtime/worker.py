@@ -497,9 +497,9 @@ def share_in_memory(policy) -> tuple[Callable, Callable]:
 def share_through_file(policy, folder: Path, create: bool, device: str) -> tuple[Callable, Callable]:
     """(load, publish) through the run's mapped file. The trainer makes the file (on a GPU: its buffers there); a
     generator maps it when it first needs it."""
-    from rlbench.training.weight_transport import SharedWeights, served_weights, weights
+    from rlbench.training.weight_transport import SharedWeights, moving_weights, served_weights
 
-    shapes = {name: tensor.to("meta") for name, tensor in weights(policy.model).items()}
+    shapes = {name: tensor.to("meta") for name, tensor in moving_weights(policy.model).items()}
     mapped = []
 
     def shared() -> SharedWeights:

@@ -35,7 +35,7 @@ from ..objective.objective import Objective, make_objective
 from ..records import Group
 from ..training.one_page import TrainedVersion, mean_solve_rate, train_versions, write_groups
 from ..training.trainer import Trainer, TrainerConfig, prepare_batch, start_logprobs
-from ..training.weight_transport import weights
+from ..training.weight_transport import moving_weights
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-arms
 CAP = 5.0  # largest weight of a token
@@ -63,13 +63,13 @@ class DelaySizes:
 # %% ../../nbs/studies/02_delay.ipynb #delay-sampler
 def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
     "A copy of the weights."
-    return {name: tensor.detach().clone() for name, tensor in weights(policy.model).items()}
+    return {name: tensor.detach().clone() for name, tensor in moving_weights(policy.model).items()}
 
 
 @torch.no_grad()
 def set_weights(policy: Policy, shelf: Mapping[str, torch.Tensor]) -> None:
     "Set the weights."
-    for name, tensor in weights(policy.model).items():
+    for name, tensor in moving_weights(policy.model).items():
         tensor.copy_(shelf[name])
 
 

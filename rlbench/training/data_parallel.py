@@ -7,6 +7,18 @@ __all__ = ['ALONE_STATUS', 'LOST_STATUS', 'PR_SET_PDEATHSIG', 'join_ranks', 'sha
            'whole_state', 'whole_weights', 'rank_device', 'start_ranks', 'watch_ranks', 'rank_main']
 
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-imports
+# A trainer of several processes (ranks), each with a part of every tensor and a share of every batch.
+#
+# Owns: the start, the jobs and the end of the ranks; how errors and whole tensors cross between them.
+#
+# What always holds:
+#   * Only rank 0 knows the run; it lays batches out and sends jobs to the others.
+#   * The update is that of one process, up to the rounding of sums.
+#   * No rank outlives rank 0, and rank 0 does not outlive a rank.
+#
+# Refuses: more GPU ranks than the machine has GPUs.
+#
+# This module does not cross machines, and does not cut batches (`training.micro_batches` does).
 import ctypes
 import multiprocessing
 import os
@@ -17,6 +29,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from types import MethodType
@@ -25,10 +38,11 @@ import torch
 
 from .logprobs import decoder_layers
 from .trainer import Alone, Trainer
-from .weight_transport import weights
+from .weight_transport import moving_weights
 
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-help
-ALONE_STATUS, LOST_STATUS = 70, 71  # exit status of a rank with an error of its own, and of one whose others are gone
+ALONE_STATUS = 70  # exit status of a rank with an error that the others do not have
+LOST_STATUS = 71  # exit status of a rank whose others are gone
 
 
 def join_ranks(rank: int, size: int, device: torch.device, store):
@@ -38,9 +52,8 @@ def join_ranks(rank: int, size: int, device: torch.device, store):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size
-    )
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.init_device_mesh(device.type, (size,))
 
 
@@ -56,8 +69,8 @@ def shard_model(model: torch.nn.Module, compute: Callable, mesh) -> Callable:
     return lambda model, *args: model.rank_logprobs(*args)
 
 
-def _to_all(value) -> list:
-    "Everybody's value, by rank."
+def _gather_values(value) -> list:
+    "The values of all ranks, by rank."
     found = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found
@@ -65,10 +78,10 @@ def _to_all(value) -> list:
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-errors
 def pack_error(error: Exception) -> tuple:
     "(kind, arguments, attributes) of an error, fit to be sent."
-    told = (type(error), error.args, vars(error))
+    packed = (type(error), error.args, vars(error))
     try:
-        pickle.loads(pickle.dumps(told))
-        return told
+        pickle.loads(pickle.dumps(packed))
+        return packed
     except Exception:
         return RuntimeError, (f"{type(error).__name__}: {error}",), {}
 
@@ -107,11 +120,11 @@ class Team(Alone):
         return error
 
     def agree(self, error: Exception | None) -> None:
-        "Raise in all ranks what one of them has met; the lowest rank's counts."
-        found = next((each for each in _to_all(error and pack_error(error)) if each is not None), None)
-        if found is not None:
-            self.common = unpack_error(*found)
-            raise self.common
+        "Raise in all ranks the error of any of them; that of the lowest rank."
+        for packed in _gather_values(error and pack_error(error)):
+            if packed is not None:
+                self.common = unpack_error(*packed)
+                raise self.common
 
     def survive(self, error: Exception) -> None:
         "End this process for an error that the others do not have."
@@ -126,12 +139,15 @@ class Team(Alone):
 
     def merge(self, seen: list) -> list:
         "Of all ranks, on the CPU."
-        mine = [type(s)(*(t.cpu() for t in vars(s).values())) for s in seen]
-        return [s for each in _to_all(mine) for s in each]
+        mine = []
+        for micro in seen:
+            on_cpu = [tensor.cpu() for tensor in vars(micro).values()]
+            mine.append(type(micro)(*on_cpu))
+        return list(chain.from_iterable(_gather_values(mine)))
 
     def norm(self, tensors: Sequence[torch.Tensor]) -> float:
         "Of all parts of all tensors."
-        squares = torch.stack([t.to_local().norm() ** 2 for t in tensors]).sum()
+        squares = torch.stack([tensor.to_local().norm() ** 2 for tensor in tensors]).sum()
         torch.distributed.all_reduce(squares)
         return float(squares.sqrt())
 
@@ -140,18 +156,18 @@ class Team(Alone):
         if not hasattr(tensor, "full_tensor"):
             return tensor
         full = tensor.full_tensor()
-        return full if full.ndim == 0 else full.cpu() if self.rank == 0 else full[:0]
+        if full.ndim == 0:
+            return full
+        return full.cpu() if self.rank == 0 else full[:0]
 
     def part(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         "This rank's part; every rank has the whole tensor, so nothing is sent."
         from torch.distributed.tensor import distribute_tensor
 
-        same = hasattr(like, "full_tensor") and tensor.shape == like.shape
-        return (
-            distribute_tensor(tensor.to(self.device), like.device_mesh, like.placements, src_data_rank=None)
-            if same
-            else tensor
-        )
+        is_sharded = hasattr(like, "full_tensor") and tensor.shape == like.shape
+        if not is_sharded:
+            return tensor
+        return distribute_tensor(tensor.to(self.device), like.device_mesh, like.placements, src_data_rank=None)
 
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-weights
 def whole_state(trainer: Trainer, moving: bool = False) -> dict[str, torch.Tensor]:
@@ -159,24 +175,29 @@ def whole_state(trainer: Trainer, moving: bool = False) -> dict[str, torch.Tenso
     `moving`: of a model with adapters only these."""
     trainer.team.tell("state_of_model", moving)
     state = trainer.model.state_dict()
-    tied = {name for name, _ in trainer.model.named_parameters(remove_duplicate=False)} - {
-        name for name, _ in trainer.model.named_parameters()
-    }
+    parameters = trainer.model.named_parameters
+    tied = dict(parameters(remove_duplicate=False)).keys() - dict(parameters()).keys()
     wanted = [name for name in state if ".lora_" in name] if moving else []
-    return {name: trainer.team.whole(state[name].detach()) for name in wanted or state if name not in tied}
+    whole = {}
+    for name in wanted or state:
+        if name not in tied:
+            whole[name] = trainer.team.whole(state[name].detach())
+    return whole
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Name -> whole tensor of what training moves, each once. Of a trainer of one process the model's own; of
     several, copies on the CPU."""
-    return weights(trainer.model, whole_state(trainer, moving=True) if trainer.team.size > 1 else None)
+    state = whole_state(trainer, moving=True) if trainer.team.size > 1 else None
+    return moving_weights(trainer.model, state)
 
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-start
 def rank_device(kind: str, rank: int, size: int) -> torch.device:
     "Where a rank trains: the CPU, or a GPU of its own. ValueError if there are too few."
     if kind == "cpu":
         return torch.device("cpu")
-    if (count := torch.cuda.device_count()) < size:
+    count = torch.cuda.device_count()
+    if count < size:
         raise ValueError(
             f"trainers: {size} processes need a GPU each, and this machine has {count}; set trainers "
             f"= {max(1, count)} (of a run that is there: rlbench fork RUN --set "
@@ -188,9 +209,11 @@ def rank_device(kind: str, rank: int, size: int) -> torch.device:
 def start_ranks(size: int, kind: str, build: Callable, args: tuple = ()) -> Team:
     """In rank 0: start the other ranks, whose trainers `build(team, *args)` makes, and join them. `build` must be
     importable; `kind`: cpu or cuda."""
-    device, context = rank_device(kind, 0, size), multiprocessing.get_context("spawn")
+    device = rank_device(kind, 0, size)
+    context = multiprocessing.get_context("spawn")
     store = torch.distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
+    pipes = []
+    processes = []
     for rank in range(1, size):
         mine, theirs = context.Pipe()
         process = context.Process(
@@ -210,7 +233,7 @@ def start_ranks(size: int, kind: str, build: Callable, args: tuple = ()) -> Team
 
 
 def _hang_up(pipes: Sequence, processes: Sequence, over: threading.Event) -> None:
-    "In rank 0, at its end: the others have nothing more to do."
+    "In rank 0, at its end: close the pipes, which ends the others."
     over.set()
     for pipe in pipes:
         pipe.close()
@@ -219,21 +242,16 @@ def _hang_up(pipes: Sequence, processes: Sequence, over: threading.Event) -> Non
 
 
 def watch_ranks(processes: Sequence, over: threading.Event) -> None:
-    "In rank 0: end with the first of the others that ends, unless all is over."
+    "In rank 0: end when the first of the others ends, unless the trainer is closing."
     ended = wait([process.sentinel for process in processes])
     if over.is_set():
         return
     for rank, process in enumerate(processes, 1):
         if process.sentinel in ended:
             process.join()
-            print(
-                (
-                    f"trainer: rank {rank} of {len(processes) + 1} has ended with status "
-                    f"{process.exitcode}, so the trainer ends"
-                ),
-                file=sys.stderr,
-                flush=True,
-            )
+            size, status = len(processes) + 1, process.exitcode
+            line = f"trainer: rank {rank} of {size} has ended with status {status}, so the trainer ends"
+            print(line, file=sys.stderr, flush=True)
     os._exit(LOST_STATUS)
 
 # %% ../../nbs/training/07_data_parallel.ipynb #ranks-main
@@ -245,10 +263,11 @@ def rank_main(pipe, rank: int, size: int, kind: str, port: int, build: Callable,
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even if it is stopped
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(LOST_STATUS)), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     store = torch.distributed.TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
     try:
-        trainer, configure = build(Team(rank, size, rank_device(kind, rank, size), store), *args)
+        team = Team(rank, size, rank_device(kind, rank, size), store)
+        trainer, configure = build(team, *args)
     except Exception:
         traceback.print_exc()
         pipe.poll(10)  # rank 0 will have met the same, and says it better
@@ -268,3 +287,9 @@ def rank_main(pipe, rank: int, size: int, kind: str, port: int, build: Callable,
             jobs[name](*args)
         except Exception as error:
             trainer.team.survive(error)  # rank 0 has it too, and says so
+
+
+def _end_with(parent) -> None:
+    "End this process when its parent ends."
+    wait([parent.sentinel])
+    os._exit(LOST_STATUS)

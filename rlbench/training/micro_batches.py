@@ -46,34 +46,38 @@ class TrainerConfig:
     micro_tokens: int = 16_384  # tokens of one micro-batch, padding included
     precision: str = "fp32"  # or "bf16"
     critic_warmup: int = 0  # batches in which only the critic learns, its first ones
-    supervised_weight: float = 0.0  # what demonstrations count beside the policy's own rollouts
+    supervised_weight: float = 0.0  # weight of demonstrations relative to the policy's own rollouts
     device: str = "auto"  # or "cpu", "cuda"
-    gradient_checkpointing: bool = False  # keep only what goes into a layer, and compute it once more
+    gradient_checkpointing: bool = False  # keep only the input of a layer, and compute the layer again
     packing: bool = False  # rows of a micro-batch end to end, without padding
 
     def __post_init__(self):
-        for name, low in (
-            ("learning_rate", 0),
-            ("warmup_steps", 0),
-            ("eps", 0),
-            ("critic_warmup", 0),
-            ("supervised_weight", 0),
-            ("weight_decay", 0),
-            ("optimizer_steps", 1),
-            ("micro_tokens", 1),
-        ):
-            if not low <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not a number of at least {low}")
+        at_least = {
+            "learning_rate": 0,
+            "warmup_steps": 0,
+            "eps": 0,
+            "critic_warmup": 0,
+            "supervised_weight": 0,
+            "weight_decay": 0,
+            "optimizer_steps": 1,
+            "micro_tokens": 1,
+        }
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            if not low <= value < math.inf:
+                raise ValueError(f"{name}: {value!r} is not a number of at least {low}")
         if not self.max_grad_norm > 0:
             raise ValueError(
                 f"max_grad_norm: {self.max_grad_norm!r} would stop all learning; give a positive "
                 "number, inf for no clipping"
             )
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: {self.betas!r} are not two numbers in [0, 1)")
-        for name, known in (("precision", ("fp32", "bf16")), ("device", ("auto", "cpu", "cuda"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(known)}")
+        choices = {"precision": ("fp32", "bf16"), "device": ("auto", "cpu", "cuda")}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
 
 # %% ../../nbs/training/03_micro_batches.ipynb #micro-parts
 def optimizer_parts(groups_R: np.ndarray, optimizer_steps: int) -> list[np.ndarray]:
@@ -100,28 +104,37 @@ def split_rows(
 ) -> list[np.ndarray]:
     """Cut rows into micro-batches of like width; returns row indices of each. Every row is in exactly one.
     `lengths_R`: with what is shared, which takes memory too. `packed`: end to end, so widths need not be alike."""
-    lengths_R = widths_R if lengths_R is None else lengths_R
+    if lengths_R is None:
+        lengths_R = widths_R
     micros = []
     rows = []
-    held = 0
+    held = 0  # tokens in the open micro-batch
     width = 0
     longest = 0
+
+    def is_full(length: int) -> bool:
+        "True when the open micro-batch has no place for a row of this width."
+        if packed:
+            return held + length > micro_tokens
+        count = len(rows) + 1
+        too_large = longest * count > micro_tokens
+        return too_large or held + length < (1 - most_padding) * (width * count)
+
     for row in np.argsort(-np.asarray(widths_R), kind="stable"):
-        length, longest = int(widths_R[row]), max(longest, int(lengths_R[row]))
-        area = width * (len(rows) + 1)
-        full = (
-            held + length > micro_tokens
-            if packed
-            else longest * (len(rows) + 1) > micro_tokens or held + length < (1 - most_padding) * area
-        )
-        if rows and full:
+        length = int(widths_R[row])
+        longest = max(longest, int(lengths_R[row]))
+        if rows and is_full(length):
             micros.append(np.array(rows))
-            rows, held, longest = [], 0, int(lengths_R[row])
+            rows = []
+            held = 0
+            longest = int(lengths_R[row])
         if not rows:
             width = length
         rows.append(row)
         held += length
-    return micros + ([np.array(rows)] if rows else [])
+    if rows:
+        micros.append(np.array(rows))
+    return micros
 
 
 def padding_share(lengths_R: np.ndarray, micros: Sequence[np.ndarray]) -> float:

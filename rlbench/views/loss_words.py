@@ -21,7 +21,7 @@ import numpy as np
 
 from ..objective.objective import describe_double_weighting
 from ..records import StopReason
-from ..training.batch import of_batch
+from ..training.batch import takes_whole_batch
 from .loss_terms import RolloutTerms, TokenCounts
 
 # %% ../../nbs/views/34_loss_words.ipynb #loss-words-sentence
@@ -146,7 +146,7 @@ def _batch_loss_in_words(terms: RolloutTerms, tolerance: float) -> str:
 def _why_batch_loss_is_zero(terms: RolloutTerms) -> str:
     if not is_on_policy(terms):
         return "the terms of good and bad rollouts cancel"
-    whose = "the batch" if of_batch(terms.recipe.objective.advantage) else "a group"
+    whose = "the batch" if takes_whole_batch(terms.recipe.objective.advantage) else "a group"
     return (
         f"every ratio is exactly 1, so each token's loss is minus its advantage, and advantages of {whose} add up to 0"
     )

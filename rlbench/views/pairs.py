@@ -14,7 +14,7 @@ from ..environments.chat_endpoint import Endpoint
 from ..records import StopReason
 from ..training.pairwise_judge import QUESTION, JudgeFigures, candidate_pairs, judge_pairs
 from ..training.reward_model import Preference, read_pairs, verifier_pairs
-from ..training.sft import Demonstration, JudgedResponse, rejection
+from ..training.sft import Demonstration, JudgedResponse, pick_right_responses
 from .ranking import read_preferences
 
 # %% ../../nbs/views/75_pairs.ipynb #pairs-judged
@@ -76,7 +76,7 @@ def right_answers(
     folder: str | Path, per_task: int = 4, pick: str = "all", last: int | None = None, until: int | None = None
 ) -> list[Demonstration]:
     "The right answers of a run as demonstrations: rejection sampling. ValueError as `judged_of` and `rejection`."
-    return rejection(judged_of(folder, last, until), per_task, pick)
+    return pick_right_responses(judged_of(folder, last, until), per_task, pick)
 
 # %% ../../nbs/views/75_pairs.ipynb #pairs-ranking
 def ranked_pairs(folder: str | Path) -> list[Preference]:

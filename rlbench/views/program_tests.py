@@ -17,7 +17,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ..records import VERDICTS
+from ..base.tables import VERDICTS
 from ..runtime.run_reader import RunReader, reader_of
 from ..sandbox.explain import Reading, read_verdict
 from .html import fill_template

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ..base.run_charts import column_items
 from ..base.run_files import read_json
 from ..base.status import Status
-from ..records import VERDICTS
+from ..base.tables import VERDICTS
 from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
 from ..runtime.drop_bias import KEPT, LEFT_OUT, lost_by_level
 from ..runtime.lineage import Family, read_family

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..base.ledger_reading import Follower
 from ..base.status import ENDED, is_alive, read_status, state_of
+from ..base.tables import TABLES
 from ..loop.config_checks import check_sinks
-from ..records import TABLES
 from ..untrusted import hide_secrets
 
 if TYPE_CHECKING:

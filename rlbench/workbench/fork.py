@@ -27,6 +27,7 @@ from typing import Literal
 
 from ..base.inputs import with_absolute_paths
 from ..base.run_files import create_run_folder
+from ..base.tables import TABLES
 from ..curriculum import Curriculum
 from ..environments.tasks import make_tasks
 from ..knobs import save_function
@@ -35,7 +36,7 @@ from ..loop.config_files import captured_functions, join_functions, load_config,
 from ..loop.ending import describe_spent_budget
 from ..loop.guards import first_guards
 from ..loop.state import LoopState
-from ..records import TABLES, Task
+from ..records import Task
 from rlbench.runtime.checkpoint import (
     CHECKPOINTS,
     TRAINER,

@@ -223,7 +223,7 @@ HUB_SECONDS = 10.0  # for the Hub to say whether it has a model
 
 def check_places(config: RunConfig) -> None:
     "ValueError or OSError for a model, a file, a judge or a device of this configuration that is not there."
-    from rlbench.training.scoring_models import look_around
+    from rlbench.training.scoring_models import check_scorers
 
     if config.demonstrations and not Path(config.demonstrations).is_file():
         raise ValueError(
@@ -234,7 +234,7 @@ def check_places(config: RunConfig) -> None:
     check_model_place(config.model)
     check_device(config.device)
     models = {"reference": config.reference, "teacher": config.teacher, "reward_model": config.reward_model}
-    look_around(models, config.judge.url, config.judge.key)
+    check_scorers(models, config.judge.url, config.judge.key)
 
 
 def check_model_place(name: str) -> None:

@@ -232,18 +232,18 @@ def test_the_policy_of_a_collapsed_run_says_that_it_is_not_the_best(collapsed):
 def test_export_and_fork_of_the_best(collapsed, tmp_path):
     "`export --best` writes the policy of the best checkpoint, `export` that of the end with a warning; `fork` begins at the best, linked, with the parent's rate."
     from rlbench.models.model import load_policy
-    from rlbench.training.weight_transport import hash_weights, weights
+    from rlbench.training.weight_transport import hash_weights, moving_weights
 
     runs, call = str(collapsed.parent), CliRunner().invoke
     for flags, version in (([], 2), (["--best"], 0)):
         done = call(app, ["export", "collapsed", str(tmp_path / f"v{version}"), "--runs", runs, "--json", *flags])
         assert done.exit_code == 0 and json.loads(done.output)["version"] == version, done.output
         assert bool(json.loads(done.output)["warning"]) == (version == 2)
-    first = hash_weights(weights(load_policy(str(tmp_path / "v0")).model))
+    first = hash_weights(moving_weights(load_policy(str(tmp_path / "v0")).model))
     assert (
         first
         == read_manifest(checkpoint_folders(collapsed)[0]).weights
-        != hash_weights(weights(load_policy(str(tmp_path / "v2")).model))
+        != hash_weights(moving_weights(load_policy(str(tmp_path / "v2")).model))
     )
     shown = call(app, ["show", "collapsed", "--runs", runs]).output
     assert "best by held-out" in shown and "rlbench fork collapsed --at best" in shown and "is not the best" in shown

@@ -22,7 +22,7 @@ from rlbench.models.model import base_weights, load_policy, token_logprobs
 from rlbench.runtime.checkpoint import find_checkpoint
 from rlbench.runtime.driver import drive
 from rlbench.runtime.worker import build_halves
-from rlbench.training.weight_transport import HEADER, SharedWeights, served_weights, weights
+from rlbench.training.weight_transport import HEADER, SharedWeights, moving_weights, served_weights
 from rlbench.workbench.fork import prepare_fork
 from rlbench.workbench.supervisor import rescue_policy
 
@@ -68,10 +68,10 @@ def test_a_split_run_moves_only_adapters_and_leaves_a_policy_that_loads_anywhere
     start = add_adapters(load_policy("tiny").model, 4, 8.0, seed=run.config.seed)
     bytes_of = lambda named: sum(t.numel() * t.element_size() for t in named.values())  # noqa: E731
     assert (
-        2 * bytes_of(weights(start))
+        2 * bytes_of(moving_weights(start))
         <= size - HEADER
-        < 2 * bytes_of(weights(start)) + 2 * 64 * len(weights(start))
-        < 0.2 * bytes_of(weights(tiny))
+        < 2 * bytes_of(moving_weights(start)) + 2 * 64 * len(moving_weights(start))
+        < 0.2 * bytes_of(moving_weights(tiny))
     )
 
     stored = load_file(max((run.folder / "checkpoints").glob("v*")) / "trainer" / "weights.safetensors")
@@ -137,7 +137,7 @@ def test_what_a_generator_is_given_is_the_merged_policy(placement, tmp_path):
     disturbed(trainer.model)
     learner.publish(1)
     assert writer.load(1, "keep") == 1
-    wanted = served_weights(trainer.model, weights(trainer.model))
+    wanted = served_weights(trainer.model, moving_weights(trainer.model))
     for name, (tensor, shape) in writer.generator.weights.targets.items():
         assert torch.equal(
             tensor, wanted[name].expand(tensor.shape) if tensor.ndim != wanted[name].ndim else wanted[name]
@@ -152,7 +152,7 @@ def test_a_run_that_failed_leaves_the_merged_policy(tmp_path):
     "What was published as adapters is saved as a policy."
     (tmp_path / "config.toml").write_text(to_toml(load_config("tiny", {"lora.rank": 4, "seed": 3})))
     trained = disturbed(add_adapters(load_policy("tiny").model, 4))
-    SharedWeights(tmp_path / WEIGHTS_FILE, weights(trained), create=True).write(5, weights(trained))
+    SharedWeights(tmp_path / WEIGHTS_FILE, moving_weights(trained), create=True).write(5, moving_weights(trained))
     assert rescue_policy(tmp_path) == 5
     assert torch.allclose(
         logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "policy")), logprobs(trained), atol=1e-4

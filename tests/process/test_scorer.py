@@ -207,7 +207,7 @@ def test_a_resumed_run_with_a_refreshed_reference_is_the_same_run(tmp_path, rewa
 def test_what_a_model_fails_on_is_asked_again_and_is_no_reward(tmp_path, monkeypatch):
     "A reward model that fails on every seventh rollout the first time, and on rollout 5 for ever."
     import rlbench.runtime.placement as placement_module
-    from rlbench.training.scoring_models import Models, scripted_models
+    from rlbench.training.scoring_models import ScoringModels, scripted_models
 
     seen = []
 
@@ -218,7 +218,7 @@ def test_what_a_model_fails_on_is_asked_again_and_is_no_reward(tmp_path, monkeyp
     monkeypatch.setattr(
         placement_module,
         "scorer_models",
-        lambda config, folder: Models(scripted_models(0, ["reference"], []).traces, {"reward_model": fussy}),
+        lambda config, folder: ScoringModels(scripted_models(0, ["reference"], []).traces, {"reward_model": fussy}),
     )
     driver = inline_run(tmp_path, "fussy", {**ASKED, "staleness": 2, "eval": [], "preflight": 0})
     check_books(driver)

@@ -18,9 +18,9 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import create_run_folder
 from rlbench.base.status import Status, read_status, write_status
+from rlbench.base.tables import TABLES
 from rlbench.loop.config_files import read_config
 from rlbench.loop.config_tables import SINK_NAMES
-from rlbench.records import TABLES
 from rlbench.views.sinks import note_of, start_sinks
 
 ROOT = Path(__file__).parents[2]

@@ -25,8 +25,8 @@ from rlbench.runtime.torch_generator import load_run_policy
 from rlbench.runtime.torch_trainer import new_critic
 from rlbench.runtime.worker import build_halves
 from rlbench.training.batch import Arrays, Context, prepare_batch
-from rlbench.training.critic import CriticConfig, ValueCritic, batch_values, explained_share, learned_from
-from rlbench.training.trainer import Beside, Trainer, TrainerConfig
+from rlbench.training.critic import CriticConfig, ValueCritic, batch_values, critic_mask, explained_share
+from rlbench.training.trainer import Trainer, TrainerConfig, TrainerExtras
 from rlbench.workbench.fork import prepare_fork
 
 PPO = make_objective({"name": "gae", "lam": 1.0})
@@ -164,8 +164,8 @@ def test_it_learns_from_new_rollouts_of_the_policy_alone():
     arrays = laid_out(made_groups(), critic)
     some_R = arrays.groups_R < 2
     assert (
-        not learned_from(replace(arrays, replayed_R=some_R))[some_R].any()
-        and not learned_from(replace(arrays, shown_R=some_R))[some_R].any()
+        not critic_mask(replace(arrays, replayed_R=some_R))[some_R].any()
+        and not critic_mask(replace(arrays, shown_R=some_R))[some_R].any()
     )
     alone = small_critic()
     alone.train(laid_out(made_groups()[2:], alone))
@@ -177,7 +177,7 @@ def test_it_learns_from_new_rollouts_of_the_policy_alone():
 
 def test_a_reward_that_is_no_number_leaves_both_models_as_they_were():
     critic = small_critic()
-    trainer = Trainer(small_model(), TrainerConfig(), PPO, beside=Beside(critic=critic))
+    trainer = Trainer(small_model(), TrainerConfig(), PPO, extras=TrainerExtras(critic=critic))
     before = flat(trainer.model), flat(critic.model)
     huge = [replace(g, rollouts=tuple(replace(r, reward=1e38) for r in g.rollouts)) for g in made_groups()]
     with pytest.raises(FloatingPointError, match="critic: its gradient is not finite"):
@@ -191,7 +191,7 @@ def test_a_reward_that_is_no_number_leaves_both_models_as_they_were():
 
 def test_warm_up_moves_the_critic_and_not_the_policy():
     critic = small_critic()
-    trainer = Trainer(small_model(), TrainerConfig(critic_warmup=2), PPO, beside=Beside(critic=critic))
+    trainer = Trainer(small_model(), TrainerConfig(critic_warmup=2), PPO, extras=TrainerExtras(critic=critic))
     weights, values, moved = flat(trainer.model), flat(critic.model), []
     for version in (1, 2, 3):
         trainer.train(made_groups(seed=version), version)
@@ -202,7 +202,7 @@ def test_warm_up_moves_the_critic_and_not_the_policy():
 def test_groups_of_one_are_trained():
     groups = told_by_the_first_token()
     critic = small_critic(learning_rate=5e-3)
-    trainer = Trainer(small_model(), TrainerConfig(optimizer_steps=2), PPO, beside=Beside(critic=critic))
+    trainer = Trainer(small_model(), TrainerConfig(optimizer_steps=2), PPO, extras=TrainerExtras(critic=critic))
     results = [trainer.train(groups, version) for version in (1, 2)]
     assert all(
         r.metrics.update_norm > 0 and r.metrics.optimizer_steps == 2 and len(r.advantages) == 64 for r in results
@@ -329,6 +329,6 @@ def test_the_critic_of_a_policy_with_adapters_is_whole(tmp_path):
         load_config("tiny"), policy
     ) is None
     _, learner = build_halves(config, ["1+2="], ("trainer",), tmp_path)
-    beside = next(c.cell_contents for c in learner.train.__closure__ if isinstance(c.cell_contents, Trainer)).beside
+    beside = next(c.cell_contents for c in learner.train.__closure__ if isinstance(c.cell_contents, Trainer)).extras
     learner.configure(load_config(config, {"critic_epochs": 3, "critic_learning_rate": 0.0}))
     assert (beside.critic.config.epochs, beside.critic.config.learning_rate) == (3, 0.0)

@@ -9,8 +9,9 @@ import pytest
 from rooms import PACKAGE, ROOT, module_path, modules, room_of
 
 from rlbench import records
+from rlbench.base import tables
+from rlbench.base.tables import TABLES
 from rlbench.loop.config import RunConfig
-from rlbench.records import TABLES
 
 PLAIN_ROOMS = ("", "base", "loop", "runtime")  # their names do without the words that the page avoids
 ALLOWED = {  # name: why it keeps a word that the page avoids
@@ -87,7 +88,7 @@ def is_there(name: str) -> bool:
         return part in {column.name for column in TABLES[owner]}
     if part:
         return part in classes.get(owner, ())
-    return owner in classes or owner in RunConfig.model_fields or hasattr(records, owner)
+    return owner in classes or owner in RunConfig.model_fields or hasattr(records, owner) or hasattr(tables, owner)
 
 
 def words_of(name: str) -> list[str]:

@@ -34,7 +34,7 @@ from rlbench.records import (
     prompt_segment,
     uniform_numbers,
 )
-from rlbench.training.batch import demonstration_row, join_arrays, lay_out, prepare_batch, row_of
+from rlbench.training.batch import demonstration_row, join_arrays, lay_out_rows, make_row, prepare_batch
 from rlbench.training.logprobs import packed_logprobs, shared_logprobs
 from rlbench.training.scoring_models import trace_rollouts
 from rlbench.training.trainer import Trainer, TrainerConfig
@@ -187,7 +187,7 @@ def test_a_batch_is_trained_over_its_masks():
         assert metrics.logprob_diff_max < 2e-5 and metrics.ess > 0.99999 and metrics.grad_norm > 0
         arrays = prepare_batch(groups, Objective())
         assert np.abs(arrays.sampler_RT - arrays.reference_RT)[arrays.mask_RT].max() < 2e-5
-        both = pickle.loads(pickle.dumps(join_arrays(arrays, lay_out([demonstration_row(0, PROMPT, [7, 8])]))))
+        both = pickle.loads(pickle.dumps(join_arrays(arrays, lay_out_rows([demonstration_row(0, PROMPT, [7, 8])]))))
         row = int((both.rollouts_R == -1).nonzero()[0][0])
         assert both.masks_R[row] is None and sum(m is not None for m in both.masks_R) == len(arrays)
     assert (
@@ -268,9 +268,9 @@ def test_a_mask_without_its_token_is_the_generators_fault():
     (good,) = rollouts(responses(small(), dict(top_k=4), 2))[:1]
     mask = good.segments[1].sampling_mask
     wrong = replace(good.segments[1], sampling_mask=SamplingMask(mask.counts, (mask.ids + 1) % VOCABULARY))
-    assert row_of(good, 1.0, 0.0).sampling_mask.counts.tolist()[: len(PROMPT)] == [0] * len(PROMPT)
+    assert make_row(good, 1.0, 0.0).sampling_mask.counts.tolist()[: len(PROMPT)] == [0] * len(PROMPT)
     with pytest.raises(ValueError, match="rollout 0: a token is not in its sampling mask"):
-        row_of(replace(good, segments=(good.segments[0], wrong)), 1.0, 0.0)
+        make_row(replace(good, segments=(good.segments[0], wrong)), 1.0, 0.0)
 
 
 def test_tables_and_answers_keep_the_mask():
