@@ -76,7 +76,7 @@ def set_weights(policy: Policy, shelf: Mapping[str, torch.Tensor]) -> None:
 def weights_digest(policy: Policy) -> str:
     "A hash of the weights, to the bit."
     digest = hashlib.blake2b(digest_size=16)
-    for _, tensor in sorted(weights(policy.model).items()):
+    for _, tensor in sorted(moving_weights(policy.model).items()):
         digest.update(tensor.detach().numpy().tobytes())
     return digest.hexdigest()
 
