@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..records import ROLLOUTS, TOKENS, VERDICTS
+from ..base.tables import ROLLOUTS, TOKENS, VERDICTS
 from ..runtime.run_reader import RunReader, reader_of
 from ..sandbox.explain import Reading, code_task_of, read_verdict
 from .decode import load_decoder
