@@ -104,13 +104,13 @@ def show_run(name: RunName, runs: RunsOption = "", as_json: JsonOption = False) 
     "Show the progress of a run, or its results if it has ended."
     with exit_on_refusal():
         reader = open_reader(name, runs)
-    if as_json:
-        return print_json(run_facts(reader))
-    screen = Screen()
-    if state_of(reader.status) in NOT_LIVE:
-        print_ending(reader, screen)
-    elif reader.status is not None:
-        screen.print(progress_block(progress_rows(reader)))
+        if as_json:
+            return print_json(run_facts(reader))
+        screen = Screen()
+        if state_of(reader.status) in NOT_LIVE:
+            print_ending(reader, screen)
+        elif reader.status is not None:
+            screen.print(progress_block(progress_rows(reader)))
 
 # %% ../../nbs/cli/05_look.ipynb #look-log
 LinesOption = Annotated[int, typer.Option("--lines", "-n", help="last lines to print of the journal and of the output")]
