@@ -42,7 +42,7 @@ from rlbench.training.sft import (
     write_figures,
     write_lines,
 )
-from ..views.pairs import collect, right_answers
+from ..views.pairs import collect_pairs, right_answers
 from ..workbench.handle import Run, attach
 
 # %% ../../nbs/cli/13_chain.ipynb #chain-places
@@ -200,7 +200,7 @@ def make_pairs(
     pairs: dict[Preference, None] = {}
     judge_figures = None
     for source in sources:
-        found, figures = collect(source, folder, per_task, seed, last, until, judge, question, say)
+        found, figures = collect_pairs(source, folder, per_task, seed, last, until, judge, question, say)
         say(f"{source}: {len(found)} pairs")
         pairs.update(dict.fromkeys(found))
         judge_figures = figures or judge_figures

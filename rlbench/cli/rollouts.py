@@ -154,7 +154,7 @@ def regrade_facts(found: "Regraded") -> dict[str, object]:
     rows = [
         {
             "rollout": row.rollout,
-            "try": row.try_,
+            "try": row.attempt,
             "task": row.task,
             "score": row.first.score,
             "now": row.second.score,

@@ -31,7 +31,7 @@ from ..objective.loss import Totals
 from ..objective.objective import Objective, PenaltyWeights, Tokens, correction_weights, evaluate_objective
 from ..records import Group, Segment
 from ..training.batch import Arrays, Context, prepare_batch, token_alphas
-from .decode import Decoder, pieces
+from .decode import Decoder, token_pieces
 from .loss_batch import CardRollout, StoredBatch
 from .loss_recipe import Recipe, recipe_of
 from .stored_rows import response_places
@@ -298,7 +298,7 @@ def terms_frame(terms: RolloutTerms) -> "pl.DataFrame":
     ids_N = _joined(responses, "tokens")
     mask_N = _joined(responses, "trained")
     columns = {"position": np.arange(1, len(ids_N) + 1), "id": ids_N, "mask": mask_N}
-    columns["token"] = pieces(terms.decode, ids_N.tolist())
+    columns["token"] = token_pieces(terms.decode, ids_N.tolist())
     columns["version"] = _joined(responses, "versions")
     columns["sampler"] = _joined(responses, "logprobs").astype(float)
     at_N = response_places(segments)

@@ -30,7 +30,7 @@ from markupsafe import Markup
 
 from ..base.chart_parts import GRID, GROUND, INK, SOFT, short_number
 from ..sandbox.explain import answer_in_words, code_task_of
-from .decode import Decoder, pieces
+from .decode import Decoder, token_pieces
 from .html import escape_text, fill_template, join_html
 from .program_tests import failed_tests_html
 from rlbench.views.rollout_record import (
@@ -86,7 +86,7 @@ STRIP = """<div class="rl-heat" role="group" aria-label="{{ summary }}">{{ token
 
 def heat_strip(r: RolloutRecord, decode: Decoder | None, most: int | None = MOST_TOKENS) -> Markup:
     "The response as tinted tokens; of more than `most` tokens the first and the last half of that many."
-    shown = pieces(decode, r.tokens.tolist())
+    shown = token_pieces(decode, r.tokens.tolist())
     total = len(r.tokens)
     half = total if most is None or total <= most else max(1, most // 2)
     tokens = [*_strip_parts(r, shown, range(min(half, total)))]

@@ -496,13 +496,13 @@ def test_sliders_answer_by_formula_and_say_what_does_not_go_together(fitted):
     from rlbench.views.what_if import WhatIf
 
     sliders = WhatIf(fitted)
-    before = sliders.said.value
+    before = sliders.answer.value
     sliders.sliders["concurrency"].value = 8
-    assert sliders.said.value != before and "simulated" not in sliders.said.value
+    assert sliders.answer.value != before and "simulated" not in sliders.answer.value
     sliders.timer.cancel()
     sliders.sliders["group"].value = 5
     sliders.timer.cancel()
-    assert "batch" in sliders.said.value
+    assert "batch" in sliders.answer.value
 
 
 def test_what_is_written_beside_a_batch_makes_it_longer(fitted, brief):

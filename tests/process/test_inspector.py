@@ -12,7 +12,7 @@ from fake_run import fake_run
 from rlbench.base.ledger import Ledger
 from rlbench.base.run_files import create_run_folder
 from rlbench.views.comparison import compare
-from rlbench.views.decode import load_decoder, pieces
+from rlbench.views.decode import load_decoder, token_pieces
 from rlbench.views.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferences
 from rlbench.views.rollout_browser import OTHER_REWARD, OTHER_VERSION, browse
 from rlbench.views.rollout_html import prompt_html
@@ -223,7 +223,7 @@ def test_a_real_run_is_read_token_by_token(trained):
             and (r.logprobs <= 1e-6).all()
         )
         assert (r.versions.min(), r.versions.max()) == (r.oldest, r.newest)
-        assert "".join(pieces(load_decoder(trained), r.tokens.tolist())).removesuffix("<eos>") == r.text
+        assert "".join(token_pieces(load_decoder(trained), r.tokens.tolist())).removesuffix("<eos>") == r.text
         assert Tags(rollout_html(trained, number)).tags <= TAGS
 
 
