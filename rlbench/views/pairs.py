@@ -25,7 +25,7 @@ from ..runtime.run_reader import RunReader, reader_of
 from ..training.pairwise_judge import QUESTION, JudgeFigures, candidate_pairs, judge_pairs
 from ..training.reward_model import Preference, read_pairs, verifier_pairs
 from ..training.sft import Demonstration, JudgedResponse, pick_right_responses
-from .ranking import read_preferences
+from .preferences import read_preferences
 from .stored_rows import newest_rows
 
 # %% ../../nbs/views/75_pairs.ipynb #pairs-judged
@@ -89,14 +89,9 @@ def _judged_response(row: Mapping) -> JudgedResponse:
 def right_answers(
     folder: str | Path, per_task: int = 4, pick: str = "all", last: int | None = None, until: int | None = None
 ) -> list[Demonstration]:
-<<<<<<< HEAD
-    "The right answers of a run as demonstrations: rejection sampling. ValueError as `judged_of` and `rejection`."
-    return pick_right_responses(judged_of(folder, last, until), per_task, pick)
-=======
     """The right answers of a run as demonstrations: rejection sampling. ValueError as `judged_responses` and
-    `rejection`."""
-    return rejection(judged_responses(folder, last, until), per_task, pick)
->>>>>>> 4a191ab (views: decode, pairs, regrade and what_if in the house's names; all read through RunReader)
+    `pick_right_responses`."""
+    return pick_right_responses(judged_responses(folder, last, until), per_task, pick)
 
 # %% ../../nbs/views/75_pairs.ipynb #pairs-ranking
 def ranked_pairs(folder: str | Path) -> list[Preference]:

@@ -13,7 +13,9 @@ from rlbench.base.ledger import Ledger
 from rlbench.base.run_files import create_run_folder
 from rlbench.views.comparison import compare
 from rlbench.views.decode import load_decoder, token_pieces
-from rlbench.views.ranking import JOURNAL, Ranking, pairs, read_choices, read_preferences
+from rlbench.views.preferences import JOURNAL, read_choices, read_preferences
+from rlbench.views.ranking import Ranking
+from rlbench.views.response_pairs import draw_pairs
 from rlbench.views.rollout_browser import OTHER_REWARD, OTHER_VERSION, browse
 from rlbench.views.rollout_html import prompt_html
 from rlbench.views.rollout_search import find_rollouts, pairs_of_task
@@ -265,11 +267,11 @@ def test_hostile_text_stays_text(tmp_path):
         "attempt 1 ended (aborted) and was begun again at turn 1",
     ):
         assert words in told, words
-    for pair in pairs(folder):
+    for pair in draw_pairs(folder):
         assert pair.left.text != pair.right.text
     view = Ranking(folder, HOSTILE[0], least=0)
     for _ in range(30):
-        assert Tags(view.parts.view.value).tags <= TAGS and "<script" not in view.parts.told.value
+        assert Tags(view.parts.view.value).tags <= TAGS and "<script" not in view.parts.count.value
         view.parts.right.click()
     assert view.pair is None and len(read_preferences(folder)) == 12, "of one group at most twelve"
 

@@ -21,7 +21,8 @@ from rlbench.models.heads import load_reward_model
 from rlbench.models.model import decode_response, encode_prompt, load_policy
 from rlbench.records import Sampling, stream_key
 from rlbench.reward import exact
-from rlbench.views.ranking import append_choice, choice, pairs
+from rlbench.views.preferences import append_choice, make_choice
+from rlbench.views.response_pairs import draw_pairs
 
 
 def call(folder, *arguments, code: int = 0) -> Result:
@@ -155,8 +156,8 @@ def test_a_reward_model_of_verifier_pairs_is_right_on_prompts_it_has_not_seen(fo
 
 def test_pairs_of_people_and_files_are_put_together(folder):
     run = folder / "runs/monday"
-    pair = next(pairs(run))
-    append_choice(run, choice(pair, "better", "ann"))
+    pair = next(draw_pairs(run))
+    append_choice(run, make_choice(pair, "better", "ann"))
     (folder / "mine.jsonl").write_text('{"prompt": "1+1=", "chosen": ":2", "rejected": ":3"}\n' * 2)
     made = told(folder, "pairs", "monday", "--from", "ranking", "--from", "mine.jsonl", "--out", "both.jsonl")
     assert made["sources"] == [["ranking ann", 1], ["file", 1]]  # the same pair counts once
