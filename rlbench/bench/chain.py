@@ -110,15 +110,16 @@ ExamResponse = tuple[str, str, bool, int]  # prompt, text, whether it is right, 
 
 def examine_responses(version: int, tokens: int, responses: Sequence[ExamResponse]) -> dict:
     "The columns of a course at one version, without those that need a reward model or a reference."
-    follows = [bool(agrees(text, prompt)) for prompt, text, _, _ in responses]
-    working = [share_right(steps_of(text, prompt), prompt) for prompt, text, _, _ in responses]
+    prompts, texts, verdicts, lengths = zip(*responses)
+    follows = [bool(agrees(text, prompt)) for prompt, text in zip(prompts, texts)]
+    working = [share_right(steps_of(text, prompt), prompt) for prompt, text in zip(prompts, texts)]
     return {
         "versions": version,
-        "true": round(mean_of(correct for _, _, correct, _ in responses), 5),
+        "true": round(mean_of(verdicts), 5),
         "proxy": None,
         "agree": round(mean_of(follows), 5),
         "working": round(mean_of(working), 5),
-        "length": round(mean_of(length for _, _, _, length in responses), 3),
+        "length": round(mean_of(lengths), 3),
         "tokens": tokens,
         "distance": None,
         "ranks": None,
@@ -235,19 +236,20 @@ def write_responses(policy: "Policy", tasks: Sequence, k: int, stream: int, max_
 
 def judged_responses(groups: Sequence[Group], all_right: bool = False) -> list[JudgedResponse]:
     "As pairs and rejection sampling want them; `all_right`: as if the verifier had found all of them right."
-    return [
-        JudgedResponse(
-            prompt=group.task.prompt,
-            response=rollout.text,
-            correct=all_right or bool(rollout.correct),
-            reward=float(rollout.correct),
-            task=group.task.id,
-            length=rollout.length,
-            stopped=rollout.reason == StopReason.STOP,
-        )
-        for group in groups
-        for rollout in group.rollouts
-    ]
+    found = []
+    for group in groups:
+        for rollout in group.rollouts:
+            judged = JudgedResponse(
+                prompt=group.task.prompt,
+                response=rollout.text,
+                correct=all_right or bool(rollout.correct),
+                reward=float(rollout.correct),
+                task=group.task.id,
+                length=rollout.length,
+                stopped=rollout.reason == StopReason.STOP,
+            )
+            found.append(judged)
+    return found
 
 
 def count_tokens(groups: Sequence[Group]) -> int:

@@ -80,8 +80,9 @@ def leftovers_of(processes: Sequence[psutil.Process], folder: Path) -> list[str]
     "Processes and mapped files that are still there once the patience is over."
 
     def find_leftovers() -> list[str]:
-        left = [f"process {process.pid} is left" for process in living_processes(processes)]
-        return left + [f"{path.name} is left" for path in folder.glob("weights*")]
+        alive = [f"process {process.pid}" for process in living_processes(processes)]
+        mapped = [path.name for path in folder.glob("weights*")]
+        return [f"{name} is left" for name in alive + mapped]
 
     happens_within(PATIENCE, lambda: not find_leftovers(), every=0.1)
     return find_leftovers()
@@ -181,7 +182,8 @@ def strike_run(
     struck = run("tiny", runs=runs, name=name, **ENDLESS | settings)
 
     def is_up() -> bool:
-        return bool(struck.status and struck.status.workers and struck.state == "running")
+        status = struck.status
+        return bool(status and status.workers) and struck.state == "running"
 
     problems = [] if happens_within(120, is_up) else ["it did not start"]
     time.sleep(after)

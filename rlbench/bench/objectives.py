@@ -184,17 +184,16 @@ def objective_table(rows: Sequence[FamilyRow]) -> "pl.DataFrame":
     "A row per objective, best mean first."
     import polars as pl
 
-    def shown(row: FamilyRow) -> dict[str, str]:
-        return {
-            "objective": row.objective,
-            "held-out": f"{row.solve_rate:.3f}",
-            "95 %": f"{row.low:.3f} to {row.high:.3f}",
-            "compute": f"{row.gpu_or_cpu_s:.0f} s",
-            "peak": f"{row.peak_mb:.0f} MB",
-            "wall": f"{row.wall_s:.0f} s",
-        }
-
-    return pl.DataFrame([shown(row) for row in best_first(rows)])
+    best = best_first(rows)
+    columns = {
+        "objective": [row.objective for row in best],
+        "held-out": [f"{row.solve_rate:.3f}" for row in best],
+        "95 %": [f"{row.low:.3f} to {row.high:.3f}" for row in best],
+    }
+    columns["compute"] = [f"{row.gpu_or_cpu_s:.0f} s" for row in best]
+    columns["peak"] = [f"{row.peak_mb:.0f} MB" for row in best]
+    columns["wall"] = [f"{row.wall_s:.0f} s" for row in best]
+    return pl.DataFrame(columns)
 
 
 def objective_chart(rows: Sequence[FamilyRow]) -> Chart:

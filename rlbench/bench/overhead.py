@@ -82,11 +82,15 @@ def bench_overhead(
     by_run = [shares_of_time(steps) for steps in tables]
 
     def median_share(actor: str, part: str) -> float:
-        return round(median(shares[actor][part] for shares in by_run), 4)
+        values = [shares[actor][part] for shares in by_run]
+        return round(median(values), 4)
 
     def median_ms(column: str) -> float:
-        counted = [steps[column].filter(steps["version"] > SKIPPED) for steps in tables]
-        return round(1e3 * median(seconds.median() for seconds in counted), 2)
+        medians = []
+        for steps in tables:
+            counted = steps[column].filter(steps["version"] > SKIPPED)
+            medians.append(counted.median())
+        return round(1e3 * median(medians), 2)
 
     shares = {actor: {part: median_share(actor, part) for part in PARTS} for actor in ACTORS}
     worse = max(ACTORS, key=lambda actor: shares[actor]["overhead"])

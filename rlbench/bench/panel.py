@@ -157,14 +157,15 @@ class PanelBench:
 
     def remarks(self) -> dict[str, str]:
         "What stands behind each measurement."
-        ratios = ", ".join(f"{ratio:.3f}" for ratio in self.ratios)
-        return {
+        remarks = {
             "slider_to_journal_s": f"the command is in the run folder after {self.slider_to_file_s:.3f} s",
             "open_s": f"{self.history_steps:,} steps; the call takes {self.first_frame_s:.2f} s",
-            "update_ms": f"{self.frames_per_s:.1f} frames a second",
-            "browser_cpu": f"without a panel {self.idle_cpu:.3f}",
-            "slowdown": f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: {ratios}",
         }
+        remarks["update_ms"] = f"{self.frames_per_s:.1f} frames a second"
+        remarks["browser_cpu"] = f"without a panel {self.idle_cpu:.3f}"
+        ratios = ", ".join(f"{ratio:.3f}" for ratio in self.ratios)
+        remarks["slowdown"] = f"ratios of {len(self.ratios)} pairs of {self.seconds:g} s: {ratios}"
+        return remarks
 
     def __str__(self) -> str:
         remarks = self.remarks()
@@ -210,7 +211,8 @@ def await_step(follower: Follower, page) -> int:
     "Wait for a step to end; tokens trained in all steps since the last call."
 
     def fresh_tokens() -> int:
-        return int(follower.poll()["steps"]["trained_tokens"].sum())
+        steps = follower.poll()["steps"]
+        return int(steps["trained_tokens"].sum())
 
     return await_value(fresh_tokens, every=0.02, page=page)
 
@@ -370,7 +372,8 @@ def measure_slider(bench: PanelSession, number: int) -> dict[str, float]:
     follower.poll()
 
     def command_files() -> set[str]:
-        return {path.name for path in live.folder.glob("commands/**/*.json")}
+        paths = live.folder.glob("commands/**/*.json")
+        return {path.name for path in paths}
 
     before = command_files()
     handle = page.locator(".jupyter-widgets.rl-panel .rl-knob-temperature .noUi-handle")
@@ -440,7 +443,8 @@ def bench_panel(
         bench.close()
 
     def middle(found: list[dict], figure: str) -> float:
-        return round(median(piece[figure] for piece in found), 3)
+        values = [piece[figure] for piece in found]
+        return round(median(values), 3)
 
     ratios = tuple(round(pair["open"] / pair["closed"], 4) for pair in pieces.pairs)
     return PanelBench(

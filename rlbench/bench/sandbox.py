@@ -184,7 +184,8 @@ def time_warm_children(jail: Jail, number: int) -> list[float]:
 
 def measure_starts(number: int, say: Say) -> Starts:
     "Programs and forks in turns, programs and fresh jails in turns, then programs for armed children."
-    forks, hardened, caller, bwrap = [], [], [], []
+    forks, hardened = [], []
+    caller, bwrap = [], []
     with open_jails(1) as (jail,), bare_forks() as (fork_once, floor_mb):
         for _ in range(WARM_UP + number):
             forks.append(fork_once())

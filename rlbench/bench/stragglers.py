@@ -93,10 +93,10 @@ class StragglerRow:
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-measure
 def fates_of(driver: Driver) -> dict[str, dict[str, float]]:
     "The books of a run: fate -> count, tokens, generation seconds."
-    return {
-        fate: {"count": count, "tokens": tokens, "seconds": round(seconds, 2)}
-        for fate, (count, tokens, seconds) in driver.state.books.items()
-    }
+    fates = {}
+    for fate, (count, tokens, seconds) in driver.state.books.items():
+        fates[fate] = {"count": count, "tokens": tokens, "seconds": round(seconds, 2)}
+    return fates
 
 
 def prefill_share(folder: Path, steps: "pl.DataFrame") -> float:

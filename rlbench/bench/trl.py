@@ -288,7 +288,8 @@ def bench_trl(
     sides = TrlSides(folder, versions, "tiny", samples_per_second, "samples/s", say)
 
     def rate(setting: TrlSetting, again: int) -> float:
-        return samples_per_second(sides.train_trl(short, setting, f"choice-{again}", failed=True))
+        arm = sides.train_trl(short, setting, f"choice-{again}", failed=True)
+        return samples_per_second(arm)
 
     chosen, rates = choose_setting(rate, os.cpu_count() or 1, like.batch)
     say(f"TRL runs with {chosen}")

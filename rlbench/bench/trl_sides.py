@@ -364,17 +364,15 @@ def read_steps(path: Path, job: TrlJob, launched: float) -> TrlArm:
     others = [read_lines(path.with_name(f"{path.name}.{rank}"))[1:] for rank in ranks]
     by_step = list(zip(steps, *others))
 
-    def total(name: str) -> tuple[int, ...]:
-        return tuple(sum(line[name] for line in lines) for lines in by_step)
-
+    totals = {}
+    for name in ("rollouts", "correct", "tokens"):
+        totals[name] = tuple(sum(line[name] for line in lines) for lines in by_step)
     return TrlArm(
         side="trl",
         pair=job.seed,
         startup=begin["began_at"] - launched,
         seconds=tuple(step["seconds"] for step in steps),
-        rollouts=total("rollouts"),
-        correct=total("correct"),
-        tokens=total("tokens"),
+        **totals,
     )
 
 # %% ../../nbs/bench/16_trl_sides.ipynb #bench-trl-run-ours

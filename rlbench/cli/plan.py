@@ -89,14 +89,14 @@ def print_packaged_plans(as_json: bool) -> None:
 # %% ../../nbs/cli/12_plan.ipynb #plan-check
 def check_plans(only: Sequence[str], as_json: bool) -> None:
     "Compute published figures and print what was expected and what came out. Exit status 1 if one is not met."
-    from rlbench.bench.acceptance import ROWS, check
+    from rlbench.bench.acceptance import ROWS, check_rows
     from rlbench.knobs import unknown
 
     with exit_on_refusal():
         for name in only:
             if name not in ROWS:
                 raise unknown("--only", name, ROWS)
-    rows = check(progress_printer(), only)
+    rows = check_rows(progress_printer(), only)
     failed = [row.id for row in rows if not row.ok]
     if as_json:
         print_json({"ok": not failed, "rows": rows})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from rlbench.bench.acceptance import ROWS, SIMULATED, check
+from rlbench.bench.acceptance import ROWS, SIMULATED, check_rows
 from rlbench.cli.main import app
 from rlbench.planning.planfile import drifted, load_plan, plans, with_value
 from rlbench.planning.planner import (
@@ -346,7 +346,7 @@ def test_drift_is_named_not_the_mean():
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in SIMULATED])
 def test_fast_rows_are_met(name):
-    found = check(only=[name])[0]
+    found = check_rows(only=[name])[0]
     assert found.ok and found.id == name and found.got, found
 
 
