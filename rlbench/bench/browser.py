@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['CHROMIUM_NAMES', 'SLOW', 'SETTINGS', 'find_chromium', 'free_port', 'await_value', 'write_notebook',
-           'write_lab_settings', 'Lab', 'server_arguments', 'await_idle', 'click_menu', 'code_cells',
-           'count_unrun_cells', 'run_all', 'run_cell', 'await_cell', 'write_cell', 'save_notebook', 'restart_kernel',
+           'write_lab_settings', 'Lab', 'server_arguments', 'await_idle', 'code_cells', 'run_cell', 'await_cell',
            'drag_slider']
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-imports
 # JupyterLab and a Chromium, moved as a person moves them.
 #
-# What always holds: a server has settings, workspaces and a token of its own, listens on the loopback alone, and ends with
-# its kernels; every wait ends.
+# What always holds: a server has settings, workspaces and a token of its own, listens on the loopback alone, and ends
+# with its kernels; every wait ends.
 #
 # Refused: a machine without Chromium, Playwright or JupyterLab (ValueError); a cell that raises (RuntimeError).
 #
@@ -142,9 +141,10 @@ class Lab:
 
     def command(self, arguments: list[str]) -> list[str]:
         "JupyterLab of this environment."
-        lab = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={self.notebooks}"]
-        root = ["--allow-root"] if os.getuid() == 0 else []
-        return [*lab, "--LanguageServerManager.autodetect=False", *root, *arguments]
+        options = [f"--notebook-dir={self.notebooks}", "--LanguageServerManager.autodetect=False"]
+        if os.getuid() == 0:
+            options.append("--allow-root")
+        return [sys.executable, "-m", "jupyter", "lab", *options, *arguments]
 
     def answers(self) -> bool:
         "True if the server listens. RuntimeError with its last words if it has ended."
@@ -201,34 +201,9 @@ def await_idle(page: "Page") -> None:
     page.locator("#jp-main-statusbar").filter(has_text="| Idle").wait_for()
 
 
-def click_menu(page: "Page", title: str, command: str) -> None:
-    "Click an item of the menu bar, found by its command."
-    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{title}$")).click()
-    page.locator(f'li.lm-Menu-item[data-command="{command}"]').click()
-
-
 def code_cells(page: "Page") -> "Locator":
     "The code cells of the open notebook."
     return page.locator(".jp-Notebook .jp-CodeCell")
-
-
-def count_unrun_cells(page: "Page") -> int:
-    "Code cells with the prompt of a cell that nobody ran."
-    prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_inner_texts()
-    return sum(prompt.strip() == "[ ]:" for prompt in prompts)
-
-
-def run_all(page: "Page", clicks: int = 5) -> None:
-    """Run all cells, clicking again if a click came too early. Returns when all have been asked for; TimeoutError if
-    they were not."""
-    await_idle(page)
-    for _ in range(clicks):
-        click_menu(page, "Run", "runmenu:run-all")
-        try:
-            return await_value(lambda: not count_unrun_cells(page), 10, page=page)
-        except TimeoutError:
-            continue
-    raise TimeoutError("browser: the cells were not run")
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-cells
 def run_cell(page: "Page", index: int) -> "Locator":
@@ -247,33 +222,6 @@ def await_cell(page: "Page", cell: "Locator") -> "Locator":
     if cell.locator('[data-mime-type="application/vnd.jupyter.error"]').count():
         raise RuntimeError(f"browser: a cell raised:\n{cell.inner_text()}")
     return cell
-
-
-def write_cell(page: "Page", text: str) -> "Locator":
-    "Write a new cell at the end, run it, and wait until it is done; the cell."
-    before = code_cells(page).count()
-    code_cells(page).last.locator(".jp-InputPrompt").click()
-    page.keyboard.press("Escape")
-    page.keyboard.press("b")
-    cell = code_cells(page).nth(before)
-    cell.locator(".cm-content").click()
-    page.keyboard.insert_text(text)
-    page.keyboard.press("Control+Enter")
-    return await_cell(page, cell)
-
-
-def save_notebook(page: "Page") -> None:
-    "Save the notebook and wait until it is saved."
-    click_menu(page, "File", "docmanager:save")
-    page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab.jp-mod-dirty").first.wait_for(state="hidden")
-
-
-def restart_kernel(page: "Page") -> None:
-    "Restart the kernel and wait for the new one."
-    click_menu(page, "Kernel", "kernelmenu:restart")
-    page.locator(".jp-Dialog .jp-mod-accept").click()
-    page.locator(".jp-Dialog").wait_for(state="hidden")
-    await_idle(page)
 
 # %% ../../nbs/bench/09_browser.ipynb #browser-drag
 def drag_slider(page: "Page", handle: "Locator", to: float, while_held: Callable[[], None] | None = None) -> float:

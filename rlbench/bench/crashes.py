@@ -348,12 +348,16 @@ def crash_totals(runs: Sequence[CrashedRun]) -> CrashBench:
     "The sums over runs."
     kills = [kill for crashed in runs for kill in crashed.kills]
     phases = Counter(kill.phase for kill in kills)
+    exact = [crashed for crashed in runs if not crashed.exact]
+    closed = [crashed for crashed in runs if not crashed.books]
+    synchronous = [crashed for crashed in runs if crashed.equal is not None]
+    equal = [crashed for crashed in synchronous if crashed.equal]
     return CrashBench(
         kills=len(kills),
-        exact=count_kills(crashed for crashed in runs if not crashed.exact),
-        books_closed=count_kills(crashed for crashed in runs if not crashed.books),
-        digest_equal=count_kills(crashed for crashed in runs if crashed.equal),
-        synchronous=count_kills(crashed for crashed in runs if crashed.equal is not None),
+        exact=count_kills(exact),
+        books_closed=count_kills(closed),
+        digest_equal=count_kills(equal),
+        synchronous=count_kills(synchronous),
         phases={phase: phases[phase] for phase in PHASES},
         victims=dict(Counter(kill.victim for kill in kills)),
         runs=tuple(runs),

@@ -112,6 +112,8 @@ def tool_run(steps: "pl.DataFrame", last: int) -> ToolRun:
         raise ValueError(f"steps: {len(steps)} batches are not enough; the first and the last {last} are left out")
     seconds = rows["seconds"].sum()
     written_seconds = (rows["running"] * rows["seconds"]).sum()
+    prefilled = rows["prefill_tokens"].sum()
+    decoded = max(1, rows["decode_tokens"].sum())
     return ToolRun(
         seconds=seconds,
         idle=rows["generator_wait"].sum(),
@@ -121,7 +123,7 @@ def tool_run(steps: "pl.DataFrame", last: int) -> ToolRun:
         turns=rows["turns"].mean(),
         tool_calls=rows["tool_calls"].mean(),
         tool_seconds=rows["tool_seconds"].mean(),
-        prefill_per_decoded=rows["prefill_tokens"].sum() / max(1, rows["decode_tokens"].sum()),
+        prefill_per_decoded=prefilled / decoded,
         efficiency=rows["efficiency"].mean(),
         writing=written_seconds / seconds,
     )
@@ -168,22 +170,21 @@ class EnvironmentBench:
         late, prompt, narrow = self.late, self.prompt, self.narrow
         calls = f"{late.turns:.1f} turns and {late.tool_calls:.1f} calls of a tool"
         latency = f"lognormal, median {MEDIAN:g} s, sigma {SIGMA:g}"
+        slots = f"{SETTING['concurrency']} slots, rollouts of {calls} ({latency})"
+        lines = [f"{slots}; each waited {late.tool_seconds:.2f} s"]
         verdict = "yes" if self.stall_share <= TARGET else "NO"
+        stalled = f"{self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {verdict}"
+        lines.append(f"stalled   {stalled}; without latency {prompt.stall_share:.2%}")
         idle = late.idle / late.seconds
         prompt_idle = prompt.idle / prompt.seconds
-        narrow_kept = f"{narrow.writing:.1f} writing, {self.throughput_kept_at_2:.0%} of the tokens per second kept"
-        lines = (
-            f"{SETTING['concurrency']} slots, rollouts of {calls} ({latency}); each waited {late.tool_seconds:.2f} s",
-            f"stalled   {self.stall_share:.2%} of the generator's time, at most {TARGET:.0%}: {verdict}; "
-            f"without latency {prompt.stall_share:.2%}",
-            f"idle      {idle:.2%} for whatever reason; without latency {prompt_idle:.2%}",
-            f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}",
-            f"tokens/s  {late.tokens_per_second:.0f}; without latency {prompt.tokens_per_second:.0f}, "
-            f"of which {self.throughput_kept:.0%} are kept",
-            f"bound {NARROW}   {self.stall_share_at_2:.2%} stalled, {narrow_kept}",
-            f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; "
-            f"{late.efficiency:.2f} useful tokens per slot and second",
-        )
+        lines.append(f"idle      {idle:.2%} for whatever reason; without latency {prompt_idle:.2%}")
+        lines.append(f"writing   {late.writing:.1f} at a time; without latency {prompt.writing:.1f}")
+        prompt_rate = f"without latency {prompt.tokens_per_second:.0f}, of which {self.throughput_kept:.0%} are kept"
+        lines.append(f"tokens/s  {late.tokens_per_second:.0f}; {prompt_rate}")
+        kept = f"{self.throughput_kept_at_2:.0%} of the tokens per second kept"
+        lines.append(f"bound {NARROW}   {self.stall_share_at_2:.2%} stalled, {narrow.writing:.1f} writing, {kept}")
+        useful = f"{late.efficiency:.2f} useful tokens per slot and second"
+        lines.append(f"prefill   {late.prefill_per_decoded:.2f} tokens for each decoded one; {useful}")
         return "\n".join(lines)
 
 # %% ../../nbs/bench/15_environment.ipynb #bench-environment-bench-part-2

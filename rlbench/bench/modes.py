@@ -155,6 +155,7 @@ def measure_mode(mode: str, seed: int, ended: Run) -> MeasuredMode:
     steps = every_step.filter(every_step["version"] > WARM_UP)
     seconds = steps["seconds"].sum()
     held_out = ended.evals.filter(ended.evals["eval"] == "held_out")
+    in_flight = steps["lag_in_flight"].mean()
     in_queue = steps["lag_in_queue"].mean()
     stale = ended.status.books.get("stale", {"tokens": 0})
     return MeasuredMode(
@@ -165,7 +166,7 @@ def measure_mode(mode: str, seed: int, ended: Run) -> MeasuredMode:
         rollouts_per_s=steps["trained_rollouts"].sum() / seconds,
         trainer_waits=steps["trainer_wait"].sum() / seconds,
         generator_waits=steps["generator_wait"].sum() / seconds,
-        lag=steps["lag_in_flight"].mean() + in_queue,
+        lag=in_flight + in_queue,
         lag_in_queue=in_queue,
         lag_max=int(every_step["lag_max"].max()),
         dropped=stale["tokens"] / ended.status.tokens,
@@ -197,7 +198,8 @@ def bench_modes(
     found = []
 
     def run_mode(mode: str, seed: int, stem: str) -> MeasuredMode:
-        ended = finished_run(folder, stem, seed=seed, **modes[mode].knobs)
+        knobs = modes[mode].knobs
+        ended = finished_run(folder, stem, seed=seed, **knobs)
         return measure_mode(mode, seed, ended)
 
     for seed in range(seeds):
@@ -219,9 +221,12 @@ def mode_table(runs: tuple[MeasuredMode, ...]) -> "pl.DataFrame":
         seeds = [run for run in runs if run.mode == mode]
         rates = [run.held_out for run in seeds]
         row = {"mode": mode}
-        row |= {name: round(median_of(seeds, name), 3) for name in MEDIANS}
+        for name in MEDIANS:
+            row[name] = round(median_of(seeds, name), 3)
         row["held_out"] = round(mean(rates), 3)
-        row["se"] = round(stdev(rates) / len(rates) ** 0.5, 3) if len(rates) > 1 else None
+        row["se"] = None
+        if len(rates) > 1:
+            row["se"] = round(stdev(rates) / len(rates) ** 0.5, 3)
         return row
 
     modes = dict.fromkeys(run.mode for run in runs)

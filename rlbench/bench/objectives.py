@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TWICE', 'BY_SEQUENCE', 'FAMILIES', 'PARTS', 'ObjectiveResult', 'FamilyRow', 'objective_result', 'family_row',
-           'ObjectivesBench', 'kept_objective', 'bench_objectives', 'best_first', 'objective_table', 'objective_chart']
+           'ObjectivesBench', 'kept_objective', 'bench_objectives', 'objective_table']
 
 # %% ../../nbs/bench/08_objectives.ipynb #objectives-imports
 # Every family of objectives on one task, one policy and one budget.
@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING
 
-from ..base.chart_parts import Intervals, VerticalMark
-from ..base.charts import Chart
 from rlbench.bench.harness import (
     Say,
     check_arms,
@@ -32,7 +30,6 @@ from rlbench.bench.harness import (
     say_nothing,
 )
 from ..models.hardware import machine
-from ..workbench.ablation_result import number_text
 from ..workbench.handle import Run
 from ..workbench.paired_statistics import t_quantile
 
@@ -116,15 +113,21 @@ def family_row(results: Sequence[ObjectiveResult]) -> FamilyRow:
     rates = [result.solve_rate for result in results]
     count = len(rates)
     mean = mean_of(rates)
-    half = t_quantile(0.975, count - 1) * stdev(rates) / count**0.5 if count > 1 else 0.0
+    half = 0.0
+    if count > 1:
+        half = t_quantile(0.975, count - 1) * stdev(rates) / count**0.5
+
+    def mean_cost(name: str) -> float:
+        return round(mean_of(getattr(result, name) for result in results), 1)
+
     return FamilyRow(
         objective=results[0].objective,
         solve_rate=round(mean, 4),
         low=round(max(0.0, mean - half), 4),
         high=round(min(1.0, mean + half), 4),
-        gpu_or_cpu_s=round(mean_of(result.compute_s for result in results), 1),
-        peak_mb=round(mean_of(result.peak_mb for result in results), 1),
-        wall_s=round(mean_of(result.wall_s for result in results), 1),
+        gpu_or_cpu_s=mean_cost("compute_s"),
+        peak_mb=mean_cost("peak_mb"),
+        wall_s=mean_cost("wall_s"),
         seeds=tuple(rates),
     )
 
@@ -175,16 +178,11 @@ def bench_objectives(
     return ObjectivesBench(rows, steps, machine("torch", "transformers"))
 
 # %% ../../nbs/bench/08_objectives.ipynb #objectives-show
-def best_first(rows: Sequence[FamilyRow]) -> list[FamilyRow]:
-    "The rows, best mean first."
-    return sorted(rows, key=lambda row: -row.solve_rate)
-
-
 def objective_table(rows: Sequence[FamilyRow]) -> "pl.DataFrame":
     "A row per objective, best mean first."
     import polars as pl
 
-    best = best_first(rows)
+    best = sorted(rows, key=lambda row: -row.solve_rate)
     columns = {
         "objective": [row.objective for row in best],
         "held-out": [f"{row.solve_rate:.3f}" for row in best],
@@ -194,24 +192,3 @@ def objective_table(rows: Sequence[FamilyRow]) -> "pl.DataFrame":
     columns["peak"] = [f"{row.peak_mb:.0f} MB" for row in best]
     columns["wall"] = [f"{row.wall_s:.0f} s" for row in best]
     return pl.DataFrame(columns)
-
-
-def objective_chart(rows: Sequence[FamilyRow]) -> Chart:
-    "Held-out solve rate of each objective with its interval, a faint dot per seed."
-    best = best_first(rows)
-    intervals = Intervals(
-        tuple(row.objective for row in best),
-        tuple(row.solve_rate for row in best),
-        tuple(row.low for row in best),
-        tuple(row.high for row in best),
-        ("blue",) * len(best),
-        tuple(row.seeds for row in best),
-        tuple(number_text(row.solve_rate) for row in best),
-    )
-    return Chart(
-        "Held-out solve rate after the run",
-        (intervals,),
-        "95 % t interval over seeds, a faint dot per seed",
-        x_label="share of held-out tasks solved",
-        marks=(VerticalMark(0.85, "0.85"),),
-    )

@@ -209,8 +209,9 @@ class MoveRow:
 
     def __str__(self) -> str:
         said, came, error = self.predicted, self.measured, self.error
+        rate_range = 1.96 * error.rate / came.rate
         wait = f"{said.wait:5.0%} {came.wait:5.0%} ±{1.96 * error.wait:3.0%}"
-        rate = f"{said.rate:6.0f} {came.rate:6.0f} ±{1.96 * error.rate / came.rate:3.0%} {self.rate_error:+5.0%}"
+        rate = f"{said.rate:6.0f} {came.rate:6.0f} ±{rate_range:3.0%} {self.rate_error:+5.0%}"
         staleness = f"{said.staleness:4.2f} {came.staleness:4.2f}"
         verdict = "inside" if self.inside else "outside"
         if self.kind != "move":

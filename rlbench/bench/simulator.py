@@ -75,7 +75,8 @@ class SimulatorPace:
 
     def __str__(self) -> str:
         size = f"{self.live:>9,} rollouts under way in {self.engines:>5,} engines"
-        return f"{size}: {self.events_per_s:>7,.0f} events/s ({self.events_per_cpu_s:,.0f} a second of the processor)"
+        processor = f"{self.events_per_cpu_s:,.0f} a second of the processor"
+        return f"{size}: {self.events_per_s:>7,.0f} events/s ({processor})"
 
 
 def measure_pace(live: int, window: int = 20_000, windows: int = WINDOWS) -> SimulatorPace:
@@ -120,7 +121,8 @@ class WholeRun:
     def __str__(self) -> str:
         size = f"{self.rollouts:,} rollouts on {self.gpus:,} GPUs, {self.versions} versions"
         hours = self.simulated_s / 3600
-        return f"{self.name}: {size}, {hours:.1f} hours, {self.events:,} events in {self.seconds:.1f} s"
+        took = f"{self.events:,} events in {self.seconds:.1f} s"
+        return f"{self.name}: {size}, {hours:.1f} hours, {took}"
 
 
 def simulate_whole_run(name: str, gpus: int, config: RunConfig, world: World, versions: int) -> WholeRun:

@@ -63,7 +63,8 @@ class DelaySizes:
 # %% ../../nbs/studies/02_delay.ipynb #delay-sampler
 def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
     "A copy of the weights."
-    return {name: tensor.detach().clone() for name, tensor in moving_weights(policy.model).items()}
+    tensors = moving_weights(policy.model)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -160,7 +161,9 @@ def train_delayed(arm: str, delay: int, seed: int, sizes: DelaySizes = DelaySize
         tasks = draw.sample(pool, sizes.tasks)
         groups = write_groups(policy, generator, tasks, sizes.group, 1000 * seed + number, sizes.max_tokens)
         informative = [group for group in groups if 0 < sum(group.rewards) < sizes.group]
-        return groups, by_trainer(trainer, policy, informative, weights) if informative else []
+        if not informative:
+            return groups, []
+        return groups, by_trainer(trainer, policy, informative, weights)
 
     for version in train_versions(trainer, generator, sizes.updates, lambda: shelf[0], write_batch):
         finished.append(version)
@@ -198,7 +201,8 @@ class DelayBench:
 
     def rate(self, arm: str, delay: int) -> float:
         "Mean held-out solve rate at the end."
-        return mean_metric(run.rates[-1] for run in self.runs if (run.arm, run.delay) == (arm, delay))
+        mine = [run for run in self.runs if (run.arm, run.delay) == (arm, delay)]
+        return mean_metric(run.rates[-1] for run in mine)
 
     def __str__(self) -> str:
         lines = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from browser import MadeLab
+from browser import MadeLab, restart_kernel, save_notebook, write_cell
 from fake_run import fake_run
 from playwright.sync_api import expect
 from scripted import WITHOUT_MODEL
@@ -27,10 +27,7 @@ from rlbench.bench.browser import (
     code_cells,
     drag_slider,
     free_port,
-    restart_kernel,
     run_cell,
-    save_notebook,
-    write_cell,
     write_notebook,
 )
 from rlbench.runtime.steer import in_force

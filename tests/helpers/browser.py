@@ -1,11 +1,14 @@
 """JupyterLab for the tests: started as a user starts it, by `make lab`, with a home in which nothing may appear."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
-from rlbench.bench.browser import Lab
+from playwright.sync_api import Locator, Page
+
+from rlbench.bench.browser import Lab, await_cell, await_idle, code_cells
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +39,36 @@ class MadeLab(Lab):
             f"NOTEBOOKS={self.notebooks}",
             f"ARGS={' '.join(arguments)}",
         ]
+
+
+def click_menu(page: Page, title: str, command: str) -> None:
+    "Click an item of the menu bar, found by its command."
+    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{title}$")).click()
+    page.locator(f'li.lm-Menu-item[data-command="{command}"]').click()
+
+
+def write_cell(page: Page, text: str) -> Locator:
+    "Write a new cell at the end, run it, and wait until it is done; the cell."
+    before = code_cells(page).count()
+    code_cells(page).last.locator(".jp-InputPrompt").click()
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    cell = code_cells(page).nth(before)
+    cell.locator(".cm-content").click()
+    page.keyboard.insert_text(text)
+    page.keyboard.press("Control+Enter")
+    return await_cell(page, cell)
+
+
+def save_notebook(page: Page) -> None:
+    "Save the notebook and wait until it is saved."
+    click_menu(page, "File", "docmanager:save")
+    page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab.jp-mod-dirty").first.wait_for(state="hidden")
+
+
+def restart_kernel(page: Page) -> None:
+    "Restart the kernel and wait for the new one."
+    click_menu(page, "Kernel", "kernelmenu:restart")
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    page.locator(".jp-Dialog").wait_for(state="hidden")
+    await_idle(page)
