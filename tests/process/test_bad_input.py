@@ -2,13 +2,15 @@
 
 import json
 import shutil
-import subprocess
 import sys
+from importlib.resources import files
 
 import pytest
 import torch
+from command_line import run_command, run_verb
 from inline import inline_run
 from namespaces import in_namespace
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
@@ -17,8 +19,8 @@ SMALL = dict(steps=3, batch=32, group=8, preflight=0, eval=[])
 SCRIPTED = dict(generator="scripted", clock="virtual", **SMALL)
 
 
-def refused(tmp_path, *words: str, **knobs) -> None:
-    "Refused at once with these words, and nothing is left behind."
+def check_refused(tmp_path, *words: str, **knobs) -> None:
+    "A start with these settings is refused at once with these words, and leaves no folder behind."
     with pytest.raises(ValueError) as error:
         rl.run("tiny", runs=tmp_path / "runs", **knobs)
     for word in words:
@@ -45,44 +47,33 @@ def refused(tmp_path, *words: str, **knobs) -> None:
     ],
 )
 def test_a_wrong_field_is_refused_by_name_value_and_remedy(tmp_path, knobs, words):
-    refused(tmp_path, *words, **knobs)
+    check_refused(tmp_path, *words, **knobs)
 
 
-def test_the_command_line_says_it_without_a_traceback(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "run", "tiny", "--set", "stalenes=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        done.returncode == 2
-        and "did you mean 'staleness'" in done.stderr
-        and "Traceback" not in done.stderr
-        and not list(tmp_path.iterdir())
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbench.cli.main", "show", "monday"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "monday" in done.stderr and "Traceback" not in done.stderr
+def test_the_command_line_prints_a_refusal_without_a_traceback(tmp_path):
+    "Exit status 2, the words and nothing else; no folder is made."
+    refused = run_command(tmp_path, "run", "tiny", "--set", "stalenes=1", code=2).stderr
+    assert "did you mean 'staleness'" in refused and "Traceback" not in refused
+    assert not list(tmp_path.iterdir())
+    refused = run_verb(tmp_path, "show", "monday", code=2).stderr
+    assert "monday" in refused and "Traceback" not in refused
 
 
-def failed(tmp_path, *words: str, **knobs) -> None:
-    "Started, refused by an actor in its process before any rollout, with closed books and the reason in the status."
+def check_fails(tmp_path, *words: str, **knobs) -> None:
+    """A run with these settings starts and is refused by an actor in its process before any rollout, with closed books
+    and these words in the status."""
     run = rl.run("tiny", runs=tmp_path / "runs", **{**SMALL, **knobs})
     assert run.wait(90) == "failed", run.status
+    status = run.status
     for word in words:
-        assert word in run.status.reason, run.status.reason
-    assert (
-        run.status.books_closed
-        and not run.status.books
-        and run.status.tokens == 0
-        and "Traceback" not in run.status.reason
-    )
+        assert word in status.reason, status.reason
+    assert status.books_closed and not status.books and status.tokens == 0
+    assert "Traceback" not in status.reason
 
 
-def not_built(tmp_path, *words: str, **knobs) -> None:
-    "Refused by an actor before any rollout, in this process: an error with these words, and closed books."
+def check_fails_inline(tmp_path, *words: str, **knobs) -> None:
+    """A run in this process with these settings is refused by an actor before any rollout, with an error of these words
+    and closed books."""
     with pytest.raises((ValueError, OSError)) as error:
         inline_run(tmp_path / "runs", "a", {**SMALL, "generator": "torch", "model": "tiny", **knobs})
     for word in words:
@@ -97,40 +88,34 @@ def test_a_model_that_is_not_there(tmp_path):
         with pytest.raises(OSError, match="model: .*nowhere' is no folder"):
             rl.run("tiny", runs=tmp_path / "runs", model=name)
     assert not (tmp_path / "runs").exists()
-    not_built(tmp_path, "model", "nowhere", model=str(tmp_path / "nowhere"))
+    check_fails_inline(tmp_path, "model", "nowhere", model=str(tmp_path / "nowhere"))
 
 
 def test_a_device_that_is_not_there(tmp_path):
-    refused(tmp_path, "device", "gpu", "cuda", device="gpu")
+    check_refused(tmp_path, "device", "gpu", "cuda", device="gpu")
     if not torch.cuda.is_available():
-        refused(tmp_path, "device", '"cuda" is asked for', device="cuda")
+        check_refused(tmp_path, "device", '"cuda" is asked for', device="cuda")
 
 
 def test_a_kv_budget_too_small_for_one_sequence(tmp_path):
-    "By the generator alone: the trainer beside it has nothing against it."
-    failed(tmp_path, "KV", "one sequence", kv_megabytes=0.01, placement="split")
+    "The generator refuses it; the trainer has no objection."
+    check_fails(tmp_path, "KV", "one sequence", kv_megabytes=0.01, placement="split")
 
 
 def test_a_model_without_tokenizer(tmp_path):
-    from importlib.resources import files
-
     shutil.copytree(
         str(files("rlbench.data") / "tiny"), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")
     )
-    not_built(tmp_path, "tokenizer", model=str(tmp_path / "model"))
+    check_fails_inline(tmp_path, "tokenizer", model=str(tmp_path / "model"))
 
 
 def test_an_architecture_the_torch_generator_does_not_know(tmp_path):
-    from importlib.resources import files
-
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
     tokenizer = AutoTokenizer.from_pretrained(str(files("rlbench.data") / "tiny"))
     GPT2LMHeadModel(
         GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=1, n_head=2)
     ).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    not_built(tmp_path, "gpt2", model=str(tmp_path / "model"))
+    check_fails_inline(tmp_path, "gpt2", model=str(tmp_path / "model"))
 
 
 def test_a_prompt_longer_than_the_context(tmp_path):
@@ -138,16 +123,18 @@ def test_a_prompt_longer_than_the_context(tmp_path):
         {"prompt": "1+" * 150 + "1=", "answer": "151"}
     ]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    not_built(tmp_path, "tasks", "context", "256", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
+    check_fails_inline(
+        tmp_path, "tasks", "context", "256", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")}
+    )
 
 
 def test_a_response_budget_beyond_the_context(tmp_path):
-    not_built(tmp_path, "max_tokens", "context of 256", max_tokens=255)
+    check_fails_inline(tmp_path, "max_tokens", "context of 256", max_tokens=255)
 
 
 def test_a_task_file_with_a_missing_column(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"query": "1+1=", "answer": "2"}\n')
-    refused(tmp_path, "tasks.jsonl", "prompt", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
+    check_refused(tmp_path, "tasks.jsonl", "prompt", tasks={"name": "file", "path": str(tmp_path / "tasks.jsonl")})
 
 
 def test_a_name_in_use_leaves_the_old_run_alone(tmp_path):
@@ -165,31 +152,25 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         rl.run("tiny", runs=tmp_path / "runs", **SMALL)
 
 
-MOUNTED = """
-set -e
-mount -t tmpfs -o size={size} none {where}
-{command}
-"""
+COMMAND = f"{sys.executable} -m rlbench.cli.main run tiny --runs there"
 
 
 def test_a_read_only_folder_is_refused_at_once(tmp_path):
     (tmp_path / "there").mkdir()
-    script = f"set -e; mount -t tmpfs none there; mount -o remount,ro there; {sys.executable} -m rlbench.cli.main run tiny --runs there"
+    script = f"set -e; mount -t tmpfs none there; mount -o remount,ro there; {COMMAND}"
     done = in_namespace(script, tmp_path)
     assert done.returncode == 2 and "there" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_full_disk_ends_the_run_with_readable_closed_books(tmp_path):
+    "On a disk of 5 MB: the run waits for space, then ends; the rows in its tables are those it counted."
     (tmp_path / "there").mkdir()
-    run = f"{sys.executable} -m rlbench.cli.main run tiny --runs there --name full --quiet --json --set generator=scripted --set steps=100000 --set eval=[] --set preflight=0 || true"
-    script = f"set -e; mount -t tmpfs -o size=5m none there; {run}; cp -r there/full kept"
-    done = in_namespace(script, tmp_path)
+    settings = "--set generator=scripted --set steps=100000 --set eval=[] --set preflight=0"
+    run = f"{COMMAND} --name full --quiet --json {settings} || true"
+    done = in_namespace(f"set -e; mount -t tmpfs -o size=5m none there; {run}; cp -r there/full kept", tmp_path)
     kept = rl.Run(tmp_path / "kept")
-    assert kept.state in ("stopped", "failed") and "disk is full" in kept.status.reason, (
-        done.stdout[-800:],
-        done.stderr[-800:],
-        kept.status,
-    )
-    assert kept.status.books_closed and kept.status.version >= 1
+    status = kept.status
+    assert kept.state in ("stopped", "failed"), (done.stdout[-800:], done.stderr[-800:], status)
+    assert "disk is full" in status.reason and status.books_closed and status.version >= 1
     rollouts = read_table(kept.folder, "rollouts")
-    assert len(rollouts) == kept.status.dispatched and rollouts["length"].sum() == kept.status.tokens
+    assert len(rollouts) == status.dispatched and rollouts["length"].sum() == status.tokens
