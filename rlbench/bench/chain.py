@@ -47,7 +47,7 @@ from rlbench.bench.harness import (
     wait_for_version,
 )
 from ..engines.torch import TorchGenerator, settle_cpu
-from ..environments.step_verifier import agrees, share_right, steps_of
+from ..environments.step_verifier import answer_follows, share_right, steps_of
 from ..environments.tasks import arithmetic
 from ..models.hardware import machine
 from ..models.model import load_policy
@@ -115,7 +115,7 @@ def examine_responses(version: int, tokens: int, responses: Sequence[ExamRespons
     prompts, texts, verdicts, lengths = zip(*responses)
     follows, working = [], []
     for prompt, text in zip(prompts, texts):
-        follows.append(bool(agrees(text, prompt)))
+        follows.append(bool(answer_follows(text, prompt)))
         working.append(share_right(steps_of(text, prompt), prompt))
     return {
         "versions": version,

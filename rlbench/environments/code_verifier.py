@@ -6,18 +6,27 @@
 __all__ = ['CODE_VERIFIERS', 'CODE_REWARDS', 'program_in', 'code', 'tests']
 
 # %% ../../nbs/environments/06_code_verifier.ipynb #code-verifier-imports
+# The verifier of programs.
+#
+# What always holds:
+#   * A response is right if its program passes the tests of its task, in a sandbox.
+#   * Answers that tests expect never enter the sandbox (`sandbox.grade`).
+#
+# Refused: a task without tests, and a run without sandboxes.
 from ..knobs import Knob
 from ..records import Rollout
 from ..reward import correct, final_answer
 from ..sandbox.grade import grade
 from ..sandbox.grading_task import CodeTask, changes_in, read_code_task, wrapped_code
-from ..sandbox.types import Limits
+from ..sandbox.types import SandboxLimits
 from ..sandbox.verdict import SCORES, Verdict
 
 # %% ../../nbs/environments/06_code_verifier.ipynb #code-verifier-grade
 def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
     "What of a response is run: a program, or the changes to a project."
-    return changes_in(response) if task.kind == "repository" else wrapped_code(task, response, final_answer(response))
+    if task.kind == "repository":
+        return changes_in(response)
+    return wrapped_code(task, response, final_answer(response))
 
 
 def code(
@@ -42,7 +51,7 @@ def code(
     task = read_code_task(answer)
     if pool is None:
         raise ValueError('verifier code: has no pool of sandboxes to run in; a run with verifier = "code" makes one')
-    limits = Limits(cpu_s=cpu_s, wall_s=max(wall_s, cpu_s), memory_mb=memory_mb, call_s=max(wall_s, cpu_s))
+    limits = SandboxLimits(cpu_s=cpu_s, wall_s=max(wall_s, cpu_s), memory_mb=memory_mb, call_s=max(wall_s, cpu_s))
     return grade(pool, task, program_in(task, response), limits, rule=rule, fresh=fresh)
 
 

@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ..environments.rollout_turns import begun, told_so_far, weigh_old, written
+from ..environments.rollout_turns import add_response, begun_response, prompt_so_far, weigh_old_tokens
 from ..loop.actions import Abort, Generate, MarkOld, WantedResponse
 from ..loop.events import Generated
 from ..records import Rollout, stream_key, version_span
@@ -75,7 +75,7 @@ class Generation:
             self.live.eval_groups[item.group] = item.eval
         self.live.put_in_place(item.group, item.k, key)
         rollout = self.live.rollouts[key]
-        prompt, before = told_so_far(rollout) if item.turn else (self.prompts.of_task(task, config), None)
+        prompt, before = prompt_so_far(rollout) if item.turn else (self.prompts.of_task(task, config), None)
         answers_for_real = config.generator == "scripted" and not self.run.is_virtual
         return ResponseRequest(
             key,
@@ -83,7 +83,7 @@ class Generation:
             item.sampling,
             stream_key(config.seed, task.id, item.rollout, item.turn),
             before,
-            begun(rollout) if item.partial else None,
+            begun_response(rollout) if item.partial else None,
             task.level,
             task if answers_for_real else None,
         )
@@ -99,14 +99,14 @@ class Generation:
 
     def weigh_tokens(self, key: tuple[int, int], how: str, version: int) -> None:
         "Give the tokens of a rollout that are older than `version` the weight that `how` says."
-        self.live.rollouts[key] = weigh_old(self.live.rollouts[key], how, version)
+        self.live.rollouts[key] = weigh_old_tokens(self.live.rollouts[key], how, version)
 
     def hear_result(self, worker: str, result: GenerateResult) -> Iterable[Generated]:
         "Keep a response, tell the loop about it."
         old = self.live.rollouts.get(result.key)
         if old is None:
             return
-        rollout = written(old, result.prompt_tokens, result.segment, result.text, result.reason)
+        rollout = add_response(old, result.prompt_tokens, result.segment, result.text, result.reason)
         seconds = old.seconds + result.seconds
         if self.run.is_virtual:
             seconds = rollout.length * self.run.world.decode.base

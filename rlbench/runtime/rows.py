@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 
-from ..environments.rollout_turns import first_turns, later_turns, token_columns, told_columns, turn_columns
+from ..environments.rollout_turns import first_turns, later_turns, token_columns, training_columns, turn_columns
 from ..loop.actions import Notify, Write
 from ..loop.events import Measured
 from ..loop.guards import eval_figures, step_figures
@@ -173,7 +173,7 @@ class RolloutRows:
             prompt_tokens=prompt_tokens,
             **token_columns(rollout),
             advantage=self.live.advantages.pop(rollout.id, None),
-            **told_columns(rollout, self.live.token_notes.pop(rollout.id, None)),
+            **training_columns(rollout, self.live.token_notes.pop(rollout.id, None)),
         )
 
     def hand_on_turns(self, rollout: Rollout, row: RolloutRow) -> Rollout:

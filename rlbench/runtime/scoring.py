@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ..environments.episode import Judged
 from ..environments.judging import scores_with_verdict
-from ..environments.rollout_turns import judged, shown, unjudged
+from ..environments.rollout_turns import add_observation, with_judged_text, without_judgement
 from rlbench.environments.scoring_messages import (
     Forget,
     Gauges,
@@ -129,7 +129,7 @@ class Scoring:
         "Send a response to be scored; where scores of models are to come, for the verdict first."
         key = (action.rollout, action.attempt)
         part = "verdict" if self.models.is_asked_for_scores() else "all"
-        rollout = unjudged(self.live.rollouts[key])
+        rollout = without_judgement(self.live.rollouts[key])
         self.episodes.send(key, ScoreRequest(rollout, action.tried - 1, action.deadline, action.last, part))
 
     def carry_abort(self, action: Abort) -> None:
@@ -163,7 +163,7 @@ class Scoring:
             return
         self.episodes.open.add(result.key)
         state = result.state
-        self.live.rollouts[result.key] = shown(old, result.text, result.turn, state.id, state.writer)
+        self.live.rollouts[result.key] = add_observation(old, result.text, result.turn, state.id, state.writer)
         yield TurnEnded(*result.key, result.turn, state.id, state.writer)
 
     def hear_score(self, worker: str, result: ScoreResult) -> Iterable[Scored]:
@@ -206,7 +206,7 @@ class Scoring:
         self.write_verdict(key, old, verdict)
         is_episode = result.cut or result.text is not None or len(old.segments) > 2
         if is_episode and not is_reward:
-            rollout = judged(rollout, result.text, result.cut)
+            rollout = with_judged_text(rollout, result.text, result.cut)
         self.live.rollouts[key] = rollout
         before = self.live.score_seconds.get(key, 0.0) if is_reward else 0.0
         self.live.score_seconds[key] = before + verdict.seconds

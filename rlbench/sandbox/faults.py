@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from .types import End, Execution, Fault, Layer, Limits, Order, Program, Reply, Tier
+from .types import End, Execution, Fault, Layer, Order, Program, Reply, SandboxLimits, Tier
 
 # %% ../../nbs/sandbox/11_faults.ipynb #fake-play
 def directives_in(code: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ def directives_in(code: str) -> dict[str, str]:
     return dict(re.findall(r"""(\w+)=([^\s'"\\]+)""", found[1])) if found else {}
 
 
-def play_program(program: Program, limits: Limits) -> Execution:
+def play_program(program: Program, limits: SandboxLimits) -> Execution:
     "The execution that a program would have had."
     asked = directives_in(program.code)
     cpu, wall, memory, status = (
@@ -118,7 +118,7 @@ class FakeWorker:
         faults: Faults = Faults(),
         clock: Callable[[], float] = time.monotonic,
         layers: dict | None = None,
-        play: Callable[[Program, Limits], Execution] = play_program,
+        play: Callable[[Program, SandboxLimits], Execution] = play_program,
         start_s: float = 0.02,
         armed_s: float = 0.0002,
         cold_s: float = 0.003,

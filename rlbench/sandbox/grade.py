@@ -46,7 +46,7 @@ from rlbench.sandbox.grading_task import (
     stdio_program,
     wrapped_code,
 )
-from .types import End, Execution, Fault, Limits
+from .types import End, Execution, Fault, SandboxLimits
 from .verdict import GIVEN, CheckedTest, Verdict, score_of
 
 # %% ../../nbs/sandbox/29_grade.ipynb #grade-function
@@ -470,7 +470,7 @@ def grade(
     runner: Runner,
     task: CodeTask,
     code: str | Mapping[str, str],
-    limits: Limits = Limits(),
+    limits: SandboxLimits = SandboxLimits(),
     seed: int = 0,
     rule: str = "all",
     fresh: bool = False,

@@ -24,13 +24,13 @@ from typing import Protocol
 
 from .answers import Bad, Tree, canonical_tree, parse_line
 from .grading_task import call_line
-from .types import KNOWN_GOOD, End, Execution, Fault, Limits, Program
+from .types import KNOWN_GOOD, End, Execution, Fault, Program, SandboxLimits
 
 # %% ../../nbs/sandbox/28_grading_run.ipynb #grade-runner
 class Runner(Protocol):
     "Where programs run: a pool, or anything that runs one."
 
-    def run(self, program: Program, limits: Limits) -> Execution:
+    def run(self, program: Program, limits: SandboxLimits) -> Execution:
         "Run it and wait for its end. Raises Fault, or says it in the execution, if the machine failed."
 
 # %% ../../nbs/sandbox/28_grading_run.ipynb #grade-bench
@@ -43,7 +43,7 @@ class Grading:
     program slept, so far; `known_good`: the program is the task's own solution."""
 
     runner: Runner
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
     seed: int = 0
     fresh: bool = False
     done: list[Execution] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Grading:
         return execution
 
 # %% ../../nbs/sandbox/28_grading_run.ipynb #grade-challenged
-def run_with_witness(bench: Grading, program: Program, limits: Limits) -> Execution:
+def run_with_witness(bench: Grading, program: Program, limits: SandboxLimits) -> Execution:
     """The execution of a program. A failure without a witness is the machine's only if a known-good program fails in
     the same place. If that one succeeds, again and again, the failure is the program's."""
     execution = _run_safely(bench.runner, program, limits)
@@ -96,7 +96,7 @@ def run_with_witness(bench: Grading, program: Program, limits: Limits) -> Execut
     return execution
 
 
-def _run_safely(runner: Runner, program: Program, limits: Limits) -> Execution:
+def _run_safely(runner: Runner, program: Program, limits: SandboxLimits) -> Execution:
     "An execution, whatever the runner raises."
     try:
         return runner.run(program, limits)

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .types import End, Fault, Limits, Program, to_bytes
+from .types import End, Fault, Program, SandboxLimits, to_bytes
 
 # %% ../../nbs/sandbox/25_inspect_adapter.ipynb #asked-result
 READ_MOST = 1 << 20  # bytes of a file
@@ -38,7 +38,7 @@ class ExecResult:
 class AwaitableSandbox:
     "A sandbox (`sandbox.pool.PoolSandbox`) with awaited calls. Paths are below its workspace."
 
-    def __init__(self, sandbox, limits: Limits = Limits()):
+    def __init__(self, sandbox, limits: SandboxLimits = SandboxLimits()):
         self.sandbox, self.limits = sandbox, limits
 
     async def exec(

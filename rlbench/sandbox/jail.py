@@ -45,7 +45,7 @@ from rlbench.sandbox.jail_start import (
     start_zygote,
     unprivileged_user,
 )
-from .types import End, Fault, Layer, Limits, Order, Reply, Tier, refusal_of, to_bytes
+from .types import End, Fault, Layer, Order, Reply, SandboxLimits, Tier, refusal_of, to_bytes
 from .workspace import LayerStore, layer_members, merge_layers
 from .zygote_kernel import decode_packet, encode_head, receive_packet, send_packet
 from .zygote_sessions import FULL
@@ -58,7 +58,7 @@ class Session:
     number: int
     base: str = ""
     layers: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
 
     @property
     def chain(self) -> tuple[str, ...]:

@@ -53,9 +53,9 @@ from rlbench.sandbox.types import (
     End,
     Execution,
     Fault,
-    Limits,
     Order,
     Program,
+    SandboxLimits,
     Tier,
     to_bytes,
 )
@@ -219,7 +219,7 @@ def code_of(program: Program) -> bytes:
     return to_bytes(program.code)
 
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-exec-packet
-LIMITS = tuple(each.name for each in fields(Limits))
+LIMITS = tuple(each.name for each in fields(SandboxLimits))
 
 
 def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:

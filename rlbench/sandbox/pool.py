@@ -36,7 +36,7 @@ import psutil
 from ..base.run_files import read_json, write_json
 from .pool_folder import Lines, connect_to_controller, order_json, pack_line, reply_of, sweep_pool
 from .pool_rules import PoolSpec, PoolStatus, settle_lateness, spec_of, status_of
-from .types import End, Execution, Fault, Layer, Limits, Order, Program, Reply
+from .types import End, Execution, Fault, Layer, Order, Program, Reply, SandboxLimits
 from .workspace import LayerStore, put_files, put_tree
 
 # %% ../../nbs/sandbox/22_pool.ipynb #pool-folder
@@ -347,13 +347,13 @@ class PoolClient:
         kept = settle_spec(folder, spec)
         return cls(folder, kept, Wire(folder, find_controller(folder, patience), patience, kept.policy.lease_s / 4))
 
-    def submit(self, program: Program, limits: Limits = Limits(), owner: str = "") -> Future:
+    def submit(self, program: Program, limits: SandboxLimits = SandboxLimits(), owner: str = "") -> Future:
         "Run a program in a workspace of its own; a future of its Execution. Cancelling it ends the program."
         return self._wire.ask(
             "exec", {"do": "exec", "owner": owner, **order_json(Order(0, "exec", program=program, limits=limits))}
         )
 
-    def run(self, program: Program, limits: Limits = Limits(), owner: str = "") -> Execution:
+    def run(self, program: Program, limits: SandboxLimits = SandboxLimits(), owner: str = "") -> Execution:
         """Run a program and wait for its end. Never raises for what the program does, nor for what the machine fails
         to do."""
         return _wait_for(self.submit(program, limits, owner))
@@ -364,7 +364,7 @@ class PoolClient:
         owner: str = "",
         lifetime_s: float = 600.0,
         layer: Layer | None = None,
-        limits: Limits = Limits(),
+        limits: SandboxLimits = SandboxLimits(),
     ) -> "PoolSandbox":
         """Open a sandbox on a base tree (`keep`), or where a layer was kept. `lifetime_s` is hard: give more than
         rollout and scoring take (`pool_rules.sandbox_lifetime_s`). `limits`: its disk and inodes. Raises Fault."""
@@ -376,7 +376,7 @@ class PoolClient:
         owner: str = "",
         lifetime_s: float = 600.0,
         layer: Layer | None = None,
-        limits: Limits = Limits(),
+        limits: SandboxLimits = SandboxLimits(),
     ) -> Future:
         "Open a sandbox without waiting: a future of it."
         if not lifetime_s > 0:
@@ -455,16 +455,16 @@ class PoolSandbox:
         self.tier = tier
         self.closed = False
 
-    def submit(self, program: Program, limits: Limits = Limits()) -> Future:
+    def submit(self, program: Program, limits: SandboxLimits = SandboxLimits()) -> Future:
         "Run a program in the workspace; a future of its Execution. One after the other."
         return self._ask("exec", program=program, limits=limits)
 
-    def exec(self, program: Program, limits: Limits = Limits()) -> Execution:
+    def exec(self, program: Program, limits: SandboxLimits = SandboxLimits()) -> Execution:
         """Run a program in the workspace and wait for its end. After one that was late, a known-good program says
         whether the machine was."""
         return settle_lateness(self._run(program, limits), limits, self._run)
 
-    def _run(self, program: Program, limits: Limits) -> Execution:
+    def _run(self, program: Program, limits: SandboxLimits) -> Execution:
         "Run a program and wait, without looking for a witness."
         return _wait_for(self.submit(program, limits))
 

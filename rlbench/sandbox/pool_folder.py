@@ -35,7 +35,19 @@ import psutil
 
 from ..base.run_files import read_json, write_json
 from ..base.status import living_processes
-from .types import MARK, End, Execution, Fault, Layer, Limits, Order, Program, Reply, from_json, to_json
+from rlbench.sandbox.types import (
+    MARK,
+    End,
+    Execution,
+    Fault,
+    Layer,
+    Order,
+    Program,
+    Reply,
+    SandboxLimits,
+    from_json,
+    to_json,
+)
 from .zygote_layers import remove_path
 
 # %% ../../nbs/sandbox/17_pool_folder.ipynb #folder-names
@@ -112,7 +124,7 @@ def order_of(told: Mapping) -> Order:
         if "program" in told:
             found["program"] = from_json(Program, told["program"])
         if "limits" in told:
-            found["limits"] = from_json(Limits, told["limits"])
+            found["limits"] = from_json(SandboxLimits, told["limits"])
         found["layers"] = tuple(map(str, told.get("layers", ())))
         found["data"] = b64decode(told.get("data", ""))
         return Order(int(told.get("ticket", 0)), str(told["kind"]), **found)

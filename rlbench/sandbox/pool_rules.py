@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
-from .types import End, Execution, Limits, Program, Tier
+from .types import End, Execution, Program, SandboxLimits, Tier
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-knobs
 @dataclass(frozen=True)
@@ -127,12 +127,14 @@ WITNESS_SHARE = (
 )
 
 
-def lateness_witness(limits: Limits) -> Program:
+def lateness_witness(limits: SandboxLimits) -> Program:
     "A known-good program that computes for nearly all of the CPU time that these limits promise."
     return Program(f"import time\nwhile time.process_time() < {WITNESS_SHARE * limits.cpu_s}:\n    pass")
 
 
-def settle_lateness(execution: Execution, limits: Limits, run: Callable[[Program, Limits], Execution]) -> Execution:
+def settle_lateness(
+    execution: Execution, limits: SandboxLimits, run: Callable[[Program, SandboxLimits], Execution]
+) -> Execution:
     """An execution in a workspace that has changed. If its program was late, the machine is to blame only if a known-
     good program, which `run` runs in the same place, is late too."""
     if execution.end is not End.WALL_TIMEOUT:

@@ -32,7 +32,7 @@ from ..models.hardware import cores
 from .pool import PoolClient, stop_pool
 from .pool_rules import PoolSpec, percentile
 from .remote import Account, account_of
-from .types import Fault, Limits, Program, Tier
+from .types import Fault, Program, SandboxLimits, Tier
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-finding
 PASS = "pass"
@@ -46,7 +46,7 @@ class Demand:
 
     sandboxes: int = 960
     programs: int = 4
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ def binding_limit(findings: Sequence[Finding], programs: Sequence[Level], demand
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-run
 def run_preflight(
-    spec: PoolSpec = PoolSpec(), target: int = 960, limits: Limits = Limits(), patience: float = 120.0
+    spec: PoolSpec = PoolSpec(), target: int = 960, limits: SandboxLimits = SandboxLimits(), patience: float = 120.0
 ) -> Preflight:
     """Check everything, then try it in a pool of its own, which is gone afterwards. Whatever cannot be checked is a
     finding."""

@@ -20,7 +20,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from .types import End, Limits
+from .types import End, SandboxLimits
 
 # %% ../../nbs/sandbox/27_verdict.ipynb #grade-verdict
 SCORES = ("all", "rate", "weighted")
@@ -55,7 +55,7 @@ class Verdict:
     code: str = ""
     tests: str = ""
     rule: str = "all"
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
     seed: int = 0
     fresh: bool = False
     tier: str = ""
@@ -139,7 +139,7 @@ def verdict_from_row(row: Mapping) -> Verdict:
         checks=tuple(CheckedTest(id, bool(passed), why, given=text) for id, passed, why, text in tests),
         ends=tuple(row["ends"] or ()),
         tripwires=tuple(row["tripwires"] or ()),
-        limits=Limits(**json.loads(row["limits"])),
+        limits=SandboxLimits(**json.loads(row["limits"])),
         phases=tuple(zip(row["phase_names"] or (), row["phase_seconds"] or ())),
         **plain,
     )

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ..base.inputs import comes_with_package, with_absolute_paths
 from ..base.run_files import create_run_folder
-from ..environments.tasks import TaskNote
+from ..environments.task_rows import TaskNote
 from ..knobs import Captured, FileFunction, capture, save_function, unknown
 from ..loop.config import RunConfig, check_guard, make_config
 from ..loop.config_checks import check_sinks

@@ -13,7 +13,7 @@ from rlbench.base.status import is_alive
 from rlbench.sandbox.filters import PROFILES, load_filter
 from rlbench.sandbox.jail import Jail
 from rlbench.sandbox.jail_start import self_test, zygote_source
-from rlbench.sandbox.types import MARK, Execution, Layer, Limits, Order, Program, Reply, from_json, to_json
+from rlbench.sandbox.types import MARK, Execution, Layer, Order, Program, Reply, SandboxLimits, from_json, to_json
 from rlbench.sandbox.workspace import put_files
 
 USERS = ("root", "ordinary") if os.geteuid() == 0 else ("ordinary",)
@@ -56,10 +56,10 @@ class Prison:
         os.environ[MARK] = "mark-of-a-pool"  # nor this
         self.jail, self.ticket = Jail("prison", tempfile.mkdtemp(prefix="layers-"), tier, found=self_test()), 0
         self.base = put_files(self.jail.store, {"base.txt": b"base", "folder/inner.txt": b"inner"})
-        assert self.run(Program("print(1)"), Limits()).ok
+        assert self.run(Program("print(1)"), SandboxLimits()).ok
         self.all = below(self.jail.pid)
 
-    def run(self, program: Program, limits: Limits, beside: Program | None = None) -> Execution:
+    def run(self, program: Program, limits: SandboxLimits, beside: Program | None = None) -> Execution:
         "The execution of a program; `beside`: another that is under way meanwhile."
         self.ticket += 2
         if beside:
@@ -73,7 +73,7 @@ class Prison:
             self.jail.poll()
         return reply.value or Execution(reply.fault.end, message=reply.fault.message)
 
-    def turns(self, program: Program, limits: Limits) -> dict[str, str]:
+    def turns(self, program: Program, limits: SandboxLimits) -> dict[str, str]:
         "A program in a workspace, what is kept of it, another program in its place, and one where the workspace begins again with what was kept: how each of it ended."
         good, told = (
             Program(
@@ -168,13 +168,13 @@ class Elsewhere:
         assert "broken" not in told, told["broken"]
         return told
 
-    def run(self, program: Program, limits: Limits, beside: Program | None = None) -> Execution:
+    def run(self, program: Program, limits: SandboxLimits, beside: Program | None = None) -> Execution:
         return from_json(
             Execution,
             self._ask({"run": to_json(program), "limits": to_json(limits), "beside": beside and to_json(beside)}),
         )
 
-    def turns(self, program: Program, limits: Limits) -> dict[str, str]:
+    def turns(self, program: Program, limits: SandboxLimits) -> dict[str, str]:
         return self._ask({"turns": to_json(program), "limits": to_json(limits)})
 
     def left(self) -> int:
@@ -197,12 +197,12 @@ def serve(prison: Prison, line: socket.socket) -> None:
             told = to_json(
                 prison.run(
                     from_json(Program, asked["run"]),
-                    from_json(Limits, asked["limits"]),
+                    from_json(SandboxLimits, asked["limits"]),
                     asked["beside"] and from_json(Program, asked["beside"]),
                 )
             )
         elif "turns" in asked:
-            told = prison.turns(from_json(Program, asked["turns"]), from_json(Limits, asked["limits"]))
+            told = prison.turns(from_json(Program, asked["turns"]), from_json(SandboxLimits, asked["limits"]))
         else:
             told = {"left": prison.close() if "close" in asked else prison.left()}
         file.write(json.dumps(told).encode() + b"\n")

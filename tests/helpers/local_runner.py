@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlbench.sandbox.types import End, Execution, Limits, Program
+from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
 
 BOOT = """
 import fcntl, os, resource, sys
@@ -32,7 +32,7 @@ class LocalRunner:
     def __init__(self, ends: dict[int, End] | None = None):
         self.ends, self.programs = ends or {}, []
 
-    def run(self, program: Program, limits: Limits = Limits(), owner: str = "") -> Execution:
+    def run(self, program: Program, limits: SandboxLimits = SandboxLimits(), owner: str = "") -> Execution:
         "One execution."
         self.programs.append(program)
         if (end := self.ends.get(len(self.programs) - 1)) is not None:
@@ -44,7 +44,7 @@ class LocalRunner:
         "Nothing is kept."
 
 
-def _start(program: Program, limits: Limits, folder: Path) -> tuple[subprocess.Popen, int, int]:
+def _start(program: Program, limits: SandboxLimits, folder: Path) -> tuple[subprocess.Popen, int, int]:
     "The process, and our ends of the pipes to its descriptors 3 and 4."
     work = folder / "work"
     for path, data in {".": None, **program.files}.items():
@@ -80,7 +80,7 @@ def _start(program: Program, limits: Limits, folder: Path) -> tuple[subprocess.P
     return process, ours_in, ours_out
 
 
-def _run(program: Program, limits: Limits, folder: Path) -> Execution:
+def _run(program: Program, limits: SandboxLimits, folder: Path) -> Execution:
     began = time.monotonic()
     process, feed, heard = _start(program, limits, folder)
     outputs = {process.stdout.fileno(): b"", process.stderr.fileno(): b"", heard: b""}

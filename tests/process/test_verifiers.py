@@ -25,7 +25,9 @@ from rlbench.environments.environment import EnvironmentActor
 from rlbench.environments.episode import Done, Judged, SingleTurn
 from rlbench.environments.kv_store import store
 from rlbench.environments.scoring_messages import ScoreRequest, ScoreResult, TurnResult
-from rlbench.environments.verifiers_adapter import Foreign, in_process, load, package, task_of, to_verifiers, verifiers
+from rlbench.environments.verifiers_adapter import to_verifiers, verifiers
+from rlbench.environments.verifiers_episode import VerifiersEpisode, in_process
+from rlbench.environments.verifiers_tasks import load_environment, task_of_dataset_row, verifiers_package
 from rlbench.loop.config import make_config
 from rlbench.loop.config_tables import ConfigError
 from rlbench.records import Outcome, Rollout, StopReason, Task, observation_segment, prompt_segment, response_segment
@@ -111,7 +113,7 @@ def by_the_package(kind: str, env, rows: list[dict], which: int) -> dict[int, tu
     server = Server(kind, which)
     server.rows = {row["prompt"][-1]["content"]: row for row in rows}
     outputs = env.generate_sync(
-        rows, client=package().OpenAIChatCompletionsClient(server), model="m", on_progress=lambda *_: None
+        rows, client=verifiers_package().OpenAIChatCompletionsClient(server), model="m", on_progress=lambda *_: None
     )
     assert all(o["error"]["error"] == "EmptyModelResponseError" for o in outputs["outputs"] if o["error"])
     return {o["example_id"]: (o["reward"], o["metrics"]) for o in outputs["outputs"]}
@@ -158,9 +160,9 @@ def through_the_actor(
 def test_the_same_rewards_and_metrics(kind):
     "Every row under every script: right, wrong, malformed calls, tools that raise, unknown tools, and more turns than there may be."
     id, args = f"{OWN}:{kind}", {"rows": 12}
-    env = load(id, json.dumps(args))
+    env = load_environment(id, json.dumps(args))
     rows = env.get_dataset().to_list()
-    tasks = [task_of(env, id, "train", row) for row in rows]
+    tasks = [task_of_dataset_row(env, id, "train", row) for row in rows]
     assert len(tasks) > 7
     seen, compared = set(), 0
     for which in range(len(scripts(kind, rows[0]))):
@@ -185,15 +187,15 @@ def test_the_same_rewards_and_metrics(kind):
 
 async def alone(env, task: Task, *responses: str):
     "What an episode answers, one response after the other, and the episode."
-    episode = Foreign(env)
+    episode = VerifiersEpisode(env)
     episode.start(task)
     return [await episode.advance(response) for response in responses], episode
 
 
 def test_counts_and_limits():
     "Calls are counted, what a tool says is shown with its role, and a limit of the run has the environment judge what there is."
-    env = load(f"{OWN}:shop", "{}")
-    task = task_of(env, "shop", "train", env.get_dataset()[0])
+    env = load_environment(f"{OWN}:shop", "{}")
+    task = task_of_dataset_row(env, "shop", "train", env.get_dataset()[0])
     assert [m["role"] for m in read_chat(task.prompt).messages] == ["system", "user"] and {
         t["function"]["name"] for t in read_chat(task.prompt).tools
     } == {"price", "total"}
@@ -215,7 +217,7 @@ def test_counts_and_limits():
 
 def test_machinery_that_fails_is_no_reward():
     "An error that the environment stops for, one that it does not foresee, its own timeout, a reward that is none, and one that is not a number."
-    vf, row = package(), {"question": "1+1=", "answer": "2"}
+    vf, row = verifiers_package(), {"question": "1+1=", "answer": "2"}
     from datasets import Dataset
 
     def one(kind, rubric=None, **more):
@@ -223,7 +225,7 @@ def test_machinery_that_fails_is_no_reward():
             env = kind(
                 dataset=Dataset.from_list([row]), rubric=vf.Rubric(funcs=[rubric or (lambda completion: 1.0)]), **more
             )
-        return env, task_of(env, "one", "train", env.get_dataset()[0])
+        return env, task_of_dataset_row(env, "one", "train", env.get_dataset()[0])
 
     def breaks(n: int) -> int:
         "Fails."
@@ -254,7 +256,7 @@ def test_machinery_that_fails_is_no_reward():
             raise ConnectionError("gone")
 
     made = one(Fails)
-    actor = EnvironmentActor(exact, correct, lambda: Foreign(made[0]))
+    actor = EnvironmentActor(exact, correct, lambda: VerifiersEpisode(made[0]))
     actor.receive(
         [ScoreRequest(grown(Rollout(0, 0, 0, 0, made[1], (prompt_segment([1]),)), 0, None, ":2"), last=False)]
     )
@@ -271,13 +273,13 @@ def test_machinery_that_fails_is_no_reward():
 
 def test_closed_or_hung(monkeypatch):
     "A rollout that is given up is cancelled and cleaned up; a tool that hangs costs the deadline, and nothing is left behind."
-    env = load(f"{OWN}:coins", '{"rows": 3}')
-    task, before = task_of(env, "coins", "train", env.get_dataset()[0]), env.cleaned
+    env = load_environment(f"{OWN}:coins", '{"rows": 3}')
+    task, before = task_of_dataset_row(env, "coins", "train", env.get_dataset()[0]), env.cleaned
 
     async def given_up():
         _, episode = await alone(env, task, call("look"))
         await episode.close()
-        assert Foreign(env).close() is None  # one that was never begun holds nothing
+        assert VerifiersEpisode(env).close() is None  # one that was never begun holds nothing
         return episode.running.cancelled()
 
     assert asyncio.run(given_up()) and env.cleaned == before + 1
@@ -286,7 +288,7 @@ def test_closed_or_hung(monkeypatch):
         await asyncio.sleep(60)
 
     monkeypatch.setitem(env.tool_map, "look", hangs)
-    actor = EnvironmentActor(exact, correct, lambda: Foreign(env))
+    actor = EnvironmentActor(exact, correct, lambda: VerifiersEpisode(env))
     actor.receive(
         [
             ScoreRequest(
@@ -394,19 +396,19 @@ def test_configuration(monkeypatch):
         (f"{OWN}:price", "has to return an Environment|missing|unexpected"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):
-            load(id)
-    package.cache_clear()
-    load.cache_clear()
+            load_environment(id)
+    verifiers_package.cache_clear()
+    load_environment.cache_clear()
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ValueError, match=r"rlbench\[verifiers\]"):
-        load(f"{OWN}:sums")
-    package.cache_clear()
+        load_environment(f"{OWN}:sums")
+    verifiers_package.cache_clear()
 
 
 def test_signals_stay_the_runs_own():
     "Loading an environment leaves the handlers of signals as they were."
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    load(f"{OWN}:sums", '{"rows": 2}')
+    load_environment(f"{OWN}:sums", '{"rows": 2}')
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -421,7 +423,7 @@ def test_the_other_way():
         return answer_message(lines[messages[0]["content"]][turn], turn)
 
     outputs = env.generate_sync(
-        env.get_dataset().to_list(), client=in_process(package(), say), model="m", on_progress=lambda *_: None
+        env.get_dataset().to_list(), client=in_process(verifiers_package(), say), model="m", on_progress=lambda *_: None
     )["outputs"]
     assert [(o["reward"], o["metrics"]["correct"], o["metrics"]["num_turns"], o["error"]) for o in outputs] == [
         (1.0, 1.0, 2, None),
@@ -430,7 +432,10 @@ def test_the_other_way():
     assert [m["content"] for m in outputs[0]["completion"]] == [":42", "42+8=", ":50"]
     broken = to_verifiers(tasks, lambda: store(tries=1), lambda text, answer: 1 / 0, correct)
     failed = broken.generate_sync(
-        broken.get_dataset().to_list()[:1], client=in_process(package(), say), model="m", on_progress=lambda *_: None
+        broken.get_dataset().to_list()[:1],
+        client=in_process(verifiers_package(), say),
+        model="m",
+        on_progress=lambda *_: None,
     )["outputs"]
     assert failed[0]["reward"] == 0.0 and "division by zero" in failed[0]["error"]["message"]
 
@@ -446,7 +451,7 @@ def test_the_other_way():
     unsure = to_verifiers(tasks, Unsure)
     (output,) = unsure.generate_sync(
         unsure.get_dataset().to_list()[:1],
-        client=in_process(package(), anything),
+        client=in_process(verifiers_package(), anything),
         model="m",
         on_progress=lambda *_: None,
     )["outputs"]
@@ -465,7 +470,8 @@ import rlbench.loop.config, rlbench.runtime.driver
 assert "verifiers" not in sys.modules, "only a run that needs the package imports it"
 import asyncio
 from rlbench.environments import verifiers_adapter as foreign
-(task, *_) = foreign.tasks(id=ID, args={"rows": 3})
+from rlbench.environments.verifiers_tasks import verifiers_tasks
+(task, *_) = verifiers_tasks(id=ID, args={"rows": 3})
 episode = foreign.verifiers(id=ID, args={"rows": 3})
 episode.start(task)
 async def play():

@@ -13,7 +13,7 @@ from turn_tables import by_turn
 import rlbench.environments.code_episodes
 from rlbench.base.ledger_reading import read_table
 from rlbench.environments.code_datasets import read_code
-from rlbench.environments.code_episodes import PROGRAM, Coding, code, found
+from rlbench.environments.code_episodes import PROGRAM, CodeEpisode, code, find_snapshot
 from rlbench.environments.code_verifier import CODE_VERIFIERS
 from rlbench.environments.environment import take_turn
 from rlbench.environments.episode import Done, Observation, State, advance_episode
@@ -62,7 +62,7 @@ def turn():
     loop.stop()
 
 
-def begun(pool, **how) -> Coding:
+def begun(pool, **how) -> CodeEpisode:
     episode = code(pool=Owned(pool, "test"), **{"shown": 0, **how})
     episode.start(DOUBLE)
     return episode
@@ -179,7 +179,7 @@ def test_an_episode_that_draws_lots_is_restored_and_not_played_again(pool, turn)
     )
     assert files(pool, under.live.episode.layer) == {
         PROGRAM: "def f(x): return 2",
-        "lot": files(pool, found(pool, seen.state))["lot"],
+        "lot": files(pool, find_snapshot(pool, seen.state))["lot"],
     }
     gone = replace(rollout, segments=(*rollout.segments[:2], replace(seen, state="f" * 16), rollout.segments[3]))
     with pytest.raises(ValueError, match="function of its task"):
@@ -273,7 +273,8 @@ def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_p
         for turn in range(1, len(said)):
             assert held[turn - 1] in woke[task.digest, said[turn]], "it was run where the program before it lay"
             assert (
-                read_file(pool.store, layers_of(found(pool, row["states"][turn])), PROGRAM).decode() == held[turn - 1]
+                read_file(pool.store, layers_of(find_snapshot(pool, row["states"][turn])), PROGRAM).decode()
+                == held[turn - 1]
             )
             same = turn > 1 and row["states"][turn] == row["states"][turn - 1]
             assert row["writers"][turn] == (row["writers"][turn - 1] if same else versions[turn - 1][-1])

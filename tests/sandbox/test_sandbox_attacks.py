@@ -4,7 +4,7 @@ import pytest
 from attacks import LIMITS, MARKER, TIERS
 from jailer import USERS
 
-from rlbench.sandbox.types import Limits, Program
+from rlbench.sandbox.types import Program, SandboxLimits
 
 CASES = [((tier, user), name) for tier, attacks in TIERS.items() for user in USERS for name in attacks]
 
@@ -19,13 +19,13 @@ def test_attack_is_contained(cell, name):
     beside = None
     if "other programs" in name:  # one whose code, input, calls and output hold what is searched for
         text = MARKER.decode()
-        cell.run(Program(f"print('{text}')", stdin=MARKER, calls=(text,)), Limits())
+        cell.run(Program(f"print('{text}')", stdin=MARKER, calls=(text,)), SandboxLimits())
         beside = Program(f"import time\nprint('{text}', flush=True)\ntime.sleep(5)", stdin=MARKER, calls=(text, text))
     one = {"processes": 1} if attack.argv and cell.tier == "landlock" else {}  # more is refused there
     # a program that must end at another limit gets the wall time to reach it on a busy machine; one that sleeps would
     # sleep as long
     patient = {} if {"wall_timeout", "wall_limit"} & set(attack.ends) else {"wall_s": 30.0}
-    done = cell.run(program, Limits(**LIMITS | dict(attack.limits) | one | patient), beside)
+    done = cell.run(program, SandboxLimits(**LIMITS | dict(attack.limits) | one | patient), beside)
     told = (done.end, done.status, done.message, done.stdout[-300:], done.stderr[-300:])
     assert done.end in attack.ends, told
     assert b"GOT" not in done.stdout, told
@@ -34,7 +34,7 @@ def test_attack_is_contained(cell, name):
     assert cell.left() == 0
     after = cell.run(
         Program("import os; open('x', 'w').write('1') if os.access('.', os.W_OK) else 0; print(sum(range(100)))"),
-        Limits(),
+        SandboxLimits(),
     )
     assert (after.end, after.stdout) == ("exited", b"4950\n"), after
 
@@ -50,6 +50,6 @@ def test_a_search_that_finds_something_says_so():
 
     cell = Prison("bwrap-zygote")
     code = TIERS["bwrap-zygote"]["memory of the zygote: other programs"].code
-    done = cell.run(Program("again = bytes(bytearray(reversed(b'REHTONA-FO-TERCES')))\n" + code), Limits())
+    done = cell.run(Program("again = bytes(bytearray(reversed(b'REHTONA-FO-TERCES')))\n" + code), SandboxLimits())
     assert done.stdout.startswith(b"GOT"), done
     assert cell.close() == 0

@@ -8,7 +8,7 @@ from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
-from rlbench.sandbox.types import End, Limits
+from rlbench.sandbox.types import End, SandboxLimits
 
 MACHINE = [str(end) for end in End if not end.of_model]
 TASK = read_code_task(json.dumps({"kind": "function", "function": "solve", "tests": [{"args": [2], "expected": 4}]}))
@@ -21,7 +21,7 @@ QUICK = {
     "alone_s": 0.1,
     "idle_s": 5.0,
 }
-LIMITS = Limits(cpu_s=0.5, wall_s=0.5)
+LIMITS = SandboxLimits(cpu_s=0.5, wall_s=0.5)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from local_runner import LocalRunner
 from rlbench.sandbox.grade import GRADERS, grade
 from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_program
 from rlbench.sandbox.guard import Masks, Sighting, run_canary
-from rlbench.sandbox.types import End, Execution, Limits
+from rlbench.sandbox.types import End, Execution, SandboxLimits
 from rlbench.sandbox.verdict import (
     CheckedTest,
     Verdict,
@@ -20,7 +20,7 @@ from rlbench.sandbox.verdict import (
     verdict_to_row,
 )
 
-LIMITS = Limits(cpu_s=1, wall_s=4, memory_mb=512)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_mb=512)
 SQUARE = "def solve(n):\n    return n * n\n"
 
 
@@ -270,7 +270,7 @@ def test_who_fails_where_a_known_good_program_gets_on_is_to_blame(end):
 def test_all_sleep_of_a_program_together_has_one_wall_limit():
     "Five tests and a sleeper: it is late once. One that sleeps a little in each has no more."
     five = task("stdio", tests=[{"id": str(n), "stdout": "1"} for n in range(5)])
-    limits = Limits(cpu_s=0.5, wall_s=1.5)
+    limits = SandboxLimits(cpu_s=0.5, wall_s=1.5)
     for code, runs in (("import time\ntime.sleep(60)", 1), ("import time\ntime.sleep(1.2)", 2)):
         machine = Sleepy()
         verdict = grade(machine, five, code, limits, rule="rate")

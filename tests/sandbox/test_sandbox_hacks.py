@@ -11,9 +11,9 @@ from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.hacks import HACKS, hacked_task
 from rlbench.sandbox.pool import PoolClient, stop_pool
-from rlbench.sandbox.types import Limits
+from rlbench.sandbox.types import SandboxLimits
 
-LIMITS = Limits(cpu_s=1, wall_s=2, memory_mb=512)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=2, memory_mb=512)
 ASSERTS = read_code_task(
     json.dumps(
         {

@@ -19,7 +19,7 @@ from rlbench.sandbox import zygote_layers
 from rlbench.sandbox.filters import PROFILES, load_filter, make_filter
 from rlbench.sandbox.jail import CHAIN, Jail
 from rlbench.sandbox.jail_start import self_test
-from rlbench.sandbox.types import End, Fault, Limits, Order, Program
+from rlbench.sandbox.types import End, Fault, Order, Program, SandboxLimits
 from rlbench.sandbox.workspace import LayerStore, put_files, put_tree, read_file, view_layers
 
 TIERS = ("bwrap-zygote", "landlock", "rlimits")
@@ -74,7 +74,7 @@ class Client:
             "exec",
             program=Program(argv=("sh", "-c", text), **more),
             session=session,
-            limits=Limits(processes=1 if self.jail.tier == "landlock" else 16),
+            limits=SandboxLimits(processes=1 if self.jail.tier == "landlock" else 16),
         )
         assert done.ok, done
         return done.stdout.decode()
@@ -214,7 +214,7 @@ def test_what_a_session_may_not(start):
     client = Client(start())
     client("open", session="other")
     client("write", session="other", path="secret", data=b"of another")
-    client("open", session="s", limits=Limits(disk_mb=2, inodes=50))
+    client("open", session="s", limits=SandboxLimits(disk_mb=2, inodes=50))
     client.sh(
         "ln -s / root; ln -s ../../1/m/secret up; ln -s /z/s/1/m/secret over; mkfifo pipe; ln -s /proc/self/root/etc magic",
         "s",
@@ -250,10 +250,10 @@ def test_a_tree_of_processes_has_one_limit(start):
     "CPU time and memory count for all processes together."
     client = Client(start())
     burns = Program("import os\nfor _ in range(3): os.fork()\nwhile True: pass")
-    done = client("exec", program=burns, limits=Limits(cpu_s=0.5, wall_s=20))
+    done = client("exec", program=burns, limits=SandboxLimits(cpu_s=0.5, wall_s=20))
     assert done.end == End.CPU_LIMIT and done.cpu_s < 1.5
     hides = Program(argv=("sh", "-c", "sh -c 'while :; do :; done' & wait"))
-    assert client("exec", program=hides, limits=Limits(cpu_s=0.3, wall_s=20)).end == End.CPU_LIMIT
+    assert client("exec", program=hides, limits=SandboxLimits(cpu_s=0.3, wall_s=20)).end == End.CPU_LIMIT
 
 
 def test_a_repository_from_a_folder(start, tmp_path):
@@ -307,7 +307,7 @@ def test_a_flood_of_answers(start, flood):
     done = client(
         "exec",
         program=Program(f"import os\nwhile True: os.write(4, {flood})", calls=("1", "2", "3")),
-        limits=Limits(output_kb=64, cpu_s=5, wall_s=20),
+        limits=SandboxLimits(output_kb=64, cpu_s=5, wall_s=20),
     )
     assert (
         done.end == End.OUTPUT_LIMIT
@@ -321,7 +321,7 @@ def test_a_flood_of_answers(start, flood):
 def test_a_set_is_in_the_same_order_in_every_jail(start, tier):
     "Texts hash alike, whoever starts Python: the zygote's child, or a command."
     text = "print({f'word {i}' for i in range(50)})"
-    limits = Limits(processes=1 if tier == "landlock" else 16)
+    limits = SandboxLimits(processes=1 if tier == "landlock" else 16)
     said = {
         Client(start(tier))("exec", program=program, limits=limits).stdout
         for program in (Program(text), Program(argv=("python3", "-c", text)))
@@ -366,9 +366,9 @@ def test_processes_are_counted_by_program(user):
     held = prison("bwrap-zygote", user)
     try:
         for _ in range(2):
-            modest = held.run(Program(FORKS.format(12, 0)), Limits(), beside=Program(FORKS.format(500, 9)))
+            modest = held.run(Program(FORKS.format(12, 0)), SandboxLimits(), beside=Program(FORKS.format(500, 9)))
             assert (modest.end, modest.stdout) == (End.EXITED, b"12\n"), modest
-        greedy = held.run(Program(FORKS.format(500, 0)), Limits(processes=16))
+        greedy = held.run(Program(FORKS.format(500, 0)), SandboxLimits(processes=16))
         assert greedy.end is End.EXITED and 10 < int(greedy.stdout) < 16, greedy
     finally:
         assert held.close() == 0
@@ -380,9 +380,9 @@ def test_threads_are_counted_where_processes_cannot_be(user):
     held = prison("landlock", user)
     try:
         for _ in range(2):
-            modest = held.run(Program(THREADS.format(12, 0)), Limits(), beside=Program(THREADS.format(5000, 9)))
+            modest = held.run(Program(THREADS.format(12, 0)), SandboxLimits(), beside=Program(THREADS.format(5000, 9)))
             assert (modest.end, modest.stdout) == (End.EXITED, b"12\n"), modest
-        greedy = held.run(Program(THREADS.format(5000, 9)), Limits(processes=16))
+        greedy = held.run(Program(THREADS.format(5000, 9)), SandboxLimits(processes=16))
         assert (greedy.end, greedy.hit) == (End.FORBIDDEN, ("processes",)) and greedy.wall_s < 5, greedy
     finally:
         assert held.close() == 0
@@ -418,7 +418,7 @@ def test_a_deep_tree_harms_nobody(start, tier):
     "Folders deeper than any path: they count, they go with their program, and if nobody is left to remove them the next jail does."
     jail = start(tier)
     client = Client(jail)
-    done = client("exec", program=Program(DEEP, files={"a": b""}), limits=Limits(cpu_s=5))
+    done = client("exec", program=Program(DEEP, files={"a": b""}), limits=SandboxLimits(cpu_s=5))
     assert (done.end, done.status) in ((End.EXITED, 0), (End.OUTPUT_LIMIT, 9)), done
     assert client("exec", program=Program("print(1)")).stdout == b"1\n"
     if jail.scratch:
@@ -501,7 +501,7 @@ def test_a_command_that_could_start_nothing_is_refused(start):
     ) as told:
         client("exec", program=Program(argv=("sh", "-c", "ls | wc -l")))
     assert told.value.end is End.GRADER_ERROR
-    assert client("exec", program=Program(argv=("echo", "1")), limits=Limits(processes=1)).stdout == b"1\n"
+    assert client("exec", program=Program(argv=("echo", "1")), limits=SandboxLimits(processes=1)).stdout == b"1\n"
 
 
 def layer_of(entries, path):

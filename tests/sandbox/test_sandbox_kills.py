@@ -160,13 +160,13 @@ KERNEL = """
 import json, sys, time
 import rlbench as rl
 from rlbench.sandbox.pool import PoolClient
-from rlbench.sandbox.types import Limits, Program
+from rlbench.sandbox.types import Program, SandboxLimits
 from rlbench.runtime.environment_worker import open_pool
 
 run = rl.run("tiny", runs=sys.argv[1], name="endless", **json.loads(sys.argv[2]))
 pool = open_pool(run.config)
 boxes = [pool.open(owner=f"kernel/{i}") for i in range(8)]
-running = [boxes[0].submit(Program("while True: pass"), Limits(cpu_s=500, wall_s=500))]
+running = [boxes[0].submit(Program("while True: pass"), SandboxLimits(cpu_s=500, wall_s=500))]
 print(pool.status().sessions, flush=True)
 time.sleep(600)
 """

@@ -33,11 +33,11 @@ from rlbench.sandbox.hacks import PRETENDED, hacked_task
 from rlbench.sandbox.inspect_adapter import AwaitableSandbox
 from rlbench.sandbox.pool import stop_pool
 from rlbench.sandbox.pool_rules import settle_lateness
-from rlbench.sandbox.types import End, Execution, Limits, Program
+from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
 
 PLACES = [(tier, user) for tier in ("bwrap-zygote", "landlock") for user in USERS]
-SMALL = Limits(**LIMITS | {"wall_s": 4, "cpu_s": 1})
-PATIENT = Limits(**LIMITS | {"wall_s": 30, "cpu_s": 1})  # for what does not sleep: a busy machine needs the time
+SMALL = SandboxLimits(**LIMITS | {"wall_s": 4, "cpu_s": 1})
+PATIENT = SandboxLimits(**LIMITS | {"wall_s": 30, "cpu_s": 1})  # for what does not sleep: a busy machine needs the time
 
 # what a program may leave in a workspace
 LEAVINGS = {
@@ -99,7 +99,7 @@ def test_what_a_program_leaves_is_its_own_doing(cell, name):
         and told["next again"].startswith(("exited 0", "output_limit") if too_full else "exited 0")
     ), told
     assert cell.left() == 0
-    after = cell.run(Program("print(6 * 7)"), Limits())
+    after = cell.run(Program("print(6 * 7)"), SandboxLimits())
     assert (after.end, after.stdout) == (End.EXITED, b"42\n")
 
 
@@ -169,7 +169,7 @@ def test_text_that_is_none_is_its_own_doing_in_an_agents_calls(cell):
         def write(self, path, data):
             return written.append((path, data))
 
-    written, asked = [], AwaitableSandbox(Box(), Limits(**LIMITS | {"processes": 1}))
+    written, asked = [], AwaitableSandbox(Box(), SandboxLimits(**LIMITS | {"processes": 1}))
     bad = "a\ud800b"
     for how in (
         {"cmd": ["cat"], "input": bad},
@@ -198,13 +198,13 @@ def test_nothing_is_gained_by_looking_like_a_broken_machine(cell, name):
         cell,
         hacked_task(),
         code,
-        Limits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128),
+        SandboxLimits(cpu_s=1.2, wall_s=20.0 if "lowers" in name or "eats" in name else 3.0, memory_mb=128),
     )
     assert (verdict.score, verdict.passed) == (0, False) and End(verdict.ends[-1]).of_model, (
         verdict.ends,
         verdict.message,
     )
-    assert grade(cell, hacked_task(), hacked_task().reference, Limits()).score == 1
+    assert grade(cell, hacked_task(), hacked_task().reference, SandboxLimits()).score == 1
 
 
 SPEND = "import os, threading, time, zlib\ndef spend(s, clock):\n    end = clock() + s\n    while clock() < end: zlib.crc32(bytes(1 << 16))\n"
@@ -229,7 +229,7 @@ WAITERS = {
 @pytest.mark.parametrize("cell", PLACES, ids="-".join, indirect=True)
 def test_waiting_for_its_own_kind_is_no_failure_of_the_machine(cell):
     "Without idle processors beside it, too: a known-good program in the same place is not late."
-    limits = Limits(**LIMITS | {"cpu_s": 0.15, "wall_s": 1.5})
+    limits = SandboxLimits(**LIMITS | {"cpu_s": 0.15, "wall_s": 1.5})
     for name, code in WAITERS.items():
         told = settle_lateness(cell.run(Program(code), limits), limits, cell.run)
         assert told.end.of_model, (name, told)
@@ -267,7 +267,7 @@ def test_a_late_program_is_compared_with_a_known_good_one():
     def place(end):
         return lambda program, limits: asked.append(program) or Execution(end)
 
-    limits = Limits(cpu_s=1, wall_s=2)
+    limits = SandboxLimits(cpu_s=1, wall_s=2)
     for end in End:
         told = settle_lateness(late, limits, place(end))
         assert told.end is (End.WALL_LIMIT if end.of_model and end is not End.WALL_LIMIT else End.WALL_TIMEOUT)
@@ -286,7 +286,7 @@ def test_a_sleeper_is_late_once_for_all_its_tests(cell):
         "import time\nn = input()\nif n == '1': time.sleep(60)\nprint(n)",
         "import time\ntime.sleep(0.6)",
     ):
-        verdict = grade(cell, prints, code, Limits(**LIMITS | {"cpu_s": 0.3, "wall_s": 1.0}))
+        verdict = grade(cell, prints, code, SandboxLimits(**LIMITS | {"cpu_s": 0.3, "wall_s": 1.0}))
         assert (
             verdict.score == 0
             and verdict.ends[-1] == "wall_limit"

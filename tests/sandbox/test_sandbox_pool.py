@@ -18,7 +18,7 @@ from rlbench.base.status import is_alive, living_processes
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_folder import LOCK, connect_to_controller, marked_processes, remembered_processes, sweep_pool
 from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
-from rlbench.sandbox.types import End, Fault, Limits, Program
+from rlbench.sandbox.types import End, Fault, Program, SandboxLimits
 
 PROCESSES = PoolSpec("fake", workers=2, processes=True)
 
@@ -335,7 +335,7 @@ def test_a_bad_day_of_960(pool_at):
     boxes = [pool.submit_open(owner=f"day/{i}") for i in range(960)]
     programs = [
         pool.submit(
-            Program(f"# fake: wall=0.002 status={i % 3} say={i}"), Limits(cpu_s=0.5, wall_s=1), owner=f"day/{i}"
+            Program(f"# fake: wall=0.002 status={i % 3} say={i}"), SandboxLimits(cpu_s=0.5, wall_s=1), owner=f"day/{i}"
         )
         for i in range(960)
     ]
@@ -412,8 +412,8 @@ def test_programs_do_not_outlive_a_controller_that_is_killed(pool_at, tier):
     box = pool.open()
     box.write("a", b"1")
     running = [
-        pool.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)),
-        box.submit(Program(REAL[tier]), Limits(wall_s=300, processes=64)),
+        pool.submit(Program(REAL[tier]), SandboxLimits(wall_s=300, processes=64)),
+        box.submit(Program(REAL[tier]), SandboxLimits(wall_s=300, processes=64)),
     ]
     until(lambda: pool.status().busy == 2, 20)
     time.sleep(1)

@@ -12,7 +12,7 @@ from remote_sandboxes import TOKEN, Plain, run_code
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_rules import PoolRules, PoolSpec
 from rlbench.sandbox.remote import account_of
-from rlbench.sandbox.types import End, Fault, Limits, Program
+from rlbench.sandbox.types import End, Fault, Program, SandboxLimits
 
 QUICK = PoolRules(quota_s=0.05, start_s=5, hedge_floor_s=30, wait_s=5)
 
@@ -85,7 +85,7 @@ def test_no_answer_in_time(serve, pool_at, monkeypatch):
     plain.bad = lambda kind, count: silence.wait(60) and (500, b"") if kind == "exec" else None
     pool = pool_at(serve(plain), policy=PoolRules(hedge_floor_s=0.2, grace_s=0.5, retries=1))
     began = time.monotonic()
-    e = pool.run(Program("pass"), Limits(cpu_s=0.5, wall_s=0.5))
+    e = pool.run(Program("pass"), SandboxLimits(cpu_s=0.5, wall_s=0.5))
     silence.set()
     assert e.end is End.BACKEND_LOST and "no answer" in e.message and e.tries == 2 and time.monotonic() - began < 20
 
@@ -122,8 +122,8 @@ def test_sandboxfusion(serve, pool_at):
         b"seen 3\nseen 4\n",
         "remote",
     ) and e.cpu_s > 0
-    assert pool.run(Program("while True: pass"), Limits(cpu_s=1)).end is End.CPU_LIMIT
-    late = pool.run(Program("import time; time.sleep(30)"), Limits(cpu_s=0.5, wall_s=1))
+    assert pool.run(Program("while True: pass"), SandboxLimits(cpu_s=1)).end is End.CPU_LIMIT
+    late = pool.run(Program("import time; time.sleep(30)"), SandboxLimits(cpu_s=0.5, wall_s=1))
     assert late.end is End.WALL_LIMIT and late.tries == 2
     with pytest.raises(Fault, match="no sessions"):
         pool.open()

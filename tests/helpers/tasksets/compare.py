@@ -113,7 +113,7 @@ async def by_the_package(tasks, place: int, lines: list[str]):
 
 async def here(tasks, task, lines: list[str]):
     "The same by an episode."
-    episode = foreign.Foreign(tasks)
+    episode = foreign.VerifiersEpisode(tasks)
     episode.start(task)
     for turn in range(20):
         heard = await episode.advance(lines[min(turn, len(lines) - 1)])
@@ -124,7 +124,7 @@ async def here(tasks, task, lines: list[str]):
 
 async def limited(tasks, task):
     "A limit of the run ends an episode, and the task judges what there is."
-    episode = foreign.Foreign(tasks)
+    episode = foreign.VerifiersEpisode(tasks)
     episode.start(task)
     await episode.advance(call("price", item="apple"))
     return (await episode.cut()).judged
@@ -139,7 +139,7 @@ def main() -> None:
         compared, seen = 0, set()
         for kind in sys.argv[1:] or ("sums", "shop", "coins"):
             args = {"rows": 2} if kind == "sums" else {}
-            tasks = foreign.load(f"own_{kind}", json.dumps(args))
+            tasks = foreign.load_environment(f"own_{kind}", json.dumps(args))
             for place, task in list(tasks.by_index.items())[
                 : 2 if kind == "sums" else 1
             ]:  # a rollout with tools starts processes

@@ -9,11 +9,12 @@ from rlbench.base.chat import read_chat
 from rlbench.environments import verifiers_adapter as foreign
 from rlbench.environments.episode import Done
 from rlbench.environments.tasks import check_tasks
+from rlbench.environments.verifiers_tasks import verifiers_tasks
 
 
 async def play(tasks, task, lines: list[str]) -> dict:
     "The rollout of a script: its last line is followed by the run's limit."
-    episode, heard, shown = foreign.Foreign(tasks), None, []
+    episode, heard, shown = foreign.VerifiersEpisode(tasks), None, []
     episode.start(task)
     for line in lines:
         heard = await episode.advance(line)
@@ -30,11 +31,11 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     found = {"played": [], "refused": [], "drawn": {}}
     for id, place, lines in asked["play"]:
-        tasks = foreign.load(id, "{}")
+        tasks = foreign.load_environment(id, "{}")
         found["played"].append(asyncio.run(play(tasks, tasks.task(id, place), lines)))
     for id in asked["refuse"]:
         try:
-            foreign.load(id, "{}")
+            foreign.load_environment(id, "{}")
         except ValueError as error:
             found["refused"].append(str(error))
     try:
@@ -44,7 +45,7 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for split in ("train", "held_out"):
-            drawn = check_tasks("verifiers", foreign.tasks(split=split, id=asked["draw"], one_in=2))
+            drawn = check_tasks("verifiers", verifiers_tasks(split=split, id=asked["draw"], one_in=2))
             found["drawn"][split] = [[task.prompt, json.loads(task.answer)["answer"]] for task in drawn]
     found["said"] = sorted({str(each.message) for each in told if "tasks.verifiers" in str(each.message)})
     print(json.dumps(found))
