@@ -47,17 +47,15 @@ class CostCause:
 
 def cost_causes(s: RunSnapshot, f: WindowFacts, limit: str) -> tuple[CostCause, ...]:
     "What else costs in a run, the gravest first. `limit`: what limits the run, which is not repeated."
-    causes = [
-        failing_scorings(s),
-        filtered_groups(s, f, limit),
-        stale_rollouts(s, f, limit),
-        biased_drops(s),
-        cut_responses(s),
-        weak_batches(s),
-        neighbours_cause(s),
-        doubtful_verdict(s, f),
-    ]
-    return tuple(cause for cause in causes if cause)
+    causes = [failing_scorings(s)]
+    causes.append(filtered_groups(s, f, limit))
+    causes.append(stale_rollouts(s, f, limit))
+    causes.append(biased_drops(s))
+    causes.append(cut_responses(s))
+    causes.append(weak_batches(s))
+    causes.append(neighbours_cause(s))
+    causes.append(doubtful_verdict(s, f))
+    return tuple(filter(None, causes))
 
 
 def mean_of_window(s: RunSnapshot, column: str) -> float:

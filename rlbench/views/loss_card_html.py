@@ -290,20 +290,17 @@ SMALLEST_LOSS = 1e-7  # of a step; below it the card gives reasons for 0
 
 def loss_card_html(terms: RolloutTerms, is_open: bool = False) -> Markup:
     "One card, without the styles; `is_open` unfolds the terms."
+    sentence = loss_sentence(terms)
     reasons = why_zero(terms).splitlines() if looks_zero(terms) else []
-    return fill_template(
-        CARD,
-        rollout=terms.rollout,
-        sentence=_capitalized(loss_sentence(terms)),
-        recipe=terms.recipe.summary,
-        reasons=[_capitalized(reason) for reason in reasons],
-        strip=loss_strip(terms),
-        key=loss_key(),
-        share="" if terms.row is None else _share_of_step(terms),
-        open=Markup(" open") if is_open else "",
-        table=terms_table(terms),
-        notes=notes_on(terms),
-    )
+    shown = {"rollout": terms.rollout, "recipe": terms.recipe.summary, "notes": notes_on(terms)}
+    shown["sentence"] = _capitalized(sentence)
+    shown["reasons"] = [_capitalized(reason) for reason in reasons]
+    shown["strip"] = loss_strip(terms)
+    shown["key"] = loss_key()
+    shown["share"] = "" if terms.row is None else _share_of_step(terms)
+    shown["open"] = Markup(" open") if is_open else ""
+    shown["table"] = terms_table(terms)
+    return fill_template(CARD, **shown)
 
 
 def looks_zero(terms: RolloutTerms) -> bool:
@@ -317,11 +314,11 @@ def _capitalized(sentence: str) -> str:
 
 def _share_of_step(terms: RolloutTerms) -> str:
     "The rollout's part of the step's loss, and what the step table logged."
-    sheet = terms.sheet
-    return (
-        f"part of the step's loss {short_float(terms.loss)} of {short_float(sheet.loss)}, which has "
-        f"{sheet.totals.sequences:,} rollouts and {sheet.totals.tokens:,} tokens{_logged_loss(terms)}"
-    )
+    mine = short_float(terms.loss)
+    whole = short_float(terms.sheet.loss)
+    totals = terms.sheet.totals
+    share = f"part of the step's loss {mine} of {whole}, which has {totals.sequences:,} rollouts and "
+    return f"{share}{totals.tokens:,} tokens{_logged_loss(terms)}"
 
 
 def _logged_loss(terms: RolloutTerms) -> str:

@@ -134,6 +134,10 @@ SUMMARY_HEAD = (
 
 def summary_line(row: Mapping) -> str:
     "A row of the summary of several cards."
-    numbers = [f"{short_float(row[name]):>9}" for name in ("advantage", "loss", "gradient")]
-    counts = f"{row['raised']:>6} {row['lowered']:>7} {row['clipped']:>7} {row['dropped']:>7}"
-    return f"{row['rollout']:>8} {row['objective'][:24]:<24} {' '.join(numbers)} {counts}"
+    fields = [f"{row['rollout']:>8}", f"{row['objective'][:24]:<24}"]
+    for name in ("advantage", "loss", "gradient"):
+        fields.append(f"{short_float(row[name]):>9}")
+    fields.append(f"{row['raised']:>6}")
+    for name in ("lowered", "clipped", "dropped"):
+        fields.append(f"{row[name]:>7}")
+    return " ".join(fields)

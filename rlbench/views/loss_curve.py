@@ -75,8 +75,9 @@ def part_label(value: Part) -> str:
 
 
 def _knob_text(knob: str, setting: object) -> str:
-    is_number = isinstance(setting, (int, float)) and not isinstance(setting, bool)
-    return f"{knob} {setting:g}" if is_number else f"{knob} {setting}"
+    if isinstance(setting, bool) or not isinstance(setting, (int, float)):
+        return f"{knob} {setting}"
+    return f"{knob} {setting:g}"
 
 # %% ../../nbs/views/30_loss_curve.ipynb #loss-curve-curve
 RATIOS = np.linspace(0.4, 2.0, 161)

@@ -41,7 +41,8 @@ def loss_sentence(terms: RolloutTerms) -> str:
 
 def tokens_in_words(count: int) -> str:
     "A number of tokens."
-    return f"{count:,} token" if count == 1 else f"{count:,} tokens"
+    plural = "" if count == 1 else "s"
+    return f"{count:,} token{plural}"
 
 
 def _push_in_words(counts: TokenCounts) -> str:
@@ -125,7 +126,8 @@ def why_zero(terms: RolloutTerms) -> str:
 def _loss_beside_gradient(terms: RolloutTerms, tolerance: float) -> str:
     "The rollout's loss, and the size of its gradient."
     loss = "0" if abs(terms.loss) <= tolerance else f"{terms.loss:.4g}"
-    size = float(np.abs(terms.sheet.gradient_RT[terms.row]).sum())
+    gradient_T = terms.sheet.gradient_RT[terms.row]
+    size = float(np.abs(gradient_T).sum())
     return f"the rollout's loss is {loss} and its gradient is not 0 (sum of sizes {size:.3g})"
 
 
@@ -270,7 +272,11 @@ def distinguishing_names(one: RolloutTerms, other: RolloutTerms) -> tuple[str, s
 
 
 def _short_names(labels: dict[str, str], parts: list[str]) -> str:
-    return ", ".join(labels[part].partition(" (")[0] for part in parts)
+    names = []
+    for part in parts:
+        name, _, _ = labels[part].partition(" (")
+        names.append(name)
+    return ", ".join(names)
 
 
 def change_in_words(one: RolloutTerms, other: RolloutTerms, frame) -> str:

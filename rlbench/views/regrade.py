@@ -63,13 +63,16 @@ class Regraded:
     rows: tuple[RepeatedVerdict, ...]
 
     def __str__(self) -> str:
-        counts = f"{self.same:,} the same, {self.other:,} different, {self.lost:,} that the machine failed this time"
-        tiers = "; ".join(_tier_in_words(*each) for each in self.tiers)
-        first = f"{self.run}: {self.verdicts:,} verdicts judged again: {counts}"
-        lines = [f"{first} ({tiers})" if tiers else first]
+        first = f"{self.run}: {self.verdicts:,} verdicts judged again: {self.same:,} the same, "
+        first += f"{self.other:,} different, {self.lost:,} that the machine failed this time"
+        tiers = [_tier_in_words(*each) for each in self.tiers]
+        if tiers:
+            first += f" ({'; '.join(tiers)})"
+        lines = [first]
         lines += [f"  {row}" for row in self.rows[:SHOWN_ROWS]]
-        if len(self.rows) > SHOWN_ROWS:
-            lines.append(f"  and {len(self.rows) - SHOWN_ROWS:,} more")
+        hidden = len(self.rows) - SHOWN_ROWS
+        if hidden > 0:
+            lines.append(f"  and {hidden:,} more")
         return "\n".join(lines)
 
 

@@ -58,7 +58,9 @@ def until_time_is_over(items: Iterable, limits: CallLimits) -> Iterator:
 
 def difference(new: float | None, old: float | None) -> float | None:
     "new - old; None if one of them is not there."
-    return None if new is None or old is None else new - old
+    if new is None or old is None:
+        return None
+    return new - old
 
 # %% ../../nbs/views/71_rescore_trials.ipynb #rescore-trials-judged
 def try_judging(field: str, function: Callable, rollouts: Sequence[Rollout], limits: CallLimits) -> list[dict]:
@@ -96,7 +98,9 @@ def _judged_again(field: str, function: Callable, r: Rollout, limits: CallLimits
 
 
 def _optional_float(value: bool | float | None) -> float | None:
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    return float(value)
 
 # %% ../../nbs/views/71_rescore_trials.ipynb #rescore-trials-groups
 def try_on_groups(

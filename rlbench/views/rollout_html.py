@@ -161,17 +161,18 @@ def episode_html(r: RolloutRecord, decode: Decoder | None, most: int | None = MO
 
 def _turn_html(r: RolloutRecord, turn: Turn, before: Turn | None, decode: Decoder | None, most: int | None) -> Markup:
     "One turn, with what earlier attempts lost before it, and the answer after it."
-    lost = [each for each in r.earlier if each.fate in TAKEN_OVER and each.first == turn.number]
-    answer_tokens = int((r.observed_turn == turn.number + 1).sum())
+    undone = []
+    for earlier in r.earlier:
+        if earlier.fate in TAKEN_OVER and earlier.first == turn.number:
+            undone.append(undone_in_words(earlier))
+    answers_turn = r.observed_turn == turn.number + 1
+    answer_tokens = int(answers_turn.sum())
     speaker = f"environment, {answer_tokens:,} tokens" if answer_tokens else "environment"
+    words = turn_in_words(r, turn, before)
+    strip = _turn_strip(r, turn, decode, most)
+    answer = _answer_text(r, turn, decode)
     return fill_template(
-        EPISODE_TURN,
-        undone=[undone_in_words(each) for each in lost],
-        turn=turn,
-        words=turn_in_words(r, turn, before),
-        strip=_turn_strip(r, turn, decode, most),
-        answer=_answer_text(r, turn, decode),
-        speaker=speaker,
+        EPISODE_TURN, undone=undone, turn=turn, words=words, strip=strip, answer=answer, speaker=speaker
     )
 
 
@@ -295,20 +296,16 @@ def rollout_card_html(
     "One rollout to read, without the styles."
     reward = "no reward" if r.reward is None else f"reward {short_number(r.reward)}"
     head = [reward, ending_in_words(r), staleness_in_words(r)]
+    shown = {"r": r, "verdict": verdict_in_words(r), "sign": VERDICT_SIGNS[r.correct]}
+    shown["head"] = list(filter(None, head))
+    shown["prompt"] = prompt_html(r, decode)
+    shown["response"] = _response_html(r, decode, most, has_legend)
+    shown["answer_title"] = "Tests" if code_task_of(r.answer) else "Right answer"
+    shown["answer"] = answer_in_words(r.answer, 6)
+    shown["tests"] = failed_tests_html(r.tests, 20) if r.tests else ""
     facts = rollout_facts(r)
-    return fill_template(
-        ROLLOUT,
-        r=r,
-        verdict=verdict_in_words(r),
-        sign=VERDICT_SIGNS[r.correct],
-        head=list(filter(None, head)),
-        prompt=prompt_html(r, decode),
-        response=_response_html(r, decode, most, has_legend),
-        answer_title="Tests" if code_task_of(r.answer) else "Right answer",
-        answer=answer_in_words(r.answer, 6),
-        tests=failed_tests_html(r.tests, 20) if r.tests else "",
-        facts=[(name, fact) for name, fact in facts.items() if fact],
-    )
+    shown["facts"] = [(name, fact) for name, fact in facts.items() if fact]
+    return fill_template(ROLLOUT, **shown)
 
 # %% ../../nbs/views/52_rollout_html.ipynb #rollout-html-prompt
 PROMPT = """

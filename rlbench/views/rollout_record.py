@@ -172,7 +172,8 @@ def turn_in_words(r: RolloutRecord, turn: Turn, before: Turn | None) -> str:
 
 
 def _count_in_words(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    plural = "" if count == 1 else "s"
+    return f"{count:,} {noun}{plural}"
 
 
 def state_in_words(r: RolloutRecord, turn: Turn) -> list[str]:
@@ -190,9 +191,14 @@ def state_in_words(r: RolloutRecord, turn: Turn) -> list[str]:
 
 def undone_in_words(earlier: EarlierAttempt) -> str:
     "What an earlier attempt lost at this point."
+    first = earlier.first + 1
     last = earlier.first + earlier.turns
-    turns = f"turn {last}, {earlier.tokens:,} tokens, was" if earlier.turns == 1 else ""
-    turns = turns or f"turns {earlier.first + 1} to {last}, {earlier.tokens:,} tokens, were"
+    turns = f"turns {first} to {last}"
+    verb = "were"
+    if earlier.turns == 1:
+        turns = f"turn {last}"
+        verb = "was"
     fate = earlier.fate.replace("_", " ")
-    ending = "was put back to before" if earlier.fate == "rewound" else f"ended ({fate}) and was begun again at"
-    return f"attempt {earlier.attempt} {ending} turn {earlier.first + 1}: its {turns} undone"
+    ending = "was put back to before" if fate == "rewound" else f"ended ({fate}) and was begun again at"
+    undone = f"its {turns}, {earlier.tokens:,} tokens, {verb} undone"
+    return f"attempt {earlier.attempt} {ending} turn {first}: {undone}"
