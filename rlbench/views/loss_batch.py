@@ -237,14 +237,19 @@ def _evaluation_refused(rollout: int, rows: "pl.DataFrame") -> str:
 
 def _rows_of_version(rows: "pl.DataFrame", version: int) -> "pl.DataFrame":
     "The rows of all groups that were trained in the batch that made a version."
-    groups = rows.filter(rows["trained_at"] == version)["group"].unique()
-    return rows.filter(rows["group"].is_in(groups.implode()) & rows["fate"].is_in(["trained", "masked"]))
+    trained = rows.filter(rows["trained_at"] == version)
+    groups = trained["group"].unique()
+    is_in_batch = rows["group"].is_in(groups.implode())
+    was_trained = rows["fate"].is_in(["trained", "masked"])
+    return rows.filter(is_in_batch & was_trained)
 
 
 def _rows_of_group(rows: "pl.DataFrame", row: Mapping) -> "pl.DataFrame":
     "The rows of a rollout's group; of the rollout itself only the attempt of `row`."
+    is_mate = rows["group"] == row["group"]
     is_other = rows["rollout"] != row["rollout"]
-    return rows.filter((rows["group"] == row["group"]) & (is_other | (rows["try"] == row["try"])))
+    is_asked_attempt = rows["try"] == row["try"]
+    return rows.filter(is_mate & (is_other | is_asked_attempt))
 
 
 def read_logged_step(reader: RunReader, version: int) -> LoggedStep:

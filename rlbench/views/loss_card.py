@@ -117,8 +117,9 @@ def make_card(
     sheets = loss_sheets(batch, recipe, rollout)
     if not sheets:
         return LossCard(batch, recipe, rollout, None, None, decode)
-    (rows,) = (sheets[0].arrays.rollouts_R == rollout).nonzero()
-    return LossCard(batch, recipe, rollout, sheets[0], int(rows[0]), decode)
+    sheet = sheets[0]
+    (rows,) = (sheet.arrays.rollouts_R == rollout).nonzero()
+    return LossCard(batch, recipe, rollout, sheet, int(rows[0]), decode)
 
 
 def loss_card(

@@ -155,4 +155,5 @@ def _changes_advantages(objective: Objective, changes: Mapping[str, object]) -> 
     "True if the changes make other advantages than those stored."
     if changes.keys() & {"advantage", "shaping", "kl_in"}:
         return True
-    return objective.kl_in == "reward" and bool(changes.keys() & {"kl", "kl_weight"})
+    changes_kl = bool(changes.keys() & {"kl", "kl_weight"})
+    return changes_kl and objective.kl_in == "reward"

@@ -228,4 +228,7 @@ class LossView:
 # %% ../../nbs/views/38_loss_view.ipynb #loss-view-step
 def is_nearest_step(slider, own: object) -> bool:
     "True if a slider stands within half a step of the run's own value."
-    return isinstance(own, float) and abs(slider.value - own) <= getattr(slider, "step", 0) / 2
+    if not isinstance(own, float):
+        return False
+    half_step = getattr(slider, "step", 0) / 2
+    return abs(slider.value - own) <= half_step

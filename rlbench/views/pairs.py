@@ -73,17 +73,12 @@ def judged_responses(folder: str | Path, last: int | None = None, until: int | N
 
 def _judged_response(row: Mapping) -> JudgedResponse:
     "A row of the rollout table as a response to learn from."
-    return JudgedResponse(
-        row["prompt"],
-        row["text"],
-        row["correct"],
-        row["reward"] or 0.0,
-        row["task"],
-        row["level"] or 0,
-        row["length"] or 0,
-        row["reason"] == StopReason.STOP,
-        row["rollout"],
-    )
+    reward = row["reward"] or 0.0
+    level = row["level"] or 0
+    length = row["length"] or 0
+    stopped = row["reason"] == StopReason.STOP
+    place = (row["task"], level, length, stopped, row["rollout"])
+    return JudgedResponse(row["prompt"], row["text"], row["correct"], reward, *place)
 
 
 def right_answers(

@@ -46,13 +46,15 @@ SIGNS = {True: "✓", False: "✗", None: "–"}
 def rollout_line(row: Mapping[str, object], width: int = 110) -> str:
     """A rollout on one line of the list: verdict, id, version that began it, fate, level, reward, tokens, turns if
     there are several, prompt and response."""
-    known_version = row["oldest"] is not None and row["oldest"] >= 0
-    version = f"v{row['oldest']}" if known_version else "–"
+    oldest = row["oldest"]
+    version = "–" if oldest is None or oldest < 0 else f"v{oldest}"
     fate = (row["fate"] or "").replace("_", " ")[:9]
     level = "–" if row["level"] is None else row["level"]
     reward = "–" if row["reward"] is None else short_number(row["reward"])
-    line = f"{SIGNS[row['correct']]} {row['rollout']:>7} {version:>5} {fate:<9} "
-    line += f"{level:>5} {reward:>6} {row['length'] or 0:>6}  {_texts_in_a_line(row, width)}"
+    tokens = row["length"] or 0
+    sign = SIGNS[row["correct"]]
+    line = f"{sign} {row['rollout']:>7} {version:>5} {fate:<9} {level:>5} {reward:>6} {tokens:>6}  "
+    line += _texts_in_a_line(row, width)
     return line.replace(" ", "\N{NO-BREAK SPACE}")
 
 

@@ -12,7 +12,8 @@ __all__ = ['STEPS', 'MOST_TOKENS', 'LEGEND', 'STRIP', 'TAKEN_OVER', 'EPISODE_TUR
 # %% ../../nbs/views/52_rollout_html.ipynb #rollout-html-imports
 # A rollout as HTML.
 #
-# Owns: the strip of tinted tokens, the episode turn by turn, the card of a rollout, two cards side by side, and their style sheet.
+# Owns: the strip of tinted tokens, the episode turn by turn, the card of a rollout, two cards side by side, and their
+# style sheet.
 #
 # What always holds:
 #   * Prompt, response and answer are shown as they were, escaped; control characters are visible.

@@ -159,12 +159,15 @@ def find_rollouts(folder: str | Path | RunReader, *, limit: int | None = None, *
     ValueError for an unknown fate or an empty range."""
     reader = reader_of(folder)
     found = search_rollouts(reader, **filters)
-    return with_texts(reader, found if limit is None else found.head(limit))
+    if limit is not None:
+        found = found.head(limit)
+    return with_texts(reader, found)
 
 
 def with_texts(folder: str | Path | RunReader, rows: "pl.DataFrame") -> "pl.DataFrame":
     "Rows of the rollout table with prompt, response and answer, in the same order."
-    texts = reader_of(folder).rows("rollouts", rows["seq"], ("seq", *TEXT_COLUMNS))
+    reader = reader_of(folder)
+    texts = reader.rows("rollouts", rows["seq"], ("seq", *TEXT_COLUMNS))
     return rows.join(texts, on="seq", how="left", maintain_order="left")
 
 # %% ../../nbs/views/50_rollout_search.ipynb #rollout-search-ranges

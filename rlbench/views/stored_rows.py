@@ -9,7 +9,8 @@ __all__ = ['ROLLOUT_COLUMNS', 'SEGMENT_COLUMNS', 'newest_rows', 'task_of_row', '
 # %% ../../nbs/views/05_stored_rows.ipynb #stored-rows-imports
 # Stored rows as records.
 #
-# Owns: the newest rows of a table, the columns of a `Rollout`, and the way from a row of `rollouts` and a row of `tokens` to the record.
+# Owns: the newest rows of a table, the columns of a `Rollout`, and the way from a row of `rollouts` and a row of
+# `tokens` to the record.
 #
 # What always holds:
 #   * A column that is null gives the default of the record's field.
@@ -82,7 +83,9 @@ def task_of_row(row: Mapping) -> Task:
     "The task of a row of the rollout table."
     prompt = row["prompt"] or ""
     answer = row["answer"] or ""
-    return Task(row["task"], prompt, answer, row["level"] or 0, row["set"] or "")
+    level = row["level"] or 0
+    task_set = row["set"] or ""
+    return Task(row["task"], prompt, answer, level, task_set)
 
 
 def rollout_of_row(row: Mapping, segments: tuple[Segment, ...], traces: tuple = ()) -> Rollout:
@@ -110,18 +113,23 @@ def rollout_of_row(row: Mapping, segments: tuple[Segment, ...], traces: tuple = 
 
 def _named_values(row: Mapping, names: str, values: str) -> tuple[tuple[str, float], ...]:
     "Two columns of lists as pairs."
-    return tuple(zip(row[names] or (), row[values] or ()))
+    known_names = row[names] or ()
+    known_values = row[values] or ()
+    return tuple(zip(known_names, known_values))
 
 
 def segments_of_row(row: Mapping) -> tuple[Segment, ...]:
     "Prompt, responses and observations of a row of the tokens table."
-    return segments_of(*(row[name] for name in SEGMENT_COLUMNS))
+    columns = [row[name] for name in SEGMENT_COLUMNS]
+    return segments_of(*columns)
 
 # %% ../../nbs/views/05_stored_rows.ipynb #stored-rows-values
 def float_array(values: Sequence[float | None] | None) -> np.ndarray:
     "A list column as float64 [N], NaN for null; empty if the column itself is null."
-    known = [] if values is None else values
-    return np.array([math.nan if value is None else value for value in known], float)
+    if values is None:
+        return np.zeros(0)
+    known = [math.nan if value is None else value for value in values]
+    return np.array(known, float)
 
 
 def response_places(segments: Sequence[Segment]) -> np.ndarray:

@@ -92,7 +92,9 @@ def _row_cells(name: str, figures: Figures, rate_note: str = "") -> list[str]:
 
 def rate_range(prediction: Prediction) -> str:
     "The range of the rate, in brackets."
-    return f" ({prediction.low.rate:,.0f} to {prediction.high.rate:,.0f})"
+    low = prediction.low.rate
+    high = prediction.high.rate
+    return f" ({low:,.0f} to {high:,.0f})"
 
 # %% ../../nbs/views/85_what_if.ipynb #what-if-class
 class WhatIf:

@@ -95,7 +95,8 @@ IN_WAVES = ("bound", "generator", "trainer", "nothing")  # limits that a synchro
 
 def rate_limit(s: RunSnapshot, f: WindowFacts) -> str:
     "What holds a running run up, in a word."
-    part = limiting_part(judge_balance(f), f)
+    word = judge_balance(f)
+    part = limiting_part(word, f)
     is_synchronous = value_in_force(s, "staleness") == 0 and not f.colocated
     return "synchronous" if is_synchronous and part in IN_WAVES else part
 
@@ -131,7 +132,9 @@ def rate_figures(s: RunSnapshot, f: WindowFacts) -> dict[str, float]:
 
 def _mean_of_rows(s: RunSnapshot, column: str, rows: np.ndarray) -> float:
     "The mean of a column of the newest batches, 0 for what is not known."
-    return float(np.nan_to_num(s.recent[column][rows]).mean())
+    values = s.recent[column][rows]
+    known = np.nan_to_num(values)
+    return float(known.mean())
 
 # %% ../../nbs/views/90_why.ipynb #why-remedy
 def remedy_sentence(s: RunSnapshot, f: WindowFacts, limit: str) -> str:
@@ -286,9 +289,10 @@ def explain_all_filtered(s: RunSnapshot) -> Why | None:
 
 def _newest_mean_reward(s: RunSnapshot, groups: int) -> float:
     "The mean reward of the rollouts of the newest groups; 0 if none has one."
-    rollouts = groups * int(value_in_force(s, "group"))
-    mean = s.rollouts["reward"].tail(rollouts).mean()
-    return float(np.nan_to_num(mean or 0.0))
+    group = int(value_in_force(s, "group"))
+    newest = s.rollouts["reward"].tail(groups * group)
+    mean = newest.mean() or 0.0
+    return float(np.nan_to_num(mean))
 
 
 def _filtered_advice(s: RunSnapshot, reward: float) -> str:
