@@ -331,10 +331,11 @@ def rank_pairs(run: "Run", author: str = ""):
 def predict_knobs(run: "Run", table: Mapping[str, object] | None = None, **knobs):
     """What these knobs would do, from the run so far: trainer's wait, rate, staleness, with a range. Kept in the
     run folder. ValueError for too few versions, an unknown knob, or a value that the run would refuse."""
-    from rlbench.planning.fit import fit, predict
+    from rlbench.planning.fit import fit_run
+    from rlbench.planning.predict import predict_run
     from rlbench.runtime.forecasts import keep_forecast
 
-    found = predict(fit(run.folder), table, folder=run.folder, **knobs)
+    found = predict_run(fit_run(run.folder), table, folder=run.folder, **knobs)
     keep_forecast(run.folder, found)
     return found
 
@@ -349,10 +350,10 @@ def read_predictions(run: "Run"):
 def explore_knobs(run: "Run"):
     """Sliders: what other settings would do, by formula at once and simulated when they rest. ValueError for too
     few versions."""
-    from rlbench.planning.fit import fit
+    from rlbench.planning.fit import fit_run
     from rlbench.views.what_if import WhatIf
 
-    return WhatIf(fit(run.folder), run.folder)
+    return WhatIf(fit_run(run.folder), run.folder)
 
 # %% ../../nbs/workbench/12_handle.ipynb #run-saving
 def read_checkpoints(run: "Run") -> "dict[str, Manifest]":
@@ -683,7 +684,7 @@ class Run:
     _ipython_display_ = show_run
 
     # what it would do
-    predict = predict_knobs
+    predict_run = predict_knobs
     predictions = property(read_predictions, doc=read_predictions.__doc__)
     what_if = explore_knobs
 

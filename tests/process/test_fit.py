@@ -1,45 +1,28 @@
 "A fit recovers the stated times of a run on the virtual clock, and predicts another one."
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
 import pytest
 from patience import until
 
-import rlbench.planning.fit
+import rlbench.planning.fit_simulation
+import rlbench.planning.predict
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import create_run_folder
 from rlbench.bench.planner_drawn import NEAR
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml
-from rlbench.planning.fit import (
-    Turns,
-    curve_of,
-    cut_mean,
-    cycle_error,
-    fit,
-    known_rollout,
-    likeness,
-    predict,
-    replayed,
-    solve_of,
-    stated_curve,
-    whole_lengths,
-    writing_share,
-)
+from rlbench.loop.world import DecodeCurve, KnownRollout, Spread, World
+from rlbench.planning.fit import fit_run, replay_figures
+from rlbench.planning.fit_decode import curve_of, stated_curve
+from rlbench.planning.fit_reading import known_rollout
+from rlbench.planning.fit_rollouts import cut_mean, group_correlation, solve_of, whole_lengths
+from rlbench.planning.fit_turns import Turns, writing_share
+from rlbench.planning.predict import cycle_error, predict_run
 from rlbench.planning.queueing import group_shares
-from rlbench.planning.simulator import (
-    Decode,
-    KnownRollout,
-    Simulation,
-    Spread,
-    World,
-    draw_luck,
-    draw_tokens,
-    luck_of_task,
-)
+from rlbench.planning.simulation import Simulation, task_luck
 from rlbench.runtime.driver import Driver, drive
 from rlbench.runtime.forecasts import FILE, filling_versions, forecast_errors, measured_figures, read_forecasts
 from rlbench.runtime.prompts import make_pools
@@ -77,7 +60,7 @@ TABLE = {
 }
 
 
-def played(room, name, **knobs):
+def run_virtually(room, name, **knobs):
     folder, config = create_run_folder(room, name), make_config({**TABLE, **knobs})
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     drive(Driver(folder, config, make_pools(config)))
@@ -86,18 +69,19 @@ def played(room, name, **knobs):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return played(tmp_path_factory.mktemp("fit"), "base")
+    return run_virtually(tmp_path_factory.mktemp("fit"), "base")
 
 
 @pytest.fixture(scope="module")
 def fitted(base):
-    return fit(base)
+    return fit_run(base)
 
 
 @pytest.fixture
 def brief(monkeypatch):
     "For tests in which a prediction need not be near: its simulations train twelve versions instead of up to sixty."
-    monkeypatch.setattr(rlbench.planning.fit, "MOST", 12)
+    for module in (rlbench.planning.fit_simulation, rlbench.planning.predict):
+        monkeypatch.setattr(module, "MOST_VERSIONS", 12)
 
 
 def test_the_stated_times_are_found(fitted):
@@ -105,21 +89,23 @@ def test_the_stated_times_are_found(fitted):
     assert found["base"].value == pytest.approx(0.01, rel=1e-6) and found["each"].value == pytest.approx(
         0.0002, rel=1e-6
     )
-    assert world.prefill_token == pytest.approx(0.0, abs=1e-9) and fitted.unsure == 0.0
+    assert world.prefill_token_s == pytest.approx(0.0, abs=1e-9) and fitted.unsure == 0.0
     assert (
         found["train_token"].value == pytest.approx(0.0004, rel=1e-3)
         and found["sync"].value == pytest.approx(0.01, rel=0.01)
         and found["score"].value == pytest.approx(0.001, rel=0.02)
     )
-    assert cut_mean(world.tokens) == pytest.approx(60, rel=0.05) and world.tokens.sigma == pytest.approx(0.4, abs=0.05)
+    assert cut_mean(world.response_tokens) == pytest.approx(
+        60, rel=0.05
+    ) and world.response_tokens.sigma == pytest.approx(0.4, abs=0.05)
     assert found["tool"].source == "assumed" and found["shared"].value == pytest.approx(1.0, abs=0.02)
     assert found["fails"].value == 0 and found["passed"].value == 1
 
 
 @pytest.mark.parametrize("knobs", [{}, {"concurrency": 8}, {"staleness": 1}, {"batch": 64}], ids=str)
 def test_another_run_does_what_was_predicted(fitted, tmp_path, knobs):
-    predicted = predict(fitted, **knobs)
-    steps = read_table(played(tmp_path, "moved", **knobs), "steps")
+    predicted = predict_run(fitted, **knobs)
+    steps = read_table(run_virtually(tmp_path, "moved", **knobs), "steps")
     measured = measured_figures(steps.filter(pl.col("version") > filling_versions(knobs.get("staleness", 4))))
     found = forecast_errors(predicted.simulated, measured)
     assert found.inside, (predicted, measured)
@@ -146,10 +132,10 @@ OTHERS = {
 def test_runs_of_other_kinds_are_predicted(kind, tmp_path):
     "With several generators, with groups that teach nothing filtered out, and with episodes of several turns."
     base, knobs = OTHERS[kind]
-    found = fit(played(tmp_path, "base", **base, steps=36))
-    steps = read_table(played(tmp_path, "moved", **{**base, **knobs}, steps=36), "steps")
+    found = fit_run(run_virtually(tmp_path, "base", **base, steps=36))
+    steps = read_table(run_virtually(tmp_path, "moved", **{**base, **knobs}, steps=36), "steps")
     off = forecast_errors(
-        predict(found, **knobs).simulated, measured_figures(steps.filter(pl.col("version") > filling_versions(4)))
+        predict_run(found, **knobs).simulated, measured_figures(steps.filter(pl.col("version") > filling_versions(4)))
     )
     assert off.inside, (found, off)
     assert (found.estimates["passed"].value < 0.95) == (kind == "filtered") and (
@@ -158,39 +144,39 @@ def test_runs_of_other_kinds_are_predicted(kind, tmp_path):
 
 
 def test_a_prediction_repeats(fitted, brief):
-    assert replace(predict(fitted, group=8), at=0.0) == replace(predict(fitted, group=8), at=0.0)
+    assert replace(predict_run(fitted, group=8), at=0.0) == replace(predict_run(fitted, group=8), at=0.0)
 
 
 def test_a_price_makes_dollars(fitted):
-    found = predict(fitted, dollars_per_hour=4.0, simulated=False)
+    found = predict_run(fitted, dollars_per_hour=4.0, simulated=False)
     assert (
         found.formula.dollars == pytest.approx(4.0 * 1000 / (60 * found.formula.rate))
-        and predict(fitted, simulated=False).formula.dollars is None
+        and predict_run(fitted, simulated=False).formula.dollars is None
     )
 
 
 def test_what_comes_with_every_batch_goes_with_its_rollouts(fitted):
     "A run with batches of one size cannot tell the two apart, so twice the batch takes twice as long."
-    slow = replace(fitted, world=replace(fitted.world, train=1.0, train_token=0.0))
-    one, two = predict(slow, simulated=False), predict(slow, batch=64, simulated=False)
+    slow = replace(fitted, world=replace(fitted.world, train_s=1.0, train_token_s=0.0))
+    one, two = predict_run(slow, simulated=False), predict_run(slow, batch=64, simulated=False)
     assert two.formula.wait == pytest.approx(one.formula.wait, abs=0.02) and two.formula.rate == pytest.approx(
         one.formula.rate, rel=0.02
     )
 
 
 def test_what_is_not_known_of_the_trainer_makes_the_range_wider(fitted, brief):
-    slow = replace(fitted, world=replace(fitted.world, train=4.0, train_token=0.0))
+    slow = replace(fitted, world=replace(fitted.world, train_s=4.0, train_token_s=0.0))
     unsure = replace(
         slow, estimates={**slow.estimates, "train": replace(slow.estimates["train"], value=4.0, low=3.2, high=4.8)}
     )
-    sure, wide = (found.high.rate - found.low.rate for found in map(predict, (slow, unsure)))
+    sure, wide = (found.high.rate - found.low.rate for found in map(predict_run, (slow, unsure)))
     assert wide > 3 * sure > 0
 
 
 def test_what_the_ledger_cannot_know_is_said(fitted):
-    assert "not in the ledger" in predict(fitted, learning_rate=0.01, simulated=False).words[0]
-    assert "loss" in predict(fitted, {"loss.high": 0.3}, simulated=False).words[0]
-    assert "left out" in predict(fitted, checkpoint_every=5, simulated=False).words[0]
+    assert "not in the ledger" in predict_run(fitted, learning_rate=0.01, simulated=False).words[0]
+    assert "loss" in predict_run(fitted, {"loss.high": 0.3}, simulated=False).words[0]
+    assert "left out" in predict_run(fitted, checkpoint_every=5, simulated=False).words[0]
 
 
 @pytest.mark.parametrize(
@@ -205,17 +191,17 @@ def test_what_the_ledger_cannot_know_is_said(fitted):
 )
 def test_a_knob_that_a_run_would_refuse_is_refused(fitted, knobs, told):
     with pytest.raises(ValueError, match=told):
-        predict(fitted, **knobs)
+        predict_run(fitted, **knobs)
 
 
 def test_a_run_with_too_few_versions_is_refused(base):
     with pytest.raises(ValueError, match="has 4 versions after version 6 .*12 are needed; let it make 8 more"):
-        fit(base, until=10)
+        fit_run(base, until=10)
 
 
 def test_a_run_whose_actors_take_turns_is_refused(tmp_path):
     with pytest.raises(ValueError, match="placement"):
-        fit(played(tmp_path, "turns", placement="colocated", steps=3))
+        fit_run(run_virtually(tmp_path, "turns", placement="colocated", steps=3))
 
 
 def test_predictions_are_kept_and_held_against_what_happened(base, brief):
@@ -233,7 +219,7 @@ def test_what_came_of_a_prediction_is_looked_up_from_where_its_knobs_were_set(ba
     (base / FILE).unlink(missing_ok=True)
     from rlbench.runtime.forecasts import keep_forecast
 
-    made = predict(fit(base, until=30))
+    made = predict_run(fit_run(base, until=30))
     keep_forecast(base, replace(made, version=30))
     (came,) = attach(base).predictions
     assert came.versions == (31, 50) and came.errors.inside, came
@@ -268,7 +254,7 @@ ISSUE = {
 @pytest.fixture(scope="module")
 def looking(tmp_path_factory):
     "A run whose responses are little longer than the eight steps between two looks of its generator, and whose trainer never waits."
-    return played(
+    return run_virtually(
         tmp_path_factory.mktemp("looks"),
         "looking",
         **{key: value for key, value in ISSUE.items() if TABLE.get(key) != value},
@@ -277,10 +263,10 @@ def looking(tmp_path_factory):
 
 def test_a_run_on_the_virtual_clock_is_met_as_it_is(looking):
     "A look of eight steps is longer than some responses, training goes on all the time, and nothing shares a machine."
-    found = fit(looking)
-    said, seen = predict(found).simulated, found.seen
+    found = fit_run(looking)
+    said, seen = predict_run(found).simulated, found.seen
     assert (
-        found.world.shared == 1.0
+        found.world.decode_slowdown == 1.0
         and abs(said.rate / seen.rate - 1) < 0.03
         and abs(said.wait - seen.wait) < 0.03
         and abs(said.staleness - seen.staleness) < 0.2
@@ -288,8 +274,10 @@ def test_a_run_on_the_virtual_clock_is_met_as_it_is(looking):
 
 
 def test_what_a_finished_run_only_uses_up_is_not_looked_at(looking):
-    found = fit(looking)
-    assert found.versions[1] < 24 and found.seen.staleness == pytest.approx(predict(found).simulated.staleness, abs=0.2)
+    found = fit_run(looking)
+    assert found.versions[1] < 24 and found.seen.staleness == pytest.approx(
+        predict_run(found).simulated.staleness, abs=0.2
+    )
 
 
 def without_decode_steps(folder):
@@ -302,15 +290,15 @@ def without_decode_steps(folder):
 def test_an_older_run_that_was_always_full_cannot_tell_what_a_sequence_costs(tmp_path):
     "So another concurrency is predicted with a wide range, and it is said."
     costs = {**TIMES, "sequence": 0.0, "train": 0.00001}
-    full = without_decode_steps(played(tmp_path, "full", staleness=8, concurrency=8, virtual=costs))
-    found = fit(full, until=40)  # before its end, where the load falls
-    more, same = predict(found, concurrency=16), predict(found)
+    full = without_decode_steps(run_virtually(tmp_path, "full", staleness=8, concurrency=8, virtual=costs))
+    found = fit_run(full, until=40)  # before its end, where the load falls
+    more, same = predict_run(found, concurrency=16), predict_run(found)
     assert found.unsure == 0.4 and found.estimates["each"].source == "assumed" and "always had about" in more.words[0]
     assert (more.high.rate - more.low.rate) / more.simulated.rate > 3 * (
         same.high.rate - same.low.rate
     ) / same.simulated.rate
     real = measured_figures(
-        read_table(played(tmp_path, "more", staleness=8, concurrency=16, virtual=costs), "steps").filter(
+        read_table(run_virtually(tmp_path, "more", staleness=8, concurrency=16, virtual=costs), "steps").filter(
             (pl.col("version") > 10) & (pl.col("version") < 40)
         )
     )
@@ -366,8 +354,8 @@ MADE_AGAIN = [
 def test_the_fitted_world_makes_the_run_again(tmp_path, knobs):
     "With the lengths and verdicts that the run had; prompts cost time, and those of partial rollouts are read again."
     virtual = {**TIMES, "prefill": 0.001, "scripted_length": 20.0}
-    found = fit(played(tmp_path, "again", **knobs, preflight=0, virtual=virtual), until=40)
-    again = replayed(found)
+    found = fit_run(run_virtually(tmp_path, "again", **knobs, preflight=0, virtual=virtual), until=40)
+    again = replay_figures(found)
     waits = knobs.get("stragglers") == "wait"  # two generators that wait: see the limits of the simulator
     rate, wait, staleness = (NEAR[0], 0.02, 0.1) if waits else (0.01, 0.01, 0.05)
     assert again.rate == pytest.approx(found.seen.rate, rel=rate)
@@ -377,8 +365,8 @@ def test_the_fitted_world_makes_the_run_again(tmp_path, knobs):
 
 def test_a_run_that_began_with_a_preflight_is_made_again(tmp_path):
     "Its groups come before those of training, and the simulation has none."
-    found = fit(played(tmp_path, "after", decode_steps=8, filter="zero_advantage"), until=40)
-    again = replayed(found)
+    found = fit_run(run_virtually(tmp_path, "after", decode_steps=8, filter="zero_advantage"), until=40)
+    again = replay_figures(found)
     assert again.rate == pytest.approx(found.seen.rate, rel=0.02)
     assert again.staleness == pytest.approx(found.seen.staleness, abs=0.1)
 
@@ -386,18 +374,18 @@ def test_a_run_that_began_with_a_preflight_is_made_again(tmp_path):
 def test_a_stopped_rollout_is_simulated_longer_than_it_was_when_it_was_stopped():
     config = make_config({"clock": "virtual", "generator": "scripted", "placement": "split", "steps": 9})
     world = World(
-        tokens=Spread(20.0, 0.6, 90.0),
-        alike=0.3,
-        workload={
+        response_tokens=Spread(20.0, 0.6, 90.0),
+        group_correlation=0.3,
+        known_rollouts={
             (0, 0): KnownRollout(17.0),
             (0, 1): KnownRollout(60.0, stopped=True),
             (0, 2): KnownRollout(89.5, stopped=True),
         },
     )
     s = Simulation(config, world)
-    drawn = [draw_tokens(s, SimpleNamespace(task=3), 60.0) for _ in range(200)]
+    drawn = [s.draw_tokens(3, 60.0) for _ in range(200)]
     assert min(drawn) > 60.0 and max(drawn) <= 90.0 and len(set(drawn)) > 100
-    assert draw_tokens(s, SimpleNamespace(task=3), 400.0) == 401.0  # no length of this world is longer
+    assert s.draw_tokens(3, 400.0) == 401.0  # no length of this world is longer
     assert known_rollout(40, 1.0, True, "stop") == KnownRollout(40.0, 1.0) and known_rollout(
         40, None, None, "aborted"
     ) == KnownRollout(40.0, None, True)
@@ -405,10 +393,12 @@ def test_a_stopped_rollout_is_simulated_longer_than_it_was_when_it_was_stopped()
 
 
 def test_a_task_that_is_served_again_is_as_long_as_before():
-    alike = [luck_of_task(task) for task in range(1000)]
+    alike = [task_luck(task) for task in range(1000)]
     assert np.mean(alike) == pytest.approx(0.0, abs=0.01) and np.std(alike) == pytest.approx(1.0, abs=0.02)
-    s = Simulation(make_config({"clock": "virtual", "generator": "scripted", "placement": "split"}), World(alike=0.5))
-    found = np.array([[draw_luck(s, task) for task in range(400)] for _ in range(2)])
+    s = Simulation(
+        make_config({"clock": "virtual", "generator": "scripted", "placement": "split"}), World(group_correlation=0.5)
+    )
+    found = np.array([[s.draw_luck(task) for task in range(400)] for _ in range(2)])
     assert np.corrcoef(found)[0, 1] == pytest.approx(0.5, abs=0.1)
 
 
@@ -432,15 +422,15 @@ def test_lengths_that_go_with_the_group_are_seen():
     groups = np.repeat(np.arange(400), 8)
     together = np.repeat(chance.normal(size=400), 8) * 0.6 + chance.normal(size=3200) * 0.8
     assert (
-        likeness(np.exp(together), groups) == pytest.approx(0.36, abs=0.06)
-        and likeness(np.exp(chance.normal(size=3200)), groups) == 0.0
+        group_correlation(np.exp(together), groups) == pytest.approx(0.36, abs=0.06)
+        and group_correlation(np.exp(chance.normal(size=3200)), groups) == 0.0
     )
 
 
 def test_a_token_that_costs_nothing_alone_can_be_simulated(fitted, brief):
     "A noisy run can leave nothing for the base of its decode curve."
-    world = replace(fitted.world, decode=Decode(0.0, 0.0008))
-    found = predict(replace(fitted, world=world), concurrency=8)
+    world = replace(fitted.world, decode=DecodeCurve(0.0, 0.0008))
+    found = predict_run(replace(fitted, world=world), concurrency=8)
     assert found.simulated.rate > 0 and found.formula.rate == pytest.approx(found.simulated.rate, rel=0.3)
 
 
@@ -507,9 +497,11 @@ def test_sliders_answer_by_formula_and_say_what_does_not_go_together(fitted):
 
 def test_what_is_written_beside_a_batch_makes_it_longer(fitted, brief):
     "On a machine that both use, more rollouts alive mean longer batches; on two machines they do not."
-    idle = replace(fitted.world, decode=Decode(0.001), train_token=0.0002, tool=Spread(2.0), turns=Spread(2.0))
+    idle = replace(fitted.world, decode=DecodeCurve(0.001), train_token_s=0.0002, tool_s=Spread(2.0), turns=Spread(2.0))
     ends = [
-        predict(replace(fitted, world=replace(idle, shared=times, slowed=times)), staleness=bound).simulated
+        predict_run(
+            replace(fitted, world=replace(idle, decode_slowdown=times, train_slowdown=times)), staleness=bound
+        ).simulated
         for times in (1.0, 2.0)
         for bound in (1, 8)
     ]

@@ -8,27 +8,16 @@ from typer.testing import CliRunner
 
 from rlbench.bench.acceptance import ROWS, SIMULATED, check_rows
 from rlbench.cli.main import app
-from rlbench.planning.planfile import drifted, load_plan, plans, with_value
-from rlbench.planning.planner import (
-    alternatives,
-    best,
-    best_words,
-    calibrated,
-    changing,
-    flags,
-    forecast_form,
-    forecast_simulated,
-    limits,
-    memory_of,
-    overridden,
-    plan,
-    plan_facts,
-    sensitivity,
-    settled,
-    splits,
-    target_of,
-    tenants,
-)
+from rlbench.planning.forecast import forecast_form, forecast_simulated
+from rlbench.planning.plan_choices import cheapest, compare_settings, compare_tenants, gpu_splits, input_swings, target_of
+from rlbench.planning.plan_cycle import calibrate_plan
+from rlbench.planning.plan_drift import forecast_change
+from rlbench.planning.plan_memory import memory_of
+from rlbench.planning.plan_pace import plan_warnings, rollout_limits, settle_pace
+from rlbench.planning.plan_sheets import best_words, plan_facts
+from rlbench.planning.plan_parts import value_at_version
+from rlbench.planning.planfile import load_plan, plan_names, with_value
+from rlbench.planning.planner import override_plan, plan_run
 
 PRIME = "prime-qwen3-235b"
 SMALL = {
@@ -44,7 +33,7 @@ PUBLISHED = ("prime-glm-5", PRIME, "slime-qwen3-235b", "verl-gb300")
 def refusal(source, changes) -> str:
     "The words of the error for a plan with a few fields changed."
     with pytest.raises(ValueError) as error:
-        plan(source, changes, simulate=False)
+        plan_run(source, changes, simulate=False)
     return str(error.value)
 
 
@@ -133,7 +122,7 @@ def test_files_ranges_tables_and_a_config_json(tmp_path):
             load_plan(source)
 
 
-@pytest.mark.parametrize("name", sorted(plans()))
+@pytest.mark.parametrize("name", sorted(plan_names()))
 def test_every_number_of_a_plan_that_comes_along_says_where_it_is_from(name):
     from importlib.resources import files
 
@@ -145,9 +134,9 @@ def test_every_number_of_a_plan_that_comes_along_says_where_it_is_from(name):
     ]
 
 
-@pytest.mark.parametrize("name", sorted(plans()))
+@pytest.mark.parametrize("name", sorted(plan_names()))
 def test_a_plan_holds_together(name):
-    found = plan(name, simulate=False)
+    found = plan_run(name, simulate=False)
     f = found.formed
     assert (
         abs(f.compute + f.sync + f.wait - 1) < 1e-6
@@ -214,16 +203,16 @@ def test_form_and_simulation_agree(changes):
 
 @pytest.mark.slow
 def test_what_binds_follows_the_lowest_limit():
-    assert plan(PRIME, simulate=False).bind == "run.concurrency"
-    assert plan(PRIME, {"run.concurrency": 9000, "trainer.seconds": 60.0}, simulate=False).bind == "memory"
+    assert plan_run(PRIME, simulate=False).bind == "run.concurrency"
+    assert plan_run(PRIME, {"run.concurrency": 9000, "trainer.seconds": 60.0}, simulate=False).bind == "memory"
     assert (
-        plan(PRIME, {"run.concurrency": 9000, "environment.sandboxes": 100}, simulate=False).bind
+        plan_run(PRIME, {"run.concurrency": 9000, "environment.sandboxes": 100}, simulate=False).bind
         == "environment.sandboxes"
     )
-    assert plan(PRIME, {"run.staleness": 1}, simulate=False).bind == "run.staleness"
-    assert plan(PRIME, {"trainer.seconds": 900.0}, simulate=False).bind == "trainer"
+    assert plan_run(PRIME, {"run.staleness": 1}, simulate=False).bind == "run.staleness"
+    assert plan_run(PRIME, {"trainer.seconds": 900.0}, simulate=False).bind == "trainer"
     assert (
-        plan(
+        plan_run(
             SMALL,
             {"rollouts.turns": 20, "rollouts.tool": 60.0, "trainer.mfu": 0.9, "run.concurrency": 8},
             simulate=False,
@@ -231,26 +220,29 @@ def test_what_binds_follows_the_lowest_limit():
         == "tools"
     )
     unasked = {**SMALL, "run": {k: v for k, v in SMALL["run"].items() if k != "concurrency"}}
-    assert "run.concurrency" not in {limit.name for limit in limits(load_plan(unasked), memory_of(load_plan(unasked)))}
+    assert "run.concurrency" not in {
+        limit.name for limit in rollout_limits(load_plan(unasked), memory_of(load_plan(unasked)))
+    }
 
 
 @pytest.mark.slow
 def test_flags_in_words():
-    told = lambda **changes: " ".join(plan("verl-gb300", changes, simulate=False).flags)  # noqa: E731
+    told = lambda **changes: " ".join(plan_run("verl-gb300", changes, simulate=False).flags)  # noqa: E731
     assert "over capacity: 960" in told(**{"run.concurrency": 960}) and "16,300" in told(**{"run.concurrency": 960})
     assert "over the quota: 960" in told(**{"run.concurrency": 960, "environment.sandboxes": 96}) and "9 times" in told(
         **{"run.concurrency": 960, "environment.sandboxes": 96}
     )
     assert "idle: 1 of 25" in told(**{"generators.gpus": 25}) and told() == ""
     assert any(
-        flag.startswith("drift") for flag in flags(load_plan("prime-glm-5"), memory_of(load_plan("prime-glm-5")))
+        flag.startswith("drift")
+        for flag in plan_warnings(load_plan("prime-glm-5"), memory_of(load_plan("prime-glm-5")))
     )
 
 
 @pytest.mark.slow
 def test_the_best_split_keeps_the_target_and_is_the_cheapest():
     file = load_plan(PRIME)
-    found, top = splits(file), best(splits(file))
+    found, top = gpu_splits(file), cheapest(gpu_splits(file))
     assert all(
         choice.forecast.staleness <= target_of(file) + 1e-6
         and choice.writing + choice.training == 256
@@ -258,51 +250,51 @@ def test_the_best_split_keeps_the_target_and_is_the_cheapest():
         for choice in found
     )
     assert top.forecast.wall == min(choice.forecast.wall for choice in found) and 192 <= top.writing <= 208
-    assert splits(replace(file, trainer=replace(file.trainer, gpu="H100"))) == ()
-    tight = best(splits(with_value(file, "target.staleness", 2.0)))
+    assert gpu_splits(replace(file, trainer=replace(file.trainer, gpu="H100"))) == ()
+    tight = cheapest(gpu_splits(with_value(file, "target.staleness", 2.0)))
     assert tight.forecast.staleness <= 2.0 and tight.forecast.wall > top.forecast.wall
 
 
 def test_settings_and_ranges_say_what_they_cost():
     file = load_plan(PRIME)
-    priced = {(choice.place, choice.value): choice for choice in alternatives(file)}
+    priced = {(choice.place, choice.value): choice for choice in compare_settings(file)}
     assert (
         priced["run.concurrency", 589].forecast.rate
         < priced["run.concurrency", 1178].forecast.rate
         < priced["run.concurrency", 2356].forecast.rate
     )
     assert priced["run.publish_every", 4].forecast.staleness > priced["run.publish_every", 1].forecast.staleness
-    swings = sensitivity(file)
+    swings = input_swings(file)
     assert (
         {swing.place for swing in swings} == set(file.ranges)
         and swings[0].place == "run.concurrency"
         and all(swing.told for swing in swings)
     )
     assert [swing.moves for swing in swings] == sorted((swing.moves for swing in swings), reverse=True)
-    assert not any(swing.told for swing in sensitivity(load_plan(SMALL)))
+    assert not any(swing.told for swing in input_swings(load_plan(SMALL)))
 
 
 def test_a_fitted_plan_says_the_same_without_its_measurement():
     for name in PUBLISHED:
         file = load_plan(name)
-        again = forecast_form(calibrated(file))
+        again = forecast_form(calibrate_plan(file))
         assert (
             again.rate == pytest.approx(forecast_form(file).rate, rel=0.02)
-            and settled(calibrated(file), memory_of(file))[0].fitted is False
+            and settle_pace(calibrate_plan(file), memory_of(file))[0].fitted is False
         )
 
 
 @pytest.mark.slow
 def test_more_tenants_share_the_generators_and_need_memory():
     file = load_plan(SMALL, {"generators.efficiency": 0.05, "tenancy.rank": 16, "run.staleness": 0, "trainer.gpus": 2})
-    found = tenants(file, 6)
+    found = compare_tenants(file, 6)
     assert [t.runs for t in found] == [1, 2, 3, 4, 5, 6] and all(
         a.rate >= b.rate - 1e-9 and a.weights < b.weights and a.room > b.room for a, b in zip(found, found[1:])
     )
     assert found[1].wall < found[0].wall
-    shown = plan(with_value(file, "tenancy.runs", 3), simulate=False)
+    shown = plan_run(with_value(file, "tenancy.runs", 3), simulate=False)
     assert any(flag.startswith("tenancy") for flag in shown.flags) and "Runs on the same generators" in str(shown)
-    own = tenants(with_value(file, "tenancy.rank", 0), 6)
+    own = compare_tenants(with_value(file, "tenancy.rank", 0), 6)
     assert 1 < len(own) < 6  # each with weights of its own: an H100 holds a few
 
 
@@ -310,9 +302,9 @@ def test_more_tenants_share_the_generators_and_need_memory():
 def test_a_simulation_says_how_far_it_is():
     "Each of the three in its turn, every version of it once, up to the last one."
     heard = []
-    plan(
+    plan_run(
         load_plan(SMALL, {"drift.response": [1500, 2000], "drift.over": 4, "generators.gpus": 2, "trainer.gpus": 6}),
-        told=lambda *place: heard.append(place),
+        on_version=lambda *place: heard.append(place),
     )
     names = list(dict.fromkeys(name for name, _, _ in heard))
     assert names == ["the plan", "the best split", "the change"]
@@ -333,15 +325,15 @@ def test_drift_is_named_not_the_mean():
             "run.group": 8,
         },
     )
-    found = changing(file, 0, 20)
+    found = forecast_change(file, 0, 20)
     assert (
         found.falls == pytest.approx(5.5, rel=0.15)
         and found.causes[0][0] == "latency"
         and found.causes[0][3] == pytest.approx(352 / 1941, rel=0.01)
     )
-    assert drifted((1, 3), 5, 10) == 2
+    assert value_at_version((1, 3), 5, 10) == 2
     with pytest.raises(ValueError, match="drift: the plan has none"):
-        changing(load_plan(PRIME))
+        forecast_change(load_plan(PRIME))
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in SIMULATED])
@@ -375,9 +367,9 @@ def call(*arguments, code: int = 0):
 @pytest.mark.slow
 def test_the_verb(tmp_path):
     listed = call("plan").output
-    assert all(name in listed for name in plans()) and set(json.loads(call("plan", "--json").stdout)["plans"]) == set(
-        plans()
-    )
+    assert all(name in listed for name in plan_names()) and set(
+        json.loads(call("plan", "--json").stdout)["plans"]
+    ) == set(plan_names())
     shown = call("plan", "tiny", "--set", "run.concurrency=64", "--no-simulation").output
     assert "What binds" in shown and "closed form" in shown and "simulated" not in shown
     told = json.loads(call("plan", "tiny", "--json").stdout.splitlines()[-1])
@@ -412,10 +404,10 @@ def test_the_verb(tmp_path):
 )
 def test_what_was_measured_does_not_outlive_what_it_was_measured_with(overrides, rate, wall):
     "Other machines or another load change the time of a rollout or of a batch; another bound does not."
-    found = plan("prime-qwen3-235b", overrides, simulate=False)
+    found = plan_run("prime-qwen3-235b", overrides, simulate=False)
     assert rate[0] < found.formed.rate < rate[1] and (wall is None or wall[0] < found.formed.wall < wall[1])
     if set(overrides) == {"run.concurrency"}:  # the table of other settings says the same
-        plain = plan("prime-qwen3-235b", simulate=False)
+        plain = plan_run("prime-qwen3-235b", simulate=False)
         (same,) = [each for each in plain.alternatives if each.place == "run.concurrency" and each.value == 1767]
         assert found.formed.rate == pytest.approx(same.forecast.rate, rel=0.01) and found.formed.wall == pytest.approx(
             same.forecast.wall, rel=0.01
@@ -424,20 +416,22 @@ def test_what_was_measured_does_not_outlive_what_it_was_measured_with(overrides,
 
 
 def test_what_is_set_with_a_change_is_kept():
-    found = overridden(
+    found = override_plan(
         "prime-qwen3-235b",
         {"generators.gpus": 96, "rollouts.latency": 900.0, "trainer.gpus": 32, "trainer.seconds": 400.0},
     )
     assert (found.rollouts.latency, found.trainer.seconds) == (900.0, 400.0)
     assert (
-        overridden("prime-qwen3-235b", {"trainer.mfu": 0.05}).trainer.mfu == 0.05
-        and overridden("prime-qwen3-235b", {"generators.gpus": 96, "generators.efficiency": 0.3}).generators.efficiency
+        override_plan("prime-qwen3-235b", {"trainer.mfu": 0.05}).trainer.mfu == 0.05
+        and override_plan(
+            "prime-qwen3-235b", {"generators.gpus": 96, "generators.efficiency": 0.3}
+        ).generators.efficiency
         == 0.3
     )
 
 
 def test_a_split_that_is_dearer_when_simulated_is_not_advised():
-    found = plan("prime-qwen3-235b", simulate=False)
+    found = plan_run("prime-qwen3-235b", simulate=False)
     dear = replace(found, simulated=found.formed, confirmed=replace(found.formed, wall=1.1 * found.formed.wall))
     good = replace(found, simulated=found.formed, confirmed=replace(found.formed, wall=0.7 * found.formed.wall))
     assert "simulated it is not" in best_words(dear)[0] and best_words(dear)[0].startswith("As planned")
@@ -448,6 +442,6 @@ def test_gpus_that_all_read_and_a_file_that_is_not_there():
     with pytest.raises(
         ValueError, match="generators.prefill_gpus: 64 of 32 GPUs only read prompts, and none is left to write"
     ):
-        plan("prime-glm-5", {"generators.gpus": 32}, simulate=False)
+        plan_run("prime-glm-5", {"generators.gpus": 32}, simulate=False)
     with pytest.raises(ValueError, match="plan: there is no file 'mine/none.toml'"):
-        plan("mine/none.toml")
+        plan_run("mine/none.toml")

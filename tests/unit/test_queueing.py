@@ -5,43 +5,7 @@ from math import exp, inf
 
 import pytest
 
-from rlbench.planning.queueing import (
-    admits,
-    barrier_seconds,
-    beta_moment,
-    beta_of,
-    cut_off,
-    dispatch_rate,
-    drain_seconds,
-    drop_oldest_form,
-    drop_share,
-    dropped_latency_of,
-    first_batch_seconds,
-    gpu_seconds,
-    group_loss,
-    group_shares,
-    hit_share,
-    hold_form,
-    last_ready_seconds,
-    latency_of,
-    latency_quantile,
-    lost_time,
-    oldest_of,
-    paused_rate,
-    rate_of,
-    running_of,
-    running_with_drops,
-    sigma_of_first_batch,
-    sigma_of_tail,
-    split_of,
-    staleness_of,
-    sync_of,
-    tail_factor,
-    train_rate,
-    trainer_shares,
-    unfinished_at_fill,
-    waves_of,
-)
+from rlbench.planning.queueing import barrier_seconds, beta_moment, beta_of, cut_off, dispatch_rate, drain_seconds, drop_oldest_form, drop_share, dropped_latency_of, first_batch_seconds, gpu_seconds, group_loss, group_shares, hit_share, hold_form, is_admitted, last_ready_seconds, latency_of, latency_quantile, lost_time, oldest_of, paused_rate, rate_of, running_of, running_with_drops, sigma_of_first_batch, sigma_of_tail, split_of, staleness_of, sync_of, tail_factor, train_rate, trainer_shares, unfinished_at_fill, waves_of
 
 
 def lognormal(chance: random.Random, mean: float, sigma: float) -> float:
@@ -142,7 +106,7 @@ def test_how_old_and_how_many_too_old():
     drawn = sum(max(lognormal(chance, 400, 0.5) for _ in range(8)) > limit for _ in range(20_000)) / 20_000
     assert drop_share(2, 300, 400, 0.5, 8) == pytest.approx(drawn, abs=0.01)
     assert drop_share(1000, 300, 400, 0.5, 8) == pytest.approx(0, abs=1e-9)
-    assert [sum(admits(n, 32, version, 2) for n in range(1000)) for version in (0, 1, 5)] == [96, 128, 256]
+    assert [sum(is_admitted(n, 32, version, 2) for n in range(1000)) for version in (0, 1, 5)] == [96, 128, 256]
 
 
 @pytest.mark.parametrize("sigma,tokens", [(0.3, 0.65), (0.5, 0.67), (0.7, 0.70), (1.0, 0.73)])
