@@ -37,7 +37,10 @@ from rlbench.bench.harness import (
     wait_for_version,
 )
 from ..models.hardware import machine
-from ..planning.fit import LEAST, Fitted, fit, jackknife, predict
+from ..planning.estimates import jackknife
+from ..planning.fit import Fitted, fit_run
+from ..planning.fit_reading import LEAST
+from ..planning.predict import predict_run
 from ..runtime.forecasts import Figures, Prediction, filling_versions, forecast_errors, measured_figures
 from ..workbench.handle import Run, ending, free_name, run
 
@@ -309,7 +312,7 @@ def answer_seconds(fitted: Fitted, folder: Path, moves: Mapping[str, dict]) -> d
     for name, simulated in (("simulated", True), ("formula", False)):
         began = time.monotonic()
         for knobs in moves.values():
-            predict(fitted, simulated=simulated, folder=folder, **knobs)
+            predict_run(fitted, simulated=simulated, folder=folder, **knobs)
         took[name] = (time.monotonic() - began) / len(moves)
     return took
 
@@ -321,7 +324,7 @@ def learning_row(runs: Path, seconds: float) -> MoveRow:
     steps = live.steps
     middle = (steps["at"][0] + steps["at"][-1]) / 2
     half = int(steps.filter(steps["at"] <= middle)["version"].max())
-    prediction = predict(fit(live.folder, until=half))
+    prediction = predict_run(fit_run(live.folder, until=half))
     return row_of_turns("processor", "learning", {}, [(prediction, measure_stretch(live, half))], "drifting")
 
 # %% ../../nbs/bench/20_planner.ipynb #bench-planner-bench
@@ -367,7 +370,7 @@ def planner_result(parts: Sequence[Mapping], learning: MoveRow, where: dict[str,
 def measure_regime(regime: Regime, runs: Path, seconds: float, say: Say) -> dict:
     "The stored part of a regime: its rows, what was fitted, and how long an answer takes."
     made, rows = predict_and_move(regime, runs, seconds, say)
-    fitted = fit(made.folder)
+    fitted = fit_run(made.folder)
     say(str(fitted))
     return {
         "rows": [asdict(row) for row in rows],

@@ -33,7 +33,8 @@ from .harness import LOOP_ALONE, Say, check_counts, kept_data, read_record, say_
 from .planner import NAMES, array_of
 from ..loop.config import make_config
 from ..models.hardware import machine
-from ..planning.fit import fit, predict, replayed
+from ..planning.fit import fit_run, replay_figures
+from ..planning.predict import predict_run
 from ..runtime.forecasts import Figures, filling_versions, measured_figures
 
 # %% ../../nbs/bench/25_planner_drawn.ipynb #bench-planner-drawn
@@ -236,7 +237,7 @@ class DrawnRow:
     high: Figures
     formula: Figures
     came: Figures
-    replayed: Figures | None = None
+    replay_figures: Figures | None = None
 
     @property
     def inside(self) -> tuple[bool, bool, bool]:
@@ -267,13 +268,13 @@ def predict_and_run(folder: Path, index: int, changes: int) -> list[dict]:
     table, moves = draw_run(index, changes)
     base = folder / f"{SEED}-{index}-0"
     figures_of_drawn(table, base)
-    fitted = fit(base, until=counted_versions(table)[1])
+    fitted = fit_run(base, until=counted_versions(table)[1])
     rows = []
     for number, move in enumerate([{}, *moves]):
         changed = {**table, **move, "seed": table["seed"] + number}  # a run to come has luck of its own
         came = figures_of_drawn(changed, folder / f"{SEED}-{index}-{number}")
-        said = predict(fitted, move)
-        again = None if move else replayed(fitted)
+        said = predict_run(fitted, move)
+        again = None if move else replay_figures(fitted)
         row = DrawnRow(index, move, said.simulated, said.low, said.high, said.formula, came, again)
         rows.append(asdict(row))
     return rows

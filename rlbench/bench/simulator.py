@@ -19,18 +19,9 @@ from statistics import median
 
 from .harness import LOOP_ALONE, Say, say_nothing
 from ..loop.config import RunConfig, make_config
+from ..loop.world import DecodeCurve, Spread, World
 from ..models.hardware import machine
-from rlbench.planning.simulator import (
-    Decode,
-    Simulation,
-    Spread,
-    World,
-    advance,
-    begin,
-    check,
-    simulate,
-    uncollected,
-)
+from ..planning.simulator import check_simulation, new_simulation, simulate, without_collector
 
 # %% ../../nbs/bench/02_simulator.ipynb #bench-simulator-one
 IN_ENGINE = 64  # rollouts that an engine writes at a time
@@ -53,11 +44,11 @@ def simulator_setting(live: int) -> tuple[RunConfig, World]:
         "max_tokens": 100_000,
     }
     world = World(
-        tokens=Spread(12_704, 0.3),
-        decode=Decode(0.02, 0.0004),
+        response_tokens=Spread(12_704, 0.3),
+        decode=DecodeCurve(0.02, 0.0004),
         engines=max(1, live // IN_ENGINE),
-        train=186.2,
-        sync=10.0,
+        train_s=186.2,
+        publish_s=10.0,
     )
     return make_config(table), world
 
@@ -82,16 +73,15 @@ class SimulatorPace:
 def measure_pace(live: int, window: int = 20_000, windows: int = WINDOWS) -> SimulatorPace:
     "How fast it goes with `live` rollouts under way, once the run is full."
     config, world = simulator_setting(live)
-    simulation = Simulation(config, world)
+    simulation = new_simulation(config, world)
     simulation.rows = {}
-    begin(simulation)
     walls, processors = [], []
 
     def hear_events(count: int) -> None:
         while simulation.heard < count:
-            advance(simulation.clock)
+            simulation.clock.advance()
 
-    with uncollected():
+    with without_collector():
         hear_events(4 * live)
         for _ in range(windows):
             wall = time.perf_counter()
@@ -99,7 +89,7 @@ def measure_pace(live: int, window: int = 20_000, windows: int = WINDOWS) -> Sim
             hear_events(simulation.heard + window)
             walls.append(time.perf_counter() - wall)
             processors.append(time.process_time() - processor)
-    check(simulation)
+    check_simulation(simulation)
     per_s = round(window / median(walls))
     per_cpu_s = round(window / median(processors))
     return SimulatorPace(live, world.engines, per_s, per_cpu_s, window)
@@ -138,7 +128,7 @@ def simulate_largest_published() -> WholeRun:
     "GLM-5 with Prime RL: 25 versions."
     config, _ = simulator_setting(1536)
     config = config.model_copy(update={"batch": 512, "filter": "zero_advantage"})
-    world = World(latency=Spread(1156, 0.4), solve=(1.08, 0.19), train=171.3, sync=50.0)
+    world = World(latency=Spread(1156, 0.4), solve_rate=(1.08, 0.19), train_s=171.3, publish_s=50.0)
     return simulate_whole_run("GLM-5, Prime RL", 256, config, world, 25)
 
 

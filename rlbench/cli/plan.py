@@ -37,7 +37,7 @@ from rlbench.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from rlbench.planning.planner import Plan, Sheet
+    from rlbench.planning.plan_sheets import Plan, Sheet
 
 # %% ../../nbs/cli/12_plan.ipynb #plan-print
 SHEET_PADDING = (0, 2, 0, 0)  # of a table below a title: flush with it
@@ -53,9 +53,9 @@ def sheet_table(sheet: "Sheet") -> Table:
 
 def print_plan(found: "Plan", screen: Console) -> None:
     "Print a plan, sheet by sheet."
-    from rlbench.planning.planner import sheets
+    from rlbench.planning.plan_sheets import plan_sheets
 
-    for sheet in sheets(found):
+    for sheet in plan_sheets(found):
         screen.print(Text(sheet.title, style="bold"))
         for sentence in sheet.words:
             style = "yellow" if sentence.startswith("!") else ""
@@ -76,9 +76,9 @@ def print_plan_fields(as_json: bool) -> None:
 
 def print_packaged_plans(as_json: bool) -> None:
     "Print the packaged plans, and how to look at one."
-    from rlbench.planning.planfile import plans
+    from rlbench.planning.planfile import plan_names
 
-    known = plans()
+    known = plan_names()
     lines = [f"{name:18s} {about}" for name, about in known.items()]
     advice = (
         "look at one with: rlbench plan NAME; copy data/planner/NAME.toml for one of your own, whose fields "
@@ -159,7 +159,8 @@ def plan_run(
     as_json: JsonOption = False,
 ) -> None:
     "Predict a run before you book machines: bottleneck, rate, waiting, staleness, cost, better settings."
-    from rlbench.planning.planner import plan, plan_facts
+    from rlbench.planning.plan_sheets import plan_facts
+    from rlbench.planning.planner import plan_run
 
     if checked:
         return check_plans(only, as_json)
@@ -168,7 +169,7 @@ def plan_run(
     if not source:
         return print_packaged_plans(as_json)
     with exit_on_refusal(), simulation_status(form_only) as say:
-        found = plan(source, parse_settings(set_), tables or None, not form_only, seed, say)
+        found = plan_run(source, parse_settings(set_), tables or None, not form_only, seed, say)
     if as_json:
         print_json(plan_facts(found))
     else:

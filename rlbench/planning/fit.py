@@ -26,7 +26,19 @@ from ..loop.config import RunConfig
 from ..loop.world import DecodeCurve, KnownRollout, World
 from .estimates import Estimate, estimate_mean
 from .fit_decode import FittedCurve, curve_of, stated_curve
-from .fit_reading import FitWindow, Responses, batch_seconds, config_at, judged_groups, read_window, responses_of, slots_over_time, verdict_seconds, weights_seconds, workload_of
+from rlbench.planning.fit_reading import (
+    FitWindow,
+    Responses,
+    batch_seconds,
+    config_at,
+    judged_groups,
+    read_window,
+    responses_of,
+    slots_over_time,
+    verdict_seconds,
+    weights_seconds,
+    workload_of,
+)
 from .fit_rollouts import group_correlation, solve_of, spread_of, tokens_of, train_of
 from .fit_simulation import bare_config, figures_of, simulate_figures
 from .fit_turns import Turns, away_seconds, training_spans, turns_of, writing_share

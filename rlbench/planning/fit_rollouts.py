@@ -23,7 +23,15 @@ from statistics import NormalDist
 import numpy as np
 
 from ..loop.world import Spread
-from .estimates import Estimate, Z90, assumed, estimate_mean, jackknife, least_squares_from_zero, measured
+from rlbench.planning.estimates import (
+    Z90,
+    Estimate,
+    assumed,
+    estimate_mean,
+    jackknife,
+    least_squares_from_zero,
+    measured,
+)
 from .queueing import group_shares, mean_below
 
 # %% ../../nbs/planning/13_fit_rollouts.ipynb #fit-spread

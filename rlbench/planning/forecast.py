@@ -29,7 +29,15 @@ from .plan_cycle import Cycle, cycle_of
 from .plan_memory import memory_of, sync_seconds
 from .plan_pace import Pace, settle_pace
 from .planfile import PlanFile
-from .queueing import cut_off, drop_oldest_form, first_batch_seconds, hold_form, latency_quantile, oldest_of, tail_factor
+from rlbench.planning.queueing import (
+    cut_off,
+    drop_oldest_form,
+    first_batch_seconds,
+    hold_form,
+    latency_quantile,
+    oldest_of,
+    tail_factor,
+)
 from .simulation import SimulatedStep
 from .simulator import Simulated, books_since, simulate, summarize_steps
 

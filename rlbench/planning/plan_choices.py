@@ -25,7 +25,14 @@ from math import ceil, inf
 from ..base.chart_parts import Line, VerticalMark
 from ..base.charts import Chart
 from .cost import per_million
-from .forecast import Forecast, OnVersion, VIEWED_VERSIONS, forecast_form, forecast_simulated, trainer_hourly
+from rlbench.planning.forecast import (
+    VIEWED_VERSIONS,
+    Forecast,
+    OnVersion,
+    forecast_form,
+    forecast_simulated,
+    trainer_hourly,
+)
 from .plan_cycle import calibrate_plan, cycle_of
 from .plan_memory import check_trainer, memory_of
 from .plan_numbers import three_digits

@@ -20,7 +20,15 @@ from math import ceil
 
 from ..base.chart_parts import Line
 from ..base.charts import Chart
-from .forecast import Forecast, OnVersion, SKIPPED_VERSIONS, forecast_form, forecast_of_steps, simulate_plan, world_of_plan
+from rlbench.planning.forecast import (
+    SKIPPED_VERSIONS,
+    Forecast,
+    OnVersion,
+    forecast_form,
+    forecast_of_steps,
+    simulate_plan,
+    world_of_plan,
+)
 from .plan_cycle import calibrate_plan
 from .plan_memory import memory_of
 from .plan_numbers import three_digits

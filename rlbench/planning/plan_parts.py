@@ -209,7 +209,6 @@ class DriftPart:
 DRIFTS = ("latency", "prompt", "response", "turns", "tool", "solve")
 
 
-
 def value_at_version(values: tuple[float, ...], version: int, over: int) -> float:
     "The value at a version: straight lines between values at equal distances over the first `over` versions."
     last = len(values) - 1

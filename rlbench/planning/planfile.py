@@ -30,7 +30,18 @@ from ..knobs import Knob, check_value, unknown
 from ..loop.config import RunConfig, make_config, set_dotted
 from ..loop.config_tables import ConfigError
 from ..models.hardware import TABLES, ModelShape, Tables, read_tables
-from .plan_parts import DriftPart, EnvironmentPart, GeneratorPart, ModelPart, PARTS, PricePart, RolloutPart, TargetPart, TenancyPart, TrainerPart
+from rlbench.planning.plan_parts import (
+    PARTS,
+    DriftPart,
+    EnvironmentPart,
+    GeneratorPart,
+    ModelPart,
+    PricePart,
+    RolloutPart,
+    TargetPart,
+    TenancyPart,
+    TrainerPart,
+)
 
 # %% ../../nbs/planning/26_planfile.ipynb #planfile-read
 Range = tuple[float, float, float]  # low, value, high
@@ -442,7 +453,6 @@ RUN_FIELDS = (
     "publish_every",
     "steps",
 )
-
 
 
 TRACE = Knob(help="values at equal distances over the first drift.over versions; they replace the single value")

@@ -28,7 +28,7 @@ import numpy as np
 from ..loop.config import RunConfig, with_knob
 from ..loop.config_files import captured_functions, load_config
 from ..loop.world import DecodeCurve, Spread, World
-from .estimates import Estimate, Z90
+from .estimates import Z90, Estimate
 from .fit import Fitted
 from .fit_formula import forecast_by_formula
 from .fit_rollouts import solve_of, tokens_of

@@ -9,13 +9,20 @@ from typer.testing import CliRunner
 from rlbench.bench.acceptance import ROWS, SIMULATED, check_rows
 from rlbench.cli.main import app
 from rlbench.planning.forecast import forecast_form, forecast_simulated
-from rlbench.planning.plan_choices import cheapest, compare_settings, compare_tenants, gpu_splits, input_swings, target_of
+from rlbench.planning.plan_choices import (
+    cheapest,
+    compare_settings,
+    compare_tenants,
+    gpu_splits,
+    input_swings,
+    target_of,
+)
 from rlbench.planning.plan_cycle import calibrate_plan
 from rlbench.planning.plan_drift import forecast_change
 from rlbench.planning.plan_memory import memory_of
 from rlbench.planning.plan_pace import plan_warnings, rollout_limits, settle_pace
-from rlbench.planning.plan_sheets import best_words, plan_facts
 from rlbench.planning.plan_parts import value_at_version
+from rlbench.planning.plan_sheets import best_words, plan_facts
 from rlbench.planning.planfile import load_plan, plan_names, with_value
 from rlbench.planning.planner import override_plan, plan_run
 

@@ -5,7 +5,43 @@ from math import exp, inf
 
 import pytest
 
-from rlbench.planning.queueing import barrier_seconds, beta_moment, beta_of, cut_off, dispatch_rate, drain_seconds, drop_oldest_form, drop_share, dropped_latency_of, first_batch_seconds, gpu_seconds, group_loss, group_shares, hit_share, hold_form, is_admitted, last_ready_seconds, latency_of, latency_quantile, lost_time, oldest_of, paused_rate, rate_of, running_of, running_with_drops, sigma_of_first_batch, sigma_of_tail, split_of, staleness_of, sync_of, tail_factor, train_rate, trainer_shares, unfinished_at_fill, waves_of
+from rlbench.planning.queueing import (
+    barrier_seconds,
+    beta_moment,
+    beta_of,
+    cut_off,
+    dispatch_rate,
+    drain_seconds,
+    drop_oldest_form,
+    drop_share,
+    dropped_latency_of,
+    first_batch_seconds,
+    gpu_seconds,
+    group_loss,
+    group_shares,
+    hit_share,
+    hold_form,
+    is_admitted,
+    last_ready_seconds,
+    latency_of,
+    latency_quantile,
+    lost_time,
+    oldest_of,
+    paused_rate,
+    rate_of,
+    running_of,
+    running_with_drops,
+    sigma_of_first_batch,
+    sigma_of_tail,
+    split_of,
+    staleness_of,
+    sync_of,
+    tail_factor,
+    train_rate,
+    trainer_shares,
+    unfinished_at_fill,
+    waves_of,
+)
 
 
 def lognormal(chance: random.Random, mean: float, sigma: float) -> float:
