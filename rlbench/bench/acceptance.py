@@ -348,7 +348,7 @@ def simulate_second(sync: float, seeds: Sequence[int], versions: int) -> list[St
     plan = with_value(load_plan("prime-glm-5"), "trainer.sync", sync)
     return [simulated(plan, seed, versions).steps for seed in seeds]
 
-
+# %% ../../nbs/bench/24_acceptance.ipynb #acceptance-simulated-2
 def glm_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> AcceptanceRow:
     "A7: the second experiment."
     plan = load_plan("prime-glm-5")

@@ -97,7 +97,7 @@ def fit_run(folder: str | Path, since: int = 0, until: int | None = None) -> Fit
         return found
     return match_pace(found, away_seconds(window.at, window.kinds, window.fields, window.span))
 
-
+# %% ../../nbs/planning/16_fit.ipynb #fit-run-2
 def fit_window(folder: Path, config: RunConfig, window: FitWindow, turns: Turns, curve: FittedCurve) -> Fitted:
     "The fit of a window of versions with a decode curve."
     responses = responses_of(window)
@@ -159,7 +159,7 @@ def fit_window(folder: Path, config: RunConfig, window: FitWindow, turns: Turns,
         unsure=curve.error,
     )
 
-
+# %% ../../nbs/planning/16_fit.ipynb #fit-run-3
 def rollout_world(config: RunConfig, responses: Responses) -> World:
     "A world with the lengths, turns and tools that were seen, and the habits of the configuration's actors."
     finished = responses.finished

@@ -65,7 +65,7 @@ def sizes_of(config: RunConfig, world: World) -> Sizes:
 # %% ../../nbs/planning/17_fit_formula.ipynb #fit-form-part-2
 ITERATIONS = 60  # of the fixed point
 
-
+# %% ../../nbs/planning/17_fit_formula.ipynb #fit-form-part-2-2
 class RateFormula:
     "The fixed point of an asynchronous run: its sequences at work, the seconds of a rollout, its rate."
 
@@ -133,7 +133,7 @@ class RateFormula:
             return min(float(config.staleness), self.rate * life / config.batch) - 0.5
         return mean_staleness(config, self.world, self.supply / self.full, self.count, self.rate, sizes)
 
-
+# %% ../../nbs/planning/17_fit_formula.ipynb #fit-form-part-2-3
 def forecast_by_formula(config: RunConfig, world: World, busy: float, sizes: Sizes | None = None) -> Figures:
     "The figures by formulas alone. `busy`: share of the seconds of a batch in which the trainer is at work."
     sizes = sizes or sizes_of(config, world)

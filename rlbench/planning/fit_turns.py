@@ -128,7 +128,7 @@ class TurnLog:
             timeline.line.remove(key)
         timeline.fill_places(now, self.slots)
 
-
+# %% ../../nbs/planning/11_fit_turns.ipynb #fit-turns-two-2
 def turns_of(
     at: Sequence[float],
     kinds: Sequence[str],

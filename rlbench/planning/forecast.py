@@ -169,7 +169,7 @@ def thrown_form(plan: PlanFile, cycle: Cycle) -> tuple[float, float]:
         return 1 - kept * (1 - cut.rollouts), 1 - kept * (1 - cut.tokens)
     return 1 - kept, 1 - kept
 
-
+# %% ../../nbs/planning/34_forecast.ipynb #planner-form-2
 def forecast_form(plan: PlanFile, factor: float = 0.0) -> Forecast:
     "The forecast by closed forms; `factor`: the tail factor of the plan's groups, if the caller knows it."
     run, sigma = plan.run, plan.rollouts.sigma

@@ -169,7 +169,7 @@ def decode_curve(plan: PlanFile, memory: ServingMemory, running: float, efficien
         return DecodeCurve(base, operations - base / sequences)
     return DecodeCurve(base, 0.0, cache)
 
-
+# %% ../../nbs/planning/32_plan_pace.ipynb #planner-pace-2
 def reading_seconds(plan: PlanFile) -> float:
     "Seconds until a prompt is read and its cache is where it is needed."
     generators, prompt = plan.generators, plan.rollouts.prompt

@@ -206,7 +206,7 @@ def simulate(
                 on_version(made)
     return result_of(simulation)
 
-
+# %% ../../nbs/planning/08_simulator.ipynb #simulator-simulate-2
 def simulate_together(runs: Sequence[tuple[RunConfig, World]], until: int, seed: int = 0) -> list[Simulated]:
     """Simulate several runs on the generator of the first: its engines, its decode curve, its cache. Its engines
     never stand still: the runs publish adapters. Ends when every run has made `until` versions."""

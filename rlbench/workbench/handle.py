@@ -684,7 +684,7 @@ class Run:
     _ipython_display_ = show_run
 
     # what it would do
-    predict_run = predict_knobs
+    predict = predict_knobs
     predictions = property(read_predictions, doc=read_predictions.__doc__)
     what_if = explore_knobs
 
