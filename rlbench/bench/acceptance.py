@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from .harness import Say, mean_of, say_nothing
 from ..loop.config import RunConfig, make_config
+from ..loop.world import Spread, World
 from ..models.hardware import HARDWARE, MODELS, TABLES, kv_bytes_per_token, training_flops, utilisation
 from rlbench.planning.cost import (
     Batch,
@@ -34,8 +35,11 @@ from rlbench.planning.cost import (
     token_priced,
     wall_clock,
 )
+from ..planning.forecast import SKIPPED_VERSIONS, forecast_of_steps, simulate_plan
+from ..planning.plan_drift import change_words, forecast_change
+from ..planning.plan_memory import memory_of
+from ..planning.plan_pace import plan_warnings, settle_pace
 from ..planning.planfile import OWN_FIELDS, load_plan, with_value
-from ..planning.planner import SKIP, change_words, changing, flags, memory_of, seen, settled, simulated
 from rlbench.planning.queueing import (
     cut_off,
     drop_oldest_form,
@@ -46,7 +50,8 @@ from rlbench.planning.queueing import (
     trainer_shares,
     unfinished_at_fill,
 )
-from ..planning.simulator import SimulatedStep, Spread, World, ended, simulate, summary
+from ..planning.simulation import SimulatedStep
+from ..planning.simulator import books_since, simulate, summarize_steps
 
 # %% ../../nbs/bench/24_acceptance.ipynb #acceptance-row
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def engine_row() -> AcceptanceRow:
     "A12: an engine of the first experiment, and that memory is not what binds."
     plan = load_plan("prime-qwen3-235b")
     memory = memory_of(plan)
-    _, limit = settled(plan, memory)
+    _, limit = settle_pace(plan, memory)
     sequences = memory.reserved / memory.engines
     figures = [
         Figure("tokens", 1.90e6, memory.tokens, 0.03 * 1.90e6),
@@ -207,7 +212,7 @@ def crowded_row() -> AcceptanceRow:
 
     def is_flagged(context: float) -> float:
         longer = with_context(context)
-        return float(any("over capacity" in flag for flag in flags(longer, memory_of(longer))))
+        return float(any("over capacity" in flag for flag in plan_warnings(longer, memory_of(longer))))
 
     context = memory.engines * memory.tokens / 960
     figures = [
@@ -243,12 +248,12 @@ def unfinished_row(seeds: Sequence[int] = (0, 1, 2, 3)) -> AcceptanceRow:
     """A10: what is unfinished when a batch fills, with nothing lost: by form, and of 768 that are written and 512
     that wait in the loop."""
     config = loop_alone(batch=512, group=1, concurrency=768, queue_batches=1, staleness=16)
-    world = World(latency=Spread(604.0, 0.3), train=186.2)
+    world = World(latency=Spread(604.0, 0.3), train_s=186.2)
     runs = [simulate(config, world, seed, until=20).steps for seed in seeds]
-    unfinished = mean_of(summary(steps, SKIP).unfinished for steps in runs)
+    unfinished = mean_of(summarize_steps(steps, SKIPPED_VERSIONS).unfinished for steps in runs)
     lost = 0
     for steps in runs:
-        lost += sum(entry[0] for fate, entry in ended(steps, SKIP).items() if fate != "trained")
+        lost += sum(entry[0] for fate, entry in books_since(steps, SKIPPED_VERSIONS).items() if fate != "trained")
     figures = [
         Figure("unfinished, form", 0.6, unfinished_at_fill(1280, 512), 1e-12, "%"),
         Figure("unfinished, loop", 0.6, unfinished, 5e-4, "%"),
@@ -313,7 +318,7 @@ def mean_over_runs(runs: Sequence[Steps], figure: Callable[[Steps], float]) -> f
     total = 0.0
     all_seconds = 0.0
     for steps in runs:
-        seconds = sum(step.compute + step.sync + step.wait for step in steps[SKIP:])
+        seconds = sum(step.compute + step.sync + step.wait for step in steps[SKIPPED_VERSIONS:])
         total += figure(steps) * seconds
         all_seconds += seconds
     return total / all_seconds
@@ -321,18 +326,18 @@ def mean_over_runs(runs: Sequence[Steps], figure: Callable[[Steps], float]) -> f
 
 def mean_summary(runs: Sequence[Steps], name: str) -> float:
     "The mean over runs of a figure of their summaries."
-    return mean_over_runs(runs, lambda steps: getattr(summary(steps, SKIP), name))
+    return mean_over_runs(runs, lambda steps: getattr(summarize_steps(steps, SKIPPED_VERSIONS), name))
 
 
 def over_taken(runs: Sequence[Steps]) -> float:
     "How much more the trainer could take than it gets."
-    return mean_over_runs(runs, lambda steps: 1 / summary(steps, SKIP).compute)
+    return mean_over_runs(runs, lambda steps: 1 / summarize_steps(steps, SKIPPED_VERSIONS).compute)
 
 
 def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> AcceptanceRow:
     "A2: the first experiment."
     plan = load_plan("prime-qwen3-235b")
-    runs = [simulated(plan, seed, versions).steps for seed in seeds]
+    runs = [simulate_plan(plan, seed, versions).steps for seed in seeds]
     too_old = sum(step.oldest > 16 for steps in runs for step in steps)
     figures = [
         Figure("rate", 1.95, mean_summary(runs, "rate"), 0.03 * 1.95, "/s"),
@@ -346,14 +351,14 @@ def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Accepta
 def simulate_second(sync: float, seeds: Sequence[int], versions: int) -> list[Steps]:
     "Simulations of the second experiment as a steady run."
     plan = with_value(load_plan("prime-glm-5"), "trainer.sync", sync)
-    return [simulated(plan, seed, versions).steps for seed in seeds]
+    return [simulate_plan(plan, seed, versions).steps for seed in seeds]
 
-# %% ../../nbs/bench/24_acceptance.ipynb #acceptance-simulated-2
+
 def glm_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> AcceptanceRow:
     "A7: the second experiment."
     plan = load_plan("prime-glm-5")
     runs = simulate_second(50.0, seeds, versions)
-    idle_groups = mean_over_runs(runs, lambda steps: seen(plan, steps).zero_advantage)
+    idle_groups = mean_over_runs(runs, lambda steps: forecast_of_steps(plan, steps).zero_advantage)
     figures = [
         Figure("wait", 0.74, mean_summary(runs, "wait"), 0.02, "%"),
         Figure("could take / gets", 5.0, over_taken(runs), 0.2),
@@ -381,7 +386,7 @@ POINTS = PUSHED_OUT + HELD_BACK
 def staleness_at(backlog: str, rho: float, q: int, seeds: Sequence[int], versions: int = VERSIONS) -> Figure:
     "Mean staleness in the loop at a point, beside the form of its discipline."
     config = loop_alone(batch=120, group=1, concurrency=120, staleness=64, backlog=backlog, queue_batches=q)
-    world = World(latency=Spread(100.0, 0.5), train=100.0 * rho)
+    world = World(latency=Spread(100.0, 0.5), train_s=100.0 * rho)
     runs = [simulate(config, world, seed, until=versions).steps for seed in seeds]
     form = hold_form(120, 120, q) if backlog == "hold" else drop_oldest_form(rho, 120, 120, q)
     return Figure(f"{backlog} {rho:g} q{q}", form, mean_summary(runs, "staleness"), 0.05 * form)
@@ -415,7 +420,7 @@ QUARTER = {  # a quarter of the second experiment, without what adds noise and n
 def drift_row(seeds: Sequence[int] = SEEDS) -> AcceptanceRow:
     "A19: the second experiment as it drifts, with weights that travel in no time."
     plan = load_plan("prime-glm-5", QUARTER)
-    found = [changing(plan, seed, 20) for seed in seeds]
+    found = [forecast_change(plan, seed, 20) for seed in seeds]
     before = sum(change.before.rate for change in found)
     after = sum(change.after.rate for change in found)
     words = [change_words(plan, change) for change in found]

@@ -32,7 +32,6 @@ from .simulated_environment import SimulatedEnvironment
 from .simulation import SimulatedRollout, Simulation
 from ..records import StopReason
 
-
 # %% ../../nbs/planning/05_simulated_generators.ipynb #simulated-generators-keys
 Key = tuple[int, int]  # (rollout, attempt)
 

@@ -25,7 +25,8 @@ from markupsafe import Markup
 
 from ..loop.config import RunConfig
 from ..loop.config_tables import knobs_in
-from ..planning.fit import Fitted, predict
+from ..planning.fit import Fitted
+from ..planning.predict import predict_run
 from ..runtime.forecasts import Figures, Prediction
 from .html import error_html, fill_template
 
@@ -127,7 +128,7 @@ class WhatIf:
         move = self.moves
         knobs = self.changed_knobs()
         try:
-            found = predict(self.fitted, knobs, simulated=is_simulated, folder=self.folder)
+            found = predict_run(self.fitted, knobs, simulated=is_simulated, folder=self.folder)
         except (ValueError, RuntimeError) as error:
             self.answer.value = error_html(error, "rl-refused")
             return None
