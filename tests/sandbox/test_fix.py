@@ -242,7 +242,7 @@ RUN = {
 def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_path, pool, monkeypatch):
     "Programs of the installed policy in a real pool, stopped and taken up again while versions move: every program was run where the turn before it, as the run's table has it, had left its own."
     woke: dict[tuple[str, str], set] = {}
-    run = rlbench.environments.code_episodes.tried
+    run = rlbench.environments.code_episodes.grade_in_workspace
 
     def noting(sandbox, task, response, limits):
         try:
@@ -252,7 +252,7 @@ def test_a_rollout_that_waited_wakes_in_the_state_that_its_rule_says(rule, tmp_p
         woke.setdefault((task.digest, response), set()).add(before)
         return run(sandbox, task, response, limits)
 
-    monkeypatch.setattr("rlbench.environments.code_episodes.tried", noting)
+    monkeypatch.setattr("rlbench.environments.code_episodes.grade_in_workspace", noting)
     driver = inline_run(
         tmp_path,
         "waits",
