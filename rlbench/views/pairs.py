@@ -77,8 +77,9 @@ def _judged_response(row: Mapping) -> JudgedResponse:
     level = row["level"] or 0
     length = row["length"] or 0
     stopped = row["reason"] == StopReason.STOP
-    place = (row["task"], level, length, stopped, row["rollout"])
-    return JudgedResponse(row["prompt"], row["text"], row["correct"], reward, *place)
+    return JudgedResponse(
+        row["prompt"], row["text"], row["correct"], reward, row["task"], level, length, stopped, row["rollout"]
+    )
 
 
 def right_answers(
