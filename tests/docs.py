@@ -1,7 +1,7 @@
 """The sources of the documentation site: `make docs` collects them in build/docs-source, and Sphinx builds build/docs of them.
 
 The notebooks are shown as they are stored, without cells that are hidden and without directives. Around them come the
-pages that only a site needs: one per room with the list of its notebooks, CONTRIBUTING.md and the licence.
+pages that only a site needs: two per room, with the list of its notebooks and with its API, CONTRIBUTING.md and the licence.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+from api_pages import api_pages
 from notebooks import NOTEBOOKS
 from rooms import GUIDE, PAGES, ROOMS, ROOT, map_table
 
@@ -56,7 +57,7 @@ def front_contents() -> str:
             contents("Guide", [f"guide/{page}" for page in GUIDE]),
             contents("First", [*first, "CONTRIBUTING"]),
             contents("Notebooks", ["map", *room_pages().values()]),
-            contents("API", ["api/rlbench/index"]),
+            contents("API", [page.removesuffix(".md") for page in api_pages()]),
         ]
     )
 
@@ -91,6 +92,7 @@ def site_pages() -> dict[str, str]:
     pages |= {f"{room_pages()[room]}.md": room_text(room, purpose) for room, purpose in ROOMS.items()}
     for name in FILES:
         pages[name] = (ROOT / name).read_text(encoding="utf-8").replace("](nbs/", "](")
+    pages |= api_pages()
     pages["conf.py"] = (NBS / "guide/conf.py").read_text(encoding="utf-8")
     return pages
 
@@ -108,7 +110,7 @@ def write_site(folder: Path) -> None:
         shutil.copy2(NBS / name, folder / name)
     kept = {folder / name for name in (*pages, *PICTURES)}
     for path in folder.rglob("*"):
-        if path.is_file() and path not in kept and "api" not in path.relative_to(folder).parts:
+        if path.is_file() and path not in kept:
             path.unlink()
 
 

@@ -1,7 +1,6 @@
 """How Sphinx builds the site: `make docs`. tests/docs.py collects its sources in build/docs-source, this file among them."""
 
 import html
-import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -18,28 +17,18 @@ author = settings["DEFAULT"]["author"]
 copyright = settings["DEFAULT"]["copyright"]
 release = settings["DEFAULT"]["version"]
 
-extensions = ["myst_nb", "autoapi.extension", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "index"
 exclude_patterns = ["conf.py"]
-default_role = "code"
 suppress_warnings = [
-    "autoapi.python_import_resolution",  # a name that a module takes from another and gives on
     "ref.python",  # a type whose name stands in several modules gets no link
     "myst.header",  # a section of a notebook may begin below its page's title by two levels
 ]
 
 nb_execution_mode = "off"  # the notebooks keep what they showed; the tests run them
 nb_merge_streams = True
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
-
-autoapi_dirs = [str(root / "rlbench")]
-autoapi_root = "api"
-autoapi_ignore = ["*/_modidx.py", "*/data/*"]
-autoapi_options = ["members", "undoc-members", "show-module-summary"]  # the folder of a room says nothing of itself
-autoapi_member_order = "bysource"
-autoapi_add_toctree_entry = False
-autoapi_keep_files = False
 
 html_theme = "furo"
 html_math_renderer = "mathml"
@@ -47,21 +36,6 @@ html_title = f"{project} {release}"
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
-
-
-def as_restructured_text(app, what, name, obj, options, lines):
-    "A docstring is written as plain text with `code`: what reStructuredText would read in it is escaped."
-
-    def escape(line: str) -> str:
-        parts = re.split(r"(`+[^`]+`+)", line)
-        for i, part in enumerate(parts):
-            if i % 2:
-                parts[i] = "``" + part.strip("`").strip() + "``\\ "
-            else:
-                parts[i] = re.sub(r"([\\*|_`])", r"\\\1", part)
-        return "".join(parts)
-
-    lines[:] = [escape(line).strip() for line in lines]
 
 
 def mathml(text: str, as_block: bool) -> str:
@@ -86,5 +60,4 @@ def show_block(writer, node):
 
 def setup(app):
     "Called by Sphinx."
-    app.connect("autodoc-process-docstring", as_restructured_text)
     app.add_html_math_renderer("mathml", (show_inline, None), (show_block, None))
