@@ -93,7 +93,8 @@ def site_pages() -> dict[str, str]:
     for name in FILES:
         pages[name] = (ROOT / name).read_text(encoding="utf-8").replace("](nbs/", "](")
     pages |= api_pages()
-    pages["conf.py"] = (NBS / "guide/conf.py").read_text(encoding="utf-8")
+    for name in ("conf.py", "site.css"):
+        pages[name] = (NBS / "guide" / name).read_text(encoding="utf-8")
     return pages
 
 

@@ -1,12 +1,10 @@
 """How Sphinx builds the site: `make docs`. tests/docs.py collects its sources in build/docs-source, this file among them."""
 
-import html
 from configparser import ConfigParser
 from pathlib import Path
 
 from docutils.nodes import SkipNode
-from docutils.utils.math import MathError
-from docutils.utils.math.latex2mathml import tex2mathml
+from latex2mathml.converter import convert
 
 root = Path(__file__).parents[2]  # from build/docs-source
 settings = ConfigParser(delimiters=["="], interpolation=None)
@@ -32,29 +30,23 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_math_renderer = "mathml"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_title = f"{project} {release}"
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
 
 
-def mathml(text: str, as_block: bool) -> str:
-    "A formula as MathML, which browsers draw without a script or the network; as its source where it cannot be read."
-    try:
-        return tex2mathml(text, as_block=as_block)
-    except MathError:
-        return f"<code>{html.escape(text)}</code>"
-
-
 def show_inline(writer, node):
-    "A formula inside a line."
-    writer.body.append(mathml(node.astext(), False))
+    "A formula inside a line, as MathML: browsers draw it without a script or the network."
+    writer.body.append(convert(node.astext()))
     raise SkipNode
 
 
 def show_block(writer, node):
     "A formula on lines of its own."
-    writer.body.append(f'<div class="math">{mathml(node.astext(), True)}</div>')
+    writer.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
     raise SkipNode
 
 
