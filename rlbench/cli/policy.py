@@ -199,9 +199,9 @@ def export_module(notebook: str, folder: Path | None, as_json: bool) -> None:
 def export_to_tracker(run: "Run", to: str, folder: Path | None, follow: bool, as_json: bool) -> None:
     "Write the tables of a run for an experiment tracker, and print how to look at them."
     from rlbench.views.sinks import export_run as export_tables
-    from rlbench.views.sinks import writes_itself
+    from rlbench.views.sinks import writes_by_itself
 
-    if folder is None and writes_itself(run.folder, to):
+    if folder is None and writes_by_itself(run.folder, to):
         raise ValueError(
             f"to: {run.name!r} writes {to} itself while it is {run.state}; name another folder, or wait for its end"
         )

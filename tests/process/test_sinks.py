@@ -21,7 +21,7 @@ from rlbench.base.status import Status, read_status, write_status
 from rlbench.base.tables import TABLES
 from rlbench.loop.config_files import read_config
 from rlbench.loop.config_tables import SINK_NAMES
-from rlbench.views.sinks import note_of, start_sinks
+from rlbench.views.sinks import command_note, start_sinks
 
 ROOT = Path(__file__).parents[2]
 every_sink = pytest.mark.parametrize("sink", SINK_NAMES)
@@ -120,7 +120,9 @@ def in_the_tables(folder: Path):
             for name in columns:
                 if row[name] is not None:
                     numbers.setdefault(f"{prefix(row)}/{name}", []).append((row["version"], row[name]))
-    return numbers, [(row["version"], note_of(row)) for row in read_table(folder, "commands").iter_rows(named=True)]
+    return numbers, [
+        (row["version"], command_note(row)) for row in read_table(folder, "commands").iter_rows(named=True)
+    ]
 
 
 def assert_holds(sink: str, folder: Path, environment: dict) -> None:

@@ -914,7 +914,7 @@ def test_no_secret_of_the_environment_reaches_a_run_folder(tmp_path, rude, monke
 def test_secrets_are_left_out_of_what_travels(hostile):
     "A secret that was written into the configuration all the same is not in report, comparison, tracker, family or the command line; and other settings stay."
     from rlbench.views.run_data import read_run_data
-    from rlbench.views.sinks import read_source
+    from rlbench.views.sinks import read_exported_run
 
     kept = {
         "args": [{"api_key": SECRET, "n": 1}],
@@ -931,7 +931,7 @@ def test_secrets_are_left_out_of_what_travels(hostile):
     assert "secret-of-the-hook" in (hostile / "config.toml").read_text()
     assert (
         "secret-of-the-hook"
-        not in str(read_run_data(hostile)) + str(read_source(hostile)) + (hostile / "family.json").read_text()
+        not in str(read_run_data(hostile)) + str(read_exported_run(hostile)) + (hostile / "family.json").read_text()
     )
     for field, value in (
         ("sandbox", {"tier": "remote", "url": "http://h", "token": SECRET}),
