@@ -8,6 +8,16 @@ __all__ = ['FAMILY_FILE', 'REPLAY_FILE', 'BY_PLACE', 'BY_EVENT', 'OWN', 'Family'
            'forget_own_row', 'write_script', 'read_script', 'journal_of']
 
 # %% ../../nbs/runtime/06_lineage.ipynb #lineage-imports
+# Where a run comes from: its parent, and the journal that can be replayed.
+#
+# Owns: `family.json` and `replay.json` of a run folder.
+#
+# What always holds:
+#   * A run knows its parent; a parent does not know its forks.
+#   * A parent that lies beside the run is named without its folder, so both can be moved together.
+#   * Secrets are hidden in what is written and in what is read.
+#
+# It starts no run and changes none.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
