@@ -103,9 +103,11 @@ def test_the_stated_times_are_found(fitted):
 
 
 @pytest.mark.parametrize("knobs", [{}, {"concurrency": 8}, {"staleness": 1}, {"batch": 64}], ids=str)
-def test_another_run_does_what_was_predicted(fitted, tmp_path, knobs):
+def test_another_run_does_what_was_predicted(base, fitted, tmp_path, knobs):
+    "Without a change the other run is the same one: on the virtual clock runs repeat."
     predicted = predict_run(fitted, **knobs)
-    steps = read_table(run_virtually(tmp_path, "moved", **knobs), "steps")
+    folder = run_virtually(tmp_path, "moved", **knobs) if knobs else base
+    steps = read_table(folder, "steps")
     measured = measured_figures(steps.filter(pl.col("version") > filling_versions(knobs.get("staleness", 4))))
     found = forecast_errors(predicted.simulated, measured)
     assert found.inside, (predicted, measured)
@@ -261,23 +263,30 @@ def looking(tmp_path_factory):
     )
 
 
-def test_a_run_on_the_virtual_clock_is_met_as_it_is(looking):
+@pytest.fixture(scope="module")
+def looking_fit(looking):
+    return fit_run(looking)
+
+
+@pytest.fixture(scope="module")
+def looking_forecast(looking_fit):
+    return predict_run(looking_fit).simulated
+
+
+def test_a_run_on_the_virtual_clock_is_met_as_it_is(looking_fit, looking_forecast):
     "A look of eight steps is longer than some responses, training goes on all the time, and nothing shares a machine."
-    found = fit_run(looking)
-    said, seen = predict_run(found).simulated, found.seen
+    forecast, seen = looking_forecast, looking_fit.seen
     assert (
-        found.world.decode_slowdown == 1.0
-        and abs(said.rate / seen.rate - 1) < 0.03
-        and abs(said.wait - seen.wait) < 0.03
-        and abs(said.staleness - seen.staleness) < 0.2
+        looking_fit.world.decode_slowdown == 1.0
+        and abs(forecast.rate / seen.rate - 1) < 0.03
+        and abs(forecast.wait - seen.wait) < 0.03
+        and abs(forecast.staleness - seen.staleness) < 0.2
     )
 
 
-def test_what_a_finished_run_only_uses_up_is_not_looked_at(looking):
-    found = fit_run(looking)
-    assert found.versions[1] < 24 and found.seen.staleness == pytest.approx(
-        predict_run(found).simulated.staleness, abs=0.2
-    )
+def test_what_a_finished_run_only_uses_up_is_not_looked_at(looking_fit, looking_forecast):
+    assert looking_fit.versions[1] < 24
+    assert looking_fit.seen.staleness == pytest.approx(looking_forecast.staleness, abs=0.2)
 
 
 def without_decode_steps(folder):
