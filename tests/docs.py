@@ -76,10 +76,7 @@ def shown_notebook(path: Path) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and HIDDEN.match(source):
             continue
-        source = (
-            DIRECTIVES.sub("", source) if cell["cell_type"] == "code" else source.replace("](../LICENSE", "](LICENSE")
-        )
-        source = source.replace("](../CONTRIBUTING.md", "](CONTRIBUTING.md")
+        source = DIRECTIVES.sub("", source) if cell["cell_type"] == "code" else shown_links(source)
         cells.append(cell | {"source": source})
     if path == NBS / "index.ipynb":
         cells.append({"cell_type": "markdown", "id": "site-contents", "metadata": {}, "source": front_contents()})
