@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'MIN_GROUP', 'MEAN_ENDS', 'TOTAL_ENDS', 'DEPTH_95', 'DEPTH_FEW', 'GRID', 'dr_grpo', 'grpo', 'rloo',
-           'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo', 'token_rewards', 'discounted', 'whiten',
-           'by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values', 'gae', 'steps', 'distill', 'informative',
-           'informative_share', 'zero_advantage_of_beta', 'beta_log_likelihood', 'likely_betas', 'fit_solve_beta',
-           'expected_zero_advantage']
+           'reinforce', 'maxrl', 'opo', 'pass_k', 'part_weights', 'gdpo', 'token_rewards', 'discounted_sums', 'whiten',
+           'advantages_by_group', 'reinforce_pp', 'reinforce_pp_baseline', 'next_values', 'gae', 'steps', 'distill',
+           'is_informative', 'informative_share', 'zero_advantage_of_beta', 'beta_log_likelihood', 'likely_betas',
+           'fit_solve_beta', 'expected_zero_advantage']
 
 # %% ../nbs/05_advantage.ipynb #advantage-imports
 import inspect
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .knobs import Knob, ingredients_of, unknown
+from .knobs import Knob, ingredients_of, unknown_name_error
 
 # %% ../nbs/05_advantage.ipynb #advantage-dr-grpo
 def dr_grpo(rewards_R) -> np.ndarray:
@@ -116,7 +116,7 @@ def part_weights(weights: str, names_K: Sequence[str] | None, parts: int) -> np.
     names = [*names_K] if names_K is not None else [""] * parts
     for name, text in found.items():
         if name not in names:
-            raise unknown("weights", name, [known for known in names if known])
+            raise unknown_name_error("weights", name, [known for known in names if known])
         try:
             float(text)
         except ValueError:
@@ -156,7 +156,7 @@ def token_rewards(rewards_R, mask_RT, kl_RT=None, steps_RT=None) -> np.ndarray:
     return np.where(mask_RT, rewards_RT, 0.0)
 
 
-def discounted(values_RT, mask_RT, decay: float) -> np.ndarray:
+def discounted_sums(values_RT, mask_RT, decay: float) -> np.ndarray:
     "At each token of the mask its value plus `decay` times the sum at the next one, float64 [R, T]; 0 outside."
     mask_RT, sums_RT = np.asarray(mask_RT, bool), np.zeros(np.shape(values_RT))
     carried_R = np.zeros(len(sums_RT))
@@ -177,7 +177,7 @@ def whiten(values_RT, mask_RT) -> np.ndarray:
     )
 
 
-def by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
+def advantages_by_group(advantage: Callable, rewards_R, groups_R) -> np.ndarray:
     "The advantages of each group by themselves, float64 [R], for the rewards of a batch and the group of each."
     rewards_R, groups_R = np.asarray(rewards_R, float), np.asarray(groups_R)
     advantages_R = np.empty_like(rewards_R)
@@ -191,13 +191,13 @@ def reinforce_pp(
 ) -> np.ndarray:
     """Discounted sums of the token rewards, whitened over all tokens of the batch, float64 [R, T] (REINFORCE++,
     arXiv 2501.03262). Needs no group."""
-    return whiten(discounted(token_rewards(rewards_R, mask_RT, kl_RT, steps_RT), mask_RT, gamma), mask_RT)
+    return whiten(discounted_sums(token_rewards(rewards_R, mask_RT, kl_RT, steps_RT), mask_RT, gamma), mask_RT)
 
 
 def reinforce_pp_baseline(rewards_R, groups_R, mask_RT, kl_RT=None) -> np.ndarray:
     """Reward minus the group's mean, less the KL that follows, whitened over all tokens of the batch, float64 [R,
     T]; 0 for a rollout alone in its group (arXiv 2501.03262)."""
-    white_RT = reinforce_pp(by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
+    white_RT = reinforce_pp(advantages_by_group(dr_grpo, rewards_R, groups_R), mask_RT, kl_RT)
     return np.where(np.isnan(np.asarray(rewards_R, float))[:, None], white_RT, np.nan_to_num(white_RT))
 
 # %% ../nbs/05_advantage.ipynb #advantage-gae
@@ -232,7 +232,7 @@ def gae(
     surprise_RT = (
         token_rewards(rewards_R, mask_RT, kl_RT, steps_RT) + gamma * next_values(values_RT, mask_RT) - values_RT
     )
-    advantages_RT = discounted(surprise_RT, mask_RT, gamma * lam)
+    advantages_RT = discounted_sums(surprise_RT, mask_RT, gamma * lam)
     return whiten(advantages_RT, mask_RT) if whitened else advantages_RT, np.where(
         mask_RT, advantages_RT + values_RT, 0.0
     )
@@ -264,9 +264,11 @@ def steps(
         here_RT = ends_RT & (groups_R == group)[:, None]
         normal_RT[here_RT] = np.nan_to_num(grpo(steps_RT[here_RT], std=std, eps=eps))
     outcome_R = np.where(
-        np.isnan(rewards_R), np.nan, np.nan_to_num(by_group(lambda r: grpo(r, std=std, eps=eps), rewards_R, groups_R))
+        np.isnan(rewards_R),
+        np.nan,
+        np.nan_to_num(advantages_by_group(lambda r: grpo(r, std=std, eps=eps), rewards_R, groups_R)),
     )
-    return np.where(mask_RT, process * discounted(normal_RT, mask_RT, 1.0) + outcome * outcome_R[:, None], 0.0)
+    return np.where(mask_RT, process * discounted_sums(normal_RT, mask_RT, 1.0) + outcome * outcome_R[:, None], 0.0)
 
 # %% ../nbs/05_advantage.ipynb #advantage-distill
 def distill(
@@ -316,12 +318,12 @@ MIN_GROUP = {
 }
 
 # %% ../nbs/05_advantage.ipynb #advantage-informative
-def informative(rewards_R, advantage: Callable = dr_grpo) -> bool:
+def is_informative(rewards_R, advantage: Callable = dr_grpo) -> bool:
     """Whether any member of the group gets an advantage other than 0; from rewards alone, so an advantage that needs
     more is taken to follow them."""
     if any(ingredients_of(advantage, 1).values()):
         name = getattr(inspect.unwrap(getattr(advantage, "func", advantage)), "__name__", "")
-        return MIN_GROUP.get(name, 1) == 1 or informative(rewards_R)
+        return MIN_GROUP.get(name, 1) == 1 or is_informative(rewards_R)
     return bool(np.nan_to_num(advantage(rewards_R)).any())
 
 # %% ../nbs/05_advantage.ipynb #advantage-share

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NO_IDS', 'CHECKS', 'Request', 'Result', 'Stats', 'Generator', 'check_concurrency', 'check_request', 'check_weights',
-           'check_cache', 'ScriptedResponse', 'scripted', 'DecodeSlots', 'PlayedSequence', 'script_beyond_partial',
-           'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator', 'request_hash', 'record', 'read_recordings',
-           'ReplayGenerator', 'Subject', 'drain', 'check_endings', 'check_independence', 'check_slots',
-           'check_concurrency_change', 'check_abort', 'check_load', 'conformance']
+           'check_cache', 'ScriptedResponse', 'script_response', 'DecodeSlots', 'PlayedSequence',
+           'script_beyond_partial', 'PlayedGenerator', 'ScriptedGenerator', 'PacedGenerator', 'request_hash',
+           'record_results', 'read_recordings', 'ReplayGenerator', 'Subject', 'drain', 'check_endings',
+           'check_independence', 'check_slots', 'check_concurrency_change', 'check_abort', 'check_load',
+           'failed_checks']
 
 # %% ../nbs/03_generator.ipynb #generator-imports
 import hashlib
@@ -195,7 +196,7 @@ def _normal(u1: float, u2: float) -> float:
     return float(np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2))
 
 
-def scripted(
+def script_response(
     request: Request, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0
 ) -> ScriptedResponse:
     """The scripted response to a request: lognormal length of mean `mean` tokens at level 1, `hardship` times as
@@ -450,7 +451,7 @@ class ScriptedGenerator(PlayedGenerator):
     for the rest."""
 
     def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0, **slots):
-        super().__init__(partial(scripted, mean=mean, tail=tail, vocab=vocab, hardship=hardship), **slots)
+        super().__init__(partial(script_response, mean=mean, tail=tail, vocab=vocab, hardship=hardship), **slots)
 
 
 class PacedGenerator(ScriptedGenerator):
@@ -480,7 +481,7 @@ def request_hash(request: Request) -> str:
     return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def record(path: str | Path, requests: Iterable[Request], results: Iterable[Result]) -> int:
+def record_results(path: str | Path, requests: Iterable[Request], results: Iterable[Result]) -> int:
     "Append the finished results to a file of recordings; returns how many. Aborted ones are left out."
     asked = {request.key: request for request in requests}
     done = [r for r in results if r.reason is not StopReason.ABORTED]
@@ -705,7 +706,7 @@ def check_load(subject: Subject) -> None:
 CHECKS = (check_endings, check_independence, check_slots, check_concurrency_change, check_abort, check_load)
 
 
-def conformance(subject: Subject) -> list[str]:
+def failed_checks(subject: Subject) -> list[str]:
     "The checks a generator fails, as `name: reason`; an empty list is a pass."
     failed = []
     for check in CHECKS:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['APPLY_POINTS', 'MAX_NUMBER', 'LISTED', 'DEFINITIONS', 'MOST_SOURCE', 'Knob', 'check_value', 'nearest_names',
-           'nearest', 'unknown', 'knobs_of', 'Named', 'key_of', 'resolve', 'bind', 'ingredients_of', 'supply',
-           'free_names', 'names_from_module', 'Captured', 'capture', 'parse_captured', 'redirect_import',
-           'signature_of', 'FileFunction', 'save_function', 'load_function']
+           'did_you_mean', 'unknown_name_error', 'knobs_of', 'Named', 'key_of', 'resolve_named', 'bind_knobs',
+           'ingredients_of', 'call_with_ingredients', 'free_names', 'names_from_module', 'Captured', 'capture_function',
+           'parse_captured', 'redirect_import', 'signature_of', 'FileFunction', 'save_function', 'load_function']
 
 # %% ../nbs/02_knobs.ipynb #knobs-imports
 import ast
@@ -63,7 +63,7 @@ def check_value(field: str, knob: Knob, default, value):
     if knob.choices:
         if value not in knob.choices:
             raise ValueError(
-                f"{field}: {value!r} is not one of {', '.join(map(repr, knob.choices))}{nearest(value, knob.choices)}"
+                f"{field}: {value!r} is not one of {', '.join(map(repr, knob.choices))}{did_you_mean(value, knob.choices)}"
             )
         return value
     kind = float if isinstance(default, float) else type(default)
@@ -93,7 +93,7 @@ def nearest_names(name: object, known: Iterable[object], count: int = 3) -> list
     return difflib.get_close_matches(str(name), list(map(str, known)), n=count, cutoff=0.0)
 
 
-def nearest(name, known) -> str:
+def did_you_mean(name, known) -> str:
     "Text to append to an error: the nearest known name if there is a near one."
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -102,16 +102,16 @@ def nearest(name, known) -> str:
 LISTED = 40  # names that an error lists whole
 
 
-def unknown(field: str, name, known) -> ValueError:
+def unknown_name_error(field: str, name, known) -> ValueError:
     """The error for a name that is not known, with the nearest known one and the list; of a long list, the three
     nearest."""
     names = sorted(map(str, known))
     if len(names) > LISTED:
         return ValueError(
-            f"{field}: unknown name {name!r}{nearest(name, names)} (the nearest of {len(names)}: "
+            f"{field}: unknown name {name!r}{did_you_mean(name, names)} (the nearest of {len(names)}: "
             f"{', '.join(nearest_names(name, names))})"
         )
-    return ValueError(f"{field}: unknown name {name!r}{nearest(name, names)} (known: {', '.join(names)})")
+    return ValueError(f"{field}: unknown name {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
 
 # %% ../nbs/02_knobs.ipynb #knobs-of
 def knobs_of(function: Callable) -> dict[str, tuple[Knob, object]]:
@@ -144,7 +144,7 @@ def key_of(table: Mapping) -> str:
     return PurePath(table["source"]).stem if table.get("source") else table["name"]
 
 
-def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
+def resolve_named(field: str, functions: Mapping[str, Callable], value) -> Named:
     "A name or a table {name = ..., parameters} -> Named with every parameter checked and filled in."
     table = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
     if table is None or not isinstance(table.get("name"), str):
@@ -159,7 +159,7 @@ def resolve(field: str, functions: Mapping[str, Callable], value) -> Named:
         )
     key, name, source = key_of(table), table.pop("name"), table.pop("source", "")
     if key not in functions:
-        raise _in_one(field, key, functions) or unknown(field, key, functions)
+        raise _in_one(field, key, functions) or unknown_name_error(field, key, functions)
     knobs = knobs_of(functions[key])
     for given in table:
         if given not in knobs:
@@ -190,10 +190,12 @@ def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> Valu
             f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as "
             f"in {given}: Knob(low, high) = a default"
         )
-    return unknown(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
+    return (
+        unknown_name_error(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
+    )
 
 
-def bind(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
+def bind_knobs(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
     """The function of a `Named`, or of a table that was resolved before, with its parameters bound; positional
     arguments are left to the caller."""
     table = named.table() if isinstance(named, Named) else named
@@ -211,7 +213,7 @@ def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in plain[given:]}
 
 
-def supply(function: Callable, *args, **there):
+def call_with_ingredients(function: Callable, *args, **there):
     """Call `function` with `args` and, of what is `there`, with what its signature names. ValueError naming an
     ingredient that is missing or None and has no default."""
     asked = ingredients_of(function, len(args))
@@ -312,7 +314,7 @@ class Captured:
         return f"{self.name}-{self.hash}"
 
 
-def capture(function: Callable) -> Captured:
+def capture_function(function: Callable) -> Captured:
     """The function as importable source, with the functions and constants it needs before it. Any other free name is
     refused by name."""
     if inspect.iscoroutinefunction(function):

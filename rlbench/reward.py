@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_CHARACTERS', 'MOST_DEPTH', 'MOST_EXPONENT', 'MOST_DIGITS', 'MOST_TERMS', 'VERIFIERS', 'REWARDS', 'StepRewards',
-           'boxed', 'final_answer', 'exact', 'plain_numbers', 'last_number', 'numeric', 'formula_excess', 'math',
-           'marked_answer', 'gsm8k', 'correct', 'brief', 'early', 'overlong_penalty', 'soft_overlong', 'has_form',
-           'with_format', 'scored', 'Checked', 'checked_reward']
+           'boxed_content', 'final_answer', 'exact', 'plain_numbers', 'last_number', 'numeric', 'formula_excess',
+           'math', 'marked_answer', 'gsm8k', 'correct', 'brief', 'early', 'overlong_penalty', 'soft_overlong',
+           'has_form', 'with_format', 'scored', 'Checked', 'checked_reward']
 
 # %% ../nbs/04_reward.ipynb #reward-imports
 import logging
@@ -23,7 +23,7 @@ from .knobs import Knob
 from .records import Outcome, Rollout, StopReason
 
 # %% ../nbs/04_reward.ipynb #reward-final
-def boxed(text: str) -> str | None:
+def boxed_content(text: str) -> str | None:
     "The content of the last \\boxed{...}, None if there is no box; all that follows if its closing brace was cut off."
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -39,7 +39,7 @@ def boxed(text: str) -> str | None:
 def final_answer(response: str) -> str:
     """The content of the last \\boxed{...}, else the line after the last '####', else the text after the last ':',
     else all of it; stripped."""
-    box = boxed(response)
+    box = boxed_content(response)
     if box is not None:
         return box
     if "####" in response:
@@ -277,7 +277,7 @@ def marked_answer(response: str) -> str | None:
     end = len(response)
     for mark in reversed(list(_MARKED.finditer(response))):
         upto, end = response[mark.start() : end], mark.start()
-        held = boxed(upto) if mark["line"] is None else boxed(mark["line"]) or mark["line"]
+        held = boxed_content(upto) if mark["line"] is None else boxed_content(mark["line"]) or mark["line"]
         if plain_numbers(held)[1]:
             return held
     return None

@@ -31,7 +31,7 @@ from ..base.run_files import write_json
 from .harness import Say, check_counts, in_turns, machine_text, mean_of, median_ratio, say_nothing
 from .trl_arm import TrlSetting
 from .trl_sides import QUIET, TrlArm, TrlSides, make_environment, open_folder
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..loop.config import RunConfig
 from ..loop.config_files import load_config
 from ..models.hardware import ModelShape, kv_bytes_per_token, machine
@@ -334,7 +334,7 @@ NEVER = "<never>"  # the stop token, which is never written
 def check_size(size: str) -> None:
     "ValueError for an unknown size."
     if size not in SIZES:
-        raise unknown("size", size, SIZES)
+        raise unknown_name_error("size", size, SIZES)
 
 # %% ../../nbs/bench/17_trl.ipynb #bench-size-policy
 def random_policy(shape: ModelShape, tokenizer, seed: int):

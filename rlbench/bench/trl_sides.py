@@ -49,7 +49,7 @@ from ..environments.tasks import make_tasks
 from ..loop.config import RunConfig
 from ..loop.config_files import to_toml
 from ..models.model import locate_model
-from ..reward import boxed, exact, final_answer
+from ..reward import boxed_content, exact, final_answer
 from ..sandbox.pool_folder import kill_all
 from ..workbench.handle import Run, attach, has_ended, run
 
@@ -181,7 +181,7 @@ SHARED = (  # fields of a job that are those of the configuration
 def trl_job(folder: Path, config: RunConfig, setting: TrlSetting) -> TrlJob:
     "TRL's side of rlbench's configuration. Writes the verifier's source beside it."
     verifier = folder / "verifier.py"
-    sources = [inspect.getsource(function) for function in (boxed, final_answer, exact)]
+    sources = [inspect.getsource(function) for function in (boxed_content, final_answer, exact)]
     verifier.write_text("\n\n".join(sources), encoding="utf-8")
     generations = -(-config.steps // setting.ahead)
     tasks = served_tasks(config, generations * setting.ahead * config.batch_groups)

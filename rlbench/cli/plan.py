@@ -90,12 +90,12 @@ def print_packaged_plans(as_json: bool) -> None:
 def check_plans(only: Sequence[str], as_json: bool) -> None:
     "Compute published figures and print what was expected and what came out. Exit status 1 if one is not met."
     from rlbench.bench.acceptance import ROWS, check_rows
-    from rlbench.knobs import unknown
+    from rlbench.knobs import unknown_name_error
 
     with exit_on_refusal():
         for name in only:
             if name not in ROWS:
-                raise unknown("--only", name, ROWS)
+                raise unknown_name_error("--only", name, ROWS)
     rows = check_rows(progress_printer(), only)
     failed = [row.id for row in rows if not row.ok]
     if as_json:

@@ -41,7 +41,7 @@ from rlbench.environments.task_rows import (
     task_of_row,
     warn_of_repeats,
 )
-from ..knobs import Knob, nearest, unknown
+from ..knobs import Knob, did_you_mean, unknown_name_error
 from ..records import Task
 
 # %% ../../nbs/environments/03_hub_tasks.ipynb #hub-tasks-source
@@ -71,7 +71,7 @@ def data_source(dataset: str) -> str:
         folders = sorted(str(each) for each in path.parent.glob("*") if each.is_dir())
         raise FileNotFoundError(
             f"tasks.dataset: no folder {dataset!r} (looked from {str(Path.cwd())!r}); give a folder, "
-            f"or a name on the Hub such as openai/gsm8k{nearest(path, folders)}"
+            f"or a name on the Hub such as openai/gsm8k{did_you_mean(path, folders)}"
         )
     return dataset
 
@@ -103,7 +103,7 @@ def open_hub(dataset: str, config: str = "", revision: str = ""):
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"tasks.dataset: {first_line(error)}; check name and revision, for a private or gated "
-            f"one log in with `hf auth login`{nearest(dataset, cached_data_sets())}"
+            f"one log in with `hf auth login`{did_you_mean(dataset, cached_data_sets())}"
         ) from None
     except ValueError as error:
         raise config_error(dataset, source, config, revision, error) from None
@@ -128,7 +128,7 @@ def config_error(dataset: str, source: str, config: str, revision: str, error: V
     if not config and len(names) > 1:
         return ValueError(f"tasks.config: {dataset!r} has several configurations; choose one of {', '.join(names)}")
     if config and names and config not in names and "cache" not in str(error):
-        return unknown("tasks.config", config, names)
+        return unknown_name_error("tasks.config", config, names)
     return ValueError(f"tasks.config: {dataset!r} cannot be opened ({' '.join(str(error).split())})")
 
 # %% ../../nbs/environments/03_hub_tasks.ipynb #hub-tasks-columns
@@ -159,7 +159,7 @@ def find_feature(field: str, features: Mapping, column: str):
     for part in column_path(features, column):
         if not isinstance(feature, Mapping) or part not in feature:
             names = feature if isinstance(feature, Mapping) else parent
-            raise unknown(f"tasks.{field}", column, [before + name for name in names])
+            raise unknown_name_error(f"tasks.{field}", column, [before + name for name in names])
         parent = feature
         feature = feature[part]
         before = f"{before}{part}."
@@ -205,7 +205,7 @@ def prepare_split(dataset: str, builder, field: str, split: str):
     datasets = import_datasets()
     known = [str(name) for name in (builder.info.splits or builder.config.data_files or ())]
     if known and split.partition("[")[0] not in known:
-        raise unknown(f"tasks.{field}", split, known)
+        raise unknown_name_error(f"tasks.{field}", split, known)
     is_folder = Path(dataset).expanduser().is_dir()  # of which nothing is downloaded
     try:
         with no_progress_bars(datasets, is_folder):

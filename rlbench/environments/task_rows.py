@@ -32,7 +32,7 @@ from random import Random
 
 from ..knobs import Knob
 from ..records import Task
-from ..reward import boxed
+from ..reward import boxed_content
 
 # %% ../../nbs/environments/02_task_rows.ipynb #task-rows-split
 ONE_IN = 5
@@ -86,7 +86,7 @@ def answer_after_mark(text: str) -> str:
 def reference_answer(text: str, extract: str) -> str:
     "The final answer of a reference solution by a resolved rule. ValueError if its mark is missing or nothing follows."
     if extract == "boxed":
-        found = boxed(text)
+        found = boxed_content(text)
     elif extract == "####":
         found = answer_after_mark(text)
     else:

@@ -24,7 +24,7 @@ from random import Random
 
 from .hub_tasks import hub
 from .task_rows import check_request, file, is_in_split
-from ..knobs import Knob, bind, resolve
+from ..knobs import Knob, bind_knobs, resolve_named
 from ..records import Task
 
 # %% ../../nbs/environments/04_tasks.ipynb #tasks-problems
@@ -250,8 +250,8 @@ def make_tasks(
 ) -> list[Task]:
     """The pool that a table {name = ..., parameters} or a bare name describes; up to `count` tasks, None for as many
     as the set gives by itself."""
-    named = resolve("tasks", functions, table)
-    function = bind(functions, named)
+    named = resolve_named("tasks", functions, table)
+    function = bind_knobs(functions, named)
     parameters = inspect.signature(function).parameters
     missing = [name for name in ("split", "seed", "count") if name not in parameters]
     if missing:

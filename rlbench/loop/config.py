@@ -42,11 +42,11 @@ from pydantic import (
 
 from rlbench.knobs import (
     Knob,
+    did_you_mean,
     key_of,
     knobs_of,
-    nearest,
     nearest_names,
-    unknown,
+    unknown_name_error,
 )
 from rlbench.loop.config_checks import (
     check_code,
@@ -369,7 +369,7 @@ def unknown_field(field: str, name: object, value: object, known: Iterable[str])
             ending = ".".join(parts[start:])
             if ending in others:
                 return f"{field}: unknown field {dotted!r}; {others[ending]}"
-    close = nearest(name, known)
+    close = did_you_mean(name, known)
     return f"{field}: unknown field {name!r}{close or '; the nearest: ' + ', '.join(nearest_names(name, known))}"
 
 # %% ../../nbs/loop/09_config.ipynb #config-errors
@@ -414,7 +414,7 @@ def knob_of_field(field: str) -> Knob:
         return knob_in_table(table, rest)
     knobs = knobs_in(RunConfig)
     if rest or head not in knobs:
-        raise unknown("knob", field, [*knobs, *FUNCTIONS, "balance"])
+        raise unknown_name_error("knob", field, [*knobs, *FUNCTIONS, "balance"])
     return knobs[head][0]
 
 
@@ -431,11 +431,11 @@ def knob_in_table(table: type[ConfigTable], rest: str) -> Knob:
     name = table.named_field(rest)
     if not table.is_steerable:
         if name and name not in table.model_fields:
-            raise unknown(table.field, rest, table.model_fields)
+            raise unknown_name_error(table.field, rest, table.model_fields)
         return Knob(live=False)
     knobs = knobs_in(table)
     if name not in knobs:
-        raise unknown(table.field, rest, knobs)
+        raise unknown_name_error(table.field, rest, knobs)
     return knobs[name][0]
 
 # %% ../../nbs/loop/09_config.ipynb #config-live-two
@@ -458,7 +458,9 @@ def value_of(config: RunConfig, field: str):
         name = table.named_field(rest)
         return getattr(value, name) if name else value
     if rest and rest not in value:
-        raise unknown(f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")])
+        raise unknown_name_error(
+            f"{head}.{value['name']}", rest, [name for name in value if name not in ("name", "source")]
+        )
     return value[rest] if rest else value
 
 

@@ -23,7 +23,7 @@ from ..environments.code_datasets import ALL_SETS, CODE_SETS
 from rlbench.knobs import (
     ingredients_of,
     key_of,
-    unknown,
+    unknown_name_error,
 )
 from .config_tables import ALL_VERIFIERS, FUNCTIONS, SINK_NAMES
 from ..objective.objective import describe_double_weighting
@@ -271,7 +271,7 @@ def check_sink_names(names: Iterable[str]) -> None:
     names = list(names)
     for name in names:
         if name not in SINK_NAMES:
-            raise unknown("sinks", name, SINK_NAMES)
+            raise unknown_name_error("sinks", name, SINK_NAMES)
     if len(set(names)) < len(names):
         raise ValueError(f"sinks: {names} names one twice; name each once")
 

@@ -30,10 +30,10 @@ from ..base.inputs import check_inputs, hash_inputs, with_absolute_paths
 from ..base.runs_folder import is_run_folder
 from rlbench.knobs import (
     Captured,
-    bind,
+    bind_knobs,
     key_of,
     load_function,
-    unknown,
+    unknown_name_error,
 )
 from .config import RunConfig, make_config, set_dotted
 from .config_tables import FUNCTIONS, ConfigError
@@ -58,7 +58,7 @@ def read_table_file(source: str) -> dict:
         raise ConfigError(
             describe_folder(path)
             if path.is_dir()
-            else str(unknown("config", source, presets())) + "; or give the path of a .toml file"
+            else str(unknown_name_error("config", source, presets())) + "; or give the path of a .toml file"
         )
     try:
         table = with_files_beside(tomllib.loads(text), path.parent)
@@ -154,7 +154,7 @@ def function_file(field: str, table: Mapping) -> Captured:
     except (OSError, ValueError, SyntaxError) as error:
         raise ConfigError(f"{field}: source {str(path)!r} cannot be read ({error}); name a Python file") from None
     if name not in known:
-        raise ConfigError(str(unknown(f"{field}: in {path.name}", name, known or ["no function"])))
+        raise ConfigError(str(unknown_name_error(f"{field}: in {path.name}", name, known or ["no function"])))
     return Captured(name, text)
 
 
@@ -235,7 +235,7 @@ class Functions:
         table = getattr(config, field)
         if self.folder and table.get("source") and key_of(table) not in self.known.get(field, {}):
             self.known = captured_functions(self.folder)
-        return bind({**FUNCTIONS[field], **self.known.get(field, {})}, table)
+        return bind_knobs({**FUNCTIONS[field], **self.known.get(field, {})}, table)
 
 # %% ../../nbs/loop/10_config_files.ipynb #config-files-inputs
 def absolute_config(config: RunConfig) -> RunConfig:

@@ -32,8 +32,8 @@ from ..environments.verifiers_adapter import verifiers
 from rlbench.knobs import (
     Knob,
     check_value,
-    resolve,
-    unknown,
+    resolve_named,
+    unknown_name_error,
 )
 from .balance import MODES, MOVES
 from .guards import parse_action, parse_condition
@@ -70,7 +70,7 @@ class ConfigError(ValueError):
 def function_table(field: str, value, info: ValidationInfo) -> dict:
     "The table of a named function: its name, its parameters, and the source of a captured one."
     extra = (info.context or {}).get(field, {})
-    return resolve(field, {**FUNCTIONS[field], **extra}, value).table()
+    return resolve_named(field, {**FUNCTIONS[field], **extra}, value).table()
 
 # %% ../../nbs/loop/06_config_tables.ipynb #config-tables-base
 def knobs_in(model: type[BaseModel]) -> dict[str, tuple[Knob, object]]:
@@ -407,7 +407,7 @@ def check_sandbox(s: SandboxConfig) -> None:
         )
     for name in s.faults:
         if name not in Faults.__dataclass_fields__:
-            raise unknown("sandbox.faults", name, Faults.__dataclass_fields__)
+            raise unknown_name_error("sandbox.faults", name, Faults.__dataclass_fields__)
     Faults(**s.faults)
     for name in ("url", "token", "faults"):
         tier = Tier.FAKE if name == "faults" else Tier.REMOTE

@@ -22,7 +22,7 @@ __all__ = ['ERRORS_IN_A_ROW', 'OBJECTIVE', 'AT_FAULT', 'function_in_force', 'rem
 from collections.abc import Callable
 
 from ..base.safe_call import function_name
-from ..knobs import bind, key_of
+from ..knobs import bind_knobs, key_of
 from .actions import Configure
 from .config import RunConfig, with_knob
 from .config_tables import FUNCTIONS
@@ -44,7 +44,7 @@ AT_FAULT = (
 def function_in_force(state: LoopState, field: str) -> Callable:
     "The function in force in a field of the configuration, with its parameters."
     known = {**FUNCTIONS[field], **state.functions.get(field, {})}
-    return bind(known, getattr(state.config, field))
+    return bind_knobs(known, getattr(state.config, field))
 
 
 def remember_replaced(state: LoopState, target: RunConfig) -> None:

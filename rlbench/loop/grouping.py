@@ -25,8 +25,8 @@ from functools import partial
 
 import numpy as np
 
-from ..advantage import MIN_GROUP, informative
-from ..knobs import ingredients_of, key_of, supply
+from ..advantage import MIN_GROUP, is_informative
+from ..knobs import call_with_ingredients, ingredients_of, key_of
 from .actions import Write
 from .dispatch import keep_evidence
 from .evaluation import close_evaluated
@@ -90,9 +90,9 @@ def teaches(state: LoopState, rollouts: list[RolloutState], rewards_R: np.ndarra
         needed = [name for name, is_needed in ingredients_of(advantage, 1).items() if is_needed]
         asked = advantage
         if all(name in known for name in needed):
-            asked = partial(supply, advantage, **known)
+            asked = partial(call_with_ingredients, advantage, **known)
         try:
-            return informative(rewards_R, asked)
+            return is_informative(rewards_R, asked)
         except Exception as error:
             if not put_back_or_fail(state, "advantage", advantage, error, actions):
                 return True

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..base.tables import EVALS, STEPS
-from ..knobs import nearest, unknown
+from ..knobs import did_you_mean, unknown_name_error
 
 # %% ../../nbs/loop/02_guards.ipynb #guard-condition
 COMPARE = {
@@ -131,7 +131,7 @@ def check_condition(condition: Condition, evals: Iterable[str]) -> None:
             known = [figure for row in rows for figure in row]
             raise ValueError(
                 f"guard: {name!r} is neither a number of the steps table nor an "
-                f"evaluation{nearest(name, known)}; run.steps.columns has the first, the "
+                f"evaluation{did_you_mean(name, known)}; run.steps.columns has the first, the "
                 "configuration's [[eval]] the second"
             )
     if not any(set(condition.names) <= set(row) for row in rows):
@@ -152,7 +152,7 @@ def parse_action(text: str) -> tuple[str, object]:
     found = _ASSIGNMENT.fullmatch(text) if isinstance(text, str) else None
     if not found:
         raise (
-            unknown("guard", text, DOES)
+            unknown_name_error("guard", text, DOES)
             if re.fullmatch(r"\w+", str(text))
             else ValueError(
                 f"guard: {text!r} is no action; use {', '.join(DOES)} or an assignment, as in 'temperature = 0.8'"
@@ -288,5 +288,5 @@ def without(guards: Iterable[Guard], name: str) -> list[Guard]:
         pass
     kept = [guard for guard in guards if name not in (guard.id, guard.when, names[guard.id])]
     if len(kept) == len(guards):
-        raise unknown("guard", name, [*names.values(), *(guard.when for guard in guards)])
+        raise unknown_name_error("guard", name, [*names.values(), *(guard.when for guard in guards)])
     return kept

@@ -35,7 +35,7 @@ from importlib.resources import files
 from math import inf
 from pathlib import Path
 
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-model
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def checked_row(where: str, section: str, name: str, told) -> object:
         raise ValueError(f'{place}: {told!r} is no table; write [{section}."{name}"] with {", ".join(needed)}')
     for key, value in told.items():
         if key not in fields_known:
-            raise unknown(place, key, fields_known)
+            raise unknown_name_error(place, key, fields_known)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or value < 0:
             raise ValueError(f"{place}.{key}: {value!r} is no number from 0 up")
@@ -176,7 +176,7 @@ def read_tables(path: str | Path | None = None) -> Tables:
             raise ValueError(f"{where}: not a TOML file ({error})") from None
         for section, rows in told.items():
             if section not in SECTIONS or not isinstance(rows, Mapping):
-                raise unknown(where, section, SECTIONS)
+                raise unknown_name_error(where, section, SECTIONS)
             for name, row in rows.items():
                 found[section][name] = checked_row(where, section, name, row)
     return Tables(**found)
@@ -191,7 +191,7 @@ def find_row(section: str, name: str, tables: Tables = TABLES):
     unknown one."""
     rows = getattr(tables, section)
     if name not in rows:
-        raise unknown(section, name, rows)
+        raise unknown_name_error(section, name, rows)
     return rows[name]
 
 # %% ../../nbs/models/01_hardware.ipynb #capacity-kv

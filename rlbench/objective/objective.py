@@ -28,7 +28,7 @@ from functools import wraps
 
 from ..advantage import ADVANTAGES, grpo
 from ..base.safe_call import FunctionFailed, function_name
-from ..knobs import Named, bind, ingredients_of, nearest, resolve, supply
+from ..knobs import Named, bind_knobs, call_with_ingredients, did_you_mean, ingredients_of, resolve_named
 from .correction import CORRECTIONS, log_linear_logprobs, tis
 from .correction import none as no_correction
 from .kl import KLS, SCHEDULES, constant
@@ -120,15 +120,15 @@ class Objective:
 def bind_part(field: str, value) -> Callable:
     "The function of a field, its knobs bound. ValueError names what is wrong."
     given = value.table() if isinstance(value, Named) else value
-    named = resolve(field, PARTS[field], given)
-    return bind(PARTS[field], named)
+    named = resolve_named(field, PARTS[field], given)
+    return bind_knobs(PARTS[field], named)
 
 
 def check_choice(field: str, value: str, known: tuple[str, ...]) -> str:
     "The value, if it is known; else ValueError."
     if value not in known:
         choices = ", ".join(map(repr, known))
-        raise ValueError(f"{field}: {value!r} is not one of {choices}{nearest(value, known)}")
+        raise ValueError(f"{field}: {value!r} is not one of {choices}{did_you_mean(value, known)}")
     return value
 
 
@@ -227,7 +227,7 @@ def check_ingredients(field: str, name: str, function: Callable) -> None:
         if is_needed and asked not in known:
             offered = describe_offer(field, given, known)
             raise ValueError(
-                f"{field}.{name}: asks for {asked!r}, which it is not given{nearest(asked, known)} ({offered}). "
+                f"{field}.{name}: asks for {asked!r}, which it is not given{did_you_mean(asked, known)} ({offered}). "
                 f"A number that you want to set is a knob: {asked}: Knob(low, high) = a default"
             )
 
@@ -288,7 +288,7 @@ def correction_weights(objective: Objective, tokens: Tokens, old_RT):
     compared_RT = tokens.logprobs_RT.detach() if objective.old == "sampler" else old_RT
 
     def weigh(correction):
-        return supply(
+        return call_with_ingredients(
             correction,
             compared_RT,
             tokens.sampler_RT,
@@ -332,7 +332,9 @@ def kl_per_token(objective: Objective, tokens: Tokens, old_RT):
             "kl: needs the log-probabilities of a reference policy, and these rollouts have none; "
             'set reference = "start", or kl = "none"'
         )
-    return supply(objective.kl, tokens.logprobs_RT, tokens.reference_RT, sampler_RT=tokens.sampler_RT, old_RT=old_RT)
+    return call_with_ingredients(
+        objective.kl, tokens.logprobs_RT, tokens.reference_RT, sampler_RT=tokens.sampler_RT, old_RT=old_RT
+    )
 
 
 def evaluate_objective(
@@ -341,7 +343,7 @@ def evaluate_objective(
     "The objective's value and its terms; `totals` are of the whole batch, `weights` those of KL and entropy."
     mask_RT = tokens.mask_RT
     old_RT = proximal_logprobs(objective.old, tokens)
-    terms = supply(
+    terms = call_with_ingredients(
         objective.loss,
         tokens.logprobs_RT,
         old_RT,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base.safe_call import FunctionFailed, function_name
-from ..knobs import Knob, supply
+from ..knobs import Knob, call_with_ingredients
 from ..records import Group, Rollout, StopReason
 from ..reward import overlong_penalty
 
@@ -199,7 +199,7 @@ def shape_rewards(shaping: Callable, rewards_R, known: GroupFacts) -> np.ndarray
     """The shaped rewards of one group, float64 [R]; NaN stays NaN. FunctionFailed for anything but one number, or
     NaN, for each; ValueError for an ingredient that is not there."""
     before_R = np.array(rewards_R, float)
-    value = supply(shaping, before_R.copy(), **vars(known))
+    value = call_with_ingredients(shaping, before_R.copy(), **vars(known))
     try:
         after_R = np.asarray(value, float)
     except (TypeError, ValueError):

@@ -26,7 +26,7 @@ from math import exp, log
 from pathlib import Path
 from typing import get_type_hints
 
-from ..knobs import Knob, check_value, unknown
+from ..knobs import Knob, check_value, unknown_name_error
 from ..loop.config import RunConfig, make_config, set_dotted
 from ..loop.config_tables import ConfigError
 from ..models.hardware import TABLES, ModelShape, Tables, read_tables
@@ -87,7 +87,7 @@ def read_part(section: str, table: Mapping, ranges: dict[str, Range]):
     for name, value in table.items():
         place = f"{section}.{name}"
         if name not in declared:
-            raise unknown(section, name, declared)
+            raise unknown_name_error(section, name, declared)
         if section == "drift" and name != "over":
             values[name] = check_trace(place, value)
             continue
@@ -205,7 +205,7 @@ NEEDED = ("generators.gpu", "generators.gpus", "trainer.gpus", "rollouts.respons
 def table_row(place: str, name: str, known: Mapping):
     "The row of a table, by name. ValueError with the nearest names."
     if name not in known:
-        raise unknown(place, name, known)
+        raise unknown_name_error(place, name, known)
     return known[name]
 
 

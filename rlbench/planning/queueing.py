@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import ceil, exp, floor, inf, lgamma, log, sqrt
 from statistics import NormalDist
 
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-need
 NORMAL = NormalDist()
@@ -194,7 +194,7 @@ def staleness_of(
     require_above_zero(rho=rho, running=running, batch=batch, acceptance=acceptance)
     require_share(acceptance=acceptance)
     if backlog not in BACKLOGS:
-        raise unknown("backlog", backlog, BACKLOGS)
+        raise unknown_name_error("backlog", backlog, BACKLOGS)
     if backlog == "hold" and rho > 1:
         return hold_form(running * acceptance, batch, queue_batches)
     return drop_oldest_form(rho, running, batch / acceptance, queue_batches, tail_factor(group, sigma))

@@ -26,7 +26,7 @@ import tomli_w
 
 from ..base.commands import send_command
 from ..base.runs_folder import find_runs_folder
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..loop.config import RunConfig, apply_point, live_knobs, value_of
 from ..loop.config_files import captured_functions
 from ..loop.config_tables import FUNCTIONS
@@ -67,7 +67,7 @@ def save_knobs(folder: Path, name: str, fields: Iterable[str] = ()) -> Path:
     table: dict[str, object] = {}
     for field_ in chosen:
         if field_ not in known:
-            raise unknown("knobs", field_, known)
+            raise unknown_name_error("knobs", field_, known)
         head, _, key = field_.partition(".")
         if key:
             table.setdefault(head, {})[key] = value_of(config, field_)
@@ -88,7 +88,7 @@ def read_knobs(runs: str | Path, name: str) -> dict[str, object]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(
-            errno.ENOENT, str(unknown("knobs", name, knob_presets(runs) or ["none yet"])), str(path)
+            errno.ENOENT, str(unknown_name_error("knobs", name, knob_presets(runs) or ["none yet"])), str(path)
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"knobs: {path} is not valid TOML: {error}") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..base.labels import read_labels
 from ..base.ledger_reading import read_table
 from ..base.status import Status, read_status, state_of
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from .lineage import Family, read_family
 
 # %% ../../nbs/runtime/40_listing.ipynb #listing-read
@@ -164,7 +164,7 @@ _CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
 def sort_runs(runs: Iterable[ListedRun], by: str) -> list[ListedRun]:
     "Sorted by a column: names and times upwards, figures downwards. Raises ValueError for another column."
     if by not in SORTS:
-        raise unknown("sort", by, SORTS)
+        raise unknown_name_error("sort", by, SORTS)
     return sorted(runs, key=SORTS[by])
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from ..knobs import key_of, unknown
+from ..knobs import key_of, unknown_name_error
 from ..loop.config import RunConfig
 from rlbench.models.hardware import (
     HARDWARE,
@@ -125,7 +125,7 @@ def machine_named(names: Sequence[str]) -> Machine:
     for name in names:
         kind, _, times = re.fullmatch(r"(.*?)(\s+[x×]\s*(\d+))?\s*", name.lstrip(), re.S).groups()
         if kind not in HARDWARE:
-            raise unknown("on", kind, HARDWARE)
+            raise unknown_name_error("on", kind, HARDWARE)
         if times and not int(times):
             raise ValueError(
                 f"on: {name!r} names no GPU; give at least one, or leave --on out to plan for this machine"

@@ -20,7 +20,7 @@ from ..base.safe_call import guarded
 from ..environments.code_datasets import ALL_SETS
 from ..environments.event_loop import first_prompts
 from ..environments.tasks import make_tasks
-from ..knobs import bind, key_of
+from ..knobs import bind_knobs, key_of
 from ..loop.config import RunConfig
 from ..loop.config_tables import FUNCTIONS
 from ..records import Task
@@ -58,7 +58,7 @@ class Prompts:
     def of_config(cls, config: RunConfig, functions: Mapping) -> "Prompts":
         "The prompts of a configuration. `functions`: captured ones by field."
         environments = {**FUNCTIONS["environment"], **functions.get("environment", {})}
-        return cls(bind(environments, config.environment), key_of(config.environment) == "single")
+        return cls(bind_knobs(environments, config.environment), key_of(config.environment) == "single")
 
     def of_task(self, task: Task, config: RunConfig) -> str:
         "The prompt of a task. FunctionFailed for an environment that cannot start on it."

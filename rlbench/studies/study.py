@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..advantage import informative
+from ..advantage import is_informative
 from ..base.chart_parts import Line
 from ..base.charts import Chart
 from ..bench.harness import Say, check_counts, kept_record, say_nothing
 from ..engines.torch import TorchGenerator, settle_cpu
 from ..environments.tasks import arithmetic
-from ..knobs import bind, resolve
+from ..knobs import bind_knobs, resolve_named
 from ..loop.config_tables import ALL_REWARDS
 from ..models.hardware import machine
 from ..models.model import load_policy
@@ -229,8 +229,8 @@ class TrainedArm:
 # %% ../../nbs/studies/03_study.ipynb #study-train-part-2
 def setup_functions(setup: Setup) -> tuple[Objective, Callable, Callable]:
     "Objective, reward and shaping of a setup. ValueError for one that is not there."
-    reward = bind(ALL_REWARDS, resolve("reward", ALL_REWARDS, setup.reward))
-    shaping = bind(SHAPINGS, resolve("shaping", SHAPINGS, setup.shaping))
+    reward = bind_knobs(ALL_REWARDS, resolve_named("reward", ALL_REWARDS, setup.reward))
+    shaping = bind_knobs(SHAPINGS, resolve_named("shaping", SHAPINGS, setup.shaping))
     return make_objective(**setup.objective), reward, shaping
 
 
@@ -250,7 +250,7 @@ def train_arm(arm: str, setup: Setup, seed: int) -> TrainedArm:
     rows: list[dict[str, float | None]] = []
 
     def is_useful(group: Group) -> bool:
-        return informative(group.rewards, goal.advantage)
+        return is_informative(group.rewards, goal.advantage)
 
     def examine(version: int, bits: int = 23) -> float:
         weights = round_weights(copy_weights(policy), bits)

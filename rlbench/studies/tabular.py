@@ -13,7 +13,7 @@ from itertools import combinations_with_replacement
 
 import torch
 
-from ..knobs import supply
+from ..knobs import call_with_ingredients
 from ..objective.objective import Objective
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-policy
@@ -49,8 +49,8 @@ def token_losses(goal: Objective, logprobs_RT, old_RT, sampler_RT, advantages_RT
     mask_RT = torch.ones_like(old_RT, dtype=torch.bool) if mask_RT is None else mask_RT
     there = {"mask_RT": mask_RT, "sampler_RT": sampler_RT, "start_RT": old_RT, "whole_RT": mask_RT}
     base_RT = sampler_RT if goal.old == "sampler" else old_RT
-    terms = supply(goal.loss, logprobs_RT, base_RT, advantages_RT, **there)
-    weight_RT = supply(goal.correction, base_RT, sampler_RT, **there, advantages_RT=advantages_RT)
+    terms = call_with_ingredients(goal.loss, logprobs_RT, base_RT, advantages_RT, **there)
+    weight_RT = call_with_ingredients(goal.correction, base_RT, sampler_RT, **there, advantages_RT=advantages_RT)
     return terms.loss_RT * weight_RT, weight_RT
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from ..base.safe_call import FunctionFailed
-from ..knobs import ingredients_of, supply
+from ..knobs import call_with_ingredients, ingredients_of
 from ..objective.correction import proximal_share
 from ..objective.objective import Objective
 from ..objective.shaping import facts_of, shape_groups
@@ -252,7 +252,7 @@ def rows_by_group(
     rows = []
     for group, rewards_R in zip(groups, rewards):
         known = vars(facts_of(group.rollouts))
-        advantages_R = supply(objective.advantage, rewards_R, **known, batch_R=batch_R)
+        advantages_R = call_with_ingredients(objective.advantage, rewards_R, **known, batch_R=batch_R)
         for rollout, reward, advantage in zip(group.rollouts, rewards_R, advantages_R, strict=True):
             if not math.isnan(advantage):
                 rows.append(make_row(rollout, reward, float(advantage)))
@@ -293,7 +293,7 @@ def whole_batch_advantages(
         # A reward contains those of its steps; this function gets them separately.
         outcome_R = outcome_R - np.nansum(known["steps_RT"], 1)
     try:
-        found = supply(objective.advantage, outcome_R, **known)
+        found = call_with_ingredients(objective.advantage, outcome_R, **known)
     except FunctionFailed:
         raise
     except ValueError as error:

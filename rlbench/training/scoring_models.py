@@ -252,7 +252,7 @@ class ScoringModels:
 
 
 class ScorerActor:
-    """Scores finished rollouts, oldest first. A turn takes at most `tokens` tokens and `most` rollouts; `alone`: each
+    """Scores finished rollouts, oldest first. A unit of work takes at most `tokens` tokens and `most` rollouts; `alone`: each
     has forward passes of its own."""
 
     def __init__(self, models: ScoringModels, tokens: int = 16_384, most: int = 10**9, alone: bool = False):
@@ -275,7 +275,7 @@ class ScorerActor:
         "Take requests."
         self._queue.extend(requests)
 
-    def turn(self) -> list[AskAnswer]:
+    def work(self) -> list[AskAnswer]:
         "Answer one round of requests; empty if idle."
         taken = []
         left = self.tokens

@@ -36,7 +36,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..knobs import supply
+from ..knobs import call_with_ingredients
 from ..models.model import KeptTokens, token_logprobs
 from ..objective.loss import Totals
 from rlbench.objective.objective import (
@@ -438,7 +438,7 @@ def scheduled_weights(objective: Objective, version: int, memory: Mapping[str, f
             return 0.0
         last = memory.get(f"{name}_weight", base)
         measured, rollouts = memory.get(name), memory.get("rollouts")
-        return float(supply(schedule, base, version, last=last, measured=measured, rollouts=rollouts))
+        return float(call_with_ingredients(schedule, base, version, last=last, measured=measured, rollouts=rollouts))
 
     kl_base = objective.kl_weight if objective.kl else 0.0
     kl = weight("kl", kl_base, objective.kl_schedule)

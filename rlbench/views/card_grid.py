@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..base.charts import Chart, to_svg
 from ..base.plotly_charts import to_plotly
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..runtime.live_view import LiveView, RunSnapshot
 from .card_html import run_card_html
 from .cards import CARDS, CardSpec, changed_cards
@@ -35,7 +35,7 @@ PLOTLY = "application/vnd.plotly.v1+json"
 def find_card(key: str) -> CardSpec:
     "A card by its key. Raises ValueError with the nearest known one."
     if key not in CARDS:
-        raise unknown("card", key, CARDS)
+        raise unknown_name_error("card", key, CARDS)
     return CARDS[key]
 
 

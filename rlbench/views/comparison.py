@@ -32,7 +32,7 @@ from ..base.chart_parts import GRID, INK, SOFT, css_colour, short_number
 from ..base.charts import Chart
 from ..base.run_charts import numeric_column
 from ..base.status import ENDED
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..loop.digest import compare_traces, read_trace
 from rlbench.views.compared_runs import (
     AXES,
@@ -417,7 +417,7 @@ def compare(*which, x: str = "version", runs: str | Path | None = None) -> Compa
     Raises ValueError for no run, a run named twice, or an unknown axis; FileNotFoundError for a run that is not
     there."""
     if x not in AXES:
-        raise unknown("x", x, AXES)
+        raise unknown_name_error("x", x, AXES)
     folders = [folder_of(run, runs) for run in which]
     if not folders:
         raise ValueError("compare: name at least one run, by handle, path or name")

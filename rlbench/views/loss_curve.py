@@ -24,7 +24,7 @@ import numpy as np
 from ..base.chart_parts import Line, Reference
 from ..base.charts import Chart
 from ..base.safe_call import function_name
-from ..knobs import bind, resolve
+from ..knobs import bind_knobs, resolve_named
 from ..loop.config_files import functions_of_files, named_by_file
 from ..objective.loss import Totals
 from ..objective.objective import PARTS, Objective, Tokens, check_values, evaluate_objective
@@ -55,7 +55,7 @@ def _named_function(part: str, value: str | Mapping, captured: Mapping[str, Call
     functions = {**PARTS[part], **captured}
     if named_by_file(value):
         functions |= functions_of_files({part: value})[part]
-    return bind(functions, resolve(part, functions, value))
+    return bind_knobs(functions, resolve_named(part, functions, value))
 
 # %% ../../nbs/views/30_loss_curve.ipynb #loss-curve-label
 def part_name(value: Part) -> str:

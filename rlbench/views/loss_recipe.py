@@ -19,7 +19,7 @@ __all__ = ['LABELLED', 'SWAPPED', 'WORDS', 'NOT_STORED', 'Recipe', 'recipe_of', 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..knobs import ingredients_of, key_of, resolve, unknown
+from ..knobs import ingredients_of, key_of, resolve_named, unknown_name_error
 from ..loop.config_files import Functions
 from ..objective.correction import tis
 from ..objective.objective import OLD_POLICIES, PARTS, Objective, check_choice
@@ -114,7 +114,7 @@ def swap_parts(recipe: Recipe, batch: StoredBatch, **changes) -> Recipe:
     labels = dict(recipe.labels)
     for part, value in changes.items():
         if part not in SWAPPED:
-            raise unknown("swap", part, SWAPPED)
+            raise unknown_name_error("swap", part, SWAPPED)
         if part in PARTS:
             check_ingredients_stored(part, value)
             labels[part] = _label_with_defaults(part, value, captured)
@@ -139,7 +139,7 @@ def _label_with_defaults(part: str, value: Part, captured: Mapping[str, Callable
         return "none"
     if callable(value) or isinstance(value, Mapping) and len(value) > 1:
         return part_label(value)
-    return part_label(resolve(part, {**PARTS[part], **captured}, value).table())
+    return part_label(resolve_named(part, {**PARTS[part], **captured}, value).table())
 
 
 def _swapped_kl_weight(recipe: Recipe, objective: Objective, changes: Mapping[str, object]) -> float:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..knobs import FileFunction, bind, capture, resolve, save_function, unknown
+from ..knobs import FileFunction, bind_knobs, capture_function, resolve_named, save_function, unknown_name_error
 from ..loop.config import RunConfig
 from ..loop.config_files import Functions
 from ..loop.config_tables import FUNCTIONS
@@ -63,14 +63,14 @@ def rescore(
     import polars as pl
 
     if field not in FUNCTIONS:
-        raise unknown("field", field, FUNCTIONS)
+        raise unknown_name_error("field", field, FUNCTIONS)
     own = captured_copy(function)
     named = {"name": own.__name__, "source": own.where, **parameters}
     functions = {own.captured.stem: own}
-    table = resolve(field, functions, named).table()
+    table = resolve_named(field, functions, named).table()
     check_ingredients(field, own.__name__, own)
     own.warm()  # before a clock runs
-    rows = _try_function(reader_of(folder), field, bind(functions, table), table, last, limits)
+    rows = _try_function(reader_of(folder), field, bind_knobs(functions, table), table, last, limits)
     types = {}
     if rows and "parts" in rows[0]:
         types["parts"] = pl.List(pl.Struct({"part": pl.String, "value": pl.Float64}))
@@ -81,7 +81,7 @@ def captured_copy(function: Callable) -> FileFunction:
     "The function as it will run. ValueError if it cannot be captured."
     if isinstance(function, FileFunction):
         return function
-    captured = capture(function)
+    captured = capture_function(function)
     return FileFunction(captured, f"functions/{captured.stem}.py")
 
 
@@ -139,7 +139,7 @@ def give_function(folder: str | Path | RunReader, field: str, function: Callable
     reader = reader_of(folder)
     own = captured_copy(function)
     stem = own.captured.stem
-    named = resolve(field, {stem: own}, {"name": own.__name__, "source": f"functions/{stem}.py"})
+    named = resolve_named(field, {stem: own}, {"name": own.__name__, "source": f"functions/{stem}.py"})
     check_function(reader, field, own)
     save_function(own.captured, reader.folder / "functions")
     return named.table()

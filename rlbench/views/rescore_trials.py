@@ -29,7 +29,7 @@ from ..base.safe_call import DeadlinePassed, FunctionFailed, call_within, guarde
 from ..curriculum import Curriculum, draw_task_index, solve_rate
 from ..environments.judging import judge_rollout
 from ..environments.tasks import make_tasks
-from ..knobs import ingredients_of, supply
+from ..knobs import call_with_ingredients, ingredients_of
 from ..loop.config import RunConfig
 from ..objective.loss import describe_bad_loss, totals_of
 from ..objective.shaping import INGREDIENTS, GroupFacts, facts_of, shape_rewards
@@ -158,7 +158,7 @@ def _call_on_group(
     if not set(asked) <= set(INGREDIENTS):
         return [], ""  # it needs a whole batch, or what is not stored with a group
     try:
-        given = supply(guarded(field, function, limits.call), rewards_R.copy(), **vars(facts))
+        given = call_with_ingredients(guarded(field, function, limits.call), rewards_R.copy(), **vars(facts))
         values_R = np.asarray(given, float)
     except FunctionFailed as error:
         return [], str(error)
@@ -183,7 +183,7 @@ def try_schedule(field: str, function: Callable, old: Callable, config: RunConfi
     rows = []
     for version in VERSIONS:
         new, message = _scheduled_weight(field, function, base, version, facts, limits)
-        before = float(supply(old, base, version, **facts))
+        before = float(call_with_ingredients(old, base, version, **facts))
         rows.append({"version": version, "old": before, "new": new, "message": message})
     return rows
 
@@ -193,7 +193,7 @@ def _scheduled_weight(
 ) -> tuple[float | None, str]:
     "(weight, what the function did wrong)."
     try:
-        weight = supply(guarded(field, function, limits.call), base, version, **facts)
+        weight = call_with_ingredients(guarded(field, function, limits.call), base, version, **facts)
     except ValueError as error:
         return None, str(error)
     if isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0:
@@ -264,7 +264,7 @@ def _values_and_slopes(field: str, function: Callable, sample: TokenSample):
     }
     ingredients = {"mask_RT": mask_RT, "whole_RT": mask_RT, "sampler_RT": sampler_RT}
     ingredients |= {"old_RT": old_RT, "start_RT": old_RT, "advantages_RT": advantages_R1}
-    given = supply(function, *arguments.get(field, (old_RT, sampler_RT)), **ingredients)
+    given = call_with_ingredients(function, *arguments.get(field, (old_RT, sampler_RT)), **ingredients)
     if field != "loss":
         return given.detach() + 0.0 * mask_RT, torch.zeros_like(logprobs_RT)
     if reason := describe_bad_loss(given, logprobs_RT):

@@ -29,7 +29,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ..base.chart_parts import INK, SOFT, short_number
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..runtime.run_reader import RunReader
 from .decode import load_decoder
 from .html import fill_template, import_widgets, join_html, show_errors
@@ -183,7 +183,7 @@ def set_filters(widgets: BrowserWidgets, filters: Mapping[str, object]) -> None:
     "Put filters into the widgets. Raises ValueError for one the browser does not have, or a value that is not there."
     for name, value in filters.items():
         if name not in FILTERS:
-            raise unknown("browse", name, FILTERS)
+            raise unknown_name_error("browse", name, FILTERS)
         widget = getattr(widgets, name)
         if name in SLIDERS:
             low, high = ends_of(value)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..records import Fate
 from ..runtime.run_reader import RunReader, reader_of
 from .stored_rows import newest_rows
@@ -61,7 +61,7 @@ def check_fates(fate: str | Iterable[str]) -> list[str]:
     known = [each.value for each in Fate]
     for each in wanted:
         if each not in known:
-            raise unknown("fate", each, known)
+            raise unknown_name_error("fate", each, known)
     return wanted
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from ..base.interrupts import interrupts_held_back
 from ..base.run_files import write_json
 from ..base.status import ENDED
-from ..knobs import resolve
+from ..knobs import resolve_named
 from ..loop.config import RunConfig
 from ..loop.config_tables import ConfigError
 from ..views.exam import exam_differences, exam_in
@@ -297,7 +297,7 @@ def ablate(
     null = null and len(chosen) > 1  # a scan claims nothing that a null arm could refute
     if at_once < 1:
         raise ValueError(f"at_once: {at_once} runs at a time are none; give 1 or more")
-    named = resolve("measure", MEASURES, measure)
+    named = resolve_named("measure", MEASURES, measure)
     if isinstance(base, RunConfig):
         base = base.model_dump(exclude={"name"})
     first, config = check_arm(base, Arm("base", {}), fixed)

@@ -33,7 +33,7 @@ from rlbench.base.chart_parts import (
     VerticalMark,
 )
 from ..base.charts import Chart, to_svg
-from ..knobs import bind, resolve, unknown
+from ..knobs import bind_knobs, resolve_named, unknown_name_error
 from ..loop.config import RunConfig
 from ..loop.digest import PARTS, differing_parts, known_parts
 from rlbench.workbench.paired_statistics import (
@@ -162,7 +162,7 @@ class Ablation:
         "The measured number of each finished run of an arm. ValueError for an unknown arm or measure."
         found, of = next((a for a in self.arms if a.label == arm), None), bind_measure(measure or self.measure)
         if found is None:
-            raise unknown("arm", arm, [a.label for a in self.arms])
+            raise unknown_name_error("arm", arm, [a.label for a in self.arms])
         return {
             t.seed: of(t) if t.finished else math.nan for t in self.trials if (t.hash, t.again) == (found.hash, again)
         }
@@ -230,7 +230,7 @@ def _null_of(a: Ablation) -> Null:
     equal = sum(not parts and one.digest != "" != two.digest for parts, (one, two) in zip(found, pairs))
     differing = tuple(part for part in PARTS if any(part in parts for parts in found))
     difference = paired_difference("base again", base.label, a.by_seed(base.label, again=True), a.by_seed(base.label))
-    timed = resolve("measure", MEASURES, a.measure).name in TIMED
+    timed = resolve_named("measure", MEASURES, a.measure).name in TIMED
     return Null(a.exact, len(pairs), equal, difference, differing, timed)
 
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-curves
@@ -252,7 +252,7 @@ def learning_curves(a: Ablation, column: str) -> Chart:
         *(name for name in CURVE if name not in ("version", "at") and all(name in t.curve for t in a.trials)),
     ]
     if column not in kept:
-        raise unknown("column", column, kept)
+        raise unknown_name_error("column", column, kept)
     lines = []
     for arm, role, dash in zip(a.arms, itertools.cycle(ARM_ROLES), itertools.cycle(DASHES)):
         seeds = [points_of(t, column) for t in a.trials if t.hash == arm.hash and not t.again and t.finished]
@@ -270,7 +270,7 @@ def learning_curves(a: Ablation, column: str) -> Chart:
 # %% ../../nbs/workbench/15_ablation_result.ipynb #result-show
 def bind_measure(measure) -> Callable[[Trial], float]:
     "The bound measure. ValueError for an unknown one, or a value out of range."
-    return bind(MEASURES, resolve("measure", MEASURES, measure))
+    return bind_knobs(MEASURES, resolve_named("measure", MEASURES, measure))
 
 
 NUMBERS = ("mean", "difference", "low", "high", "p", "p_holm")

@@ -33,7 +33,7 @@ import psutil
 
 from ..base.run_files import FAULTS
 from ..base.status import ENDED, is_alive, state_of
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..sandbox.types import Fault
 from ..views.html import set_html
 from rlbench.workbench.drill_faults import (
@@ -180,7 +180,7 @@ def choose_drills(names: Iterable[str]) -> list[Drill]:
     names = list(names)
     for name in names:
         if name not in DRILLS:
-            raise unknown("drill", name, DRILLS)
+            raise unknown_name_error("drill", name, DRILLS)
     return [DRILLS[name] for name in names] or list(DRILLS.values())
 
 

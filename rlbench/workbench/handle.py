@@ -47,7 +47,7 @@ from rlbench.base.status import (
     read_status,
     state_of,
 )
-from ..knobs import unknown
+from ..knobs import unknown_name_error
 from ..loop.commands import check_ramp
 from ..loop.config import RunConfig
 from ..loop.config_files import read_config
@@ -136,7 +136,7 @@ def existing_run(root: Path, name: str, exist: str) -> "Run | None":
     """The run of this name if there is one and `exist` says to attach to it. ValueError for an unknown `exist`, and
     for `attach` without a name."""
     if exist not in ("refuse", "attach"):
-        raise unknown("exist", exist, ("refuse", "attach"))
+        raise unknown_name_error("exist", exist, ("refuse", "attach"))
     if exist == "refuse":
         return None
     if not name:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from ..environments.judging import judge_rollout
 from ..environments.tasks import make_tasks
 from ..generator import Request
-from ..knobs import bind, resolve
+from ..knobs import bind_knobs, resolve_named
 from ..loop.config import RunConfig
 from ..loop.config_tables import FUNCTIONS, EvalConfig
 from ..records import Group, Rollout, Sampling, Task, prompt_segment, stream_key
@@ -100,7 +100,7 @@ def evaluate_policy(
     task_sets = {**FUNCTIONS["tasks"], **(extra or {}).get("tasks", {})}
     pools = [make_tasks(e.tasks or config.tasks, "held_out", config.seed, e.count, task_sets)[: e.count] for e in sets]
     known = {f: {**FUNCTIONS[f], **(extra or {}).get(f, {})} for f in ("verifier", "reward")}
-    verifier, reward = (bind(known[f], resolve(f, known[f], getattr(config, f))) for f in known)
+    verifier, reward = (bind_knobs(known[f], resolve_named(f, known[f], getattr(config, f))) for f in known)
     with open_generator(config, [t.prompt for pool in pools for t in pool]) as writer:
         written = [
             sample_groups(writer, pool, e.k, Sampling(e.temperature, 1.0, 0, config.max_tokens), config.seed)

@@ -32,7 +32,7 @@ from pathlib import Path
 from ..base.inputs import comes_with_package, with_absolute_paths
 from ..base.run_files import create_run_folder
 from ..environments.task_rows import TaskNote
-from ..knobs import Captured, FileFunction, capture, save_function, unknown
+from ..knobs import Captured, FileFunction, capture_function, save_function, unknown_name_error
 from ..loop.config import RunConfig, check_guard, make_config
 from ..loop.config_checks import check_sinks
 from rlbench.loop.config_files import (
@@ -77,7 +77,7 @@ def take_functions(knobs: Mapping[str, object]) -> UserFunctions:
             continue
         if name not in FUNCTIONS:
             raise ValueError(f"{name}: takes no function of your own; functions go to {', '.join(FUNCTIONS)}")
-        captured = capture(value)
+        captured = capture_function(value)
         plain[name], function = copy_function(captured)
         check_ingredients(name, captured.name, function)
         functions[name] = {captured.stem: function}
@@ -275,7 +275,7 @@ def check_hub_model(name: str) -> None:
 def check_device(device: str) -> None:
     "ValueError for a device that is unknown, or is not there."
     if device not in ("auto", "cpu", "cuda"):
-        raise unknown("device", device, ("auto", "cpu", "cuda"))
+        raise unknown_name_error("device", device, ("auto", "cpu", "cuda"))
     if device == "cuda" and not has_cuda():
         raise ValueError(
             'device: "cuda" is asked for and this machine has no GPU that torch can use; use "auto" '

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from ..knobs import capture
+from ..knobs import capture_function
 
 # %% ../../nbs/workbench/07_user_module.ipynb #user_module-cells
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class KeptFunction:
 def keep_function(function: Callable, module: str = MINE, folder: str | Path = "mine") -> KeptFunction:
     """Write a function of a cell, with what it needs, as an export cell of the notebook `folder/module.ipynb`, and
     export that. Raises ValueError."""
-    captured = capture(function)
+    captured = capture_function(function)
     notebook = Path(folder) / f"{module}.ipynb"
     told = {
         "cells": [_code_cell("module-name", f"#| default_exp {module}")],

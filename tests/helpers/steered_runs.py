@@ -5,7 +5,7 @@ from inline import check_books
 from rlbench.base.commands import send_command
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.run_files import create_run_folder
-from rlbench.knobs import capture, save_function
+from rlbench.knobs import capture_function, save_function
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import to_toml
 from rlbench.runtime.driver import Driver, drive
@@ -13,7 +13,7 @@ from rlbench.runtime.prompts import make_pools
 
 
 def source_of(function) -> str:
-    return f"functions/{capture(function).stem}.py"
+    return f"functions/{capture_function(function).stem}.py"
 
 
 SCRIPTED = {
@@ -36,7 +36,7 @@ class Asked(Driver):
         for version in [v for v in self.plan if v <= self.state.version]:
             for knob, value in self.plan.pop(version):
                 if callable(value):
-                    save_function(capture(value), self.folder / "functions")
+                    save_function(capture_function(value), self.folder / "functions")
                     value = {"name": value.__name__, "source": source_of(value)}
                 send_command(self.folder, "test", knob, value)
             self.commands.looked_at = 0.0

@@ -17,7 +17,7 @@ from inline import check_books, inline_run
 from rlbench.base.commands import read_commands, send_command
 from rlbench.base.ledger_reading import read_table
 from rlbench.generator import Request, ScriptedGenerator, drain
-from rlbench.knobs import Knob, knobs_of, resolve
+from rlbench.knobs import Knob, knobs_of, resolve_named
 from rlbench.loop.config import RunConfig, make_config
 from rlbench.loop.config_tables import (
     FUNCTIONS,
@@ -100,7 +100,7 @@ def test_a_number_that_no_column_holds_is_refused_by_name():
         ("w", 1e308),
     ):
         with pytest.raises(ValueError, match=f"^reward.{name}: "):
-            resolve("reward", {"mine": reward}, {"name": "mine", name: value})
+            resolve_named("reward", {"mine": reward}, {"name": "mine", name: value})
     with pytest.raises(ConfigError, match="^temperature: 10"):
         make_config({"temperature": 10**400})
     with pytest.raises(ConfigError, match="^advantage.source: .* is no path"):

@@ -20,7 +20,7 @@ import rlbench as rl
 from rlbench.base.ledger_reading import read_table
 from rlbench.base.status import read_status
 from rlbench.cli.main import app
-from rlbench.knobs import capture
+from rlbench.knobs import capture_function
 from rlbench.objective.loss import LossTerms
 from rlbench.runtime.steer import read_guards
 
@@ -308,7 +308,8 @@ def test_a_notebook_becomes_a_reward(tmp_path):
     spec = spec_from_file_location("my_rewards", tmp_path / "modules" / "my_rewards.py")
     spec.loader.exec_module(imported := module_from_spec(spec))
     assert (
-        "def shorter_by" in capture(imported.steep).source and "import" not in capture(imported.steep).source
+        "def shorter_by" in capture_function(imported.steep).source
+        and "import" not in capture_function(imported.steep).source
     )  # a run takes what lies beside it along
     (tmp_path / "modules" / "my_rewards.py").unlink()
     run = rl.attach("mine", runs=tmp_path / "runs")

@@ -9,7 +9,7 @@ from inline import inline_run
 
 import rlbench as rl
 from rlbench.base.safe_call import call_within
-from rlbench.knobs import FileFunction, capture
+from rlbench.knobs import FileFunction, capture_function
 from rlbench.loop.config_files import load_config
 from rlbench.runtime.environment_worker import warm
 from rlbench.views.rescore import rescore
@@ -57,7 +57,7 @@ def slow_import(rewards_R):
 
 
 def test_an_async_tool_and_its_helpers_travel_into_a_run(tmp_path):
-    captured = capture(search)
+    captured = capture_function(search)
     scope = {}
     exec(captured.source, scope)  # it stands alone
     assert asyncio.iscoroutinefunction(scope["look_up"]) and scope["shortened"]("x" * 20) == "x" * 10
@@ -67,7 +67,7 @@ def test_an_async_tool_and_its_helpers_travel_into_a_run(tmp_path):
 
 def test_an_async_reward_is_refused_with_what_may_be_async():
     with pytest.raises(ValueError, match="look_up: is written with async def.*methods of an episode, may be async"):
-        capture(look_up)
+        capture_function(look_up)
 
 
 def test_an_unknown_argument_is_refused_before_a_folder_exists(tmp_path):
@@ -97,7 +97,7 @@ def test_imports_are_not_on_the_deadline(tmp_path, monkeypatch):
         "import time\ntime.sleep(0.4)\ndef centred(x):\n    return x - x.mean()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = FileFunction(capture(slow_import), "slow_import.py")
+    own = FileFunction(capture_function(slow_import), "slow_import.py")
     warm(own)
     assert call_within(0.2, own, np.array([1.0, 0.0])).tolist() == [0.5, -0.5]
     del sys.modules["rlbench_test_slow_library"]

@@ -11,7 +11,7 @@ from steered_runs import SCRIPTED, asked, journal, source_of
 
 import rlbench as rl
 from rlbench.base.ledger_reading import read_table
-from rlbench.knobs import Captured, FileFunction, capture, save_function
+from rlbench.knobs import Captured, FileFunction, capture_function, save_function
 from rlbench.loop.actions import Write
 from rlbench.loop.commands import decide_command
 from rlbench.loop.config import make_config
@@ -287,9 +287,12 @@ def test_a_function_of_a_file_with_postponed_annotations_keeps_its_knobs(tmp_pat
     from own_rewards import own
 
     folder = tmp_path / "a"
-    save_function(capture(own), folder / "functions")
+    save_function(capture_function(own), folder / "functions")
     config = make_config({"reward": {"name": "own", "source": source_of(own), "w": 0.3}}, captured_functions(folder))
-    assert config.reward["w"] == 0.3 and captured_functions(folder)["reward"][capture(own).stem](None, w=0.5) == 0.25
+    assert (
+        config.reward["w"] == 0.3
+        and captured_functions(folder)["reward"][capture_function(own).stem](None, w=0.5) == 0.25
+    )
     with pytest.raises(ValueError, match="reward.w"):
         make_config({"reward": {"name": "own", "source": source_of(own), "w": 3}}, captured_functions(folder))
 

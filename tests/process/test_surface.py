@@ -296,7 +296,7 @@ def test_captured_functions_are_checked_before_anything_of_them_is_executed(tmp_
     "An edited file, another's text under the name, a link, a pipe, a folder, no Python, no such function, defaults that leave: each is refused by name, and nothing in it ran."
     folder = create_run_folder(tmp_path, "x")
     functions, canary = folder / "functions", tmp_path / "ran"
-    name = save_function(capture(shorter), functions)
+    name = save_function(capture_function(shorter), functions)
     evil = f"open({str(canary)!r}, 'w')\n"
     (functions / f"edited-{'0' * 12}.py").write_text(evil + "def edited(r): return 0\n")
     made = {
@@ -324,12 +324,12 @@ def test_captured_functions_are_checked_before_anything_of_them_is_executed(tmp_
                 load_function(path)
     assert not canary.exists()
     load_function(functions / name).load()
-    (functions / name).write_text(evil + capture(shorter).source)
+    (functions / name).write_text(evil + capture_function(shorter).source)
     with pytest.raises(ValueError, match="edited after it was captured"):
         load_function(functions / name)
     assert not canary.exists()
     with pytest.raises(ValueError, match="undefined_anywhere"):
-        capture(unknown_name)
+        capture_function(unknown_name)
 
 
 # ---- nothing pickled, nothing evaluated

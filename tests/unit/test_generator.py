@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from rlbench.engines.decoder import fuse_weights, load_weights
 from rlbench.engines.torch import TorchGenerator
-from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, conformance, drain, record
+from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, drain, failed_checks, record_results
 from rlbench.models.hardware import kv_bytes_per_token
 from rlbench.records import Sampling, stream_key
 
@@ -97,7 +97,7 @@ def test_conformance_torch(shape):
         tuple(requests(12)),
         lambda version: other.state_dict(),
     )
-    assert conformance(subject) == []
+    assert failed_checks(subject) == []
 
 
 @pytest.mark.slow
@@ -109,18 +109,18 @@ def test_conformance_with_every_sampling():
             tuple(requests(12, **sampling)),
             lambda version: other.state_dict(),
         )
-        assert conformance(subject) == [], sampling
+        assert failed_checks(subject) == [], sampling
 
 
 def test_conformance_scripted_and_replayed(tmp_path):
     asked = tuple(requests(12))
     scripts = Subject(lambda slots: ScriptedGenerator(mean=14, slots=slots), asked)
-    assert conformance(scripts) == []
+    assert failed_checks(scripts) == []
     model = build()
     live = TorchGenerator(model, max_length=64, slots=4)
     live.submit(asked)
-    record(tmp_path / "recorded.jsonl", asked, drain(live))
-    assert conformance(Subject(lambda slots: ReplayGenerator(tmp_path / "recorded.jsonl", slots=slots), asked)) == []
+    record_results(tmp_path / "recorded.jsonl", asked, drain(live))
+    assert failed_checks(Subject(lambda slots: ReplayGenerator(tmp_path / "recorded.jsonl", slots=slots), asked)) == []
 
 
 @pytest.mark.slow

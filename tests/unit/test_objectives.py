@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlbench.advantage import ADVANTAGES, MIN_GROUP, gae, informative
-from rlbench.knobs import ingredients_of, knobs_of, resolve, supply
+from rlbench.advantage import ADVANTAGES, MIN_GROUP, gae, is_informative
+from rlbench.knobs import call_with_ingredients, ingredients_of, knobs_of, resolve_named
 from rlbench.objective.correction import (
     CORRECTIONS,
     chi_square,
@@ -138,7 +138,7 @@ def scrambled(d):
 def weigh(loss, aggregation, d, totals=None):
     "The number to minimise, and the gradient of it."
     leaf_RT = d.logprobs_RT.clone().requires_grad_()
-    terms = supply(
+    terms = call_with_ingredients(
         loss, leaf_RT, d.old_RT, d.advantages_RT, **{k: getattr(d, k) for k in ("mask_RT", "sampler_RT", "start_RT")}
     )
     total = (terms.loss_RT * aggregation(d.mask_RT, totals or totals_of(d.mask_RT))).sum()
@@ -146,7 +146,7 @@ def weigh(loss, aggregation, d, totals=None):
 
 
 def correct(correction, d):
-    return supply(
+    return call_with_ingredients(
         correction, d.old_RT, d.sampler_RT, mask_RT=d.mask_RT, whole_RT=d.whole_RT, advantages_RT=d.advantages_RT
     )
 
@@ -159,7 +159,7 @@ def test_signatures_keep_the_contract(kind):
     "Plain parameters are the given ones and known ingredients; knobs are keyword-only, have a help text or choices, and their defaults pass their own check."
     for name, function in TABLES[kind].items():
         assert set(ingredients_of(function, GIVEN[kind])) <= INGREDIENTS[kind], name
-        assert dict(resolve(kind, TABLES[kind], name).params) == {
+        assert dict(resolve_named(kind, TABLES[kind], name).params) == {
             key: default for key, (_, default) in knobs_of(function).items()
         }
         for key, (knob, _) in knobs_of(function).items():
@@ -196,7 +196,10 @@ def test_gradient_of_a_loss(name, seed, per_token):
             there = {k: getattr(d, k) for k in ("mask_RT", "sampler_RT", "start_RT")}
 
             def value(leaf_RT):
-                return (supply(ALL_LOSSES[name], leaf_RT, d.old_RT, d.advantages_RT, **there).loss_RT * weight_RT).sum()
+                return (
+                    call_with_ingredients(ALL_LOSSES[name], leaf_RT, d.old_RT, d.advantages_RT, **there).loss_RT
+                    * weight_RT
+                ).sum()
 
             assert torch.autograd.gradcheck(value, d.logprobs_RT.clone().requires_grad_(), eps=1e-7)
         assert gradient_RT.any() and not gradient_RT[~d.mask_RT].any()
@@ -207,7 +210,7 @@ def test_no_gradient_reaches_the_past(name):
     "Only the policy in training moves: not what it was, not the sampler, not the advantages."
     d = data()
     past = [x.clone().requires_grad_() for x in (d.old_RT, d.advantages_RT)]
-    terms = supply(
+    terms = call_with_ingredients(
         ALL_LOSSES[name],
         d.logprobs_RT.clone().requires_grad_(),
         past[0],
@@ -239,7 +242,9 @@ def test_expected_gradient_on_a_tabular_policy(name):
         "sampler_RT": logprobs_RT.detach(),
         "start_RT": logprobs_RT.detach(),
     }
-    terms = supply(ALL_LOSSES[name], logprobs_RT, logprobs_RT.detach(), rewards_R[:, None] - 0.3, **there)
+    terms = call_with_ingredients(
+        ALL_LOSSES[name], logprobs_RT, logprobs_RT.detach(), rewards_R[:, None] - 0.3, **there
+    )
     found = torch.autograd.grad((chance_R.detach() * terms.loss_RT.sum(1)).sum(), (first_A, second_AA))
     times = {"supervised": 0.0, "luspo": 2.0}.get(name, 1.0)  # luspo: times the number of tokens
     assert all(torch.allclose(f, -times * t, atol=1e-12) for f, t in zip(found, true))
@@ -349,7 +354,7 @@ def test_a_correction_is_a_weight_without_gradient(name):
     )
 
     def loss(leaf_RT):
-        return supply(LOSSES["ppo"], leaf_RT, d.start_RT, d.advantages_RT).loss_RT
+        return call_with_ingredients(LOSSES["ppo"], leaf_RT, d.start_RT, d.advantages_RT).loss_RT
 
     (plain,) = torch.autograd.grad(loss(live_RT).sum(), live_RT)
     (weighted,) = torch.autograd.grad((loss(live_RT) * correct(ALL_CORRECTIONS[name], d)).sum(), live_RT)
@@ -420,7 +425,7 @@ def test_wide_bounds_are_importance_sampling(name):
     reward_A = torch.rand(8, generator=g, dtype=torch.float64)
     wide = {"cap": 100.0, "low": 0.0, "high": 100.0, "tau": 100.0}
     correction = partial(CORRECTIONS[name], **{key: wide[key] for key in knobs_of(CORRECTIONS[name])})
-    weight_A = supply(
+    weight_A = call_with_ingredients(
         correction, policy_A[:, None], sampler_A[:, None], mask_RT=torch.ones(8, 1), whole_RT=torch.ones(8, 1)
     )[:, 0]
     assert torch.isclose((sampler_A.exp() * weight_A * reward_A).sum(), (policy_A.exp() * reward_A).sum())
@@ -465,7 +470,7 @@ def test_gradient_of_a_kl(name):
     d = data(4)
 
     def value(leaf_RT, e=d):
-        return supply(KLS[name], leaf_RT, e.reference_RT, sampler_RT=e.sampler_RT, old_RT=e.old_RT)
+        return call_with_ingredients(KLS[name], leaf_RT, e.reference_RT, sampler_RT=e.sampler_RT, old_RT=e.old_RT)
 
     assert torch.autograd.gradcheck(value, d.logprobs_RT.clone().requires_grad_())
     for rows in ([0, 3], [1]):
@@ -473,9 +478,9 @@ def test_gradient_of_a_kl(name):
         assert torch.equal(value(part.logprobs_RT, part), value(d.logprobs_RT)[rows])
     wide = changed(d, padded)
     assert torch.equal(value(wide.logprobs_RT, wide)[:, :-3], value(d.logprobs_RT))
-    assert not supply(KLS[name], d.old_RT, d.old_RT, sampler_RT=d.old_RT, old_RT=d.old_RT).any()
+    assert not call_with_ingredients(KLS[name], d.old_RT, d.old_RT, sampler_RT=d.old_RT, old_RT=d.old_RT).any()
     far = torch.tensor([[-800.0, -0.1]], dtype=torch.float64)
-    assert torch.isfinite(supply(KLS[name], far, far.flip(1), sampler_RT=far, old_RT=far)).all()
+    assert torch.isfinite(call_with_ingredients(KLS[name], far, far.flip(1), sampler_RT=far, old_RT=far)).all()
 
 
 @every(KLS)
@@ -497,7 +502,9 @@ def test_expected_gradient_of_a_kl(name):
     found = slope(
         (
             policy_A.exp().detach()
-            * supply(KLS[name], policy_A, reference_A, old_RT=policy_A.detach(), sampler_RT=policy_A.detach())
+            * call_with_ingredients(
+                KLS[name], policy_A, reference_A, old_RT=policy_A.detach(), sampler_RT=policy_A.detach()
+            )
         ).sum()
     )
     assert (found - expected).abs().max() < 1e-11
@@ -506,9 +513,9 @@ def test_expected_gradient_of_a_kl(name):
 @every(SCHEDULES)
 def test_schedules_start_at_the_configured_weight(name):
     "At version 0 and before anything is measured the weight is the configured one; whatever is measured, it stays a finite number of at least 0."
-    assert supply(SCHEDULES[name], 0.05, 0) == 0.05
+    assert call_with_ingredients(SCHEDULES[name], 0.05, 0) == 0.05
     for measured in (0.0, -1.0, 1e9, float("nan"), float("inf")):
-        weight = supply(SCHEDULES[name], 0.05, 10**9, last=0.04, measured=measured, rollouts=10**9)
+        weight = call_with_ingredients(SCHEDULES[name], 0.05, 10**9, last=0.04, measured=measured, rollouts=10**9)
         assert math.isfinite(weight) and weight >= 0
 
 
@@ -544,14 +551,14 @@ def advantages(name, rewards_R, there, per_token=True):
     "Advantages [R, T] of a batch, group-wise functions group by group, 0 outside the mask; `per_token` False: as returned."
     function, rewards_R = ALL_ADVANTAGES[name], np.asarray(rewards_R, float)
     if {"groups_R", "mask_RT"} & set(ingredients_of(function, 1)):
-        found = supply(function, rewards_R, **there)
+        found = call_with_ingredients(function, rewards_R, **there)
         found = found[0] if isinstance(found, tuple) else found  # beside it, the returns for a critic
     else:
         found = np.full(len(rewards_R), np.nan)
         for group in np.unique(there["groups_R"]):
             rows = there["groups_R"] == group
             mine = {k: v if k in ("batch_R", "names_K", "memory") else v[rows] for k, v in there.items()}
-            found[rows] = supply(function, rewards_R[rows], **mine)
+            found[rows] = call_with_ingredients(function, rewards_R[rows], **mine)
     if not per_token:
         return found
     return np.where(there["mask_RT"], found[:, None] if found.ndim == 1 else found, 0)
@@ -704,10 +711,15 @@ def test_expected_gradient_of_an_advantage(name, p):
 def test_returns_are_what_the_critic_should_have_said():
     "With lambda 1 the returns are the rewards that follow, whatever the critic said; a critic that says them has no advantage left."
     there = batch_there(REWARDS, GROUPS, LENGTHS)
-    advantages_RT, returns_RT = supply(partial(gae, lam=1.0), REWARDS, **there)
-    right, nothing = returns_RT.copy(), supply(partial(gae, lam=0.5), REWARDS, **there | {"values_RT": returns_RT})[0]
+    advantages_RT, returns_RT = call_with_ingredients(partial(gae, lam=1.0), REWARDS, **there)
+    right, nothing = (
+        returns_RT.copy(),
+        call_with_ingredients(partial(gae, lam=0.5), REWARDS, **there | {"values_RT": returns_RT})[0],
+    )
     assert np.allclose(nothing, 0, atol=1e-12)
-    assert np.allclose(supply(partial(gae, lam=1.0), REWARDS, **there | {"values_RT": 5 - right})[1], right)
+    assert np.allclose(
+        call_with_ingredients(partial(gae, lam=1.0), REWARDS, **there | {"values_RT": 5 - right})[1], right
+    )
     assert np.allclose(advantages_RT, np.where(there["mask_RT"], returns_RT - there["values_RT"], 0))
 
 
@@ -718,8 +730,8 @@ def test_the_filter_can_ask_about_every_advantage(name):
         ALL_ADVANTAGES[name],
         partial(ALL_ADVANTAGES[name], **{k: default for k, (_, default) in knobs_of(ALL_ADVANTAGES[name]).items()}),
     ):
-        assert informative([1.0, 0, 0], advantage)
-        assert informative([1.0, 1.0, 1.0], advantage) == (MIN_GROUP.get(name, 1) == 1)
+        assert is_informative([1.0, 0, 0], advantage)
+        assert is_informative([1.0, 1.0, 1.0], advantage) == (MIN_GROUP.get(name, 1) == 1)
 
 
 def test_over_sequence_ignores_what_is_outside():
