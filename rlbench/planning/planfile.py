@@ -189,7 +189,7 @@ def with_value(plan: PlanFile, place: str, value) -> PlanFile:
         run = make_config({**given, name: value})
         return replace(plan, run=run, asked=plan.asked or name == "concurrency")
     if place not in part_places():
-        raise unknown("plan", place, part_places())
+        raise unknown_name_error("plan", place, part_places())
     part = replace(getattr(plan, section), **{name: value})
     return replace(plan, **{section: part})
 
@@ -309,7 +309,7 @@ def check_sections(table: Mapping) -> None:
     known = (*PARTS, "run", "about")
     for section in table:
         if section not in known:
-            raise unknown("plan", section, known)
+            raise unknown_name_error("plan", section, known)
 
 
 def check_needed(parts: Mapping[str, object]) -> None:
@@ -388,7 +388,7 @@ def read_plan_table(source: str | Path) -> dict:
             f"plan: there is no file {str(source)!r}; give the path of a .toml file, or one of {', '.join(known)}"
         )
     else:
-        raise ValueError(f"{unknown('plan', str(source), known)}; or give the path of a .toml file")
+        raise ValueError(f"{unknown_name_error('plan', str(source), known)}; or give the path of a .toml file")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

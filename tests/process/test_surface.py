@@ -36,7 +36,7 @@ from rlbench.base.ledger_reading import read_table
 from rlbench.base.plotly_charts import to_plotly
 from rlbench.base.run_files import create_run_folder, write_json
 from rlbench.base.status import read_status, write_status
-from rlbench.knobs import Captured, capture, load_function, save_function
+from rlbench.knobs import Captured, capture_function, load_function, save_function
 from rlbench.loop.config import make_config
 from rlbench.loop.config_files import captured_functions, read_config, to_toml
 from rlbench.loop.webhook import check_address
