@@ -44,6 +44,16 @@ def test_a_function_captured_before_a_name_changed_runs(tmp_path):
     assert load_function(tmp_path / name)(None) == 1
 
 
+def test_names_of_one_import_may_have_several_homes():
+    "A function's own line may name two that once stood together."
+    source = "def mine(r):\n    from rlbench.environments.environment import Done, within\n    return Done, within\n"
+    lines = ast.unparse(parse_captured(source)).splitlines()[1:3]
+    assert [line.strip() for line in lines] == [
+        "from rlbench.environments.episode import Done",
+        "from rlbench.base.safe_call import call_within as within",
+    ]
+
+
 def test_what_did_not_move_stays():
     "Other imports, and those by today's names, are left as they are."
     source = "import json\nfrom rlbench.knobs import Knob\nfrom rlbench.loop.config import RunConfig\n"
