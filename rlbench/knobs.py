@@ -6,7 +6,7 @@
 __all__ = ['APPLY_POINTS', 'MAX_NUMBER', 'LISTED', 'DEFINITIONS', 'MOST_SOURCE', 'Knob', 'check_value', 'nearest_names',
            'did_you_mean', 'unknown_name_error', 'knobs_of', 'Named', 'key_of', 'resolve_named', 'bind_knobs',
            'ingredients_of', 'call_with_ingredients', 'free_names', 'names_from_module', 'Captured', 'capture_function',
-           'parse_captured', 'redirect_import', 'signature_of', 'FileFunction', 'save_function', 'load_function']
+           'parse_captured', 'RedirectImports', 'signature_of', 'FileFunction', 'save_function', 'load_function']
 
 # %% ../nbs/02_knobs.ipynb #knobs-imports
 import ast
@@ -366,25 +366,34 @@ def parse_captured(source: str) -> ast.Module:
     tree = ast.parse(source)
     if "rlbench" in source:
         moved = tomllib.loads((files("rlbench.data") / "moved_modules.toml").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    alias.name = moved["modules"].get(alias.name, alias.name)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                redirect_import(node, moved)
+        tree = ast.fix_missing_locations(RedirectImports(moved).visit(tree))
     return tree
 
 
-def redirect_import(node: ast.ImportFrom, moved: Mapping[str, Mapping[str, str]]) -> None:
-    "Let an import of names lead to where they stand now. A capture writes one name a line, so all have one home."
-    old = node.module
-    homes = {moved["names"].get(f"{old}.{alias.name}") for alias in node.names}
-    new_home = homes.pop() if len(homes) == 1 else None
-    node.module = new_home or moved["modules"].get(old, old)
-    for alias in node.names:
-        if new_name := moved["renamed"].get(f"{old}.{alias.name}"):
-            alias.asname = alias.asname or alias.name
-            alias.name = new_name
+class RedirectImports(ast.NodeTransformer):
+    "Lets imports lead to where modules and names stand now. `moved`: the tables of moved_modules.toml."
+
+    def __init__(self, moved: Mapping[str, Mapping[str, str]]):
+        self.moved = moved
+
+    def visit_Import(self, node: ast.Import) -> ast.Import:
+        "An import of modules."
+        for alias in node.names:
+            alias.name = self.moved["modules"].get(alias.name, alias.name)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | list[ast.ImportFrom]:
+        "An import of names: one for each name, since each may have another home."
+        if node.level or not node.module:
+            return node
+        return [ast.ImportFrom(*self.new_place(node.module, alias), 0) for alias in node.names]
+
+    def new_place(self, module: str, alias: ast.alias) -> tuple[str, list[ast.alias]]:
+        "Where a name stands now: its module, and the name by which the code knows it."
+        old = f"{module}.{alias.name}"
+        home = self.moved["names"].get(old) or self.moved["modules"].get(module, module)
+        new_name = self.moved["renamed"].get(old)
+        return home, [ast.alias(new_name, alias.asname or alias.name) if new_name else alias]
 
 
 def signature_of(source: str, name: str) -> inspect.Signature:
