@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..loop.actions import PrepareWeights, Publish, Save, Train
 from ..loop.events import Published, Saved, Trained
 from ..loop.world import ActorTime
-from .simulated_generators import EngineGenerator, SimulatedGenerators, SteppedGenerator
+from .simulated_generators import BlockwiseGenerator, EngineGenerator, SimulatedGenerators
 from .simulation import SimulatedStep, Simulation
 
 # %% ../../nbs/planning/07_simulated_trainer.ipynb #simulated-trainer-batch
@@ -57,7 +57,7 @@ class SimulatedTrainer:
         self.batch = BatchFigures()
         self.asked_version = 0  # of the weights that the trainer was asked to hand over
         self.ready_version = 0  # of the weights that generators can load
-        self.waiting: list[SteppedGenerator] = []  # generators that wait for weights
+        self.waiting: list[BlockwiseGenerator] = []  # generators that wait for weights
 
     def carry_train(self, action: Train) -> None:
         "Compute a batch as soon as the trainer is free."
