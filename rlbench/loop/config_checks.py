@@ -53,7 +53,7 @@ def check_objective(c: BaseModel) -> None:
         )
     if c.critic and c.trainers > 1:
         raise ValueError(
-            f"critic: is there for one trainer process, and trainers = {c.trainers}; set trainers = "
+            f"critic: works with one trainer process only, and trainers = {c.trainers}; set trainers = "
             "1, or critic = false"
         )
     if key_of(c.kl) == "k1" and c.kl_in == "loss":
@@ -81,7 +81,8 @@ def check_scale(c: BaseModel) -> None:
     "ValueError for several trainer processes where there can be one."
     if c.trainers > 1 and c.placement != "split":
         raise ValueError(
-            f'trainers: {c.trainers} processes are a trainer by itself; set placement = "split", or trainers = 1'
+            f"trainers: {c.trainers} trainer processes cannot share a worker with the generator; "
+            'set placement = "split", or trainers = 1'
         )
     if c.trainers > 1 and c.clock != "real":
         raise ValueError(f'trainers: {c.trainers} processes run in real time only; set clock = "real", or trainers = 1')

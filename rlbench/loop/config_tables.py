@@ -388,14 +388,14 @@ def check_sandbox(s: SandboxConfig) -> None:
     "ValueError for settings of a pool that do not go together."
     if s.tier == Tier.RLIMITS and not s.allow_unsafe:
         raise ValueError(
-            'sandbox.tier: "rlimits" stops accidents, and nobody who means it; set '
+            'sandbox.tier: "rlimits" stops accidents, but no attack; set '
             'sandbox.allow_unsafe = true if that will do, or sandbox.tier = "" for the strongest '
             "that works here"
         )
     if s.allow_unsafe and s.tier not in ("", Tier.RLIMITS):
         raise ValueError(
-            f'sandbox.allow_unsafe: true is for limits alone, and sandbox.tier = "{s.tier}" is '
-            'another; leave it out, or set sandbox.tier = "" or "rlimits"'
+            f'sandbox.allow_unsafe: applies to tier "rlimits" only, and sandbox.tier = "{s.tier}"; '
+            'leave it out, or set sandbox.tier = "" or "rlimits"'
         )
     if s.tier == Tier.REMOTE and not s.url.startswith(("http://", "https://")):
         raise ValueError(

@@ -12,7 +12,8 @@ __all__ = ['KINDS_ON_DISK', 'VERBS', 'PLACED', 'place_of', 'journal_command', 'j
 # Owns: the rows of the table `commands`, `state.traced`, and the words VERBS and PLACED.
 #
 # What always holds:
-#   * Every command ends in exactly one row: applied, refused or advised.
+#   * Every command ends in exactly one row: applied, refused or advised. After a resume, a command whose effect was
+#     undone gets another row, `lost` (`runtime.resumed`).
 #   * The place in a row (version, groups dispatched, whether a batch trains, number of the event) is where the command
 #     took effect. A replay uses it.
 #   * No order of events enters the digest, so live runs, resumed runs and replays share one definition.

@@ -56,7 +56,7 @@ def on_turn_ended(state: LoopState, event: TurnEnded, actions: list) -> None:
         return
     begins_in = State(event.state, event.writer)
     rollout.turns.append(FinishedTurn(rollout.tokens, rollout.seconds, rollout.oldest, rollout.hash, begins_in))
-    rollout.tried = 0  # failures in a row keep counting: an environment that fails in every second turn fails
+    rollout.tried = 0  # failures in a row keep counting: failing in every second turn still ends the run
     if state.groups[rollout.group].discarded:
         finish_rollout(state, rollout)
     else:

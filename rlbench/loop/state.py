@@ -112,7 +112,7 @@ class GroupState:
 class DispatchState:
     """Which rollouts are to be sent, and from which tasks new groups are made.
 
-    Holds: `to_send` has the ids of live rollouts that are `to_send` or `partial`, in the order in which they are sent.
+    Always true: `to_send` has the ids of live rollouts that are `to_send` or `partial`, in the order in which they are sent.
     `attempts`, `groups` and `next_rollout` only grow. `evidence` is of tasks of the pool that is served."""
 
     curriculum: Curriculum
@@ -131,7 +131,7 @@ class DispatchState:
 class GenerationState:
     """What generators produced, and what a straggler strategy holds back.
 
-    Holds: `tokens` counts every token that was reported, once. `held_back` has ids of live rollouts that are `to_send`
+    Always true: `tokens` counts every token that was reported, once. `held_back` has ids of live rollouts that are `to_send`
     or `partial`, and none that is in `to_send` of the dispatch."""
 
     tokens: int = 0
@@ -144,7 +144,7 @@ class GenerationState:
 class ScoringState:
     """Responses to be scored, groups to be looked at, and failures.
 
-    Holds: `to_score` has the ids of rollouts that are `generated`; `to_settle` has every group of which a rollout
+    Always true: `to_score` has the ids of rollouts that are `generated`; `to_settle` has every group of which a rollout
     changed its status since groups were settled. `failures` counts in a row and is 0 after a scoring that worked."""
 
     to_score: list[int] = field(default_factory=list)
@@ -172,7 +172,7 @@ class EndedAttempts:
 class TrainingState:
     """The queue of finished groups, and the batch that is in training.
 
-    Holds: `queue` has one entry for each `queued` group, in order of arrival; `batch` has the ids of the groups that
+    Always true: `queue` has one entry for each `queued` group, in order of arrival; `batch` has the ids of the groups that
     are `training`. No entry of the queue is of a version older than `oldest_queued`. `discarded_groups` counts the
     live training groups that have a fate to come."""
 
@@ -191,7 +191,7 @@ class TrainingState:
 class WeightsState:
     """Which weights are where.
 
-    Holds: `published` is the newest version that was sent to a generator, never newer than the run's version."""
+    Always true: `published` is the newest version that was sent to a generator, never newer than the run's version."""
 
     published: int = 0
     is_asked: bool = False  # somebody asked to publish now
@@ -218,7 +218,7 @@ class Evaluation:
 class EvaluationState:
     """Evaluations under way, and what was evaluated last.
 
-    Holds: all evaluations under way are of one version, and every generator works with that version until they end."""
+    Always true: all evaluations under way are of one version, and every generator works with that version until they end."""
 
     under_way: dict[str, Evaluation] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # name -> version last evaluated
@@ -249,7 +249,7 @@ class ReplacedFunction:
 class CommandsState:
     """What people asked for and has not taken effect yet.
 
-    Holds: a command in `waiting` is in no row of the journal. While the run is paused, only versions up to
+    Always true: a command in `waiting` is in no row of the journal. While the run is paused, only versions up to
     `allowed_version` may be made. `replaced` has the newest last."""
 
     waiting: list[Commanded] = field(default_factory=list)
@@ -271,7 +271,7 @@ class WatchState:
 class CheckpointsState:
     """How far the run is saved.
 
-    Holds: at most one checkpoint is being written, and no batch trains when one begins."""
+    Always true: at most one checkpoint is being written, and no batch trains when one begins."""
 
     asked_by: str = ""  # who asked for one; empty: nobody
     writing: int = -1  # version of the one that is being written; -1: none
@@ -296,7 +296,7 @@ class PlacementChange:
 class PlacementState:
     """Where actors live, as far as the loop has to know.
 
-    Holds: while `change` is set, nothing is dispatched and no other command takes effect."""
+    Always true: while `change` is set, nothing is dispatched and no other command takes effect."""
 
     built: RunConfig | None = None  # what the workers were built from
     change: PlacementChange | None = None

@@ -29,7 +29,7 @@ def check_address(text: str) -> None:
         )
     elif is_metadata(urlsplit(text).hostname):
         raise ValueError(
-            "webhook: a link-local address, under which a cloud's machine tells its keys; name the "
+            "webhook: a link-local address, where a cloud machine hands out its credentials; name the "
             "server that is to be told"
         )
 

@@ -20,7 +20,7 @@ __all__ = ['FAR_APART', 'APART', 'UNPAID', 'LENGTH_PAID', 'WEIGH_LENGTH', 'PAY_R
 #   * A cause carries its evidence: the figures and the version at which they moved.
 #   * `diagnose` is pure. Only `course_of`, `diagnosis_of` and their helpers read a run.
 #
-# A run without examinations is judged by its served solve rate, and the verdict says so.
+# A run without evaluations is judged by its served solve rate, and the verdict says so.
 # This module changes nothing: advice is text and a knob, and a person or a guard decides.
 import math
 from collections.abc import Mapping
@@ -296,7 +296,7 @@ NOTHING = 0.005  # solve rate below which a policy counts as solving nothing
 
 
 def sampling_is_far(course: RunHistory, fails: float) -> Cause | None:
-    "A temperature at which the policy solves far less than in its examinations."
+    "A temperature at which the policy solves far less than in its evaluations."
     temperature, exams = course.settings.get("temperature", 1.0), course.exams.mean
     served = recent_mean(course.column("solve_rate")) if len(course.versions) else 1.0 - fails
     if not (temperature > HOT and len(exams) and served < 0.5 * exams[-1]):
@@ -342,7 +342,7 @@ VERDICTS = ("early", "learning", "collapsing", "stalled", "saturated", "flat", "
 class Diagnosis:
     """Whether a run learns. `text`: all of it in sentences; `reason`: the evidence in a few words, for a line on a
     panel; `since`: the
-    version of the first sign, -1 without any; `best`: the version with the best examination before it."""
+    version of the first sign, -1 without any; `best`: the version with the best evaluation before it."""
 
     verdict: str
     text: str
@@ -360,7 +360,7 @@ class Diagnosis:
 
 
 TOO_EARLY = Diagnosis("early", "Too early to say whether this run learns.")
-WIDE = 0.25  # width of an examination's interval from which on it tells nothing
+WIDE = 0.25  # width of an evaluation's interval from which on it tells nothing
 
 
 def diverges(course: RunHistory) -> bool:
@@ -371,7 +371,7 @@ def diverges(course: RunHistory) -> bool:
 
 
 def progress_of(course: RunHistory) -> str:
-    """`rises`, `stands` or `unsure`: the newest examination against the first, or the served solve rate where there
+    """`rises`, `stands` or `unsure`: the newest evaluation against the first, or the served solve rate where there
     are none."""
     exams = course.exams
     if len(exams.versions) > 1:
@@ -409,7 +409,7 @@ def diagnose(course: RunHistory) -> Diagnosis:
     wide = len(course.exams.mean) > 1 and float((course.exams.high - course.exams.low)[-1]) > WIDE
     if wide:
         return _describe_course(
-            course, "noisy", "The examinations scatter too widely to tell; examine more tasks", beside
+            course, "noisy", "The evaluations scatter too widely to tell; evaluate more tasks", beside
         )
     return _describe_course(course, "flat", "Nothing has changed since the start", beside)
 
@@ -449,7 +449,7 @@ def _describe_collapse(course: RunHistory, fall: Fall | None) -> Diagnosis:
 
 
 def best_version(exams: Exams, until: int) -> int:
-    "The version with the best examination up to a version; -1 without any."
+    "The version with the best evaluation up to a version; -1 without any."
     known = exams.versions <= until
     return int(exams.versions[known][np.argmax(exams.mean[known])]) if known.any() else -1
 
@@ -534,7 +534,7 @@ def diagnosis_of(folder: str | Path) -> Diagnosis:
 
 
 def unused_of(s: RunSnapshot) -> Unused | None:
-    "The groups that ended without a fate in training since the newest version."
+    "The groups that were filtered since the newest version."
     newest = float(s.recent["at"][-1]) if len(s.recent["at"]) else 0.0
     groups = (
         s.groups.filter((s.groups["at"] > newest) & (s.groups["fate"] == "filtered")) if len(s.groups) else s.groups

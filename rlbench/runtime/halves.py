@@ -62,7 +62,7 @@ Training = tuple[TrainMetrics, dict[int, float], float, dict[int, object]]
 class TrainerHalf:
     "The functions that train, publish and save."
 
-    train: Callable[[tuple[Group, ...], int], Training]  # metrics, advantages, seconds of compute, fates of tokens
+    train: Callable[[tuple[Group, ...], int], Training]  # metrics, advantages, seconds of compute, token notes
     publish: Callable[[int], None]  # hands the weights of a version over
     save: Callable[[str], str]  # writes the policy into a folder; returns the hash of its weights
     configure: Callable[[RunConfig], None]

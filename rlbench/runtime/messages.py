@@ -13,7 +13,9 @@ __all__ = ['ResponseRequest', 'GenerateRequest', 'GenerateResult', 'AbortRequest
 # Messages between the run process and its workers.
 #
 # What always holds:
-#   * A request is answered by the result of the same name; a batch that could not be trained by `TrainFailure`.
+#   * A request is answered by the result of the same name, with these exceptions: `ReferenceRequest` by
+#     `ReferenceWriteResult` or `ReferenceReadResult`; `PublishRequest` by `LoadResult` where generator and trainer share
+#     a worker; a batch that could not be trained by `TrainFailure`.
 #   * A result carries what the request named (key, version, folder or id), so that a late one can be told apart.
 #   * `key` is (rollout, attempt). Seconds are of the worker's own work.
 #   * Requests to stop or to take a configuration have no answer of their own: stopped responses come back as

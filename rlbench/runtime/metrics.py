@@ -128,14 +128,14 @@ class Timeline:
     changes: list[tuple[float, bool]] = field(default_factory=lambda: [(0.0, False)])
 
     def note(self, now: float, on: bool) -> None:
-        "From now on it is so, or not."
+        "Note whether it is the case from `now` on."
         if on != self.changes[-1][1]:
             self.changes.append((now, on))
             while len(self.changes) > 2 and self.changes[1][0] < now - self.reach:
                 self.changes.pop(0)
 
     def within(self, begin: float, end: float) -> float:
-        "For how many seconds of an interval it was so."
+        "Seconds of an interval in which it was the case."
         ends = [at for at, _ in self.changes[1:]] + [end]
         return sum(
             max(0.0, min(end, until) - max(begin, since)) for (since, on), until in zip(self.changes, ends) if on

@@ -183,7 +183,7 @@ class RunContext:
 
     @cached_property
     def world(self) -> World:
-        "What the actors take on the virtual clock. No command changes it."
+        "How long the actors take on the virtual clock, and what they do. No command changes it."
         return stated_world(self.config)
 
     @property

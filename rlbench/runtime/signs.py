@@ -26,7 +26,7 @@ import numpy as np
 # %% ../../nbs/runtime/38_signs.ipynb #signs-course
 @dataclass(frozen=True)
 class Exams:
-    "Examinations of the held-out set: versions, mean solve rates and the ends of their intervals; arrays [E]."
+    "Evaluations on the held-out set: versions, mean solve rates and the ends of their intervals; arrays [E]."
 
     versions: np.ndarray
     mean: np.ndarray
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Unused:
-    """Groups that ended since the newest version: how many batches they would have made, and shares that were all
+    """Groups that were filtered since the newest version: how many batches they would have made, and shares that were all
     right, all wrong."""
 
     batches: float
@@ -206,7 +206,7 @@ class Fall:
 
 
 def exam_fall(exams: Exams, share: float = WORSE_EXAM) -> Fall | None:
-    """The first examination that is worse than the best before it: its interval lies below, and it has less than a
+    """The first evaluation that is worse than the best before it: its interval lies below, and it has less than a
     share of the best."""
     for i in range(1, len(exams.versions)):
         best = int(np.argmax(exams.mean[:i]))
@@ -257,9 +257,9 @@ def parted_fall(course: RunHistory) -> Fall | None:
 
 
 def fall_of(course: RunHistory) -> Fall | None:
-    """The first fall that was not made good since. Where there are two examinations, the served rate alone does not
+    """The first fall that was not made good since. Where there are two evaluations, the served rate alone does not
     count
-    against a newest examination that is as good as any."""
+    against a newest evaluation that is as good as any."""
     exams, served = exam_fall(course.exams), served_fall(course)
     parted = parted_fall(course) if reward_parts(course) else None
     if exams and is_recovered(course.exams, exams):
@@ -282,6 +282,6 @@ def reward_parts(course: RunHistory) -> bool:
 
 
 def is_recovered(exams: Exams, fall: Fall) -> bool:
-    "Whether the newest examination is as good as the one that the fall was from."
+    "Whether the newest evaluation is as good as the one that the fall was from."
     best = int(np.flatnonzero(exams.versions == fall.best)[0])
     return bool(exams.high[-1] >= exams.mean[best])

@@ -16,7 +16,8 @@ __all__ = ['HEAVY', 'HANDOVER_TRIES', 'HANDOVER_PAUSE_S', 'HANDLERS', 'WorkRepor
 # Owns: the prompts of responses under way, and the order in which requests are answered.
 #
 # What always holds:
-#   * Every request is answered by exactly one result of its capability (`runtime.messages` has the table).
+#   * Every response is answered by one `GenerateResult`, every other request by one result (`loop.events` has the
+#     table); `AbortRequest` and `ConfigureRequest` have none of their own.
 #   * One unit of work answers everything that takes effect at once, then one heavy request or k decode steps.
 #   * A batch that waits is trained before more is decoded: the next tokens should be written with its weights.
 #   * What a user's function raises in training is a TrainFailure, and the worker lives on.
@@ -320,7 +321,7 @@ def train_batch(worker: Worker, request: TrainRequest, report: WorkReport) -> No
     try:
         with cache_asleep(worker, report):
             reset_memory_peak()
-            metrics, advantages, seconds, fates = worker.trainer_half.train(request.groups, request.version)
+            metrics, advantages, seconds, token_notes = worker.trainer_half.train(request.groups, request.version)
             worker.report_memory("train", report)
             reset_memory_peak()
     except Exception as error:
@@ -333,7 +334,7 @@ def train_batch(worker: Worker, request: TrainRequest, report: WorkReport) -> No
     tokens = sum(rollout.length for group in request.groups for rollout in group.rollouts)
     report.spent.append(Spent("trainer", "compute", seconds, "train", tokens))
     worker.trained = request.version
-    report.results.append(TrainResult(request.version, metrics, advantages, fates))
+    report.results.append(TrainResult(request.version, metrics, advantages, token_notes))
 
 # %% ../../nbs/runtime/12_worker.ipynb #worker-publish
 HANDOVER_TRIES = 3
