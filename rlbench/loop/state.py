@@ -112,8 +112,8 @@ class GroupState:
 class DispatchState:
     """Which rollouts are to be sent, and from which tasks new groups are made.
 
-    Always true: `to_send` has the ids of live rollouts that are `to_send` or `partial`, in the order in which they are sent.
-    `attempts`, `groups` and `next_rollout` only grow. `evidence` is of tasks of the pool that is served."""
+    Always true: `to_send` has the ids of live rollouts that are `to_send` or `partial`, in the order in which they are
+    sent. `attempts`, `groups` and `next_rollout` only grow. `evidence` is of tasks of the pool that is served."""
 
     curriculum: Curriculum
     pools: dict[str, int]  # name -> number of tasks; "train", one per evaluation set, and those that commands brought
@@ -131,8 +131,8 @@ class DispatchState:
 class GenerationState:
     """What generators produced, and what a straggler strategy holds back.
 
-    Always true: `tokens` counts every token that was reported, once. `held_back` has ids of live rollouts that are `to_send`
-    or `partial`, and none that is in `to_send` of the dispatch."""
+    Always true: `tokens` counts every token that was reported, once. `held_back` has ids of live rollouts that are
+    `to_send` or `partial`, and none that is in `to_send` of the dispatch."""
 
     tokens: int = 0
     refused_groups: int = 0  # in a row, of which the generator would not write a response
@@ -172,8 +172,8 @@ class EndedAttempts:
 class TrainingState:
     """The queue of finished groups, and the batch that is in training.
 
-    Always true: `queue` has one entry for each `queued` group, in order of arrival; `batch` has the ids of the groups that
-    are `training`. No entry of the queue is of a version older than `oldest_queued`. `discarded_groups` counts the
+    Always true: `queue` has one entry for each `queued` group, in order of arrival; `batch` has the ids of the groups
+    that are `training`. No entry of the queue is of a version older than `oldest_queued`. `discarded_groups` counts the
     live training groups that have a fate to come."""
 
     queue: list[Waiting] = field(default_factory=list)
@@ -218,7 +218,8 @@ class Evaluation:
 class EvaluationState:
     """Evaluations under way, and what was evaluated last.
 
-    Always true: all evaluations under way are of one version, and every generator works with that version until they end."""
+    Always true: all evaluations under way are of one version, and every generator works with that version until they
+    end."""
 
     under_way: dict[str, Evaluation] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # name -> version last evaluated

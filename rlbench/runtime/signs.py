@@ -48,8 +48,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Unused:
-    """Groups that were filtered since the newest version: how many batches they would have made, and shares that were all
-    right, all wrong."""
+    """Groups that were filtered since the newest version: how many batches they would have made, and shares that were
+    all right, all wrong."""
 
     batches: float
     all_pass: float
