@@ -34,7 +34,7 @@ METADATA = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::254/128", "100.100.100.200
 
 def is_metadata(host: str) -> bool:
     """Whether an address, in any way of writing it that the system takes (decimal, hexadecimal, mapped), is one
-    under which a cloud's machine tells its keys. A name is none."""
+    where a cloud machine hands out its credentials. A name is none."""
     for read in (lambda: host.partition("%")[0], lambda: socket.inet_ntoa(socket.inet_aton(host))):
         try:
             found = ip_address(read())

@@ -283,7 +283,7 @@ author | str | | who gave the command
 knob | str | | the knob to change, or a verb
 value | str | | its new value, as JSON
 over | int | versions | versions a ramp takes, 0 for a jump
-status | str | | applied, refused, or advised (what the balance rule would do)
+status | str | | applied, refused, lost (undone by a resume), or advised (what the balance rule would do)
 reason | str | | why it was refused, or the figure that triggered the guard
 apply | str | | apply point: now, dispatch or version
 version | int | versions | policy version when it took effect

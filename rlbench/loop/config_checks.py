@@ -243,7 +243,7 @@ def check_where(c: BaseModel) -> None:
         )
     if c.transport == "ipc" and c.trainers > 1:
         raise ValueError(
-            f'transport: "ipc" is there for one trainer process, and trainers = {c.trainers}; use transport = "file"'
+            f'transport: "ipc" works with one trainer process only, and trainers = {c.trainers}; use transport = "file"'
         )
 
 
