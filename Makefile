@@ -44,7 +44,7 @@ VLLM := $(if $(findstring avx512f,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/d
 test: $(if $(ARGS),,browser) sandbox .venv/.dev $(VLLM)
 	@mkdir -p $(STATE)
 	@$(BIN)/python -m compileall -q rlbench  # once for the many processes that the tests start
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(or $(ARGS),-n 3 --no-loadscope-reorder tests)  # what pytest makes of the tests is kept, too
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q $(or $(ARGS),-n 4 --no-loadscope-reorder tests)  # what pytest makes of the tests is kept, too
 
 check: .venv/.dev
 	@mkdir -p $(STATE)

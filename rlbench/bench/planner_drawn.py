@@ -237,7 +237,7 @@ class DrawnRow:
     high: Figures
     formula: Figures
     came: Figures
-    replay_figures: Figures | None = None
+    replayed: Figures | None = None
 
     @property
     def inside(self) -> tuple[bool, bool, bool]:

@@ -1,6 +1,7 @@
 "The benches of the chain on a toy size: every piece is made, told, drawn and kept."
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -57,7 +58,8 @@ def test_a_teacher_is_imitated(tmp_path):
 
 @pytest.mark.slow
 def test_weights_of_a_reward_change_in_the_running_run(tmp_path):
-    done = bench_process(tmp_path, length=TOY, arms=["steps, wrong ones priced", "process, then outcome"])
+    length = replace(TOY, versions=6, every=3)  # long enough for a command at version 3 to take effect
+    done = bench_process(tmp_path, length=length, arms=["steps, wrong ones priced", "process, then outcome"])
     assert [c.arm for c in done.courses][-1] == "process, then outcome" and len(done.courses) == 2
     assert {(knob, json.loads(value)) for _, _, knob, value in done.journal} == {
         ("reward.outcome", 1.0),
