@@ -113,7 +113,7 @@ def test_finished_arms_are_read_back(tmp_path, monkeypatch):
     )
 
 
-def test_a_disturbed_arm_is_run_again_and_the_quietest_kept_arm(tmp_path, monkeypatch):
+def test_a_disturbed_arm_is_run_again_and_the_quietest_is_kept(tmp_path, monkeypatch):
     "Whatever the arms say: the slowest stays if it was the quietest."
     monkeypatch.setattr(trl_sides, "await_quiet", lambda: None)
     monkeypatch.setattr(trl_sides, "watched", lambda make: make())

@@ -211,7 +211,7 @@ def test_a_command_that_waits_at_a_checkpoint_takes_effect_once_more(tmp_path):
 
 
 @pytest.mark.slow
-@examples(9)
+@examples(16)
 @given(r=RANDOMS)
 def test_a_random_run_resumed_at_a_random_moment_closes_its_books(r, tmp_path_factory):
     "Whatever the configuration and the commands: what is resumed ends with closed books, and resumed again, too."

@@ -77,7 +77,7 @@ def a_driven_run(r: random.Random) -> tuple[dict, list[tuple]]:
 
 
 @pytest.mark.slow
-@examples(16)
+@examples(36)
 @given(r=RANDOMS)
 def test_driver_tables_close_and_repeat(r, tmp_path_factory):
     "The same through the driver: the tables on disk agree with the books, and a second run writes the same ones."
