@@ -20,6 +20,7 @@ ROOMS = {  # floor by floor: a room imports from the rooms above it in this list
     "loop": "configuration, queue, guards, and the run as a deterministic reducer",
     "runtime": "actors, the driver, checkpoints, and what reads a run folder",
     "planning": "what a run will do, and what it will cost",
+    "foreign": "runs that other systems have made, opened read-only",
     "views": "what a person sees",
     "workbench": "handles on runs, the supervisor, forks, replays, ablations",
     "bench": "performance as ratios, by commands anyone can run",
@@ -120,6 +121,14 @@ def room_graph() -> dict[str, list[str]]:
     for module, found in import_graph().items():
         graph[room_of(module)] |= {room_of(name) for name in found} - {room_of(module)}
     return {room: sorted(found, key=list(ROOMS).index) for room, found in graph.items()}
+
+
+def floors_of(graph: dict[str, list[str]]) -> int:
+    "How many floors the rooms need: the longest chain of rooms that import from each other."
+    height: dict[str, int] = {}
+    for room in ROOMS:
+        height[room] = 1 + max((height[name] for name in graph[room]), default=0)
+    return max(height.values())
 
 
 def purpose_of(notebook: Path) -> str:
