@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from rlbench.engines.conformance import Subject, failed_checks
 from rlbench.engines.decoder import fuse_weights, load_weights
 from rlbench.engines.torch import TorchGenerator
-from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, Subject, drain, failed_checks, record_results
+from rlbench.generator import ReplayGenerator, Request, ScriptedGenerator, drain, record_results
 from rlbench.models.hardware import kv_bytes_per_token
 from rlbench.records import Sampling, stream_key
 
