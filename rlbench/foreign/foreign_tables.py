@@ -576,7 +576,7 @@ def write_segment(folder: Path, name: str, table: "pl.DataFrame", first: int, co
     seq = pl.int_range(first, first + len(table), dtype=pl.Int64).alias("seq")
     numbered = table.with_columns(casts).with_columns(seq, pl.lit(0, pl.Int64).alias("attempt"))
     (folder / name).mkdir(parents=True, exist_ok=True)
-    numbered.write_parquet(folder / name / f"{first}-{first + len(table) - 1}.parquet", compression="zstd")
+    numbered.write_parquet(folder / name / f"{first:012d}-{first + len(table) - 1:012d}.parquet", compression="zstd")
 
 
 def without_absent(table: "pl.DataFrame") -> "pl.DataFrame":
