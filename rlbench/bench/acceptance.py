@@ -68,11 +68,13 @@ class Figure:
     @property
     def ok(self) -> bool:
         "True if the difference is allowed."
-        return abs(self.got - self.expected) <= self.within * (1 + 1e-9)
+        difference = abs(self.got - self.expected)
+        return difference <= self.within * (1 + 1e-9)
 
     def text(self, value: float) -> str:
         "The name and a value of this figure."
-        return f"{self.name} {text_of(value, self.unit)}".strip()
+        shown = text_of(value, self.unit)
+        return f"{self.name} {shown}".strip()
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,12 @@ def text_of(value: float, unit: str) -> str:
 def acceptance_row(name: str, what: str, figures: Iterable[Figure]) -> AcceptanceRow:
     "A row out of its figures."
     figures = tuple(figures)
-    expected = ", ".join(figure.text(figure.expected) for figure in figures)
-    got = ", ".join(figure.text(figure.got) for figure in figures)
+    expected, got = [], []
+    for figure in figures:
+        expected.append(figure.text(figure.expected))
+        got.append(figure.text(figure.got))
     is_met = all(figure.ok for figure in figures)
-    return AcceptanceRow(name, what, is_met, expected, got, figures)
+    return AcceptanceRow(name, what, is_met, ", ".join(expected), ", ".join(got), figures)
 
 # %% ../../nbs/bench/24_acceptance.ipynb #acceptance-arithmetic
 def balance_row() -> AcceptanceRow:
@@ -181,7 +185,10 @@ def listed_row() -> AcceptanceRow:
 def cache_row() -> AcceptanceRow:
     "A11: bytes of cache a token."
     printed = {"Qwen3-235B-A22B": 192_512, "GLM-5": 89_856, "Qwen3-8B": 147_456}
-    figures = [Figure(name, size, kv_bytes_per_token(MODELS[name]), 0) for name, size in printed.items()]
+    figures = []
+    for name, size in printed.items():
+        got = kv_bytes_per_token(MODELS[name])
+        figures.append(Figure(name, size, got, 0))
     return acceptance_row("A11", "bytes of keys and values a token", figures)
 
 
@@ -208,7 +215,8 @@ def crowded_row() -> AcceptanceRow:
         return replace(plan, rollouts=replace(plan.rollouts, prompt=context, response=1e-9, latency=0.0))
 
     def fitting(context: float) -> float:
-        return memory_of(with_context(context)).sequences
+        memory = memory_of(with_context(context))
+        return memory.sequences
 
     def is_flagged(context: float) -> float:
         longer = with_context(context)
@@ -295,7 +303,10 @@ def quota_row() -> AcceptanceRow:
 def hit_row() -> AcceptanceRow:
     "A15: a rare straggler at scale."
     printed = {96: 0.09, 960: 0.62}
-    figures = [Figure(str(count), share, hit_share(0.001, count), 0.02, "%") for count, share in printed.items()]
+    figures = []
+    for count, share in printed.items():
+        got = hit_share(0.001, count)
+        figures.append(Figure(str(count), share, got, 0.02, "%"))
     return acceptance_row("A15", "one straggler in a thousand hits a batch of", figures)
 
 
@@ -326,14 +337,24 @@ def mean_over_runs(runs: Sequence[Steps], figure: Callable[[Steps], float]) -> f
 
 def mean_summary(runs: Sequence[Steps], name: str) -> float:
     "The mean over runs of a figure of their summaries."
-    return mean_over_runs(runs, lambda steps: getattr(summarize_steps(steps, SKIPPED_VERSIONS), name))
+
+    def figure(steps: Steps) -> float:
+        summary = summarize_steps(steps, SKIPPED_VERSIONS)
+        return getattr(summary, name)
+
+    return mean_over_runs(runs, figure)
 
 
 def over_taken(runs: Sequence[Steps]) -> float:
     "How much more the trainer could take than it gets."
-    return mean_over_runs(runs, lambda steps: 1 / summarize_steps(steps, SKIPPED_VERSIONS).compute)
 
+    def figure(steps: Steps) -> float:
+        summary = summarize_steps(steps, SKIPPED_VERSIONS)
+        return 1 / summary.compute
 
+    return mean_over_runs(runs, figure)
+
+# %% ../../nbs/bench/24_acceptance.ipynb #acceptance-experiments
 def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> AcceptanceRow:
     "A2: the first experiment."
     plan = load_plan("prime-qwen3-235b")
@@ -351,7 +372,8 @@ def prime_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> Accepta
 def simulate_second(sync: float, seeds: Sequence[int], versions: int) -> list[Steps]:
     "Simulations of the second experiment as a steady run."
     plan = with_value(load_plan("prime-glm-5"), "trainer.sync", sync)
-    return [simulate_plan(plan, seed, versions).steps for seed in seeds]
+    runs = [simulate_plan(plan, seed, versions) for seed in seeds]
+    return [run.steps for run in runs]
 
 
 def glm_row(seeds: Sequence[int] = SEEDS, versions: int = VERSIONS) -> AcceptanceRow:

@@ -104,7 +104,8 @@ def balance_moves(commands: "pl.DataFrame") -> tuple[str, ...]:
 
 def mean_lag(steps: "pl.DataFrame") -> float:
     "Mean staleness of the trained rollouts, in flight and in the queue, versions."
-    return (steps["lag_in_flight"] + steps["lag_in_queue"]).mean()
+    lag = steps["lag_in_flight"] + steps["lag_in_queue"]
+    return lag.mean()
 
 
 def play_virtually(table: Mapping, **settings) -> VirtualRun:
@@ -207,9 +208,11 @@ class RealRun:
     moves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        speed = f"{self.rate:.0f} rollouts a minute"
+        waits = f"trainer waits {self.wait:.0%}"
         concurrency = self.settings["concurrency"]
-        speed = f"{self.rate:.0f} rollouts a minute, trainer waits {self.wait:.0%}"
-        return f"{self.mode}: {speed}, concurrency {concurrency} at the end"
+        end = f"concurrency {concurrency} at the end"
+        return f"{self.mode}: {speed}, {waits}, {end}"
 
 
 def measure_start(start: str, pair: int, mode: str, runs: Path, seconds: float) -> RealRun:
@@ -260,9 +263,12 @@ def rate_ratio(timings: Iterable[RealRun]) -> float | None:
     "Median over pairs of the rate with balancing over the one without; None if there are none."
     rates = {"act": {}, "off": {}}
     for timing in timings:
-        rates[timing.mode][timing.pair] = timing.rate
+        mine = rates[timing.mode]
+        mine[timing.pair] = timing.rate
     pairs = sorted(rates["act"])
-    return median_ratio([rates["act"][pair] for pair in pairs], [rates["off"][pair] for pair in pairs])
+    balanced = [rates["act"][pair] for pair in pairs]
+    alone = [rates["off"][pair] for pair in pairs]
+    return median_ratio(balanced, alone)
 
 # %% ../../nbs/bench/05_balance.ipynb #bench-balance-bench
 @dataclass(frozen=True)

@@ -167,9 +167,10 @@ class Lab:
         address = f"http://127.0.0.1:{self.port}/lab/workspaces/{workspace}/tree/{name}"
         page.goto(f"{address}?token={self.token}&reset")
         await_idle(page)
-        if page.locator("#jp-left-stack").is_visible():
+        file_browser = page.locator("#jp-left-stack")
+        if file_browser.is_visible():
             page.keyboard.press("Control+b")
-            page.locator("#jp-left-stack").wait_for(state="hidden")
+            file_browser.wait_for(state="hidden")
         return page
 
     def close(self) -> None:

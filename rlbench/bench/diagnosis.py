@@ -220,10 +220,11 @@ def usual_exam(healthy: Sequence[RecordedArm], version: int) -> tuple[float, flo
 def figure_sign(arm: RecordedArm, healthy: Sequence[RecordedArm], figure: str) -> int | None:
     "The first version at which a figure is outside of what is usual, and at the next one, too; None if there is none."
     outside = []
-    for version, value in zip(arm.course.versions, arm.course.column(figure), strict=True):
+    versions = arm.course.versions
+    for version, value in zip(versions, arm.course.column(figure), strict=True):
         low, high = usual_range(healthy, figure, version)
         outside.append(value < low or value > high)
-    for version, now, then in zip(arm.course.versions, outside, outside[1:]):
+    for version, now, then in zip(versions, outside, outside[1:]):
         if now and then:
             return int(version)
     return None
@@ -241,12 +242,13 @@ def exam_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> int | None:
 
 def first_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> tuple[int, str]:
     "(version, figure) of the first sign; (1, '') if no figure shows one, (0, '') of a run that trained nothing."
-    signs = [(figure_sign(arm, healthy, figure), figure) for figure in WATCHED]
-    signs.append((exam_sign(arm, healthy), "held-out"))
-    found = [sign for sign in signs if sign[0] is not None]
+    signs = {figure: figure_sign(arm, healthy, figure) for figure in WATCHED}
+    signs["held-out"] = exam_sign(arm, healthy)
+    found = [(version, figure) for figure, version in signs.items() if version is not None]
     if found:
         return min(found)
-    return (1, "") if len(arm.course.versions) else (0, "")
+    has_trained = len(arm.course.versions) > 0
+    return int(has_trained), ""
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-judge
 ALARMS = ("collapsing", "stalled")
@@ -393,8 +395,11 @@ EXAMS = [{"name": "held_out", "count": 256, "every": 5}]
 def newest_run_folder(name: str, folder: Path) -> Path:
     "The folder of the newest run of an arm."
     stem = file_stem(name)
-    made = (folder / "runs").glob(f"{stem}-[0-9]*")
-    return max(made, key=lambda path: path.stat().st_mtime, default=folder / "runs" / f"{stem}-1")
+    runs = folder / "runs"
+    made = sorted(runs.glob(f"{stem}-[0-9]*"), key=lambda path: path.stat().st_mtime)
+    if made:
+        return made[-1]
+    return runs / f"{stem}-1"
 
 
 def arm_knobs(name: str, folder: Path) -> dict[str, object]:
@@ -415,7 +420,8 @@ def run_arm(name: str, seed: int, folder: Path) -> RecordedArm:
 
     def run_now() -> dict:
         knobs = {"preflight": 0, "eval": EXAMS, "seed": seed, **arm_knobs(name, folder)}
-        with ending(run("tiny", runs=runs, name=free_name(runs, stem), **knobs)) as ended:
+        started = run("tiny", runs=runs, name=free_name(runs, stem), **knobs)
+        with ending(started) as ended:
             wait(ended, ARM_SECONDS)
         return plain_arm(record_arm(name, seed, ended.folder))
 
@@ -443,7 +449,9 @@ def bench_diagnosis(
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-show
 def shown_arm(row: ArmRow) -> dict[str, str]:
     "A row of the table of arms."
-    sign, named, late = "", "", ""
+    sign = ""
+    named = ""
+    late = ""
     if row.cause:
         sign = f"v{row.sign} {row.figure}".strip()
         named = "not"

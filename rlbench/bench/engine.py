@@ -125,24 +125,29 @@ class EngineSetting:
 def request_of(work: Work, i: int, vocab: int) -> Request:
     "The request for sequence `i`."
     sampling = Sampling(max_tokens=int(work.wanted[i]))
-    return Request((i, 0), work.prompt(i, vocab), sampling, stream=i)
+    prompt = work.prompt(i, vocab)
+    return Request((i, 0), prompt, sampling, stream=i)
 
 
 def time_generator(generator: Generator, work: Work, vocab: int) -> tuple[float, float]:
     "CPU and wall seconds that a generator takes for the work."
     requests = [request_of(work, i, vocab) for i in range(len(work))]
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
+    wall = time.perf_counter()
     generator.submit(requests)
     results = drain(generator, work.tokens)
-    seconds = time.process_time() - cpu, time.perf_counter() - wall
-    assert sum(len(result.segment) for result in results) == work.tokens
-    return seconds
+    cpu_seconds = time.process_time() - cpu
+    wall_seconds = time.perf_counter() - wall
+    written = sum(len(result.segment) for result in results)
+    assert written == work.tokens
+    return cpu_seconds, wall_seconds
 
 
 def time_torch(model, work: Work, setting: EngineSetting) -> tuple[float, float]:
     "CPU and wall seconds for rlbench's own generator. A new one is built outside the clock."
     generator = TorchGenerator(model, max_length=work.longest, slots=setting.batch)
-    return time_generator(generator, work, model.config.vocab_size)
+    vocab = model.config.vocab_size
+    return time_generator(generator, work, vocab)
 
 
 def time_vllm(model, work: Work, setting: EngineSetting) -> tuple[float, float]:
@@ -160,8 +165,9 @@ def time_vllm(model, work: Work, setting: EngineSetting) -> tuple[float, float]:
 # %% ../../nbs/bench/23_engine.ipynb #bench-generate
 def pad_left(prompts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     "Prompts as ids [B, T] and attention mask [B, T], padded at the left."
+    count = len(prompts)
     width = max(map(len, prompts))
-    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    ids = torch.zeros((count, width), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         first = width - len(prompt)

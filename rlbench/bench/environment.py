@@ -210,7 +210,8 @@ def run_with_tool(folder: Path, name: str, median: float, staleness: int, steps:
         "environment.sigma": SIGMA,
         "environment.turns": TURNS,
     }
-    knobs = {**SETTING, "staleness": staleness, "steps": steps, **tool}
+    sizes = {"staleness": staleness, "steps": steps}
+    knobs = {**SETTING, **sizes, **tool}
     ended = finished_run(folder, name, seconds=None, **knobs)
     return tool_run(ended.steps, staleness + 1)
 

@@ -81,9 +81,9 @@ def leftovers_of(processes: Sequence[psutil.Process], folder: Path) -> list[str]
     "Processes and mapped files that are still there once the patience is over."
 
     def find_leftovers() -> list[str]:
-        alive = [f"process {process.pid}" for process in living_processes(processes)]
-        mapped = [path.name for path in folder.glob("weights*")]
-        return [f"{name} is left" for name in alive + mapped]
+        found = [f"process {process.pid}" for process in living_processes(processes)]
+        found += [path.name for path in folder.glob("weights*")]
+        return [f"{name} is left" for name in found]
 
     happens_within(PATIENCE, lambda: not find_leftovers(), every=0.1)
     return find_leftovers()
@@ -120,7 +120,9 @@ def end_problems(ended: Run, target: str) -> list[str]:
 # %% ../../nbs/bench/13_faults.ipynb #faults-fall
 def goes_on_after(target: str, signal_name: str) -> bool:
     "True if a run outlives the loss of a target."
-    return target in RESTARTED or (target, signal_name) == ("supervisor", "SIGSTOP")
+    if target == "supervisor":
+        return signal_name == "SIGSTOP"
+    return target in RESTARTED
 
 
 def send_blow(struck: Run, target: str, signal_name: str, processes: list[psutil.Process]) -> list[str]:
@@ -150,8 +152,11 @@ def await_end(struck: Run) -> list[str]:
 
 def count_fates(ended: Run, *fates: str) -> int:
     "Attempts that ended in one of these fates."
-    books = ended.status.books
-    return sum(int(books[fate]["count"]) for fate in fates if fate in books)
+    count = 0
+    for fate, entry in ended.status.books.items():
+        if fate in fates:
+            count += int(entry["count"])
+    return count
 
 # %% ../../nbs/bench/13_faults.ipynb #faults-strike
 ENDLESS = {
@@ -184,7 +189,8 @@ def strike_run(
 
     def is_up() -> bool:
         status = struck.status
-        return bool(status and status.workers) and struck.state == "running"
+        has_workers = bool(status and status.workers)
+        return has_workers and struck.state == "running"
 
     problems = [] if happens_within(120, is_up) else ["it did not start"]
     time.sleep(after)
@@ -239,7 +245,11 @@ def plan_blows(times: int, seed: int) -> list[tuple[str, str, float]]:
     order = []
     while len(order) < times:
         order += draw.sample(pairs, len(pairs))
-    return [(target, signal_name, draw.uniform(0, MOMENTS)) for target, signal_name in order[:times]]
+    blows = []
+    for target, signal_name in order[:times]:
+        after = draw.uniform(0, MOMENTS)
+        blows.append((target, signal_name, after))
+    return blows
 
 
 def bench_faults(

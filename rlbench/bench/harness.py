@@ -99,7 +99,12 @@ def kept_data(path: Path, measure: Callable[[], object]) -> object:
 
 def kept_record(path: Path, kind: type[Record], measure: Callable[[], Record]) -> Record:
     "The record of a piece: read from its file, or measured now and written there."
-    data = kept_data(path, lambda: asdict(measure()))
+
+    def measured_data() -> dict:
+        record = measure()
+        return asdict(record)
+
+    data = kept_data(path, measured_data)
     return read_record(kind, data)
 
 # %% ../../nbs/bench/01_harness.ipynb #harness-figures

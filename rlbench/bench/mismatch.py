@@ -68,16 +68,18 @@ class MismatchRun:
     @property
     def growth(self) -> float:
         "Mean distance in the last third of the steps over that in the first; 1 is flat."
-        third = max(1, len(self.logprob_diff_mean) // 3)
-        first = sum(self.logprob_diff_mean[:third])
-        last = sum(self.logprob_diff_mean[-third:])
+        means = self.logprob_diff_mean
+        third = max(1, len(means) // 3)
+        first = sum(means[:third])
+        last = sum(means[-third:])
         return last / first if first else 1.0
 
 
 def mismatch_run(generator: str, arm: str, ended: Run) -> MismatchRun:
     "The figures of a finished run."
-    steps = ended.steps
-    figures = {name: tuple(round(value, 9) for value in steps[name]) for name in FIGURES}
+    figures = {}
+    for name in FIGURES:
+        figures[name] = tuple(round(value, 9) for value in ended.steps[name])
     return MismatchRun(generator, arm, **figures)
 
 # %% ../../nbs/bench/10_mismatch.ipynb #mismatch-bench
@@ -108,7 +110,8 @@ def kept_mismatch(folder: Path, generator: str, arm: str, steps: int, knobs: Map
 
     def run_now() -> MismatchRun:
         name = stem.replace(".", "_")
-        ended = finished_run(folder, name, PRESETS[generator], **fixed, **knobs)
+        preset = PRESETS[generator]
+        ended = finished_run(folder, name, preset, **fixed, **knobs)
         return mismatch_run(generator, arm, ended)
 
     return kept_record(folder / f"{stem}.json", MismatchRun, run_now)
@@ -161,7 +164,9 @@ def mismatch_table(arms: tuple[MismatchRun, ...]) -> "pl.DataFrame":
 
     rows = []
     for run in arms:
-        row = {"generator": run.generator, "arm": run.arm, "mean": f"{run.mean:.1e}", "largest": f"{run.worst:.1e}"}
+        row = {"generator": run.generator, "arm": run.arm}
+        row["mean"] = f"{run.mean:.1e}"
+        row["largest"] = f"{run.worst:.1e}"
         row["kl"] = f"{mean_of(run.kl_sampler):.1e}"
         row["ess"] = f"{min(run.ess):.4f}"
         row["growth"] = f"{run.growth:.2f}"

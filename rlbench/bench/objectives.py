@@ -147,11 +147,13 @@ class ObjectivesBench:
 def kept_objective(folder: Path, objective: str, seed: int, steps: int) -> ObjectiveResult:
     "One run of an objective, from the folder or made now."
     knobs = FAMILIES[objective]
-    asked = hashlib.sha256(repr(sorted(knobs.items())).encode()).hexdigest()[:8]
-    stem = f"{file_stem(objective)}-{asked}-{steps}-{seed}"
+    asked = repr(sorted(knobs.items()))
+    digest = hashlib.sha256(asked.encode()).hexdigest()
+    stem = f"{file_stem(objective)}-{digest[:8]}-{steps}-{seed}"
+    changes = {"steps": steps, "preflight": 0, "seed": seed, **knobs}
 
     def run_now() -> ObjectiveResult:
-        ended = finished_run(folder, stem, steps=steps, preflight=0, seed=seed, **knobs)
+        ended = finished_run(folder, stem, **changes)
         return objective_result(objective, seed, ended)
 
     return kept_record(folder / f"{stem}.json", ObjectiveResult, run_now)

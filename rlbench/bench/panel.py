@@ -48,7 +48,9 @@ from ..workbench.handle import Run, free_name, run, wait
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-history
 def moved_on(value, by):
     "A number, or each of a list of numbers, moved on."
-    return [each + by for each in value] if isinstance(value, list) else value + by
+    if isinstance(value, list):
+        return [each + by for each in value]
+    return value + by
 
 
 def repeat_rows(rows: list[dict], count: int, numbers: Mapping[str, int], last: Mapping[str, float]) -> Iterator[dict]:
@@ -192,7 +194,8 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 def processes_of(measured: Run) -> list[psutil.Process]:
     "Supervisor, run process and workers."
     status = measured.status
-    return [psutil.Process(pid) for pid in (status.supervisor, status.pid, *status.workers.values())]
+    pids = (status.supervisor, status.pid, *status.workers.values())
+    return [psutil.Process(pid) for pid in pids]
 
 
 def browser_processes() -> list[psutil.Process]:
@@ -202,9 +205,11 @@ def browser_processes() -> list[psutil.Process]:
 
 def browser_share(page, seconds: float) -> float:
     "Cores that Chromium used over some seconds."
-    before, began = cpu_seconds(browser_processes()), time.monotonic()
+    before = cpu_seconds(browser_processes())
+    began = time.monotonic()
     page.wait_for_timeout(1000 * seconds)
-    return (cpu_seconds(browser_processes()) - before) / (time.monotonic() - began)
+    used = cpu_seconds(browser_processes()) - before
+    return used / (time.monotonic() - began)
 
 # %% ../../nbs/bench/11_panel.ipynb #panelbench-window
 def await_step(follower: Follower, page) -> int:
@@ -412,8 +417,9 @@ def measure_pieces(bench: PanelSession, windows: int, seconds: float, say: Say) 
 
     def measure_next_open(number: int) -> dict[str, float]:
         source = finished_or_new_run(folder, "source")
-        history = write_history(source, folder, HISTORY).resolve()
-        return measure_open(bench.open_lab(), history, number)
+        history = write_history(source, folder, HISTORY)
+        lab = bench.open_lab()
+        return measure_open(lab, history.resolve(), number)
 
     return PanelPieces(
         opened=[keep(f"open-{n}", measure_next_open, n) for n in range(TIMES)],

@@ -276,7 +276,8 @@ def make_move(live: Run, base: Mapping, knobs: Mapping, seconds: float) -> Measu
 def rest_unchanged(live: Run, staleness: int, back: int, seconds: float) -> None:
     "Let a run go on as it is: so many seconds, and enough versions after `back` that its next fit rests on them."
     time.sleep(seconds)
-    wait_for_version(live, back + LEAST + filling_versions(staleness) + 2, PATIENCE)
+    filled = back + filling_versions(staleness)
+    wait_for_version(live, filled + LEAST + 2, PATIENCE)
 
 
 def predict_and_move(regime: Regime, runs: Path, seconds: float, say: Say) -> tuple[Run, list[MoveRow]]:

@@ -186,8 +186,9 @@ def draw_run(index: int, changes: int, seed: int = SEED) -> tuple[dict, list[dic
 def counted_versions(table: Mapping) -> tuple[int, int]:
     "The versions of a drawn run that are looked at: after it has filled up, about a thousand rollouts."
     first = filling_versions(table["staleness"])
-    count = 1000 // table["batch"]
-    return first, first + max(14, min(50, count))
+    count = min(50, 1000 // table["batch"])
+    last = first + max(14, count)
+    return first, last
 
 
 def figures_of_drawn(table: Mapping, folder: Path) -> Figures | None:
@@ -221,7 +222,8 @@ def is_near(figures: Figures, came: Figures) -> bool:
 def differences_text(off: Differences) -> str:
     "Signed differences in words."
     wait, rate, staleness = off
-    return f"{100 * wait:+5.1f} points {rate:+6.1%} {staleness:+5.2f} versions"
+    points = f"{100 * wait:+5.1f} points"
+    return f"{points} {rate:+6.1%} {staleness:+5.2f} versions"
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ class DrawnRow:
     @property
     def width(self) -> Differences:
         "How wide the ranges are."
-        wait, rate, staleness = array_of(self.high) - array_of(self.low)
+        widths = array_of(self.high) - array_of(self.low)
+        wait, rate, staleness = widths
         return wait, rate / self.came.rate, staleness
 
     def __str__(self) -> str:

@@ -127,7 +127,8 @@ def simulate_whole_run(name: str, gpus: int, config: RunConfig, world: World, ve
 def simulate_largest_published() -> WholeRun:
     "GLM-5 with Prime RL: 25 versions."
     config, _ = simulator_setting(1536)
-    config = config.model_copy(update={"batch": 512, "filter": "zero_advantage"})
+    changes = {"batch": 512, "filter": "zero_advantage"}
+    config = config.model_copy(update=changes)
     world = World(latency=Spread(1156, 0.4), solve_rate=(1.08, 0.19), train_s=171.3, publish_s=50.0)
     return simulate_whole_run("GLM-5, Prime RL", 256, config, world, 25)
 

@@ -176,9 +176,8 @@ def bench_staleness(
         found = []
         for backlog, rho, queue_batches, group in asked:
             point = kept_point(Path(folder), backlog, rho, queue_batches, group, **size)
-            setting = f"{backlog}, rho {rho:g}, q {queue_batches}, group {group}"
-            say(f"{setting}: form {point.predicted:.3f}, run {point.measured:.3f}")
             found.append(point)
+            say(str(point))
         return tuple(found)
 
     rows = measure_points(points)

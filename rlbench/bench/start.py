@@ -71,8 +71,14 @@ def seconds_to_version(folder: Path, name: str) -> tuple[float, Run]:
     "Start the preset; the seconds until version 1, and the run, which goes on."
     began = time.perf_counter()
     started = run("tiny", runs=folder, name=name)
-    wait_until(lambda: started.status is not None and started.status.version >= 1, f"version 1 of {started.folder}")
-    return time.perf_counter() - began, started
+
+    def has_version() -> bool:
+        status = started.status
+        return status is not None and status.version >= 1
+
+    wait_until(has_version, f"version 1 of {started.folder}")
+    seconds = time.perf_counter() - began
+    return seconds, started
 
 
 def writes_again(kinds: Sequence[str]) -> bool:
@@ -88,7 +94,8 @@ def seconds_to_restart(struck: Run) -> float:
 
     def has_restarted() -> bool:
         events = struck.table("events", ["kind"])
-        return writes_again(events["kind"].to_list())
+        kinds = events["kind"].to_list()
+        return writes_again(kinds)
 
     wait_until(has_restarted, f"a restart in {struck.folder}")
     return time.perf_counter() - began
@@ -125,8 +132,8 @@ def kept_round(folder: Path, number: int) -> StartRound:
     place = folder / f"round-{number}"
     path = place / "round.json"
     if not path.exists():
-        tries = len(list(place.glob("[0-9]*")))
-        runs = place / str(tries)
+        tries = list(place.glob("[0-9]*"))
+        runs = place / str(len(tries))
         runs.mkdir(parents=True)
         done = subprocess.run([sys.executable, "-c", ROUND, str(runs)], capture_output=True, text=True)
         if done.returncode:

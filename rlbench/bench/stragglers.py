@@ -95,7 +95,9 @@ def fates_of(driver: Driver) -> dict[str, dict[str, float]]:
     "The books of a run: fate -> count, tokens, generation seconds."
     fates = {}
     for fate, (count, tokens, seconds) in driver.state.books.items():
-        fates[fate] = {"count": count, "tokens": tokens, "seconds": round(seconds, 2)}
+        entry = {"count": count, "tokens": tokens}
+        entry["seconds"] = round(seconds, 2)
+        fates[fate] = entry
     return fates
 
 
@@ -103,7 +105,8 @@ def prefill_share(folder: Path, steps: "pl.DataFrame") -> float:
     "Tokens read before writing, over the prompt tokens of the rollouts that were trained in the counted batches."
     rollouts = read_table(folder, "rollouts")
     counted = rollouts.filter(rollouts["trained_at"] > WARM)
-    return steps["prefill_tokens"].sum() / counted["prompt"].str.len_bytes().sum()
+    prompt_tokens = counted["prompt"].str.len_bytes().sum()
+    return steps["prefill_tokens"].sum() / prompt_tokens
 
 
 def straggler_row(driver: Driver) -> StragglerRow:
@@ -149,8 +152,9 @@ def straggler_row(driver: Driver) -> StragglerRow:
 # %% ../../nbs/bench/03_stragglers.ipynb #stragglers-arms
 def strategy_knobs(strategy: str, bound: int = 2, unit: str = "group") -> dict:
     "The knobs of one run. At bound 0 there is one turn for each response, and old tokens are masked."
-    restarts = strategy in ("requeue", "partial")
-    needs_more = strategy == "oversample" or (bound == 0 and restarts)
+    needs_more = strategy == "oversample"
+    if bound == 0:
+        needs_more = strategy in ("oversample", "requeue", "partial")
     knobs = {
         "stragglers": strategy,
         "straggler_unit": unit,

@@ -53,7 +53,9 @@ def rate_per_second(arm: TrlArm, amounts: Sequence[int], warmup: int, timed: int
             f"steps: {len(arm.seconds)} steps are too few; {warmup} of warm-up and {timed} timed ones are needed"
         )
     began = arm.seconds[warmup - 1] if warmup else 0.0
-    return sum(amounts[warmup:last]) / (arm.seconds[last - 1] - began)
+    seconds = arm.seconds[last - 1] - began
+    done = sum(amounts[warmup:last])
+    return done / seconds
 
 
 def samples_per_second(arm: TrlArm) -> float:
@@ -165,7 +167,9 @@ def figures_text(figures: Mapping[str, Sequence[float | None]]) -> str:
 
 def ratio_text(ratio: float | None) -> str:
     "A ratio, or a dash where there is none."
-    return "-" if ratio is None else f"{ratio:.2f} x"
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f} x"
 
 
 def machine_lines(busy: float, trl: str, ours: str, where: Mapping[str, str]) -> list[str]:
@@ -174,7 +178,9 @@ def machine_lines(busy: float, trl: str, ours: str, where: Mapping[str, str]) ->
     if busy > QUIET:
         used = f"others used up to {busy:.0%} of the machine meanwhile"
         lines.append(f"{used}; repeat it at a quiet time with a new folder")
-    return [*lines, f"TRL {trl}; rlbench: {ours}; {machine_text(where)}"]
+    sides = f"TRL {trl}; rlbench: {ours}"
+    lines.append(f"{sides}; {machine_text(where)}")
+    return lines
 
 
 PACKAGES = ("trl", "transformers", "torch", "accelerate")  # of TRL's environment, whose versions are reported
@@ -304,7 +310,8 @@ def bench_trl(
     sides = TrlSides(folder, versions, "tiny", samples_per_second, "samples/s", say)
 
     def rate(setting: TrlSetting, again: int) -> float:
-        arm = sides.train_trl(short, setting, f"choice-{again}", failed=True)
+        name = f"choice-{again}"
+        arm = sides.train_trl(short, setting, name, failed=True)
         return samples_per_second(arm)
 
     chosen, rates = choose_setting(rate, os.cpu_count() or 1, like.batch)

@@ -141,8 +141,11 @@ def setting_arguments(job: TrlJob) -> dict:
 
 def grpo_arguments(job: TrlJob, folder: str) -> dict:
     "The keywords of `trl.GRPOConfig`."
-    shared = {keyword: getattr(job, name) for keyword, name in NAMES_AT_TRL.items()}
-    return {**LIKE_RLBENCH, **setting_arguments(job), **shared, "output_dir": folder}
+    arguments = {**LIKE_RLBENCH, **setting_arguments(job)}
+    for keyword, name in NAMES_AT_TRL.items():
+        arguments[keyword] = getattr(job, name)
+    arguments["output_dir"] = folder
+    return arguments
 
 # %% ../../nbs/bench/14_trl_arm.ipynb #trl-arm-warmup
 def rate_at(job: TrlJob, done: int) -> float:
@@ -164,7 +167,9 @@ class LastServed:
         size = len(self.verdicts) // ahead
         first = step % ahead * size
         part = slice(first, first + size)
-        return {"rollouts": size, "tokens": sum(self.lengths[part]), "correct": sum(self.verdicts[part])}
+        tokens = sum(self.lengths[part])
+        correct = sum(self.verdicts[part])
+        return {"rollouts": size, "tokens": tokens, "correct": correct}
 
 # %% ../../nbs/bench/14_trl_arm.ipynb #trl-arm-clock
 def make_clock(job: TrlJob, served: LastServed, out: Path):
@@ -189,8 +194,9 @@ def make_clock(job: TrlJob, served: LastServed, out: Path):
             )
 
         def write(self, **line):
+            text = json.dumps(line)
             with out.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(f"{text}\n")
 
     return Clock()
 

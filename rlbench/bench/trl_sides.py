@@ -72,7 +72,8 @@ class TrlArm:
     @property
     def solve_rates(self) -> np.ndarray:
         "float64 [steps]: share of the step's trained rollouts that were right."
-        return np.array(self.correct) / np.array(self.rollouts)
+        correct = np.array(self.correct)
+        return correct / np.array(self.rollouts)
 
 # %% ../../nbs/bench/16_trl_sides.ipynb #bench-trl-folder
 MARKER = "bench-trl.json"
@@ -354,7 +355,8 @@ def run_trl(folder: Path, job: TrlJob, name: str, limit: float = LIMIT) -> TrlAr
 # %% ../../nbs/bench/16_trl_sides.ipynb #bench-trl-read-steps
 def read_lines(path: Path) -> list[dict]:
     "The lines that one process of the script wrote."
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def read_steps(path: Path, job: TrlJob, launched: float) -> TrlArm:

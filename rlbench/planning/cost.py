@@ -42,7 +42,8 @@ class Fleet:
     @property
     def hourly(self) -> float:
         "Dollars an hour for everything."
-        return self.gpus_hourly + sum(dollars for _, dollars in self.beside)
+        others = sum(dollars for _, dollars in self.beside)
+        return self.gpus_hourly + others
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ class Batch:
 def per_million(hourly: float, seconds: float, tokens: float) -> float:
     """Dollars per million tokens of machines at `hourly` dollars an hour that take `seconds` for `tokens`; infinite
     without tokens."""
-    return hourly * seconds / 3600 / tokens * 1e6 if tokens else inf
+    if not tokens:
+        return inf
+    dollars = hourly * seconds / 3600
+    return dollars / tokens * 1e6
 
 
 def latency_billed(fleet: Fleet, batch: Batch, beside: bool = False) -> float:
@@ -85,7 +89,8 @@ def invoice_lines(fleet: Fleet, batch: Batch) -> tuple[tuple[str, float], ...]:
     `wall_clock` with `beside`."""
     lines = []
     for name, hourly in (("GPUs", fleet.gpus_hourly), *fleet.beside):
-        lines.append((name, per_million(hourly, batch.wall, batch.tokens)))
+        dollars = per_million(hourly, batch.wall, batch.tokens)
+        lines.append((name, dollars))
     return tuple(lines)
 
 # %% ../../nbs/planning/20_cost.ipynb #cost-prices

@@ -126,7 +126,8 @@ class EnginePool:
 
     def note_load(self, i: int) -> None:
         "Note that the number of sequences in an engine has changed."
-        heappush(self.loads, (len(self.engines[i].running), i))
+        engine = self.engines[i]
+        heappush(self.loads, (len(engine.running), i))
 
     def serve_waiting(self, generator) -> None:
         "A sequence has left an engine: fill places of the generators that were refused, in order, then of this one."

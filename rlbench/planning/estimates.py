@@ -76,16 +76,18 @@ def assumed(value: float, unit: str) -> Estimate:
 
 def estimate_mean(values: np.ndarray, unit: str = "", weights: np.ndarray | None = None) -> Estimate:
     "The mean of observations in order of time."
-    if not len(values):
+    count = len(values)
+    if not count:
         return assumed(0.0, unit)
-    weights = np.ones(len(values)) if weights is None else weights
+    if weights is None:
+        weights = np.ones(count)
 
     def mean(keep: np.ndarray) -> np.ndarray:
         value = np.average(values[keep], weights=weights[keep])
         return np.array([value])
 
-    (value,), (error,) = jackknife(len(values), mean)
-    return measured(value, error, len(values), unit, lowest=0.0)
+    (value,), (error,) = jackknife(count, mean)
+    return measured(value, error, count, unit, lowest=0.0)
 
 # %% ../../nbs/planning/10_estimates.ipynb #fit-nonnegative
 def least_squares_from_zero(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -98,5 +100,6 @@ def least_squares_from_zero(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             found[used] = solved
             break
         contribution = solved * np.abs(x[:, used]).mean(0)
-        used.pop(int(np.argmin(contribution)))
+        smallest = int(np.argmin(contribution))
+        used.pop(smallest)
     return found

@@ -109,7 +109,8 @@ def curve_of(turns: Turns, apart: bool = False, looks: float = 0.0) -> FittedCur
 def slowdown_factor(slowdown: float, error: float, count: int) -> Estimate:
     "How many times as long a token takes while a batch is trained, from the share of its pace that is lost."
     factor = 1 / (1 - slowdown)
-    return measured(factor, error * factor**2, count, "x", lowest=1.0)
+    factor_error = error * factor**2
+    return measured(factor, factor_error, count, "x", lowest=1.0)
 
 
 def training_slowdown(regression: TurnRegression) -> tuple[float, float]:
@@ -161,7 +162,8 @@ def stated_curve(rows: "pl.DataFrame", generators: int) -> FittedCurve | None:
 
 
 def stated_costs(work: np.ndarray, seconds: np.ndarray) -> dict[int, float] | None:
-    "Costs by column of the work [V, 3], of as many kinds of work as can be told apart; None if none explain the seconds."
+    """Costs by column of the work [V, 3], of as many kinds of work as can be told apart; None if none explain the
+    seconds."""
     for columns in ((0, 1, 2), (0, 2), (0,)):
         costs = solve_stated(work[:, columns], seconds)
         if costs is not None:

@@ -117,7 +117,8 @@ class RateFormula:
         if self.holds:
             idle = min(1.0, max(0.0, 1 - (self.alive - batch) / self.slots))
         ending = self.latency * (sizes.batch_tail - 1) + sizes.outside + self.world.travel_s
-        return batch * full_latency / self.slots / sizes.accepted + idle * ending + self.sync
+        writing = batch * full_latency / self.slots / sizes.accepted
+        return writing + idle * ending + self.sync
 
     def rate_of_alive(self) -> float:
         "The rate at which the groups that may be alive are trained, each as long as its longest rollout."
@@ -140,7 +141,8 @@ def forecast_by_formula(config: RunConfig, world: World, busy: float, sizes: Siz
     if config.staleness == 0:
         return synchronous_figures(config, world, busy, sizes)
     formula = RateFormula(config, world, sizes)
-    return make_figures(config, formula.rate, formula.compute, busy, world, formula.staleness())
+    staleness = formula.staleness()
+    return make_figures(config, formula.rate, formula.compute, busy, world, staleness)
 
 # %% ../../nbs/planning/17_fit_formula.ipynb #fit-form-parts
 def idle_tokens(config: RunConfig, world: World, sizes: Sizes, count: float) -> float:

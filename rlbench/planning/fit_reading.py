@@ -115,8 +115,9 @@ def window_steps(folder: Path, config: RunConfig, since: int, until: int | None)
         return kept
     end = "" if until is None else f" and up to {until}"
     raise ValueError(
-        f"fit: {Path(folder).name} has {len(kept)} versions after version {first} (from {changed} on it fills up){end}, "
-        f"and {LEAST} are needed; let it make {LEAST - len(kept)} more, or look at an earlier part of it (since, until)"
+        f"fit: {Path(folder).name} has {len(kept)} versions after version {first} (from {changed} on it fills up)"
+        f"{end}, and {LEAST} are needed; let it make {LEAST - len(kept)} more, or look at an earlier part of it "
+        "(since, until)"
     )
 
 

@@ -37,7 +37,8 @@ from .queueing import group_shares, mean_below
 # %% ../../nbs/planning/13_fit_rollouts.ipynb #fit-spread
 def lognormal_sigma(mean: float, variance: float) -> float:
     "Standard deviation of the logarithm of a lognormal quantity."
-    return sqrt(log(1 + variance / mean**2))
+    relative = variance / mean**2
+    return sqrt(log(1 + relative))
 
 
 def spread_of(values: np.ndarray, ceiling: float = 0.0, draws: np.ndarray | float = 1.0) -> Spread:
@@ -103,7 +104,9 @@ def tokens_of(written: np.ndarray, stopped: np.ndarray, most: int) -> Spread:
     mean = float(values.mean())
     observed = tuple(float(each) for each in values / mean)
     ceiling = float(min(most, values[-1]))
-    return Spread(mean, lognormal_sigma(mean, float(values.var())), ceiling, observed=observed)
+    variance = float(values.var())
+    sigma = lognormal_sigma(mean, variance)
+    return Spread(mean, sigma, ceiling, observed=observed)
 
 
 def normal_ranks(values: np.ndarray) -> np.ndarray:

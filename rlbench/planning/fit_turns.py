@@ -51,7 +51,8 @@ class GeneratorTimeline:
     def fill_places(self, now: float, slots: int) -> None:
         "Start what waits, as far as there are places."
         while self.line and len(self.running) < slots:
-            self.running[self.line.popleft()] = now
+            first = self.line.popleft()
+            self.running[first] = now
         self.loads.append((now, len(self.running)))
 
 
@@ -105,9 +106,10 @@ class TurnLog:
 
     def send(self, now: float, event: Mapping) -> None:
         "A generator was sent rollouts."
-        timeline = self.timelines.setdefault(event["actor"], GeneratorTimeline())
+        actor = event["actor"]
+        timeline = self.timelines.setdefault(actor, GeneratorTimeline())
         for rollout, attempt, _ in event["rollouts"]:
-            self.generator_of[rollout, attempt] = event["actor"]
+            self.generator_of[rollout, attempt] = actor
             timeline.line.append((rollout, attempt))
         timeline.fill_places(now, self.slots)
 
@@ -180,7 +182,8 @@ def away_seconds(
     away = []
     for now, kind, event in zip(at, kinds, fields):
         if kind == "Generate":
-            sent.update(((rollout, attempt), now) for rollout, attempt, _ in event["rollouts"])
+            for rollout, attempt, _ in event["rollouts"]:
+                sent[rollout, attempt] = now
         elif kind == "Abort":
             stopped.update(map(tuple, event["keys"]))
         elif kind == "Generated":

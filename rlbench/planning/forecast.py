@@ -269,12 +269,14 @@ def simulate_plan(
     on_version: OnVersion | None = None,
 ) -> Simulated:
     "A plan's run up to a version; `world` replaces the plan's."
+    report = None
+    if on_version:
 
-    def report(version: int) -> None:
-        on_version(version, versions)
+        def report(version: int) -> None:
+            on_version(version, versions)
 
-    world = world or world_of_plan(plan)
-    return simulate(config_of_plan(plan), world, seed, until=versions, on_version=report if on_version else None)
+    config = config_of_plan(plan)
+    return simulate(config, world or world_of_plan(plan), seed, until=versions, on_version=report)
 
 # %% ../../nbs/planning/34_forecast.ipynb #planner-simulate
 def forecast_simulated(
@@ -285,12 +287,15 @@ def forecast_simulated(
     on_version: OnVersion | None = None,
 ) -> Forecast:
     "The forecast by a simulation of the loop itself, over `look` versions after the first `skip`."
-    return forecast_of_steps(plan, simulate_plan(plan, seed, skip + look, on_version=on_version).steps, skip)
+    simulated = simulate_plan(plan, seed, skip + look, on_version=on_version)
+    return forecast_of_steps(plan, simulated.steps, skip)
 
 
 def useful_share(amounts: Mapping[str, float]) -> float:
     "Share of an amount by fate that went into training batches."
-    return (amounts.get("trained", 0) + amounts.get("masked", 0)) / max(1e-9, sum(amounts.values()))
+    useful = amounts.get("trained", 0) + amounts.get("masked", 0)
+    everything = sum(amounts.values())
+    return useful / max(1e-9, everything)
 
 
 def forecast_of_steps(plan: PlanFile, steps: Sequence[SimulatedStep], skip: int = SKIPPED_VERSIONS) -> Forecast:

@@ -74,7 +74,8 @@ def first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 def with_concurrency(plan: PlanFile, concurrency: int) -> PlanFile:
     "The plan with so many rollouts at once."
-    return replace(plan, run=plan.run.model_copy(update={"concurrency": concurrency}), asked=True)
+    run = plan.run.model_copy(update={"concurrency": concurrency})
+    return replace(plan, run=run, asked=True)
 
 
 def best_concurrency(plan: PlanFile, target: float, factor: float) -> PlanChoice | None:
@@ -115,8 +116,10 @@ def prefill_gpus_for(plan: PlanFile, writing: int) -> int:
 
 def with_split(plan: PlanFile, writing: int, training: int) -> PlanFile:
     "The plan with so many GPUs that generate and that train."
-    generators = replace(plan.generators, gpus=writing, prefill_gpus=prefill_gpus_for(plan, writing))
-    return replace(plan, generators=generators, trainer=replace(plan.trainer, gpus=training))
+    prefill_gpus = prefill_gpus_for(plan, writing)
+    generators = replace(plan.generators, gpus=writing, prefill_gpus=prefill_gpus)
+    trainer = replace(plan.trainer, gpus=training)
+    return replace(plan, generators=generators, trainer=trainer)
 
 
 def gpu_splits(plan: PlanFile, most: int = 24) -> tuple[PlanChoice, ...]:
@@ -230,7 +233,8 @@ class Swing:
     def moves(self) -> float:
         "By how much the price moves between the ends, over its mean."
         first, second = (end.wall for end in self.ends)
-        return abs(first - second) / ((first + second) / 2)
+        mean = (first + second) / 2
+        return abs(first - second) / mean
 
 
 USUAL_INPUTS = (

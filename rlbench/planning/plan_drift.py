@@ -74,7 +74,8 @@ def plan_at_version(plan: PlanFile, version: int, names: Sequence[str] = DRIFTS)
             changes[name] = max(1, round(value)) if name == "turns" else value
     rollouts = replace(plan.rollouts, **changes)
     longer = (rollouts.prompt + rollouts.response) / (plan.rollouts.prompt + plan.rollouts.response)
-    return replace(plan, rollouts=rollouts, trainer=replace(plan.trainer, seconds=plan.trainer.seconds * longer))
+    trainer = replace(plan.trainer, seconds=plan.trainer.seconds * longer)
+    return replace(plan, rollouts=rollouts, trainer=trainer)
 
 # %% ../../nbs/planning/36_plan_drift.ipynb #planner-drift-part-2
 def single_causes(plan: PlanFile, start: PlanFile) -> tuple[tuple[str, float, float, float], ...]:

@@ -91,9 +91,10 @@ def engine_bytes(plan: PlanFile) -> float:
 
 def held_bytes(plan: PlanFile, runs: int) -> float:
     "Bytes of weights in an engine that serves so many runs."
-    if not has_adapters(plan):
-        return model_weight_bytes(plan) if runs == 1 else runs * adapter_bytes(plan)
-    return model_weight_bytes(plan) + runs * adapter_bytes(plan)
+    adapters = runs * adapter_bytes(plan)
+    if has_adapters(plan):
+        return model_weight_bytes(plan) + adapters
+    return model_weight_bytes(plan) if runs == 1 else adapters
 
 
 def sequence_cache_bytes(plan: PlanFile, tokens: float) -> float:
@@ -191,4 +192,5 @@ def sync_seconds(plan: PlanFile) -> float:
 def trainer_mfu(plan: PlanFile) -> float:
     "Share of its peak that the trainer reaches while it computes, without attention."
     trainer = plan.trainer
-    return utilisation(batch_flops(plan), train_seconds(plan), plan.tables.gpu[trainer.gpu], trainer.gpus)
+    gpu = plan.tables.gpu[trainer.gpu]
+    return utilisation(batch_flops(plan), train_seconds(plan), gpu, trainer.gpus)

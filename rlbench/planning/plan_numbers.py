@@ -27,7 +27,9 @@ def three_digits(value: float) -> str:
 
 def format_count(value: float) -> str:
     "A number of rollouts: exact if it is whole, otherwise with three digits."
-    return f"{value:,.0f}" if value == round(value) else three_digits(value)
+    if value == round(value):
+        return f"{value:,.0f}"
+    return three_digits(value)
 
 
 def format_bytes(count: float) -> str:
@@ -48,4 +50,6 @@ def format_dollars(value: float) -> str:
 
 def format_percent(value: float) -> str:
     "A share in per cent."
-    return "-" if isnan(value) else f"{three_digits(100 * value)} %"
+    if isnan(value):
+        return "-"
+    return f"{three_digits(100 * value)} %"

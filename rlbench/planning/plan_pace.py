@@ -59,7 +59,8 @@ def memory_limit(plan: PlanFile, memory: ServingMemory) -> Limit:
     fit_in_cache = memory.room / sequence_cache_bytes(plan, memory.resident)
     is_cache = fit_in_cache <= (plan.generators.sequences or inf)
     words = "what fits into the cache of the engines" if is_cache else "what the engines run by their own setting"
-    return Limit("memory", memory.sequences / plan.tenancy.runs, words)
+    sequences = memory.sequences / plan.tenancy.runs
+    return Limit("memory", sequences, words)
 
 
 def rollout_limits(plan: PlanFile, memory: ServingMemory) -> tuple[Limit, ...]:
@@ -68,9 +69,10 @@ def rollout_limits(plan: PlanFile, memory: ServingMemory) -> tuple[Limit, ...]:
     limits = [memory_limit(plan, memory), staleness_limit(plan)]
     if plan.asked:
         limits.insert(0, Limit("run.concurrency", float(plan.concurrency), "what the run asks for"))
-    if plan.environment.sandboxes:
-        sandboxes = Limit("environment.sandboxes", float(plan.environment.sandboxes), "the sandboxes that there are")
-        limits.insert(-1, sandboxes)
+    sandboxes = plan.environment.sandboxes
+    if sandboxes:
+        limit = Limit("environment.sandboxes", float(sandboxes), "the sandboxes that there are")
+        limits.insert(-1, limit)
     return tuple(sorted(limits, key=lambda limit: limit.rollouts))
 
 # %% ../../nbs/planning/32_plan_pace.ipynb #planner-limits-two

@@ -200,7 +200,7 @@ LONGEST_NUMBER = (
 
 
 def _read_number(text: str) -> int | float | None:
-    """The value of a printed number, a whole one as an int; None for what is none, or is longer than anyone compares."""
+    "The value of a printed number, a whole one as an int; None for other text and for a number too long to compare."
     if len(text) > LONGEST_NUMBER:
         return None
     try:

@@ -193,7 +193,8 @@ def count_masked(seen: Sequence[Sighting]) -> int:
 
 
 def in_several_places(mine: Sequence[Sighting], others: Sequence[Sighting]) -> bool:
-    """True if the masked verdicts came from different workers; where there are no two workers, from different seconds."""
+    """True if the masked verdicts came from different workers; with fewer than two workers, if they came at different
+    seconds."""
     masked = [each for each in mine if each.masked]
     workers = {each.worker for each in masked}
     if len(workers) > 1:

@@ -61,7 +61,7 @@ def settle_spec(folder: Path, spec: PoolSpec | None) -> PoolSpec:
 
 # %% ../../nbs/sandbox/22_pool.ipynb #pool-start
 def start_controller(folder: Path, patience: float) -> None:
-    """Start the controller of a folder and wait until it listens. Fault(start_failed) with what it said if it cannot."""
+    "Start the controller of a folder and wait until it listens. Fault(start_failed) with its last words if it cannot."
     command = [sys.executable, "-m", "rlbench.sandbox.controller", str(folder.resolve())]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=patience)

@@ -280,7 +280,7 @@ def take_census(z, now):
 
 # %% ../../nbs/sandbox/07_zygote_watch.ipynb #zygote-small
 def is_small_folder(folder, most_bytes, most_files):
-    """True if a folder, with all below it, has at most so many bytes and entries. For tiers whose disks have no limit."""
+    "True if a folder, with all below it, has at most so many bytes and entries; for tiers whose disks have no limit."
     todo = [folder]
     while todo:
         try:

@@ -169,7 +169,8 @@ def full_pool_share(s: RunSnapshot, since: float, until: float) -> float:
     since = max(since, float(np.nanmin(begin)))
     if until <= since:
         return 0.0
-    full = (end > since) & (begin < until) & (numeric_column(s.verdicts, "pool_ready") == 0)
+    has_no_place = numeric_column(s.verdicts, "pool_ready") == 0
+    full = (end > since) & (begin < until) & has_no_place
     begin = np.clip(begin[full], since, until)
     end = np.clip(end[full], since, until)
     return covered_length(begin, end) / (until - since)
@@ -344,7 +345,8 @@ def advice_in_words(word: str, f: WindowFacts, s: RunSnapshot) -> str:
 def describe_turn(direction: str, knob: str, value: object) -> str:
     "`raise concurrency from 8 to 16`; for the band one end: `lower the band's low end from 0.2 to 0.1`."
     if knob != "band":
-        return f"{direction} {knob} from {setting_in_words(value)} to {setting_in_words(next_value(direction, knob, value))}"
+        turned = setting_in_words(next_value(direction, knob, value))
+        return f"{direction} {knob} from {setting_in_words(value)} to {turned}"
     low, high = value
     if direction == "raise":
         return f"raise the band's low end from {low:g} to {min(low + 0.1, (low + high) / 2):.2g}"

@@ -80,10 +80,12 @@ def served_level_lines(s: RunSnapshot) -> list[Line]:
 
 def held_out_lines(s: RunSnapshot) -> list[Line]:
     "The held-out solve rate with its interval; none before the first evaluation."
-    columns = [numeric_column(s.evals, name) for name in ("version", "avg", "avg_low", "avg_high")]
-    version, rate, low, high = columns
+    version = numeric_column(s.evals, "version")
     if not len(version):
         return []
+    rate = numeric_column(s.evals, "avg")
+    low = numeric_column(s.evals, "avg_low")
+    high = numeric_column(s.evals, "avg_high")
     return [Line("held-out", version, rate, "blue", "", low, high, 1.0, dots=len(version) <= 40)]
 
 
@@ -257,7 +259,8 @@ def health_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     """Entropy, gradient norm, clipped share, KL of the sampler, effective sample size, loss, and a critic's figures
     if there is one."""
     charts = []
-    for chart in training_health(s.steps, card_marks(s, 120)):
+    marks = card_marks(s, 120)
+    for chart in training_health(s.steps, marks):
         lines = []
         for line, column in zip(chart.series, HEALTH_COLUMNS[chart.title], strict=True):
             lines.append(replace(line, lo=s.low[column], hi=s.high[column]))
@@ -268,7 +271,8 @@ def health_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 def memory_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Most memory held while generating and while training."
     colocated = value_in_force(s, "placement") == "colocated"
-    return (memory_chart(s.steps, card_marks(s), colocated=colocated),)
+    chart = memory_chart(s.steps, card_marks(s), colocated=colocated)
+    return (chart,)
 
 
 def sandbox_charts(s: RunSnapshot) -> tuple[Chart, ...]:
@@ -288,7 +292,9 @@ def sandbox_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 
 def sandbox_note(s: RunSnapshot) -> str:
     "What holds the programs; it says so where only limits do."
-    return tiers_in_words(column_items(s.verdicts, "tier")) if s.verdicts is not None else ""
+    if s.verdicts is None:
+        return ""
+    return tiers_in_words(column_items(s.verdicts, "tier"))
 
 
 def turns_charts(s: RunSnapshot) -> tuple[Chart, ...]:

@@ -58,7 +58,8 @@ def token_table(folder: str | Path | RunReader) -> "pl.DataFrame":
 
 def verdict_table(folder: str | Path | RunReader) -> "pl.DataFrame":
     "Every verdict on a program."
-    return reader_of(folder).table("verdicts").collect()
+    reader = reader_of(folder)
+    return reader.table("verdicts").collect()
 
 
 def reward_table(folder: str | Path | RunReader) -> "pl.DataFrame":

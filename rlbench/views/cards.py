@@ -211,13 +211,16 @@ def default_cards(config: Mapping[str, object]) -> tuple[str, ...]:
         extra.add("sandbox")
     if _function_name(config, "environment") not in (None, "single"):
         extra.add("turns")
-    return tuple(key for key, spec in CARDS.items() if spec.default or key in extra)
+    keys = [key for key, spec in CARDS.items() if spec.default or key in extra]
+    return tuple(keys)
 
 
 def _function_name(config: Mapping[str, object], field: str) -> object:
     "The name of the function that a field of a configuration chooses."
-    table = config.get(field)
-    return table.get("name") if isinstance(table, Mapping) else table
+    value = config.get(field)
+    if isinstance(value, Mapping):
+        return value.get("name")
+    return value
 
 
 def changed_cards(before: RunSnapshot | None, now: RunSnapshot) -> tuple[str, ...]:

@@ -35,7 +35,8 @@ from .run_summary import RunSummary, summarize_run
 # %% ../../nbs/views/61_compared_runs.ipynb #compared-read
 def folder_of(run, runs: str | Path | None = None) -> Path:
     "The folder of a run given by handle, path or name. Raises FileNotFoundError with the nearest known name."
-    return find_run_folder(getattr(run, "folder", run), runs)
+    place = getattr(run, "folder", run)
+    return find_run_folder(place, runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,9 @@ def fork_place(run: ComparedRun, axis: str) -> float:
     steps = run.whole.steps
     if axis == "version" or not len(steps):
         return float(run.since)
-    return float(np.interp(run.since, numeric_column(steps, "version"), axis_places(run.whole, steps, axis)))
+    versions = numeric_column(steps, "version")
+    places = axis_places(run.whole, steps, axis)
+    return float(np.interp(run.since, versions, places))
 
 # %% ../../nbs/views/61_compared_runs.ipynb #compared-lines
 def run_lines(
@@ -186,7 +189,8 @@ def token_rate(steps, window: int = 5) -> np.ndarray:
 def _sum_of_last(values: np.ndarray, window: int) -> np.ndarray:
     "The sum of each value and of up to `window` - 1 before it."
     total = np.cumsum(values)
-    before = np.append(np.zeros(min(window, len(total))), total[:-window])
+    first = np.zeros(min(window, len(total)))
+    before = np.append(first, total[:-window])
     return total - before
 
 # %% ../../nbs/views/61_compared_runs.ipynb #compared-charts

@@ -176,7 +176,8 @@ def _number_in_words(value: float | None) -> str:
 def _share_in_words(end: Ending, fate: str) -> str:
     if not end.fates:
         return UNKNOWN
-    return f"{100 * dict(end.fates).get(fate, 0.0):.1f} %"
+    shares = dict(end.fates)
+    return f"{100 * shares.get(fate, 0.0):.1f} %"
 
 # %% ../../nbs/views/62_comparison.ipynb #compare-differ
 @dataclass(frozen=True)
@@ -214,10 +215,13 @@ def _made_with(provenance: Mapping) -> dict[str, str]:
 
 def commands_in_words(data: RunData, most: int = 8) -> list[str]:
     "The commands of a run that took effect: version, knob, value, author."
-    rows = [row for row in data.commands.iter_rows(named=True) if row["status"] == "applied"]
-    words = [_command_in_words(row) for row in rows[:most]]
-    if len(rows) > most:
-        words.append(f"{len(rows) - most} more")
+    words = []
+    for row in data.commands.iter_rows(named=True):
+        if row["status"] == "applied":
+            words.append(_command_in_words(row))
+    more = len(words) - most
+    if more > 0:
+        words[most:] = [f"{more} more"]
     return words
 
 
@@ -389,7 +393,8 @@ COMPARISON = """
 
 RUN_NAME = """
 <svg class="key" width="22" height="4" aria-hidden="true">
-  <path d="M0 2h22" stroke="{{ colour }}" stroke-width="2.5"{% if run.dash %} stroke-dasharray="{{ run.dash }}"{% endif %}/>
+  <path d="M0 2h22" stroke="{{ colour }}" stroke-width="2.5"
+    {%- if run.dash %} stroke-dasharray="{{ run.dash }}"{% endif %}/>
 </svg>{{ run.name }}
 """
 

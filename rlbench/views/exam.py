@@ -108,7 +108,8 @@ def held_out_rows(data: RunData) -> "pl.DataFrame":
     import polars as pl
 
     rows = data.evals.filter(pl.col("eval") == data.eval_name, pl.col("avg").is_not_null())
-    return rows.unique("version", keep="last", maintain_order=True).sort("version")
+    newest = rows.unique("version", keep="last", maintain_order=True)
+    return newest.sort("version")
 
 
 def exam_of(data: RunData, first: bool = False) -> Exam | None:
@@ -143,4 +144,6 @@ def dotted_value(table: Mapping, field: str) -> object:
     "The value in a table under a dotted name; None if there is none."
     head, _, rest = field.partition(".")
     inner = table.get(head) if isinstance(table, Mapping) else None
-    return dotted_value(inner, rest) if rest else inner
+    if rest:
+        return dotted_value(inner, rest)
+    return inner

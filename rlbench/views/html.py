@@ -56,7 +56,9 @@ def _replace_line_break(template: str, found: re.Match) -> str:
     "Nothing beside a tag or a block of the template, else one space."
     before = found.string[found.start() - 1]
     after = found.string[found.end()]
-    return "" if before in ">}" or after in "<{" else " "
+    if before in ">}" or after in "<{":
+        return ""
+    return " "
 
 
 def _shown_value(value: object) -> object:
@@ -92,7 +94,9 @@ def format_value(value: object, places: int | None = None) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    return short_number(value) if places is None else f"{value:,.{places}f}"
+    if places is None:
+        return short_number(value)
+    return f"{value:,.{places}f}"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -145,7 +149,8 @@ def _row_html(text_columns: Collection[int], cells: Sequence[str], element: str)
     row = "<tr>"
     for column, value in enumerate(cells):
         inner = value if isinstance(value, Markup) else escape_text(value)
-        row += f"{left if column in text_columns else right}{inner}</{element}>"
+        row += left if column in text_columns else right
+        row += f"{inner}</{element}>"
     return Markup(row + "</tr>")
 
 # %% ../../nbs/views/00_html.ipynb #html-error

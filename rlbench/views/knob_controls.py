@@ -66,7 +66,9 @@ def knob_help(k: LiveKnob) -> str:
 def _end_in_words(value: float | None) -> str:
     if value is None:
         return "any"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:g}"
 
 # %% ../../nbs/views/40_knob_controls.ipynb #controls-control
 def make_controls(k: LiveKnob) -> "list[ipywidgets.Widget]":
@@ -139,7 +141,8 @@ def is_same_setting(a, b) -> bool:
 
 
 def show_value(control: "ipywidgets.Widget", k: LiveKnob, value) -> None:
-    "Show a value on a control. A slider's window moves if the value lies outside; a list gets a name that is new to it."
+    """Show a value on a control. A slider's window moves if the value lies outside; a list gets a name that is new to
+    it."""
     if hasattr(control, "options"):
         _add_option(control, value)
     elif hasattr(control, "readout") and isinstance(value, (int, float)) and not isinstance(value, bool):

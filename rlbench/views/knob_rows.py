@@ -46,7 +46,8 @@ STATUS_LINE = """
 <div class="rl-said">
   in force <b>{{ in_force }}</b>{{ unit }}
   {% if since is not none %} since v{{ since }}{% endif %}
-  {% if ramp %} · → <b>{{ ramp_end }}</b> by v{{ ramp[1] }}{% elif asked is not none %} · asked <b>{{ asked }}</b>, waits {{ waits }}{% endif %}
+  {% if ramp %} · → <b>{{ ramp_end }}</b> by v{{ ramp[1] }}
+  {%- elif asked is not none %} · asked <b>{{ asked }}</b>, waits {{ waits }}{% endif %}
   {% if error %} · <span class="rl-refused">✗ {{ error }}</span>{% endif %}
   <br><span class="rl-help">{{ help }}</span>
 </div>
@@ -159,7 +160,8 @@ class KnobRow:
     def write_status(self, state: KnobState) -> None:
         "Set the line of status."
         waiting = self.shown if self.waiting else None
-        set_html(self.status_line, status_line_html(self.k, state, waiting, self.error))
+        html = status_line_html(self.k, state, waiting, self.error)
+        set_html(self.status_line, html)
 
     def update(self, state: KnobState, outcomes: Mapping[str, tuple[str, str]]) -> None:
         "Bring the row up to date. `outcomes`: what became of commands, id -> (status, reason)."

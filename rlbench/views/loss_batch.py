@@ -138,7 +138,8 @@ def _was_in_force(command: Mapping, version: int) -> bool:
     "True if a command changed the objective of the batch that made a version."
     head = command["knob"].partition(".")[0]
     is_earlier = (command["version"] or 0) < version
-    return is_earlier and command["status"] == "applied" and head in OBJECTIVE_FIELDS
+    was_applied = command["status"] == "applied"
+    return is_earlier and was_applied and head in OBJECTIVE_FIELDS
 
 
 def _ramped_value(command: Mapping, before: object, version: int) -> object:
@@ -155,7 +156,9 @@ def _setting(config: RunConfig, knob: str) -> object:
     "The value of a field, or of a knob in its table, at the start of the run."
     head, _, rest = knob.partition(".")
     value = getattr(config, head)
-    return value.get(rest) if rest and isinstance(value, Mapping) else value
+    if rest and isinstance(value, Mapping):
+        return value.get(rest)
+    return value
 
 # %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-rollouts
 TRAINED_COLUMNS = ("advantage", "advantages", "start_logprobs", "step_logprobs", "reference")

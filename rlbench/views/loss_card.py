@@ -118,7 +118,8 @@ def make_card(
     if not sheets:
         return LossCard(batch, recipe, rollout, None, None, decode)
     sheet = sheets[0]
-    (rows,) = (sheet.arrays.rollouts_R == rollout).nonzero()
+    is_asked = sheet.arrays.rollouts_R == rollout
+    (rows,) = is_asked.nonzero()
     return LossCard(batch, recipe, rollout, sheet, int(rows[0]), decode)
 
 

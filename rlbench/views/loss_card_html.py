@@ -61,7 +61,10 @@ SIGNS = {"\n": "↵", " ": "␣", "\t": "⇥"}
 
 def visible_token(piece: str) -> str:
     "The text of a token with signs for blanks, and a dot for what cannot be printed."
-    signs = [SIGNS.get(c, c if c.isprintable() else "·") for c in piece]
+    signs = []
+    for c in piece:
+        sign = c if c.isprintable() else "·"
+        signs.append(SIGNS.get(c, sign))
     return "".join(signs) or "·"
 
 # %% ../../nbs/views/35_loss_card_html.ipynb #loss-html-style
@@ -135,7 +138,8 @@ STRIP = """
 
 def largest_gradient(terms: RolloutTerms) -> float:
     "The largest size of a gradient of the rollout."
-    return float(terms.frame["gradient"].abs().max() or 0.0)
+    largest = terms.frame["gradient"].abs().max()
+    return float(largest or 0.0)
 
 
 def loss_strip(

@@ -8,7 +8,8 @@ __all__ = ['Part', 'RATIOS', 'CURVE_COLOURS', 'choose_part', 'is_no_kl', 'part_n
 # %% ../../nbs/views/30_loss_curve.ipynb #loss-curve-imports
 # The curve of a loss, and the parts of an objective by name.
 #
-# Owns: `choose_part` (from a name, a table or a function to the function), how a part is called, and the curve of a loss.
+# Owns: `choose_part` (from a name, a table or a function to the function), how a part is called, and the curve of a
+# loss.
 #
 # What always holds:
 #   * Nothing here is a second implementation: values come from the function that the trainer calls.
@@ -85,7 +86,8 @@ CURVE_COLOURS = ("blue", "vermilion", "green", "purple", "amber", "sky")
 
 
 def loss_curve(loss: Part, advantage: float = 1.0, ratios: Sequence[float] = RATIOS) -> tuple[np.ndarray, np.ndarray]:
-    "The value of a loss for single tokens with these ratios, and its slope along the log-probability; float64 [N] each."
+    """The value of a loss for single tokens with these ratios, and its slope along the log-probability; float64 [N]
+    each."""
     import torch
 
     shape = (len(ratios), 1)

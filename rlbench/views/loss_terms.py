@@ -10,7 +10,8 @@ __all__ = ['FRAME_COLUMNS', 'SHEET_COLUMNS', 'COMPARED', 'SMALLEST_CHANGE', 'Los
 # %% ../../nbs/views/33_loss_terms.ipynb #loss-terms-imports
 # The terms of a loss.
 #
-# Owns: `LossSheet` (all terms of one optimizer step), `RolloutTerms` (one row of it), and the frame and the counts of a row.
+# Owns: `LossSheet` (all terms of one optimizer step), `RolloutTerms` (one row of it), and the frame and the counts of
+# a row.
 #
 # What always holds:
 #   * The loss of a sheet is the sum of `term_RT` and `kl_term_RT`.

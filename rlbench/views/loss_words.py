@@ -174,7 +174,8 @@ def _reasons_for_zero(terms: RolloutTerms) -> list[str]:
     reasons = []
     if terms.batch.logged.learning_rate == 0:
         reasons.append(
-            f"the learning rate of version {terms.batch.version} was 0: whatever the gradient is, the policy did not move"
+            f"the learning rate of version {terms.batch.version} was 0: whatever the gradient is, the policy did not "
+            "move"
         )
     if terms.batch.place == "ended":
         reasons.append(f"it was never trained on: its fate is {fate_in_words(terms)}")
@@ -226,7 +227,8 @@ def notes_on(terms: RolloutTerms) -> list[str]:
         )
     if logged.entropy_weight:
         notes.append(
-            f"The entropy bonus (weight {logged.entropy_weight:g}) is not on the card: entropies are not stored by token."
+            f"The entropy bonus (weight {logged.entropy_weight:g}) is not on the card: entropies are not stored by "
+            "token."
         )
     if terms.batch.place == "trained" and not terms.recipe.stored_advantages:
         notes.append("Advantages were computed again from the rewards of the batch.")

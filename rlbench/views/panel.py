@@ -67,7 +67,8 @@ PICTURE = """
 
 
 def picture_html(s: RunSnapshot | None, light: Light | None) -> Markup:
-    "The picture as HTML, greyed; above it the run and version it shows, the moment it was taken, and how to see the run."
+    """The picture as HTML, greyed; above it the run and version it shows, the moment it was taken, and how to see the
+    run."""
     if s is None:
         return Markup()
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(s.now))

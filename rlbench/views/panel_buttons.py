@@ -98,10 +98,13 @@ JOURNAL_ROWS = """
       <td>{{ clock(c.at) }}</td>
       <td>{{ c.author }}</td>
       <td>{{ describe(c) }}</td>
-      <td>{{ {"applied": "✓", "refused": "✗"}.get(c.status, "…") }} {{ c.status }}{% if c.reason %}: {{ c.reason }}{% endif %}</td>
+      <td>{{ {"applied": "✓", "refused": "✗"}.get(c.status, "…") }} {{ c.status }}
+        {%- if c.reason %}: {{ c.reason }}{% endif %}</td>
     </tr>
     {% else %}
-    <tr><td>No command yet. What is asked here or elsewhere is listed with its author, and marked on every time axis.</td></tr>
+    <tr><td>
+      No command yet. What is asked here or elsewhere is listed with its author, and marked on every time axis.
+    </td></tr>
     {% endfor %}
   </tbody>
 </table>

@@ -30,7 +30,9 @@ LABELS = """
   </span>
   {% endif %}
   {% if labels.note or not labels.tags %}
-  <span class="rl-note" title="{{ labels.note or "this run has no tags and no note" }}">{{ labels.note or "no tags, no note" }}</span>
+  <span class="rl-note" title="{{ labels.note or "this run has no tags and no note" }}">
+    {{- labels.note or "no tags, no note" -}}
+  </span>
   {% endif %}
 </div>
 """

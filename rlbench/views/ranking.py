@@ -62,7 +62,9 @@ def ranking_style() -> str:
 # %% ../../nbs/views/67_ranking.ipynb #ranking-html
 NO_PAIR = """
 <div class="rl-look">
-  <p role="status">No pair is left. A run that goes on brings new ones; another seed brings another order, not other pairs.</p>
+  <p role="status">
+    No pair is left. A run that goes on brings new ones; another seed brings another order, not other pairs.
+  </p>
 </div>
 """
 
@@ -146,7 +148,9 @@ def arrange_rank_parts(p: RankParts):
 KEYS = {"a": "left", "1": "left", "b": "right", "2": "right", "s": "same", "k": "skip", "u": "undo"}
 
 COUNT = """
-<span role="status">{{ "{:,}".format(better) }} preference{{ "s" if better != 1 }} by {{ author }}, {{ "{:,}".format(others) }} without one</span>
+<span role="status">
+  {{- "{:,}".format(better) }} preference{{ "s" if better != 1 }} by {{ author }},
+  {{ "{:,}".format(others) }} without one</span>
 """
 
 # %% ../../nbs/views/67_ranking.ipynb #ranking-class

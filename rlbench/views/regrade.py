@@ -52,7 +52,8 @@ class RepeatedVerdict:
 
 @dataclass(frozen=True)
 class Regraded:
-    "The result of grading again: how many verdicts are the same, differ, or were lost; and those that are not the same."
+    """The result of grading again: how many verdicts are the same, differ, or were lost; and those that are not the
+    same."""
 
     run: str
     verdicts: int

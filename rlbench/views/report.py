@@ -51,7 +51,8 @@ from .run_summary import RunSummary, count_booked, summarize_run
 # %% ../../nbs/views/16_report.ipynb #report-head
 HEADER = """
 {% macro rate(value, error) %}
-  {% if value is none %}–{% else %}{{ "%.3f" | format(value) }}<small> ± {{ "%.3f" | format(error) }}</small>{% endif %}
+  {% if value is none %}–{% else %}
+  {{- "%.3f" | format(value) }}<small> ± {{ "%.3f" | format(error) }}</small>{% endif %}
 {% endmacro %}
 <header>
   <p class=kind>rlbench run</p>

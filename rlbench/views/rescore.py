@@ -16,7 +16,8 @@ __all__ = ['JUDGING', 'GROUPED', 'SCHEDULES', 'TRIED', 'TRIED_SECONDS', 'rescore
 #   * The captured copy of a function is tried, never the function of the cell.
 #   * Nothing is written before a function has passed; then only its source is.
 #
-# It refuses: functions that cannot be captured, unknown fields, and in `give_function` functions that fail on stored rows.
+# It refuses: functions that cannot be captured, unknown fields, and in `give_function` functions that fail on stored
+# rows.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

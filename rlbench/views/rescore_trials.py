@@ -9,7 +9,7 @@ __all__ = ['VERSIONS', 'STEADY', 'DRAWS', 'CallLimits', 'until_time_is_over', 'd
 # %% ../../nbs/views/71_rescore_trials.ipynb #rescore-trials-imports
 # Trials of functions.
 #
-# Owns: one trial for each kind of function: rewards and verifiers, shapings and advantages, schedules, functions of tokens,
+# Owns: one trial for each kind of function: rewards and verifiers, shapings and advantages, schedules, token functions,
 # samplers, task sets.
 #
 # What always holds:

@@ -17,7 +17,8 @@ __all__ = ['NOT_DRAWN', 'NUMBERS', 'COLUMNS', 'PROJECT', 'SINKS', 'number_column
 #   * Opening a sink replaces what the same run had there before, so an export can be repeated or broken off.
 #   * Whether a run is over is asked before its tables are read, so the last rows are never missed.
 #
-# It refuses: an unknown sink, a library that is not installed, a folder without a run. Lists and texts stay in the ledger.
+# It refuses: an unknown sink, a library that is not installed, a folder without a run. Lists and texts stay in the
+# ledger.
 import json
 import os
 import shutil

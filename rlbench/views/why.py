@@ -237,9 +237,9 @@ def explain_rate(s: RunSnapshot, f: WindowFacts, learning: Diagnosis) -> Why:
     sentences = [
         "" if is_early else learning.text,
         f"{LIMIT_SENTENCES[limit]}{in_turns}.",
-        f"Over {len(rows)} batches (versions {first} to {last}, {figures['seconds']:.0f} s): {balance_reason(word, f)}; "
-        f"{short_number(figures['running'], 2)} sequences were written at once, and what was trained was "
-        f"{figures['lag']:.1f} versions old.",
+        f"Over {len(rows)} batches (versions {first} to {last}, {figures['seconds']:.0f} s): "
+        f"{balance_reason(word, f)}; {short_number(figures['running'], 2)} sequences were written at once, and what "
+        f"was trained was {figures['lag']:.1f} versions old.",
         remedy_sentence(s, f, limit),
         balancing_sentence(s, knobs),
     ]
@@ -277,12 +277,12 @@ def explain_all_filtered(s: RunSnapshot) -> Why | None:
     reward = _newest_mean_reward(s, len(groups))
     figures = {"filtered": share, "groups": float(len(groups)), "reward": reward}
     text = (
-        f"The filter limits this run: since version {s.version} {percent(share)} of {len(groups)} groups gave no signal, "
-        f"and {batch:g} with one make a batch. Their mean reward was {reward:.2f}, so most of them were "
+        f"The filter limits this run: since version {s.version} {percent(share)} of {len(groups)} groups gave no "
+        f"signal, and {batch:g} with one make a batch. Their mean reward was {reward:.2f}, so most of them were "
         f"{_filtered_advice(s, reward)} "
         f"(band, now {setting_in_words(value_in_force(s, 'band'))}; group, now "
-        f"{setting_in_words(value_in_force(s, 'group'))}: a larger one is less often of one mind). Twenty batches' worth "
-        "of such groups in a row end the run."
+        f"{setting_in_words(value_in_force(s, 'group'))}: in a larger group it is rarer that all rewards are equal). "
+        "Twenty batches' worth of such groups in a row end the run."
     )
     return Why(s.name, "filter", text, None, figures, ("band", "group"))
 
