@@ -43,6 +43,7 @@ from rlbench.base.ledger_reading import (
 )
 from ..base.neighbours import Looker, Neighbours
 from ..base.status import ENDED, Status, read_status, state_of
+from ..foreign.source import ForeignSource, read_source
 from .bins import Bins
 from .drop_bias import KEPT, LEFT_OUT, lost_by_level
 from .forecasts import FILE, Prediction, read_forecasts
@@ -95,12 +96,17 @@ class RunSnapshot:
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
     neighbours: Neighbours = Neighbours()  # what else uses this machine; nothing if the run is elsewhere or over
+    source: ForeignSource | None = None  # of a run that another system has made
 
     @property
     def version(self) -> int:
         "The newest version."
         newest = self.recent.get("version", ())
         return max(self.status.version if self.status else 0, int(newest[-1]) if len(newest) else 0)
+
+    def knows(self, knob: str) -> bool:
+        "False for a setting that the files of another system's run do not say; there is no default for it."
+        return self.source is None or knob in self.config
 
     @property
     def age(self) -> float:
@@ -525,7 +531,7 @@ class LiveView:
             recent={each: self.recent[:, i] for i, each in enumerate([*STEP_COLUMNS, "tokens_so_far"])},
             evals=evals,
             held_out=name,
-            eval_times=tuple(frames["evals"]["at"].tail(RECENT).to_list()),
+            eval_times=tuple(frames["evals"]["at"].drop_nulls().tail(RECENT).to_list()),
             commands=frames["commands"],
             groups=frames["groups"],
             rollouts=served.select(
@@ -545,4 +551,5 @@ class LiveView:
             verdicts=frames["verdicts"],
             prediction=self._newest_prediction(),
             neighbours=self._look_for_neighbours(status),
+            source=read_source(self.folder),
         )

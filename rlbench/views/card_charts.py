@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEVEL_LINES', 'HEALTH_COLUMNS', 'served_level_lines', 'held_out_lines', 'solve_charts', 'length_charts',
-           'time_charts', 'queue_charts', 'staleness_bound', 'staleness_charts', 'last_batch_staleness',
+           'is_colocated', 'time_charts', 'queue_charts', 'staleness_bound', 'staleness_charts', 'last_batch_staleness',
            'ribbon_charts', 'discard_charts', 'drop_bias_note', 'health_charts', 'memory_charts', 'sandbox_charts',
            'sandbox_note', 'turns_charts']
 
@@ -101,9 +101,10 @@ def solve_charts(s: RunSnapshot) -> tuple[Chart, ...]:
         served = Line("served", s.steps["version"], s.steps["solve_rate"], "green", "2 2.5")
         series += served_level_lines(s) or [served]
     series += trained_line(s.steps, "trained_solve_rate")
-    low, high = value_in_force(s, "band")
-    note = "held-out with its 95 % interval; served by difficulty; of the batches trained; "
-    note += f"shaded: target {low:g} to {high:g}"
+    note = "held-out with its 95 % interval; served by difficulty; of the batches trained"
+    if s.knows("band"):
+        low, high = value_in_force(s, "band")
+        note += f"; shaded: target {low:g} to {high:g}"
     rate = Chart(
         "Solve rate",
         tuple(series),
@@ -131,11 +132,16 @@ def length_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     return replace(length, series=series, subtitle=note), truncated_share(s.steps, marks)
 
 
+def is_colocated(s: RunSnapshot) -> bool:
+    "True if generator and trainer take turns, as far as it is known."
+    return s.knows("placement") and value_in_force(s, "placement") == "colocated"
+
+
 def time_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "The parts of each actor's time."
     marks = card_marks(s)
     rows = window_rows(s)
-    colocated = value_in_force(s, "placement") == "colocated"
+    colocated = is_colocated(s)
     charts = []
     for actor in actors_of(s.steps):
         shares = _time_shares(s, actor, rows)
@@ -168,8 +174,10 @@ def _with_shares(chart: Chart, actor: str, shares: dict[str, float], batches: in
 def queue_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Depth of the queue with its room; staleness in its two parts with the bound."
     marks = card_marks(s)
-    room = most_live_groups(s)
-    depth = replace(queue_depth(s.steps, marks), references=(Reference(room, f"full: {room:g} groups", False),))
+    depth = queue_depth(s.steps, marks)
+    if s.source is None:
+        room = most_live_groups(s)
+        depth = replace(depth, references=(Reference(room, f"full: {room:g} groups", False),))
     lag = replace(staleness_chart(s.steps, None, marks), title="Staleness of batches")
     if lag.series:
         predicted = predicted_lines(s, s.prediction.simulated.staleness) if s.prediction else ()
@@ -192,7 +200,6 @@ def staleness_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 
 def last_batch_staleness(s: RunSnapshot) -> Chart:
     "Tokens of the newest batch by their staleness; those past the bound in another colour."
-    bound = value_in_force(s, "staleness")
     chart = Chart(
         "Staleness of the last batch",
         (),
@@ -200,20 +207,37 @@ def last_batch_staleness(s: RunSnapshot) -> Chart:
         y_label="tokens",
         y_range=(0, None),
         empty="no batch trained yet",
-        marks=(VerticalMark(bound + 0.5, f"bound {bound}"),),
     )
+    if not s.knows("staleness"):
+        return _with_lag_bars(chart, s, len(s.lags))
+    bound = value_in_force(s, "staleness")
+    chart = replace(chart, marks=(VerticalMark(bound + 0.5, f"bound {bound}"),))
+    if not len(s.lags):
+        return chart
+    late = int(s.lags[bound + 1 :].sum())
+    drawn = _with_lag_bars(chart, s, bound)
+    highest = float(s.lags.max())
+    edge = Line("", [bound + 0.5] * 2, [0.0, highest], "vermilion", "6 3")
+    return replace(
+        drawn,
+        series=(*drawn.series, edge),
+        subtitle=f"{drawn.subtitle}; {late:,} tokens past bound",
+        aria=f"{drawn.aria}; bound {bound}, {late:,} tokens past it",
+    )
+
+
+def _with_lag_bars(chart: Chart, s: RunSnapshot, bound: int) -> Chart:
+    "The chart with a bar for each staleness; the bars past `bound` are in another colour."
     if not len(s.lags):
         return chart
     tokens = np.zeros(max(len(s.lags), bound + 2), int)
     tokens[: len(s.lags)] = s.lags
-    late = int(tokens[bound + 1 :].sum())
     ages = range(len(tokens))
     roles = tuple("vermilion" if age > bound else "blue" for age in ages)
     bars = Bars(tuple(map(str, ages)), tuple(map(float, tokens)), roles, horizontal=False)
-    edge = Line("", [bound + 0.5] * 2, [0.0, float(tokens.max())], "vermilion", "6 3")
     words = ", ".join(f"{count:,} tokens {age} versions old" for age, count in enumerate(tokens) if count)
-    aria = f"Staleness of the last batch: {words}; bound {bound}, {late:,} tokens past it"
-    return replace(chart, series=(bars, edge), subtitle=f"of v{s.batch}; {late:,} tokens past bound", aria=aria)
+    aria = f"Staleness of the last batch: {words}"
+    return replace(chart, series=(bars,), subtitle=f"of v{s.batch}", aria=aria)
 
 
 def ribbon_charts(s: RunSnapshot) -> tuple[Chart, ...]:
@@ -270,7 +294,7 @@ def health_charts(s: RunSnapshot) -> tuple[Chart, ...]:
 
 def memory_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Most memory held while generating and while training."
-    colocated = value_in_force(s, "placement") == "colocated"
+    colocated = is_colocated(s)
     chart = memory_chart(s.steps, card_marks(s), colocated=colocated)
     return (chart,)
 

@@ -134,21 +134,24 @@ NUMBERS = """
 
 def light_html(light: Light) -> Markup:
     "The light: shape, word, reason and advice."
-    colour = css_colour(light.role)
-    return fill_template(LIGHT, light=light, colour=colour, judged=light.word in RATE_WORDS)
+    return fill_template(LIGHT, light=light, colour=css_colour(light.role), judged=light.word in RATE_WORDS)
 
 
 def numbers_html(s: RunSnapshot) -> Markup:
     "Version, staleness, held-out, time, and the last sign of life of a run that is live."
     live = s.state not in (*ENDED, "dead")
-    numbers = [(f"version of {value_in_force(s, 'steps'):,}", f"{s.version:,}")]
-    lag = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:]
-    if len(lag):
-        numbers.append((f"staleness, bound {value_in_force(s, 'staleness')}", short_number(float(lag[0]), 2)))
+    of_steps = f" of {value_in_force(s, 'steps'):,}" if s.knows("steps") else ""
+    numbers = [(f"version{of_steps}", f"{s.version:,}")]
+    lag = s.recent["lag_trajectory"][-1:]
+    if s.source is None:
+        lag = s.recent["lag_in_flight"][-1:] + s.recent["lag_in_queue"][-1:]
+    if len(lag) and math.isfinite(lag[0]):
+        bound = f", bound {value_in_force(s, 'staleness')}" if s.knows("staleness") else ""
+        numbers.append((f"staleness{bound}", short_number(float(lag[0]), 2)))
     rate = numeric_column(s.evals, "avg")
     if len(rate):
         numbers.append((f"held-out at v{column_items(s.evals, 'version')[-1]}", f"{rate[-1]:.3f}"))
-    if s.status:
+    if s.status and s.source is None:
         numbers.append(("time", format_clock(s.status.seconds)))
     if live and s.alive_at:
         numbers.append(("last heard", f"{short_duration(s.age)} ago"))
@@ -167,11 +170,9 @@ LEGEND = """
 <i>
   <svg class='k' width='{{ 12 if label.fill else 16 }}' height='10' aria-hidden='true'>
     {% if label.fill %}
-    <rect y='1' width='12' height='8'
-      fill='{{ colour(label.role) }}' fill-opacity='{{ "%.2g" | format(label.opacity) }}'/>
+    <rect y='1' width='12' height='8' fill='{{ colour(label.role) }}' fill-opacity='{{ "%.2g" | format(label.opacity) }}'/>
     {% else %}
-    <path d='M0 5h16'
-      stroke='{{ colour(label.role) }}' stroke-width='2' stroke-opacity='{{ "%g" | format(label.opacity) }}'
+    <path d='M0 5h16' stroke='{{ colour(label.role) }}' stroke-width='2' stroke-opacity='{{ "%g" | format(label.opacity) }}'
     {% if label.dash %} stroke-dasharray='{{ label.dash }}'{% endif %}/>
     {% endif %}
   </svg>{{ label.text }}
@@ -186,8 +187,7 @@ def legend_html(chart: Chart) -> Markup:
     for label in series_labels(chart):
         opacity = min(1.0, 1.6 * label.opacity) if label.fill else label.opacity
         shown = replace(label, opacity=opacity, y=math.nan)
-        swatch = (label.text, label.role, label.fill, label.dash, opacity)
-        labels.setdefault(swatch, shown)
+        labels.setdefault((label.text, label.role, label.fill, label.dash, opacity), shown)
     return fill_template(LEGEND, labels=labels.values(), colour=css_colour)
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-bare

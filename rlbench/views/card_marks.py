@@ -70,18 +70,18 @@ def merge_marks(marks: Sequence[VerticalMark], versions: float = 0.0) -> list[Ve
     for together in stretches.values():
         knobs = [mark for mark in together if _names_knob(mark)]
         chief = knobs[-1] if knobs else together[-1]
-        label = chief.label
-        if len(together) > 1:
-            label += f" +{len(together) - 1}"
-        merged.append(VerticalMark(chief.x, label))
+        others = len(together) - 1
+        merged.append(VerticalMark(chief.x, f"{chief.label} +{others}" if others else chief.label))
     return merged
 
 # %% ../../nbs/views/22_card_marks.ipynb #cardmarks-lines
 def setting_lines(s: RunSnapshot, knob: str, name: str, role: str, dash: str) -> tuple[Line, ...]:
-    "A setting in force as a line over the versions shown; none if it is not numeric or nothing is shown."
-    x, y = corners_of(s, knob)
+    "A setting in force as a line over the versions shown; none if it is not known, not numeric, or nothing is shown."
     version = s.steps["version"]
-    if not len(x) or not len(version):
+    if not len(version) or not s.knows(knob):
+        return ()
+    x, y = corners_of(s, knob)
+    if not len(x):
         return ()
     parts = [clip_polyline(x, y[:, i], version[0], version[-1]) for i in range(y.shape[1])]
     return tuple(Line(name, at, values, role, dash) for at, values in parts)
