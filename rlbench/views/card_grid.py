@@ -100,7 +100,8 @@ class CardGrid:
         opener.on_click(lambda _: self.open(key))
         box = w.Box([self.contents[key], opener]).add_class("rl-card").add_class(f"rl-card-{key}")
         self.boxes[key] = box
-        if not spec.default:
+        is_usual = spec.default and shown
+        if not is_usual:
             toggle = w.ToggleButton(value=shown, description=spec.title, tooltip=f"Show the card “{spec.title}”")
             toggle.observe(lambda change: self.show(key, change["new"]), "value")
             box.layout.display = "" if shown else "none"

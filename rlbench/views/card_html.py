@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CARD_STYLE', 'STRIP_STYLE', 'LIGHT', 'NUMBERS', 'LEGEND', 'LINE_POINTS', 'CARD_WIDTH', 'WITH_SUBTITLE',
-           'INLINE_STYLE', 'FIGURE', 'CARD', 'STILL', 'card_style_html', 'light_html', 'numbers_html',
-           'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas', 'run_card_html',
-           'still_cards_html']
+           'INLINE_STYLE', 'FIGURE', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html', 'numbers_html',
+           'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas', 'absent_card_html',
+           'run_card_html', 'still_cards_html']
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-imports
 # The frame of the panel as HTML.
@@ -41,8 +41,9 @@ from rlbench.base.chart_parts import (
 from ..base.charts import Chart, chart_in_words, series_labels, to_svg
 from ..base.run_charts import column_items, numeric_column
 from ..base.status import ENDED
+from ..foreign.source import ForeignSource
 from ..runtime.live_view import RunSnapshot, value_in_force
-from .cards import CARDS, default_cards
+from .cards import CARDS, default_cards, is_recorded
 from .html import fill_template, format_clock
 from .light import RATE_WORDS, Light, short_duration
 
@@ -67,6 +68,8 @@ CARD_STYLE = """
   font-size: 12px; line-height: 1.35; box-sizing: border-box; height: 100%%; overflow: hidden;
 }
 [data-jp-theme-light="false"] :is(.rl-face,.rl-bar) { --rl-blue: #56B4E9; --rl-grey: #999; }
+.rl-absent { color: %(soft)s; }
+.rl-absent p { margin: 6px 0 0; overflow-wrap: anywhere; }
 .rl-face figure { margin: 0; min-width: 0; flex: 1 1 100%%; }
 .rl-two figure { flex-basis: 40%%; }
 .rl-plots { display: flex; flex-wrap: wrap; gap: 4px 12px; }
@@ -262,9 +265,26 @@ CARD = """
 """
 
 
+ABSENT = """
+<div class='rl-face rl-absent'>
+  <header><b>{{ spec.title }}</b><span>not recorded by {{ source.system }}</span></header>
+  {% if remedies %}<p>{% for remedy in remedies %}To record it: {{ remedy }}. {% endfor %}</p>{% endif %}
+</div>
+"""
+
+
+def absent_card_html(key: str, source: ForeignSource) -> Markup:
+    "A card of another system's run whose figures its files do not have: which setting of that system records them."
+    spec = CARDS[key]
+    remedies = dict.fromkeys(source.remedy(name) for name in spec.shows)
+    return fill_template(ABSENT, spec=spec, source=source, remedies=[remedy for remedy in remedies if remedy])
+
+
 def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
     "A card as HTML, drawn for `width` pixels (0: a usual card's) and growing with the place it gets."
     spec = CARDS[key]
+    if not is_recorded(key, s.source):
+        return absent_card_html(key, s.source)
     charts = spec.charts(s)
     return fill_template(
         CARD,
@@ -321,5 +341,5 @@ STILL = """
 def still_cards_html(s: RunSnapshot, light: Light) -> Markup:
     "Strip and default cards as one block that needs no widget."
     strip = state_strip_html(s, light)
-    keys = default_cards(s.config)
+    keys = default_cards(s.config, s.source)
     return fill_template(STILL, style=card_style_html(), strip=strip, keys=keys, card=run_card_html, snapshot=s)

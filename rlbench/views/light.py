@@ -49,6 +49,7 @@ SHAPES = {
     "collapsing": ("▼", "vermilion"),
     "stalled": ("◇", "amber"),
     "saturated": ("◆", "blue"),
+    "read-only": ("◎", "blue"),
 }  # word -> shape and colour role
 RATE_WORDS = ("generation-bound", "balanced", "trainer-bound")
 
@@ -81,7 +82,7 @@ HOLD_BATCHES = 10  # a new word about the rate holds for so many batches before 
 
 def run_light(s: RunSnapshot, before: Light | None = None) -> Light:
     "The light of a snapshot; `before` is the one shown last."
-    known = _ended_light(s) or _silent_light(s) or _waiting_light(s)
+    known = _opened_light(s) or _ended_light(s) or _silent_light(s) or _waiting_light(s)
     if known:
         return known
     learning = diagnose(course_of(s))
@@ -108,6 +109,15 @@ def _rate_light(s: RunSnapshot, before: Light | None) -> Light:
 # %% ../../nbs/views/21_light.ipynb #light-known
 QUIET_S = 60.0  # without a sign of life a running run counts as stale
 STARTING_S = 600.0  # the same for a run that has not trained yet
+
+
+def _opened_light(s: RunSnapshot) -> Light | None:
+    "The light of another system's run: which, and how much of it was read."
+    if s.source is None:
+        return None
+    goes_on = f"; its files were written {short_duration(s.age)} ago" if s.state == "running" else ""
+    read = "" if s.source.is_complete else f"; {len(s.source.keys)} of {s.source.pieces} pieces read so far"
+    return Light("read-only", f"{s.source.title}{goes_on}{read}")
 
 
 def _ended_light(s: RunSnapshot) -> Light | None:

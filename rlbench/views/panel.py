@@ -29,6 +29,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ..base.status import ENDED
+from ..foreign.source import read_source
 from ..loop.config import LiveKnob, live_knobs
 from ..runtime.live_view import LiveView, RunSnapshot, read_toml
 from ..runtime.run_reader import RunReader
@@ -147,7 +148,8 @@ class Panel:
         self.buttons = None if readonly else VerbButtons(self.ask)
         self.labels = LabelLine(self.folder, readonly)
         config = read_toml(self.folder / "config.toml")
-        self.cards = CardGrid(self.folder, default_cards(config), self.frame)
+        first = default_cards(config, read_source(self.folder))
+        self.cards = CardGrid(self.folder, first, self.frame)
         self.fork_offer = ForkOffer(self.folder, None if readonly else fork, self.frame)
         self.parts = {}
         self.widget = self._arrange()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIMIT_SENTENCES', 'IN_WAVES', 'FACT_FIGURES', 'STATE_SENTENCES', 'ALL_FILTERED', 'BATCHES_WAITED', 'Why',
-           'rate_limit', 'rate_figures', 'remedy_sentence', 'balancing_sentence', 'explain', 'explain_rate',
-           'explain_not_learning', 'explain_all_filtered', 'why', 'end_sentences']
+           'rate_limit', 'rate_figures', 'remedy_sentence', 'balancing_sentence', 'explain_opened', 'explain',
+           'explain_rate', 'explain_not_learning', 'explain_all_filtered', 'why', 'end_sentences']
 
 # %% ../../nbs/views/90_why.ipynb #why-imports
 # Why a run is not faster, or does not learn.
@@ -27,6 +27,8 @@ import numpy as np
 from ..base.chart_parts import short_number
 from ..base.run_charts import column_items
 from ..base.status import ENDED
+from ..foreign.opening import opened_table
+from ..foreign.source import ForeignSource, read_source
 from ..loop.balance import MOVES, percent
 from ..runtime.diagnosis import NOT_LEARNING, Diagnosis, course_of, diagnose
 from ..runtime.live_view import LiveView, RunSnapshot, value_in_force
@@ -43,6 +45,7 @@ from rlbench.views.bottleneck import (
     window_rows,
 )
 from .cost_causes import CostCause, cost_causes, neighbours_cause
+from .foreign_advice import figures_in_words, foreign_findings
 from .light import RATE_WORDS, Light, run_light
 
 # %% ../../nbs/views/90_why.ipynb #why-record
@@ -192,6 +195,25 @@ STATE_SENTENCES = {
 }
 
 
+def explain_opened(folder: Path, source: ForeignSource) -> Why:
+    "What limits another system's run, in the words of its own settings."
+    steps = opened_table(folder, "steps")
+    findings = foreign_findings(source, steps)
+    figures = figures_in_words(steps)
+    about = f"{folder.name} was made by {source.title}"
+    about += f". Newest steps: {figures}." if figures else ", and its files say nothing of steps."
+    if not findings:
+        nothing = (
+            "Nothing in these files limits it."
+            if figures
+            else f"To see more: {source.remedy('steps') or 'its rollouts'}."
+        )
+        return Why(folder.name, "nothing", f"{about} {nothing}")
+    first = findings[0]
+    rest = tuple(CostCause(finding.limit, finding.text) for finding in findings[1:])
+    return Why(folder.name, first.limit, f"{about} {first.text}", None, first.figures, first.knobs, rest)
+
+
 def explain(s: RunSnapshot) -> Why:
     "What limits the run of a snapshot."
     light = run_light(s)
@@ -306,6 +328,9 @@ def _filtered_advice(s: RunSnapshot, reward: float) -> str:
 
 def why(folder: str | Path) -> Why:
     "What limits the run in this folder now. Raises FileNotFoundError if there is none."
+    source = read_source(folder)
+    if source is not None:
+        return explain_opened(Path(folder), source)
     return explain(LiveView(folder).poll())
 
 # %% ../../nbs/views/90_why.ipynb #why-end
