@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is 
     from rlbench.views.comparison import compare
     from rlbench.workbench.ablation import ablate
     from rlbench.workbench.handle import Run, attach, run
+    from rlbench.workbench.opened_run import open_run as open  # noqa: F401
     from rlbench.workbench.runs_table import runs
 
 __all__ = [
@@ -45,6 +46,7 @@ _HOMES = {
     "attach": "rlbench.workbench.handle",
     "compare": "rlbench.views.comparison",
     "load_config": "rlbench.loop.config_files",
+    "open": "rlbench.workbench.opened_run:open_run",  # not in __all__: a star import must not hide Python's own
     "run": "rlbench.workbench.handle",
     "runs": "rlbench.workbench.runs_table",
 }
@@ -54,11 +56,12 @@ def __getattr__(name: str):
     "Import a public name when it is first used. AttributeError for any other name."
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(import_module(module), attribute or name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     "What is public, and no module that happens to be imported."
-    return [*__all__, "__all__", "__doc__", "__version__"]
+    return [*_HOMES, "__all__", "__doc__", "__version__"]

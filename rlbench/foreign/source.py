@@ -72,7 +72,7 @@ class ForeignSource:
         lines += [f"guessed: {guess}" for guess in self.guesses]
         lines += [f"damaged: {count} records of {file}" for file, count in self.damaged.items()]
         lines += [f"not read: {reason}" for reason in self.unreadable]
-        lines += [f"missing: {name}; recorded with {setting}" for name, setting in self.missing.items()]
+        lines += [f"missing: {name}: {setting}" for name, setting in self.missing.items()]
         return "\n".join(lines)
 
 # %% ../../nbs/foreign/03_source.ipynb #source-read

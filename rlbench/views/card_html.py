@@ -268,7 +268,7 @@ CARD = """
 ABSENT = """
 <div class='rl-face rl-absent'>
   <header><b>{{ spec.title }}</b><span>not recorded by {{ source.system }}</span></header>
-  {% if remedies %}<p>{% for remedy in remedies %}To record it: {{ remedy }}. {% endfor %}</p>{% endif %}
+  {% if remedies %}<p>{% for remedy in remedies %}{{ remedy }}{% if not loop.last %}; {% endif %}{% endfor %}</p>{% endif %}
 </div>
 """
 
