@@ -93,7 +93,7 @@ def print_card(
     as_json: JsonOption = False,
 ) -> None:
     "Show what the loss does to one rollout, token by token, and why it is 0 where it is."
-    from rlbench.sandbox.explain import tests_text
+    from rlbench.sandbox.verdict import tests_text
     from rlbench.views.loss_card import loss_card
     from rlbench.views.stored_rollout import tests_of
 

@@ -25,11 +25,10 @@ from .code_verifier import program_in
 from .episode import Done, Observation, State
 from ..knobs import Knob
 from ..records import Task
-from ..sandbox.explain import asked_and_wanted
 from ..sandbox.grade import grade
 from ..sandbox.grading_task import CodeTask, Test, accepted_changes, read_code_task
 from ..sandbox.types import KNOWN_GOOD, End, Execution, Fault, Layer, Program, SandboxLimits
-from ..sandbox.verdict import CheckedTest, Verdict
+from ..sandbox.verdict import CheckedTest, Verdict, asked_and_wanted
 from ..sandbox.workspace import content_of, read_note, write_note
 
 # %% ../../nbs/environments/16_code_episodes.ipynb #coding-told

@@ -35,8 +35,8 @@ from .judging_pool import JudgingPool, punish_missing
 from .live_episodes import CLOSING_S, LiveEpisode, LiveEpisodes, play_turn
 from .scoring_messages import GivenUp, ScoreRequest, ScoreResult, ScoringWork, TurnResult
 from ..records import Outcome, response_texts
-from ..sandbox.guard import Masks
 from ..sandbox.types import Fault
+from ..sandbox.verdict import Masks
 
 # %% ../../nbs/environments/13_environment.ipynb #environment-bell
 class Bell:

@@ -17,7 +17,7 @@ __all__ = ['Owned', 'check_canaries', 'canary_of', 'JudgingPool', 'disbelieved',
 #   * Verdicts that arrive while a canary runs wait for it, in their order.
 #   * A response whose judgement goes missing again and again, alone among others, gets zero.
 #
-# It judges nothing itself: the verifier does, and `sandbox.guard` knows what is suspicious.
+# It judges nothing itself: the verifier does, and `sandbox.verdict` knows what is suspicious.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,9 +31,8 @@ from .scoring_messages import Gauges, ScoringWork, Withdrawn
 from ..records import Outcome, Rollout, Task, response_texts
 from ..sandbox.grade import digest_of_code, mark_unusual_cost
 from ..sandbox.grading_task import read_code_task
-from ..sandbox.guard import Canary, Masks, Sighting, Suspicion, run_canary, sighting_of
 from ..sandbox.types import Execution, Fault, Program, SandboxLimits
-from ..sandbox.verdict import punish_masked
+from ..sandbox.verdict import Canary, Masks, Sighting, Suspicion, punish_masked, run_canary, sighting_of
 
 # %% ../../nbs/environments/12_judging_pool.ipynb #judging-pool-owned
 @dataclass(frozen=True)

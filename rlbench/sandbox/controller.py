@@ -41,8 +41,7 @@ from ..base.status import living_processes
 from ..models.hardware import cores
 from . import scheduler as desks
 from .faults import FakeWorker, Faults
-from .leases import extend_lease
-from .pool_desk import Desk, Job
+from .pool_desk import Desk, Job, extend_lease
 from rlbench.sandbox.pool_folder import (
     Lines,
     clear_remains,

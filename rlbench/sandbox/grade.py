@@ -34,11 +34,14 @@ from rlbench.sandbox.answers import (
     value_of,
     value_text,
 )
-from .grading_run import Answer, Grading, Runner, ask_calls
 from rlbench.sandbox.grading_task import (
+    Answer,
     CodeTask,
+    Grading,
+    Runner,
     Test,
     accepted_changes,
+    ask_calls,
     asserts_source,
     calls_program,
     changes_in,

@@ -47,8 +47,8 @@ from rlbench.sandbox.jail_start import (
 )
 from .types import End, Fault, Layer, Order, Reply, SandboxLimits, Tier, refusal_of, to_bytes
 from .workspace import LayerStore, layer_members, merge_layers
-from .zygote_kernel import decode_packet, encode_head, receive_packet, send_packet
 from .zygote_sessions import FULL
+from .zygote_state import decode_packet, encode_head, receive_packet, send_packet
 
 # %% ../../nbs/sandbox/14_jail.ipynb #jail-state
 @dataclass

@@ -40,8 +40,6 @@ from pathlib import Path
 from rlbench.sandbox import (
     zygote,
     zygote_child,
-    zygote_kernel,
-    zygote_layers,
     zygote_programs,
     zygote_sessions,
     zygote_state,
@@ -60,9 +58,8 @@ from rlbench.sandbox.types import (
     to_bytes,
 )
 from .zygote_child import landlock_version
-from .zygote_kernel import Kernel, decode_packet, encode_head, receive_packet, send_packet
-from .zygote_layers import remove_path
-from .zygote_state import WORK
+from .zygote_sessions import remove_path
+from .zygote_state import WORK, Kernel, decode_packet, encode_head, receive_packet, send_packet
 
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-who
 TRANSIENT = range(61184, 65520)  # users that stand in no list, see systemd's DynamicUser
@@ -293,12 +290,10 @@ START = (
 
 
 ZYGOTE_PARTS = (
-    zygote_kernel,
-    zygote_layers,
     zygote_state,
-    zygote_child,
     zygote_watch,
     zygote_sessions,
+    zygote_child,
     zygote_programs,
     zygote,
 )  # in the order of their imports

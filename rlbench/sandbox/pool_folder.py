@@ -48,7 +48,7 @@ from rlbench.sandbox.types import (
     from_json,
     to_json,
 )
-from .zygote_layers import remove_path
+from .zygote_sessions import remove_path
 
 # %% ../../nbs/sandbox/17_pool_folder.ipynb #folder-names
 LOCK = "lock"

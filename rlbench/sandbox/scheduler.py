@@ -15,37 +15,37 @@ __all__ = ['take_job', 'cancel_job', 'drop_client', 'run_turn', 'seconds_until_d
 #   * A program that is late is run alone before it is blamed; only one such phase happens at a time.
 #   * No thread, socket, file or clock: `run_turn` is told the time, so tests run on a virtual clock.
 #
-# The rules themselves are in `pool_rules`, the records in `pool_desk`, the life of sandboxes in `leases`.
+# The rules themselves are in `pool_rules`, the records and the life of sandboxes in `pool_desk`.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .admission import admit_jobs, release_sandbox, take_token
-from rlbench.sandbox.leases import (
-    advance_lease,
-    end_expired_leases,
-    end_lease,
-    finish_opening,
-    finish_restore,
-    lose_lease,
-    note_change,
-    open_lease,
-    redo_program,
-    request_lease,
-    retry_opening,
-)
 from rlbench.sandbox.pool_desk import (
     Attempt,
     Desk,
     Job,
     Seat,
+    admit_jobs,
+    advance_lease,
     answer_job,
     change_state,
+    end_expired_leases,
+    end_lease,
     fail_job,
+    finish_opening,
+    finish_restore,
+    lose_lease,
+    note_change,
     note_execution,
     note_latency,
     note_slow_start,
+    open_lease,
+    redo_program,
+    release_sandbox,
+    request_lease,
+    retry_opening,
     send_order,
+    take_token,
 )
 from rlbench.sandbox.pool_rules import (
     Next,

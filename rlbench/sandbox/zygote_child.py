@@ -34,7 +34,10 @@ import struct
 import sys
 import time
 
-from rlbench.sandbox.zygote_kernel import (
+from .zygote_sessions import make_real_folder, remove_path
+from rlbench.sandbox.zygote_state import (
+    DEFAULT_DISK,
+    DEFAULT_INODES,
     DUMPABLE,
     HERE,
     LANDLOCK,
@@ -48,10 +51,11 @@ from rlbench.sandbox.zygote_kernel import (
     PDEATHSIG,
     REMOUNT,
     SIGKILL,
+    WORK,
+    disk_options,
+    lay_files,
     receive_packet,
 )
-from .zygote_layers import make_real_folder, remove_path
-from .zygote_state import DEFAULT_DISK, DEFAULT_INODES, WORK, disk_options, lay_files
 
 # %% ../../nbs/sandbox/06_zygote_child.ipynb #zygote-child
 def live_as_child(z, channel, told):

@@ -11,7 +11,7 @@ __all__ = ['FAILED_TESTS', 'read_program_verdicts', 'failed_tests_html']
 # Owns: reading the verdicts of some rollouts, and their table of failed tests.
 #
 # What always holds: everything in the table is escaped; a program's output may be HTML.
-# It runs no program and judges none: `sandbox.explain` reads what was judged.
+# It runs no program and judges none: `sandbox.verdict` reads what was judged.
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from ..base.tables import VERDICTS
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.explain import Reading, read_verdict
+from ..sandbox.verdict import Reading, read_verdict
 from .html import fill_template
 
 # %% ../../nbs/views/12_program_tests.ipynb #progtests-read

@@ -26,8 +26,7 @@ from pathlib import Path
 from ..environments.code_verifier import program_in
 from ..runtime.run_reader import RunReader, reader_of
 from ..sandbox.grade import grade
-from ..sandbox.grading_run import Runner
-from ..sandbox.grading_task import read_code_task
+from ..sandbox.grading_task import Runner, read_code_task
 from ..sandbox.verdict import Verdict, difference_between, verdict_from_row
 
 # %% ../../nbs/views/77_regrade.ipynb #regrade-rows

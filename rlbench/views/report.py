@@ -31,7 +31,7 @@ from markupsafe import Markup
 from ..base.chart_parts import short_number
 from ..base.run_charts import command_marks
 from ..runtime.run_reader import RunReader
-from ..sandbox.explain import Reading
+from ..sandbox.verdict import Reading
 from .html import UNKNOWN, fill_template, format_duration, join_html
 from .program_tests import read_program_verdicts
 from .report_figures import figure_sections, note_html, section_html

@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from ..base.chart_parts import short_number
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.explain import Reading, answer_in_words, code_task_of
+from ..sandbox.verdict import Reading, answer_in_words, code_task_of
 from .html import fill_template
 from .program_tests import failed_tests_html
 from .report_figures import note_html

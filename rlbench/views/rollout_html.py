@@ -30,7 +30,7 @@ import numpy as np
 from markupsafe import Markup
 
 from ..base.chart_parts import GRID, GROUND, INK, SOFT, short_number
-from ..sandbox.explain import answer_in_words, code_task_of
+from ..sandbox.verdict import answer_in_words, code_task_of
 from .decode import Decoder, token_pieces
 from .html import escape_text, fill_template, join_html
 from .program_tests import failed_tests_html

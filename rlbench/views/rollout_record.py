@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..sandbox.explain import Reading
+from ..sandbox.verdict import Reading
 
 # %% ../../nbs/views/51_rollout_record.ipynb #rollout-record-fields
 @dataclass(frozen=True)

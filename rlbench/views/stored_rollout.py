@@ -25,7 +25,7 @@ import numpy as np
 
 from ..base.tables import ROLLOUTS, TOKENS, VERDICTS
 from ..runtime.run_reader import RunReader, reader_of
-from ..sandbox.explain import Reading, code_task_of, read_verdict
+from ..sandbox.verdict import Reading, code_task_of, read_verdict
 from .decode import load_decoder
 from .loss_card import LossCard, loss_card
 from .rollout_html import MOST_TOKENS, framed_rollout, rollout_card_html

@@ -498,8 +498,7 @@ def test_nobody_phones_home():
 
 def test_a_sandbox_that_is_awaited(tmp_path):
     "The interface of `inspect_ai`, on a sandbox of a pool."
-    from rlbench.sandbox.inspect_adapter import AwaitableSandbox
-    from rlbench.sandbox.pool import PoolClient, stop_pool
+    from rlbench.sandbox.pool import AwaitableSandbox, PoolClient, stop_pool
     from rlbench.sandbox.pool_rules import PoolSpec
 
     pool = PoolClient.connect(tmp_path / "pool", PoolSpec(workers=1))

@@ -9,13 +9,15 @@ from local_runner import LocalRunner
 
 from rlbench.sandbox.grade import GRADERS, grade
 from rlbench.sandbox.grading_task import changes_in, read_code_task, stdio_program
-from rlbench.sandbox.guard import Masks, Sighting, run_canary
 from rlbench.sandbox.types import End, Execution, SandboxLimits
 from rlbench.sandbox.verdict import (
     CheckedTest,
+    Masks,
+    Sighting,
     Verdict,
     difference_between,
     punish_masked,
+    run_canary,
     verdict_from_row,
     verdict_to_row,
 )

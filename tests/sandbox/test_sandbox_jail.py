@@ -15,7 +15,7 @@ from jailer import USERS, ask, below, prison
 from patience import until
 
 from rlbench.base.status import is_alive
-from rlbench.sandbox import zygote_layers
+from rlbench.sandbox import zygote_sessions
 from rlbench.sandbox.filters import PROFILES, load_filter, make_filter
 from rlbench.sandbox.jail import CHAIN, Jail
 from rlbench.sandbox.jail_start import self_test
@@ -458,18 +458,18 @@ def test_a_folder_is_removed_although_something_is_still_put_in(tmp_path, monkey
             (left / late.pop()).mkdir()
         rmdir(path, **more)
 
-    monkeypatch.setattr(zygote_layers.os, "rmdir", slow)
+    monkeypatch.setattr(zygote_sessions.os, "rmdir", slow)
     (left / "in").mkdir(parents=True)
-    zygote_layers.remove_path(str(left))
+    zygote_sessions.remove_path(str(left))
     assert not left.exists() and not late
 
     def refused(path, **more):
         raise PermissionError(errno.EPERM, "not yours", path)
 
     left.mkdir()
-    monkeypatch.setattr(zygote_layers.os, "rmdir", refused)
+    monkeypatch.setattr(zygote_sessions.os, "rmdir", refused)
     with pytest.raises(PermissionError, match="not yours"):
-        zygote_layers.remove_path(str(left))
+        zygote_sessions.remove_path(str(left))
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -532,7 +532,7 @@ def test_a_layer_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     root = tmp_path / "room" / "root"
     root.mkdir(parents=True)
     with open(layer_of(HOSTILE_LAYERS[name], tmp_path / "layer"), "rb") as layer, pytest.raises(OSError, match="layer"):
-        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)
+        zygote_sessions.unpack_layer(layer.fileno(), os.fsencode(root), True)
     assert list((tmp_path / "room").iterdir()) == [root] and not any(root.rglob("out"))
 
 
@@ -548,7 +548,7 @@ def test_a_link_in_a_layer_is_no_way_out_of_its_folder(tmp_path):
         ("kept", tarfile.REGTYPE, "", b"mine"),
     ]
     with open(layer_of(entries, tmp_path / "layer"), "rb") as layer:
-        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)
+        zygote_sessions.unpack_layer(layer.fileno(), os.fsencode(root), True)
     assert (outside / "kept").read_bytes() == b"as it was"
     assert (root / "door" / "kept").read_bytes() == b"changed" and (root / "kept").read_bytes() == b"mine"
 
@@ -558,4 +558,4 @@ def test_a_layer_that_ends_early_is_refused(tmp_path):
     os.truncate(path, 2000)
     (root := tmp_path / "root").mkdir()
     with open(path, "rb") as layer, pytest.raises(OSError, match="ends early"):
-        zygote_layers.unpack_layer(layer.fileno(), os.fsencode(root), True)
+        zygote_sessions.unpack_layer(layer.fileno(), os.fsencode(root), True)

@@ -30,8 +30,7 @@ from rlbench.sandbox import zygote_watch
 from rlbench.sandbox.grade import grade
 from rlbench.sandbox.grading_task import read_code_task
 from rlbench.sandbox.hacks import PRETENDED, hacked_task
-from rlbench.sandbox.inspect_adapter import AwaitableSandbox
-from rlbench.sandbox.pool import stop_pool
+from rlbench.sandbox.pool import AwaitableSandbox, stop_pool
 from rlbench.sandbox.pool_rules import settle_lateness
 from rlbench.sandbox.types import End, Execution, Program, SandboxLimits
 

@@ -22,12 +22,12 @@ from rlbench.environments.code_verifier import code
 from rlbench.sandbox import controller, pool
 from rlbench.sandbox.filters import PROFILES, load_filter
 from rlbench.sandbox.grading_task import read_code_task
-from rlbench.sandbox.guard import known_bad
 from rlbench.sandbox.jail import Jail
 from rlbench.sandbox.jail_start import zygote_source
 from rlbench.sandbox.pool import PoolClient, stop_pool
 from rlbench.sandbox.pool_rules import PoolSpec
 from rlbench.sandbox.types import End, Program, Tier
+from rlbench.sandbox.verdict import known_bad
 
 NOTHING = "this is no Python"
 
