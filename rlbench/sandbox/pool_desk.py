@@ -23,9 +23,9 @@ __all__ = ['Job', 'Seat', 'Lease', 'Attempt', 'Desk', 'answer_job', 'fail_job', 
 #     changed since is lost, and everything asked of it is answered `backend_lost`. A program that is to run once more
 #     finds the sandbox as it was kept, or does not run.
 #   * A sandbox ends with its owner, with its lifetime, or when its owner gives no sign of life.
-#   * A worker runs at most `running` programs at a time; the pool starts at most `starting` sandboxes at a time. Of what
-#     may run in a place, the job that was asked first goes first; a program that is tried again goes to a worker that
-#     has not failed it, if there is one.
+#   * A worker runs at most `running` programs at a time; the pool starts at most `starting` sandboxes at a time. In a
+#     free place the job goes first that was asked first; a program that is tried again goes to a worker that has not
+#     failed it, if there is one.
 #   * Programs run alone one to a worker, only when nothing else runs. Then the next such phase waits as long as this
 #     one took, so lonely programs take at most half of the time.
 #

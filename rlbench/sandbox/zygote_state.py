@@ -13,7 +13,7 @@ __all__ = ['NEWNS', 'NEWIPC', 'NEWUSER', 'NEWPID', 'RDONLY', 'NOSUID', 'NODEV', 
            'go_home', 'fork_child']
 
 # %% ../../nbs/sandbox/03_zygote_state.ipynb #zygote-state-imports
-# The ground of the zygote: system calls, the processor, packets; its state, its answers, and the room for the next child.
+# The ground of the zygote: system calls, the processor, packets; its state and answers, and a room for the next child.
 #
 # The zygote's modules (`zygote_state` to `zygote`) are joined into one text, which a bare Python runs inside the jail.
 #
