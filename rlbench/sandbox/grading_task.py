@@ -116,64 +116,52 @@ _TEST = ("id", "args", "expected", "raises", "stdin", "stdout", "text", "weight"
 
 def _read_test(table: object, number: int, kind: str, literal: bool) -> Test:
     "One test of a task. ValueError naming it."
-    if kind in ("asserts", "repository") and isinstance(table, str):
-        table = {"text": table, **({"id": table} if kind == "repository" else {})}
+    if kind == "asserts" and isinstance(table, str):
+        table = {"text": table}
+    elif kind == "repository" and isinstance(table, str):
+        table = {"text": table, "id": table}
     _check_names(table, _TEST, f"tests[{number}]")
     where = f"tests[{number}]"
-    id, weight = (
-        _get_field(table, "id", str, str(number), where),
-        float(_get_field(table, "weight", (int, float), 1, where)),
-    )
+    id = _get_field(table, "id", str, str(number), where)
+    weight = float(_get_field(table, "weight", (int, float), 1, where))
     if not weight > 0:
         raise ValueError(f"{where}: weight is {weight:g}; write a number above 0, or leave the test out")
     if kind in ("asserts", "repository"):
         if not _get_field(table, "text", str, "", where).strip():
-            raise ValueError(
-                f"{where}: has no text; write "
-                + ("statements with assert" if kind == "asserts" else "the path of a test file::the test's name")
-            )
+            needed = "statements with assert" if kind == "asserts" else "the path of a test file::the test's name"
+            raise ValueError(f"{where}: has no text; write {needed}")
         return Test(id, text=table["text"], weight=weight)
     if kind == "stdio":
         if "stdout" not in table:
             raise ValueError(f"{where}: has no stdout; write what the program should print")
-        return Test(
-            id,
-            stdin=_get_field(table, "stdin", str, "", where),
-            stdout=_get_field(table, "stdout", str, "", where),
-            weight=weight,
-        )
+        stdin = _get_field(table, "stdin", str, "", where)
+        return Test(id, stdin=stdin, stdout=_get_field(table, "stdout", str, "", where), weight=weight)
     args = table.get("args", [])
     args = list(read_literal(args)) if literal and isinstance(args, str) else args
     if not isinstance(args, list):
         raise ValueError(f"{where}: args is {args!r:.60}; write a list with one entry for each argument")
     trees = tuple(_tree_in_field(value, False, f"{where}: args") for value in args)
-    return Test(
-        id,
-        trees,
-        _tree_in_field(table["expected"], literal, f"{where}: expected") if "expected" in table else None,
-        _get_field(table, "raises", str, "", where),
-        weight=weight,
-    )
+    expected = None
+    if "expected" in table:
+        expected = _tree_in_field(table["expected"], literal, f"{where}: expected")
+    return Test(id, trees, expected, _get_field(table, "raises", str, "", where), weight=weight)
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-read-task
-_TASK = (
-    "kind",
-    "tests",
-    "function",
-    "compare",
-    "tolerance",
-    "loose",
-    "observe",
-    "checker",
-    "setup",
-    "wrap",
-    "files",
-    "editable",
-    "reference",
-    "bad",
-    "weak",
-    "literal",
-)
+_FIELDS = {
+    "function": str,
+    "compare": str,
+    "tolerance": (int, float),
+    "loose": bool,
+    "observe": str,
+    "checker": str,
+    "setup": str,
+    "wrap": str,
+    "files": dict,
+    "reference": str,
+    "bad": str,
+    "weak": bool,
+}  # fields of `CodeTask` that are taken as they stand, and their types
+_TASK = ("kind", "tests", *_FIELDS, "editable", "literal")
 
 
 @lru_cache(512)
@@ -188,31 +176,15 @@ def read_code_task(text: str) -> CodeTask:
     if kind not in KINDS:
         raise ValueError(f"task: kind is {kind!r}; write one of {', '.join(KINDS)}")
     listed = _get_field(table, "tests", list, [], "task")
-    tests = tuple(_read_test(each, number, kind, bool(table.get("literal"))) for number, each in enumerate(listed))
-    made = {
-        name: _get_field(table, name, type_, default, "task")
-        for name, type_, default in (
-            ("function", str, ""),
-            ("compare", str, "lines" if kind == "stdio" else "exact"),
-            ("tolerance", (int, float), 1e-6),
-            ("loose", bool, False),
-            ("observe", str, "result"),
-            ("checker", str, ""),
-            ("setup", str, ""),
-            ("wrap", str, "{code}"),
-            ("files", dict, {}),
-            ("reference", str, ""),
-            ("bad", str, ""),
-            ("weak", bool, kind == "repository"),
-        )
-    }
-    task = CodeTask(
-        kind,
-        tests,
-        editable=tuple(_get_field(table, "editable", list, [], "task")),
-        **made,
-        digest=blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=8).hexdigest(),
-    )
+    literal = bool(table.get("literal"))
+    tests = tuple(_read_test(each, number, kind, literal) for number, each in enumerate(listed))
+    canonical = json.dumps(table, sort_keys=True)
+    digest = blake2b(canonical.encode(), digest_size=8).hexdigest()
+    editable = tuple(_get_field(table, "editable", list, [], "task"))
+    compare = "lines" if kind == "stdio" else "exact"
+    task = CodeTask(kind, tests, compare=compare, editable=editable, weak=kind == "repository", digest=digest)
+    given = {name: _get_field(table, name, type_, None, "task") for name, type_ in _FIELDS.items() if name in table}
+    task = replace(task, **given)
     _check_task(task)
     return task
 
@@ -253,7 +225,9 @@ def code_in(response: str) -> str:
     "The policy's code: the last block marked as Python, else the last block, else the whole response."
     found = code_blocks(response)
     python = [text for mark, text in found if mark.split(" ")[0].lower() in ("python", "py", "python3")]
-    return (python or [text for _, text in found] or [response])[-1]
+    if python:
+        return python[-1]
+    return found[-1][1] if found else response
 
 
 def changes_in(response: str) -> dict[str, str]:
@@ -263,11 +237,9 @@ def changes_in(response: str) -> dict[str, str]:
 
 def wrapped_code(task: CodeTask, response: str, answer: str) -> str:
     "The program text of a response. `answer`: its final answer, for tasks that wrap that."
-    return (
-        task.wrap.replace("{code}", code_in(response))
-        if "{code}" in task.wrap
-        else task.wrap.replace("{answer}", answer)
-    )
+    if "{code}" in task.wrap:
+        return task.wrap.replace("{code}", code_in(response))
+    return task.wrap.replace("{answer}", answer)
 
 # %% ../../nbs/sandbox/24_grading_task.ipynb #code-inside
 def untag_value(node):
@@ -534,25 +506,26 @@ class Grading:
     slept: float = 0.0
     known_good: bool = False
 
+    def apart(self) -> "Grading":
+        "Another grading in the same place, with its own record of what was done."
+        return Grading(self.runner, self.limits, self.seed)
+
     def run(self, program: Program) -> Execution:
         """The execution of a program. Fault if the machine failed. A program that has slept for all of its time, or
         was unusable, does not run again."""
+        unanswered = (None,) * len(program.calls)
         if self.done and self.done[-1].end is End.UNUSABLE:
-            return replace(
-                self.done[-1], answers=(None,) * len(program.calls), message="not run: it was unusable before"
-            )
+            return replace(self.done[-1], answers=unanswered, message="not run: it was unusable before")
         left = self.limits.wall_s - self.slept
         if left < 0.05 * self.limits.wall_s:
-            return Execution(
-                End.WALL_LIMIT,
-                answers=(None,) * len(program.calls),
-                message="not run: the program has slept for as long as it may take",
-            )
+            why = "not run: the program has slept for as long as it may take"
+            return Execution(End.WALL_LIMIT, answers=unanswered, message=why)
         limits = replace(self.limits, wall_s=max(self.limits.cpu_s, left)) if self.slept else self.limits
         execution = run_with_witness(self, program, limits)
-        self.slept += execution.slept_s or (
-            execution.wall_s - execution.cpu_s if execution.end is End.WALL_LIMIT else 0.0
-        )
+        slept_s = execution.slept_s
+        if not slept_s and execution.end is End.WALL_LIMIT:
+            slept_s = execution.wall_s - execution.cpu_s
+        self.slept += slept_s
         if not execution.end.of_model:
             raise Fault(execution.end, execution.message or "the sandbox gave no reason")
         return execution
@@ -569,13 +542,9 @@ def run_with_witness(bench: Grading, program: Program, limits: SandboxLimits) ->
         execution = _run_safely(bench.runner, program, limits)
         bench.done.append(execution)
     if execution.end.needs_witness:
-        execution = bench.done[-1] = replace(
-            execution,
-            end=End.UNUSABLE,
-            message=(
-                f"{execution.end}, each time, while a known-good program got on in the same place; {execution.message}"
-            ),
-        )
+        why = f"{execution.end}, each time, while a known-good program got on in the same place; {execution.message}"
+        execution = replace(execution, end=End.UNUSABLE, message=why)
+        bench.done[-1] = execution
     return execution
 
 
@@ -603,7 +572,11 @@ class Answer:
 # %% ../../nbs/sandbox/24_grading_task.ipynb #grade-answers
 def words_for(bench: Grading, tests: str, code: str, number: int) -> list[str]:
     "So many words, from seed, tests and code."
-    return [blake2b(f"{bench.seed}|{tests}|{code}|{i}".encode(), digest_size=6).hexdigest() for i in range(number)]
+    words = []
+    for i in range(number):
+        text = f"{bench.seed}|{tests}|{code}|{i}"
+        words.append(blake2b(text.encode(), digest_size=6).hexdigest())
+    return words
 
 
 def read_answer(line: str | None, word: str, signs: list[str]) -> Answer:
@@ -630,10 +603,13 @@ def ask_calls(
 ) -> tuple[list[Answer], list[Execution]]:
     """The answers to calls, from one program or, for a `fresh` grading, one program each; and the execution that each
     came from."""
-    words, answers, origins = words_for(bench, *key, len(calls)), [], []
+    words = words_for(bench, *key, len(calls))
     lines = [call_line(word, *call) for word, call in zip(words, calls)]
-    for some in [[i] for i in range(len(lines))] if bench.fresh else [range(len(lines))]:
-        execution = bench.run(program := make([lines[i] for i in some]))
+    answers, origins = [], []
+    numbers = range(len(lines))
+    for some in [[i] for i in numbers] if bench.fresh else [numbers]:
+        program = make([lines[i] for i in some])
+        execution = bench.run(program)
         if execution.end is End.EXITED and not any(execution.answers):  # an answer that was lost would look like this
             execution = bench.run(program)
         given = [*execution.answers, *[None] * len(lines)]

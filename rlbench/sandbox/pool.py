@@ -554,23 +554,23 @@ class AwaitableSandbox:
         """Run a command. TimeoutError past `timeout` seconds or the limits, PermissionError for what it may not,
         Fault where the machine failed."""
         stdin = input if isinstance(input, bytes) else to_bytes(input or "")
-        limits = (
-            self.limits
-            if timeout is None
-            else replace(self.limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, self.limits.cpu_s))
-        )
-        told = await asyncio.to_thread(
-            self.sandbox.exec, Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {})), limits
-        )
-        late = (End.CPU_LIMIT, End.WALL_LIMIT, *((End.WALL_TIMEOUT,) if timeout is not None else ()))
-        if not told.end.of_model and told.end not in late:
-            raise Fault(told.end, told.message)
-        if told.end in late:
-            raise TimeoutError(f"sandbox: {' '.join(cmd)!r}: {told.end}: {told.message or 'it took too long'}")
-        if told.end is End.FORBIDDEN:
-            raise PermissionError(f"sandbox: {' '.join(cmd)!r}: {told.message or 'it is not allowed'}")
-        code = told.status if told.end is End.EXITED else 128 + told.status
-        return ExecResult(told.ok, code, told.stdout.decode(errors="replace"), told.stderr.decode(errors="replace"))
+        program = Program(argv=tuple(cmd), stdin=stdin, environ=dict(env or {}))
+        limits = self.limits
+        late = [End.CPU_LIMIT, End.WALL_LIMIT]
+        if timeout is not None:
+            limits = replace(limits, wall_s=timeout, call_s=timeout, cpu_s=min(timeout, limits.cpu_s))
+            late.append(End.WALL_TIMEOUT)
+        done = await asyncio.to_thread(self.sandbox.exec, program, limits)
+        command = repr(" ".join(cmd))
+        if done.end in late:
+            raise TimeoutError(f"sandbox: {command}: {done.end}: {done.message or 'it took too long'}")
+        if not done.end.of_model:
+            raise Fault(done.end, done.message)
+        if done.end is End.FORBIDDEN:
+            raise PermissionError(f"sandbox: {command}: {done.message or 'it is not allowed'}")
+        code = done.status if done.end is End.EXITED else 128 + done.status
+        stdout = done.stdout.decode(errors="replace")
+        return ExecResult(done.ok, code, stdout, done.stderr.decode(errors="replace"))
 
     async def read_file(self, file: str, text: bool = True) -> str | bytes:
         """A file's content, with what is no text replaced. FileNotFoundError if there is none, ValueError for one
@@ -582,4 +582,5 @@ class AwaitableSandbox:
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         "Write a file, and the folders above it."
-        await asyncio.to_thread(self.sandbox.write, file, to_bytes(contents) if isinstance(contents, str) else contents)
+        data = to_bytes(contents) if isinstance(contents, str) else contents
+        await asyncio.to_thread(self.sandbox.write, file, data)

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['Job', 'Seat', 'Lease', 'Attempt', 'Desk', 'answer_job', 'fail_job', 'note_execution', 'change_state', 'note_latency',
-           'note_slow_start', 'send_order', 'request_lease', 'open_lease', 'advance_lease', 'extend_lease', 'end_lease',
-           'lose_lease', 'end_expired_leases', 'redo_program', 'finish_restore', 'finish_opening', 'retry_opening',
-           'note_change', 'take_token', 'next_job', 'release_sandbox', 'admit_jobs', 'keeps_apart']
+           'note_slow_start', 'send_order', 'request_lease', 'open_lease', 'opening_attempts', 'advance_lease',
+           'extend_lease', 'end_lease', 'lose_lease', 'end_expired_leases', 'redo_program', 'finish_restore',
+           'finish_opening', 'retry_opening', 'note_change', 'take_token', 'may_run_again', 'next_job',
+           'release_sandbox', 'admit_jobs', 'give_jobs', 'keeps_apart']
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-imports
 # What a pool keeps of its jobs, workers and sandboxes, the life of a sandbox, and what may run now.
@@ -72,7 +73,7 @@ class Seat:
     name: str
     worker: SandboxWorker
     since: float
-    state: str = "starting"
+    state: str = ""
     hedges: "Seat | None" = None
     hedged: bool = False
     running: int = 0
@@ -95,7 +96,7 @@ class Lease:
     layers: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     dirty: bool = False
-    state: str = "requested"
+    state: str = ""
     why: str = ""
     seat: Seat | None = None
     tries: int = 0
@@ -185,16 +186,14 @@ def answer_job(desk: Desk, job: Job, reply: Reply, now: float) -> None:
 
 def fail_job(desk: Desk, job: Job, end: End, message: str, now: float) -> None:
     "Answer a job with a failure of the machine."
-    told = (
-        Reply(0, Execution(end, tier=desk.tier, tries=max(1, job.tries), message=message))
-        if job.program
-        else Reply(0, fault=Fault(end, message))
-    )
     for attempt in job.live:
         attempt.fate = attempt.fate or "cancelled"
-    if job.program and not job.done:
-        note_execution(desk, job, None, told.value, "answered", now)
-    answer_job(desk, job, told, now)
+    if not job.program:
+        return answer_job(desk, job, Reply(0, fault=Fault(end, message)), now)
+    execution = Execution(end, tier=desk.tier, tries=max(1, job.tries), message=message)
+    if not job.done:
+        note_execution(desk, job, None, execution, "answered", now)
+    answer_job(desk, job, Reply(0, execution), now)
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-rows
 def note_execution(
@@ -257,27 +256,21 @@ def send_order(
 ) -> Attempt:
     "Give a worker an order, and keep the attempt until it is answered."
     desk.ticket += 1
-    attempt = Attempt(
-        desk.ticket,
-        replace(order, ticket=desk.ticket),
-        seat,
-        now,
-        job,
-        lease,
-        desk.idle() if order.kind == "exec" else 0.0,
-        hedge,
-    )
+    order = replace(order, ticket=desk.ticket)
+    attempt = Attempt(desk.ticket, order, seat, now, job, lease, hedge=hedge)
     desk.live[attempt.ticket] = attempt
     if job and order.kind != "open":
         job.tries += 1
         job.live.append(attempt)
     if order.kind == "exec":
+        attempt.idle = desk.idle()
         seat.running += 1
     if lease and order.kind in ("exec", "write"):
-        attempt.clean, lease.dirty = not lease.dirty, True
+        attempt.clean = not lease.dirty
+        lease.dirty = True
     if lease and order.kind == "exec":
         change_state(desk, lease, "busy", now)
-    seat.worker.submit(attempt.order)
+    seat.worker.submit(order)
     return attempt
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-request
@@ -287,46 +280,28 @@ def request_lease(desk: Desk, job: Job, now: float) -> None:
     if order.session in desk.leases:
         return fail_job(desk, job, End.START_FAILED, f"{order.session}: a sandbox of this name is open", now)
     if len(desk.leases) >= most:
-        return fail_job(
-            desk,
-            job,
-            End.QUOTA,
-            f"{most:,} sandboxes are open, which is the limit (policy.most_sessions); close some",
-            now,
-        )
-    lease = desk.leases[order.session] = Lease(
-        order.session, job, now, now + job.lifetime, order.base, order.layers, order.layers
-    )
-    desk.note(
-        "sandboxes",
-        kind="session",
-        sandbox=lease.id,
-        owner=job.owner,
-        worker="",
-        tier=desk.tier,
-        before="",
-        state="requested",
-        seconds=0.0,
-        why="",
-    )
+        why = f"{most:,} sandboxes are open, which is the limit (policy.most_sessions); close some"
+        return fail_job(desk, job, End.QUOTA, why, now)
+    lease = Lease(order.session, job, now, now + job.lifetime, order.base, order.layers, order.layers)
+    desk.leases[order.session] = lease
+    change_state(desk, lease, "requested", now)
     desk.opening.append(lease)
 
 
 def open_lease(desk: Desk, lease: Lease, seat: Seat, now: float, hedge: bool = False) -> None:
     "Let a worker open a sandbox."
     if not hedge:
-        lease.seat, lease.tries = seat, lease.tries + 1
+        lease.seat = seat
+        lease.tries += 1
         change_state(desk, lease, "starting", now)
     seat.leases[lease.id] = lease
-    send_order(
-        desk,
-        seat,
-        Order(0, "open", lease.id, None, lease.job.order.limits, lease.base, lease.saved),
-        now,
-        None,
-        lease,
-        hedge,
-    )
+    order = Order(0, "open", lease.id, None, lease.job.order.limits, lease.base, lease.saved)
+    send_order(desk, seat, order, now, lease=lease, hedge=hedge)
+
+
+def opening_attempts(desk: Desk, lease: Lease) -> list[Attempt]:
+    "The orders to open a sandbox that workers have not answered."
+    return [attempt for attempt in desk.live.values() if attempt.lease is lease and attempt.order.kind == "open"]
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-advance
 def advance_lease(desk: Desk, lease: Lease, now: float) -> None:
@@ -384,8 +359,11 @@ def lose_lease(desk: Desk, lease: Lease, why: str, now: float) -> None:
     "Handle the loss of a sandbox's worker: open the sandbox again elsewhere, or count it as lost."
     if lease.state == "closing":
         return change_state(desk, lease, "closed", now, why)
-    running, lease.now, lease.seat = lease.now, None, None
-    if lease.dirty or not lease.opened and lease.tries > desk.policy.retries:
+    running = lease.now
+    lease.now = None
+    lease.seat = None
+    gave_up = not lease.opened and lease.tries > desk.policy.retries
+    if lease.dirty or gave_up:
         desk.counts["lost"] += 1
         change_state(desk, lease, "lost", now, why)
         lease.why = why
@@ -408,7 +386,9 @@ def end_expired_leases(desk: Desk, now: float) -> None:
         return
     desk.leases_at = now
     for lease in list(desk.leases.values()):
-        if why := reason_for_expiry(now, desk.beats.get(lease.job.client, lease.job.asked), lease.ends, desk.policy):
+        heard = desk.beats.get(lease.job.client, lease.job.asked)
+        why = reason_for_expiry(now, heard, lease.ends, desk.policy)
+        if why:
             desk.counts["expired"] += 1
             end_lease(desk, lease, why, now)
 
@@ -418,7 +398,8 @@ def redo_program(desk: Desk, lease: Lease, job: Job, now: float) -> None:
     lease.queue.appendleft(job)
     lease.dirty = False
     change_state(desk, lease, "restoring", now, "for another attempt")
-    send_order(desk, lease.seat, Order(0, "restore", lease.id, base=lease.base, layers=lease.saved), now, None, lease)
+    order = Order(0, "restore", lease.id, base=lease.base, layers=lease.saved)
+    send_order(desk, lease.seat, order, now, lease=lease)
 
 
 def finish_restore(desk: Desk, lease: Lease, reply: Reply, now: float) -> None:
@@ -436,29 +417,32 @@ def finish_opening(desk: Desk, attempt: Attempt, reply: Reply, now: float) -> No
     "Take a sandbox that a worker has opened, or could not open."
     lease, seat = attempt.lease, attempt.seat
     if lease.state != "starting" or attempt.fate:  # its other start was first, or it is not wanted any more
-        if not reply.fault and lease.seat is not seat and lease.state not in ("closing", "closed"):
-            send_order(desk, seat, Order(0, "close", lease.id), now, None, lease)
-        elif lease.seat is not seat:
+        if lease.seat is seat:
+            return
+        if reply.fault or lease.state in ("closing", "closed"):
             seat.leases.pop(lease.id, None)
+        else:
+            send_order(desk, seat, Order(0, "close", lease.id), now, lease=lease)
         return
     if reply.fault:
         seat.leases.pop(lease.id, None)
         return retry_opening(desk, lease, seat, reply.fault, now)
-    lease.seat, took = seat, now - attempt.told
+    lease.seat = seat
+    took = now - attempt.told
     note_latency(desk, "open", took)
     note_slow_start(desk, lease.id, (("queued", attempt.told - lease.job.asked), ("open", took)))
     change_state(desk, lease, "idle", now)
     if not lease.opened:
         lease.opened = True
         answer_job(desk, lease.job, Reply(0), now)
-    for other in [a for a in desk.live.values() if a.lease is lease and a.order.kind == "open"]:
+    for other in opening_attempts(desk, lease):
         other.fate = "hedged"
     advance_lease(desk, lease, now)
 
 
 def retry_opening(desk: Desk, lease: Lease, seat: Seat, fault: Fault, now: float) -> None:
     "After a failed start, try another worker or give up. A hedged start waits for its other attempt."
-    if any(a.lease is lease and a.order.kind == "open" and not a.fate for a in desk.live.values()):
+    if not all(attempt.fate for attempt in opening_attempts(desk, lease)):
         return
     lease.avoid.add(seat.name)
     if lease.tries <= desk.policy.retries and fault.end is not End.AUTH:
@@ -477,10 +461,8 @@ def note_change(lease: Lease, attempt: Attempt, reply: Reply) -> Reply:
     order = attempt.order
     if order.kind == "snapshot" and isinstance(reply.value, Layer):
         layer = replace(reply.value, base=lease.base, owner=lease.job.owner, turn=order.turn, version=order.version)
-        lease.saved, lease.dirty = (
-            (*layer.below, layer.digest),
-            layer.processes > 0,
-        )  # what lies below may have been merged into it
+        lease.saved = (*layer.below, layer.digest)  # what lies below may have been merged into it
+        lease.dirty = layer.processes > 0
         return replace(reply, value=layer)
     if order.kind == "restore":
         lease.base = order.base
@@ -495,43 +477,47 @@ def take_token(desk: Desk, now: float) -> bool:
     rate = desk.policy.create_rate
     if not rate:
         return True
-    desk.tokens, desk.tokens_at = min(max(1.0, rate), desk.tokens + rate * (now - desk.tokens_at)), now
+    fresh = rate * (now - desk.tokens_at)
+    desk.tokens = min(max(1.0, rate), desk.tokens + fresh)
+    desk.tokens_at = now
     if desk.tokens < 1:
         return False
     desk.tokens -= 1
     return True
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-admit
+def may_run_again(desk: Desk, job: Job, seat: Seat, ready: list[Seat]) -> bool:
+    "True if a worker may try a program again: it has its sandbox, or has not failed it, or all others have."
+    lease = desk.leases.get(job.order.session)
+    if lease:
+        return lease.seat is seat
+    if seat.state != "ready":
+        return False
+    return seat.name not in job.avoid or all(other.name in job.avoid for other in ready)
+
+
 def next_job(desk: Desk, seat: Seat, now: float, ready: list[Seat]) -> Job | None:
     "Take the job for a worker's free place out of where it waited."
     for job in list(desk.again):
         if job.done:
             desk.again.remove(job)
-        elif job.due <= now:
-            lease = desk.leases.get(job.order.session)
-            if (
-                lease.seat is seat
-                if lease
-                else seat.state == "ready"
-                and (seat.name not in job.avoid or all(other.name in job.avoid for other in ready))
-            ):
-                desk.again.remove(job)
-                return job
+        elif job.due <= now and may_run_again(desk, job, seat, ready):
+            desk.again.remove(job)
+            return job
     for queue in (seat.pinned, desk.waiting):
         while queue and queue[0].done:
             release_sandbox(desk, queue.popleft())
-    pinned, free = (
-        seat.pinned[0] if seat.pinned else None,
-        desk.waiting[0] if desk.waiting and seat.state == "ready" else None,
-    )
-    if pinned and (not free or pinned.asked <= free.asked):
-        return seat.pinned.popleft()
-    return desk.waiting.popleft() if free else None
+    queues = [seat.pinned]
+    if seat.state == "ready":
+        queues.append(desk.waiting)
+    first = min(filter(None, queues), key=lambda queue: queue[0].asked, default=None)
+    return first.popleft() if first else None
 
 
 def release_sandbox(desk: Desk, job: Job) -> None:
     "Leave the sandbox of a dropped job free for the next."
-    if (lease := desk.leases.get(job.order.session)) and lease.now is job:
+    lease = desk.leases.get(job.order.session)
+    if lease and lease.now is job:
         lease.now = None
 
 
@@ -540,34 +526,45 @@ def admit_jobs(desk: Desk, now: float) -> None:
     seats = [seat for seat in desk.seats if seat.state in ("ready", "retiring")]
     if keeps_apart(desk, seats, now):
         return
-    ready, given = [seat for seat in seats if seat.state == "ready"], True
-    while given:
-        given = False
-        for seat in sorted(seats, key=lambda s: s.running):
-            if seat.running < desk.policy.running and (job := next_job(desk, seat, now, ready)):
-                lease = desk.leases.get(job.order.session)
-                send_order(desk, seat, job.order, now, job, lease)
-                given = True
+    ready = [seat for seat in seats if seat.state == "ready"]
+    while give_jobs(desk, seats, ready, now):
+        pass
     starting = sum(attempt.order.kind == "open" and not attempt.fate for attempt in desk.live.values())
     while desk.opening and ready and starting < desk.policy.starting and take_token(desk, now):
         lease = desk.opening.popleft()
         fresh = [seat for seat in ready if seat.name not in lease.avoid] or ready
-        open_lease(desk, lease, min(fresh, key=lambda s: len(s.leases)), now)
+        open_lease(desk, lease, min(fresh, key=lambda seat: len(seat.leases)), now)
         starting += 1
+
+
+def give_jobs(desk: Desk, seats: list[Seat], ready: list[Seat], now: float) -> int:
+    "Give each worker with a free place one program, the idlest worker first. Returns how many got one."
+    given = 0
+    for seat in sorted(seats, key=lambda seat: seat.running):
+        job = next_job(desk, seat, now, ready) if seat.running < desk.policy.running else None
+        if job:
+            lease = desk.leases.get(job.order.session)
+            send_order(desk, seat, job.order, now, job, lease)
+            given += 1
+    return given
 
 # %% ../../nbs/sandbox/18_pool_desk.ipynb #desk-apart
 def keeps_apart(desk: Desk, seats: list[Seat], now: float) -> bool:
     "True while the machine is, or is becoming, reserved for programs that run alone."
     alone = [attempt for attempt in desk.live.values() if attempt.order.kind == "exec" and attempt.job.alone]
-    if desk.apart >= 0 and not alone:
-        desk.apart_after, desk.apart = now + (now - desk.apart), -1.0
     if alone:
         return True
+    if desk.apart >= 0:
+        desk.apart_after = now + (now - desk.apart)
+        desk.apart = -1.0
     ready = [seat for seat in seats if seat.state == "ready"]
     desk.lonely = deque(job for job in desk.lonely if not job.done)
     wanted = [job for job in desk.lonely if job.due <= now]
+    if not wanted or not ready:
+        return False
     others = desk.waiting or desk.opening or any(seat.pinned for seat in seats)
-    if not wanted or not ready or others and (now - wanted[0].due < desk.policy.alone_s or now < desk.apart_after):
+    is_early = now - wanted[0].due < desk.policy.alone_s or now < desk.apart_after
+    if others and is_early:
         return False
     if any(seat.running for seat in seats):
         return True  # until all is quiet

@@ -172,11 +172,11 @@ class Canary:
 
 def known_bad(task: CodeTask) -> str:
     "A program that must not pass: the task's own, or one that does nothing."
-    return task.bad or (
-        f"def {task.function}(*args, **kwargs):\n    return ['nothing', 'like', 'it']\n"
-        if task.kind in ("function", "asserts") and "." not in task.function
-        else "pass"
-    )
+    if task.bad:
+        return task.bad
+    if task.kind in ("function", "asserts") and "." not in task.function:
+        return f"def {task.function}(*args, **kwargs):\n    return ['nothing', 'like', 'it']\n"
+    return "pass"
 
 
 def run_canary(task: CodeTask, graded: Callable[[str], Verdict]) -> Canary:
@@ -188,26 +188,24 @@ def run_canary(task: CodeTask, graded: Callable[[str], Verdict]) -> Canary:
             continue
         verdict = graded(code)
         if verdict.score is None:
-            return Canary(
-                False,
-                (
-                    f"the {which} solution could not be run: {(end := ', '.join(verdict.ends[-1:]))}: "
-                    f"{verdict.message.removeprefix(f'sandbox: {end}: ')}"
-                ),
-                machine=True,
-            )
+            end = ", ".join(verdict.ends[-1:])
+            why = verdict.message.removeprefix(f"sandbox: {end}: ")
+            return Canary(False, f"the {which} solution could not be run: {end}: {why}", machine=True)
         if verdict.passed is not wanted:
-            failed = next(
-                (
-                    f"test {c.id}: {c.why}{f', it gave {c.given}' * bool(c.given)}"
-                    for c in verdict.checks
-                    if not c.passed
-                ),
-                "all tests passed",
-            )
-            return Canary(False, f"the {which} solution {'fails' if wanted else 'passes'}: {failed}")
-        cpu_s = verdict.cpu_s if wanted else cpu_s
+            outcome = "fails" if wanted else "passes"
+            return Canary(False, f"the {which} solution {outcome}: {_first_failure(verdict)}")
+        if wanted:
+            cpu_s = verdict.cpu_s
     return Canary(True, cpu_s=cpu_s)
+
+
+def _first_failure(verdict: Verdict) -> str:
+    "The first test that failed, and what the program gave."
+    for check in verdict.checks:
+        if not check.passed:
+            given = f", it gave {check.given}" if check.given else ""
+            return f"test {check.id}: {check.why}{given}"
+    return "all tests passed"
 
 # %% ../../nbs/sandbox/27_verdict.ipynb #grade-suspect
 ZEROS = 64  # verdicts of zero in a row after which a canary runs
@@ -226,10 +224,10 @@ class Suspicion:
         "Take a verdict. True if a canary should run before it is believed."
         self.since += 1
         self.zeros = self.zeros + 1 if verdict.score == 0 else 0
-        mute = bool(verdict.checks) and all(c.why.startswith("no answer") for c in verdict.checks)
-        return (
-            self.since > CALM and (verdict.score is None or mute) or self.zeros >= ZEROS or self.since > CALM + ROUTINE
-        )
+        if self.zeros >= ZEROS or self.since > CALM + ROUTINE:
+            return True
+        is_mute = bool(verdict.checks) and all(check.why.startswith("no answer") for check in verdict.checks)
+        return self.since > CALM and (verdict.score is None or is_mute)
 
     def calm(self) -> None:
         "A canary passed."
@@ -254,9 +252,9 @@ class Sighting:
 
     def key(self, level: str) -> tuple:
         "What all verdicts of the same program, of a version's programs for a task, or of a version have in common."
-        return {"program": (self.task, self.program), "task": (self.task, self.version), "policy": (self.version,)}[
-            level
-        ]
+        if level == "program":
+            return self.task, self.program
+        return (self.task, self.version) if level == "task" else (self.version,)
 
 
 def sighting_of(verdict: Verdict, version: int, now: float) -> Sighting:
@@ -295,9 +293,13 @@ class Masks:
 
     def suspects(self, sighting: Sighting) -> bool:
         "True for a masked verdict of which there have been several: a canary should be run beside it."
-        return sighting.masked and any(
-            count_masked(self.recent(sighting, level)[0]) >= least for level, least in LEAST_MASKED.items()
-        )
+        if not sighting.masked:
+            return False
+        for level, least in LEAST_MASKED.items():
+            mine, _ = self.recent(sighting, level)
+            if count_masked(mine) >= least:
+                return True
+        return False
 
     def blame(self, sighting: Sighting) -> str:
         """Why a masked verdict is not the machine's, in words; empty if it may be. What canaries and others had in
@@ -389,14 +391,17 @@ def answer_in_words(answer: str, most: int = 2) -> str:
     task = code_task_of(answer)
     if task is None:
         return answer
-    told = [
-        f"{asked} {'prints' if task.kind == 'stdio' else '='} {wanted}"
-        if wanted and not test.raises and not task.checker
-        else f"{asked}{wanted and f': {wanted}'}"
-        for test in task.tests[:most]
-        for asked, wanted in (asked_and_wanted(task, test),)
-    ]
-    return "; ".join([*told, *[f"{len(task.tests) - most:,} more"] * (len(task.tests) > most)])
+    sign = " prints" if task.kind == "stdio" else " ="
+    words = []
+    for test in task.tests[:most]:
+        asked, wanted = asked_and_wanted(task, test)
+        if wanted:
+            asked += ":" if test.raises or task.checker else sign
+            asked += f" {wanted}"
+        words.append(asked)
+    if len(task.tests) > most:
+        words.append(f"{len(task.tests) - most:,} more")
+    return "; ".join(words)
 
 # %% ../../nbs/sandbox/27_verdict.ipynb #words-tried
 @dataclass(frozen=True)
