@@ -436,7 +436,7 @@ def _take_answers(desk: Desk) -> list[tuple[int, int, Reply]]:
     desk.answers = []
     return answers
 
-
+# %% ../../nbs/sandbox/21_scheduler.ipynb #desk-give-up
 def _give_up_waiting(desk: Desk, now: float) -> None:
     "Fail everything that waits when no worker has come for too long."
     if any(seat.state == "ready" for seat in desk.seats):
