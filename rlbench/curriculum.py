@@ -7,6 +7,16 @@ __all__ = ['TASK_MEMORY', 'LEVEL_MEMORY', 'PRIOR', 'SAMPLERS', 'CANDIDATES', 'Cu
            'solve_rate', 'uniform', 'easy_to_hard', 'band', 'draw_task_index']
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-imports
+# Which task to serve next.
+#
+# Owns: the evidence about tasks and levels, the estimate of a solve rate, and the samplers.
+#
+# What always holds:
+#   * A draw depends on the run's seed, the number of draws before it and the evidence, on nothing else.
+#   * Evidence fades, so the estimate follows a policy that changes.
+#   * A draw looks at a fixed number of tasks, so its cost does not grow with the task set.
+#
+# Does not: know tasks' texts, generate or filter. The loop checks what a sampler returns.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,37 +42,43 @@ class Curriculum:
         self.solved = self.solved or [0.0] * len(self.levels)
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-observe
-TASK_MEMORY, LEVEL_MEMORY, PRIOR = (
-    64.0,
-    512.0,
-    8.0,
-)  # rollouts remembered of a task and of a level; weight of the level in a task's estimate
+TASK_MEMORY = 64.0  # rollouts remembered of a task
+LEVEL_MEMORY = 512.0  # rollouts remembered of a level
+PRIOR = 8.0  # weight of the level in a task's estimate, in rollouts
 
 
 def note_outcomes(curriculum: Curriculum, index: int, scored: int, solved: int) -> None:
     "Record that `solved` of `scored` rollouts of task `index` were right; older evidence fades."
     level = curriculum.levels[index]
-    fade, level_fade = max(0.0, 1 - scored / TASK_MEMORY), max(0.0, 1 - scored / LEVEL_MEMORY)
+    fade = max(0.0, 1 - scored / TASK_MEMORY)
     curriculum.seen[index] = curriculum.seen[index] * fade + scored
     curriculum.solved[index] = curriculum.solved[index] * fade + solved
-    curriculum.level_seen[level] = curriculum.level_seen.get(level, 0.0) * level_fade + scored
-    curriculum.level_solved[level] = curriculum.level_solved.get(level, 0.0) * level_fade + solved
+
+    level_fade = max(0.0, 1 - scored / LEVEL_MEMORY)
+    level_seen = curriculum.level_seen.get(level, 0.0)
+    level_solved = curriculum.level_solved.get(level, 0.0)
+    curriculum.level_seen[level] = level_seen * level_fade + scored
+    curriculum.level_solved[level] = level_solved * level_fade + solved
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-estimate
 def level_rate(curriculum: Curriculum, level: int) -> float:
     "Estimated solve rate of a level; one half without evidence."
-    return (curriculum.level_solved.get(level, 0.0) + 1) / (curriculum.level_seen.get(level, 0.0) + 2)
+    seen = curriculum.level_seen.get(level, 0.0)
+    solved = curriculum.level_solved.get(level, 0.0)
+    return (solved + 1) / (seen + 2)
 
 
 def solve_rate(curriculum: Curriculum, index: int) -> float:
     "Estimated solve rate of a task, shrunk towards its level's."
-    prior = PRIOR * level_rate(curriculum, curriculum.levels[index])
+    level = curriculum.levels[index]
+    prior = PRIOR * level_rate(curriculum, level)
     return (curriculum.solved[index] + prior) / (curriculum.seen[index] + PRIOR)
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-baselines
 def uniform(curriculum: Curriculum, u: np.ndarray, band: tuple[float, float], progress: float) -> int:
     "Every task alike."
-    return int(u[0] * len(curriculum.levels))
+    tasks = len(curriculum.levels)
+    return int(u[0] * tasks)
 
 
 def easy_to_hard(
@@ -76,12 +92,15 @@ def easy_to_hard(
     ) = 0.5,
 ) -> int:
     "Open one level after another, easiest first, on a schedule that does not look at solve rates."
-    order = sorted(set(curriculum.levels))
-    opened = order[: 1 + int(min(progress / until, 1.0) * (len(order) - 1) + 1e-9)]
-    for i in (u * len(curriculum.levels)).astype(int):
-        if curriculum.levels[i] in opened:
-            return int(i)
-    return next(i for i, level in enumerate(curriculum.levels) if level in opened)
+    levels = curriculum.levels
+    order = sorted(set(levels))
+    further = min(progress / until, 1.0) * (len(order) - 1)
+    opened = order[: 1 + int(further + 1e-9)]
+    drawn = (u * len(levels)).astype(int)
+    for index in drawn:
+        if levels[index] in opened:
+            return int(index)
+    return next(index for index, level in enumerate(levels) if level in opened)
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-band
 def band(
@@ -99,11 +118,12 @@ def band(
 ) -> int:
     "Mostly tasks whose estimated solve rate lies in the band (arXiv 2504.03380), some untried ones, a few outside."
     low, high = band
-    candidates = [int(x * len(curriculum.levels)) for x in u[1:]]
-    rates = [solve_rate(curriculum, i) for i in candidates]
+    tasks = len(curriculum.levels)
+    candidates = [int(x * tasks) for x in u[1:]]
+    rates = [solve_rate(curriculum, index) for index in candidates]
     inside = [low <= rate <= high for rate in rates]
     if u[0] < unexplored:
-        fits = [curriculum.seen[i] == 0 and ok for i, ok in zip(candidates, inside)]
+        fits = [ok and curriculum.seen[index] == 0 for index, ok in zip(candidates, inside)]
     elif u[0] < unexplored + retired:
         fits = [not ok for ok in inside]
     else:
@@ -111,19 +131,22 @@ def band(
     if any(fits):
         return candidates[fits.index(True)]
     middle = (low + high) / 2
-    return min(zip(candidates, rates), key=lambda pair: abs(pair[1] - middle))[0]
+    distances = [abs(rate - middle) for rate in rates]
+    return candidates[distances.index(min(distances))]
 
 
 SAMPLERS: dict[str, Callable] = {"band": band, "uniform": uniform, "easy_to_hard": easy_to_hard}
 
 # %% ../nbs/06_curriculum.ipynb #curriculum-draw
-CANDIDATES = 24
+CANDIDATES = 24  # tasks that a sampler may look at for one draw
 
 
 def draw_task_index(
     curriculum: Curriculum, sampler: Callable, seed: int, limits: tuple[float, float], progress: float
 ) -> int:
     "Index of the next task to serve; counts the draw."
-    keys = np.full(CANDIDATES + 1, stream_key(seed, "curriculum", curriculum.draws), np.uint64)
+    count = CANDIDATES + 1
+    key = stream_key(seed, "curriculum", curriculum.draws)
+    u = uniform_numbers(np.full(count, key, np.uint64), np.arange(count))
     curriculum.draws += 1
-    return sampler(curriculum, uniform_numbers(keys, np.arange(CANDIDATES + 1)), limits, progress)
+    return sampler(curriculum, u, limits, progress)

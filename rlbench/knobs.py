@@ -5,10 +5,23 @@
 # %% auto #0
 __all__ = ['APPLY_POINTS', 'MAX_NUMBER', 'LISTED', 'DEFINITIONS', 'MOST_SOURCE', 'Knob', 'check_value', 'nearest_names',
            'did_you_mean', 'unknown_name_error', 'knobs_of', 'Named', 'key_of', 'resolve_named', 'bind_knobs',
-           'ingredients_of', 'call_with_ingredients', 'free_names', 'names_from_module', 'Captured', 'capture_function',
-           'parse_captured', 'RedirectImports', 'signature_of', 'FileFunction', 'save_function', 'load_function']
+           'ingredients_of', 'name_of_function', 'call_with_ingredients', 'free_names', 'names_from_module', 'Captured',
+           'capture_function', 'parse_captured', 'RedirectImports', 'signature_of', 'FileFunction', 'save_function',
+           'load_function']
 
 # %% ../nbs/02_knobs.ipynb #knobs-imports
+# From a function's signature to configuration, validation and sliders; from a function of a cell to a file.
+#
+# Owns: `Knob`, `Named` (a function's name with all its parameters), `Captured` (a function as source text), and the
+# errors for unknown names, which the rest of rlbench uses, too.
+#
+# What always holds:
+#   * A value is checked against its knob before work starts; the error names field, value and remedy.
+#   * A captured function is plain source with a hash; a file whose text does not match its hash is never executed.
+#   * The signature of a captured function is known without importing what its body needs.
+#
+# Refuses: a free name that cannot travel as text (an open file, a model, a class of a cell), by name.
+# Does not: know which functions exist. The dictionaries stand where the functions do.
 import ast
 import builtins
 import difflib
@@ -31,10 +44,11 @@ from .untrusted import read_regular_file
 
 # %% ../nbs/02_knobs.ipynb #knobs-knob
 APPLY_POINTS = ("now", "dispatch", "version")
+# Numbers below it fit into a table's column and a machine's float, whatever range a knob states.
 MAX_NUMBER = {
     int: 2**63,
     float: 1e300,
-}  # below it a table's column and a computer's number hold a value, whatever range a knob states
+}
 
 
 @dataclass(frozen=True)
@@ -62,56 +76,59 @@ def check_value(field: str, knob: Knob, default, value):
     and remedy."""
     if knob.choices:
         if value not in knob.choices:
-            raise ValueError(
-                f"{field}: {value!r} is not one of {', '.join(map(repr, knob.choices))}{did_you_mean(value, knob.choices)}"
-            )
+            listed = ", ".join(map(repr, knob.choices))
+            raise ValueError(f"{field}: {value!r} is not one of {listed}{did_you_mean(value, knob.choices)}")
         return value
     kind = float if isinstance(default, float) else type(default)
     accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(
-            f"{field}: {value!r} is a {type(value).__name__}; give a {'number' if kind is float else kind.__name__}"
-        )
+    is_stray_bool = isinstance(value, bool) and kind is not bool
+    if is_stray_bool or not isinstance(value, accepted):
+        wanted = "number" if kind is float else kind.__name__
+        raise ValueError(f"{field}: {value!r} is a {type(value).__name__}; give a {wanted}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{field}: {value!r} is not a finite number; give one")
-    if knob.low is not None and value < knob.low or knob.high is not None and value > knob.high:
-        raise ValueError(f"{field}: {value!r} is outside {_range(knob)}; choose a value inside")
+    is_below = knob.low is not None and value < knob.low
+    is_above = knob.high is not None and value > knob.high
+    if is_below or is_above:
+        raise ValueError(f"{field}: {value!r} is outside {_describe_range(knob)}; choose a value inside")
     if kind in (int, float) and not abs(value) < MAX_NUMBER[kind]:
-        raise ValueError(
-            f"{field}: {value!r:.60} is larger than a table can hold; choose a number below {MAX_NUMBER[kind]:.3g}"
-        )
+        most = MAX_NUMBER[kind]
+        raise ValueError(f"{field}: {value!r:.60} is larger than a table can hold; choose a number below {most:.3g}")
     return kind(value)
 
 
-def _range(knob: Knob) -> str:
-    low, high = ("-inf" if knob.low is None else f"{knob.low:g}"), ("inf" if knob.high is None else f"{knob.high:g}")
-    return f"[{low}, {high}]" + (f" {knob.unit}" if knob.unit else "")
+def _describe_range(knob: Knob) -> str:
+    low = "-inf" if knob.low is None else f"{knob.low:g}"
+    high = "inf" if knob.high is None else f"{knob.high:g}"
+    unit = f" {knob.unit}" if knob.unit else ""
+    return f"[{low}, {high}]{unit}"
 
 # %% ../nbs/02_knobs.ipynb #knobs-nearest
 def nearest_names(name: object, known: Iterable[object], count: int = 3) -> list[str]:
     "The known names that are most like a name, the most alike first."
-    return difflib.get_close_matches(str(name), list(map(str, known)), n=count, cutoff=0.0)
+    names = [str(each) for each in known]
+    return difflib.get_close_matches(str(name), names, n=count, cutoff=0.0)
 
 
 def did_you_mean(name, known) -> str:
     "Text to append to an error: the nearest known name if there is a near one."
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    names = [str(each) for each in known]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-LISTED = 40  # names that an error lists whole
+LISTED = 40  # an error lists up to so many names, of more only the nearest
 
 
 def unknown_name_error(field: str, name, known) -> ValueError:
     """The error for a name that is not known, with the nearest known one and the list; of a long list, the three
     nearest."""
     names = sorted(map(str, known))
+    hint = did_you_mean(name, names)
     if len(names) > LISTED:
-        return ValueError(
-            f"{field}: unknown name {name!r}{did_you_mean(name, names)} (the nearest of {len(names)}: "
-            f"{', '.join(nearest_names(name, names))})"
-        )
-    return ValueError(f"{field}: unknown name {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")
+        nearest = ", ".join(nearest_names(name, names))
+        return ValueError(f"{field}: unknown name {name!r}{hint} (the nearest of {len(names)}: {nearest})")
+    return ValueError(f"{field}: unknown name {name!r}{hint} (known: {', '.join(names)})")
 
 # %% ../nbs/02_knobs.ipynb #knobs-of
 def knobs_of(function: Callable) -> dict[str, tuple[Knob, object]]:
@@ -136,7 +153,10 @@ class Named:
 
     def table(self) -> dict:
         "As it stands in a config file."
-        return {"name": self.name, **dict(self.params), **({"source": self.source} if self.source else {})}
+        table = {"name": self.name, **dict(self.params)}
+        if self.source:
+            table["source"] = self.source
+        return table
 
 # %% ../nbs/02_knobs.ipynb #knobs-resolve
 def key_of(table: Mapping) -> str:
@@ -146,43 +166,44 @@ def key_of(table: Mapping) -> str:
 
 def resolve_named(field: str, functions: Mapping[str, Callable], value) -> Named:
     "A name or a table {name = ..., parameters} -> Named with every parameter checked and filled in."
-    table = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
-    if table is None or not isinstance(table.get("name"), str):
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        example = next(iter(functions))
         raise ValueError(
-            f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = "
-            f"{next(iter(functions))!r}}}"
+            f"{field}: {value!r} names no function; give a name or a table with a name, e.g. {{name = {example!r}}}"
         )
     if not isinstance(table.get("source", ""), str):
         raise ValueError(
             f"{field}.source: {table['source']!r:.200} is no path; give that of a Python file as "
             "text, or leave source out"
         )
-    key, name, source = key_of(table), table.pop("name"), table.pop("source", "")
+    key = key_of(table)
     if key not in functions:
-        raise _in_one(field, key, functions) or unknown_name_error(field, key, functions)
+        raise _colon_error(field, key, functions) or unknown_name_error(field, key, functions)
+    name = table["name"]
+    given = {parameter: value for parameter, value in table.items() if parameter not in ("name", "source")}
     knobs = knobs_of(functions[key])
-    for given in table:
-        if given not in knobs:
-            raise _no_knob(f"{field}.{name}", given, functions[key], knobs)
-    params = {
-        key: check_value(f"{field}.{key}", knob, default, table.get(key, default))
-        for key, (knob, default) in knobs.items()
-    }
-    return Named(name, tuple(params.items()), source)
+    for parameter in given:
+        if parameter not in knobs:
+            raise _no_knob_error(f"{field}.{name}", parameter, functions[key], knobs)
+    params = []
+    for parameter, (knob, default) in knobs.items():
+        value = given.get(parameter, default)
+        params.append((parameter, check_value(f"{field}.{parameter}", knob, default, value)))
+    return Named(name, tuple(params), table.get("source", ""))
 
 
-def _in_one(field: str, name: str, functions: Mapping[str, Callable]) -> ValueError | None:
-    "The error for a name with its knobs behind a colon; None if it is none."
+def _colon_error(field: str, name: str, functions: Mapping[str, Callable]) -> ValueError | None:
+    "The error for a known name with its knobs behind a colon; None for any other name."
     known, colon, knobs = name.partition(":")
     if not colon or known not in functions:
         return None
-    return ValueError(
-        f"{field}: {name!r} is a name and its knobs in one; write "
-        f"{' '.join([f'{field}={known}', *(f'{field}.{each.strip()}' for each in knobs.split(','))])}"
-    )
+    settings = [f"{field}={known}"]
+    settings += [f"{field}.{each.strip()}" for each in knobs.split(",")]
+    return ValueError(f"{field}: {name!r} is a name and its knobs in one; write {' '.join(settings)}")
 
 
-def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
+def _no_knob_error(where: str, given: str, function: Callable, knobs: Mapping) -> ValueError:
     "The error for a parameter that cannot be set."
     found = inspect.signature(function).parameters.get(given)
     if found is not None and found.default is not found.empty and found.default is not None:
@@ -190,96 +211,112 @@ def _no_knob(where: str, given: str, function: Callable, knobs: Mapping) -> Valu
             f"{where}: {given!r} is a parameter without a Knob, which nobody can set; annotate it, as "
             f"in {given}: Knob(low, high) = a default"
         )
-    return (
-        unknown_name_error(where, given, knobs) if knobs else ValueError(f"{where}: takes no parameters, got {given!r}")
-    )
+    if not knobs:
+        return ValueError(f"{where}: takes no parameters, got {given!r}")
+    return unknown_name_error(where, given, knobs)
 
 
 def bind_knobs(functions: Mapping[str, Callable], named: Named | Mapping) -> Callable:
     """The function of a `Named`, or of a table that was resolved before, with its parameters bound; positional
     arguments are left to the caller."""
     table = named.table() if isinstance(named, Named) else named
-    return partial(functions[key_of(table)], **{k: v for k, v in table.items() if k not in ("name", "source")})
+    params = {name: value for name, value in table.items() if name not in ("name", "source")}
+    return partial(functions[key_of(table)], **params)
 
 # %% ../nbs/02_knobs.ipynb #knobs-ingredients
 def ingredients_of(function: Callable, given: int) -> dict[str, bool]:
     """Names of the parameters after the first `given` that carry no Knob, in order; True where the function cannot
     do without."""
-    plain = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if not isinstance(p.annotation, Knob) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    return {p.name: p.default is p.empty for p in plain[given:]}
+    plain = []
+    for parameter in inspect.signature(function).parameters.values():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not is_variadic and not isinstance(parameter.annotation, Knob):
+            plain.append(parameter)
+    return {parameter.name: parameter.default is parameter.empty for parameter in plain[given:]}
+
+
+def name_of_function(function: Callable) -> str:
+    "The name of a function behind `partial` and decorators; empty for a callable without one."
+    inner = inspect.unwrap(getattr(function, "func", function))
+    return getattr(inner, "__name__", "")
 
 
 def call_with_ingredients(function: Callable, *args, **there):
     """Call `function` with `args` and, of what is `there`, with what its signature names. ValueError naming an
     ingredient that is missing or None and has no default."""
-    asked = ingredients_of(function, len(args))
-    for name, needed in asked.items():
-        if needed and there.get(name) is None:
-            raise ValueError(
-                f"{getattr(inspect.unwrap(getattr(function, 'func', function)), '__name__', function)}: "
-                f"needs {name!r}, which this run does not have"
-            )
-    return function(*args, **{name: there[name] for name in asked if there.get(name) is not None})
+    found = {}
+    for name, needed in ingredients_of(function, len(args)).items():
+        if there.get(name) is not None:
+            found[name] = there[name]
+        elif needed:
+            owner = name_of_function(function) or function
+            raise ValueError(f"{owner}: needs {name!r}, which this run does not have")
+    return function(*args, **found)
 
 # %% ../nbs/02_knobs.ipynb #knobs-free
-DEFINITIONS = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-)  # both travel: `async def` is what a tool of an episode is written with
+# Both kinds of function travel: the tools of an episode are written with `async def`.
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def free_names(source: str) -> list[str]:
     "Names a function's source reads but neither binds nor finds among the builtins, in order of appearance."
     module = symtable.symtable(source, "<captured>", "exec")
-    given = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
-    asked = names_from_module(module) - given
-    loaded = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-    loaded.sort(key=lambda n: (n.lineno, n.col_offset))
-    return [name for name in dict.fromkeys(n.id for n in loaded) if name in asked and not hasattr(builtins, name)]
+    bound = set()
+    for symbol in module.get_symbols():
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace():
+            bound.add(symbol.get_name())
+    asked = names_from_module(module) - bound
+    names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+    names.sort(key=lambda node: (node.lineno, node.col_offset))
+    read = [node.id for node in names if isinstance(node.ctx, ast.Load)]
+    return [name for name in dict.fromkeys(read) if name in asked and not hasattr(builtins, name)]
 
 
 def names_from_module(table: symtable.SymbolTable) -> set[str]:
     """Names that a piece of code and everything inside it look up in their module; a method hides no function of its
     name."""
-    own = {
-        s.get_name()
-        for s in table.get_symbols()
-        if s.is_referenced() and (s.is_global() or table.get_type() == "module")
-    }
-    set_here = {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
-    return own.union(*map(names_from_module, table.get_children())) - set_here
+    looked_up, set_here = set(), set()
+    for symbol in table.get_symbols():
+        in_module = symbol.is_global() or table.get_type() == "module"
+        if symbol.is_referenced() and in_module:
+            looked_up.add(symbol.get_name())
+        if symbol.is_declared_global() and symbol.is_assigned():
+            set_here.add(symbol.get_name())
+    for child in table.get_children():
+        looked_up |= names_from_module(child)
+    return looked_up - set_here
 
 # %% ../nbs/02_knobs.ipynb #knobs-line
-def _plain(value) -> bool:
+def _is_plain(value) -> bool:
+    "Whether `repr` writes a value so that Python reads the same value back."
     if isinstance(value, (tuple, list, set, frozenset)):
-        return all(map(_plain, value))
+        return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(_plain(k) and _plain(v) for k, v in value.items())
-    return (
-        value is None or isinstance(value, (bool, int, str, bytes)) or isinstance(value, float) and math.isfinite(value)
-    )
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str, bytes))
 
 
 def _import_line(name: str, value) -> str | None:
+    "The line that imports a value under a name; None if it has no module to be imported from."
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
-    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    attribute = getattr(value, "__qualname__", None)
     if module and module != "__main__" and attribute and "." not in attribute:
         return f"from {module} import {attribute} as {name}"
     return None
 
 
-def _source(function: Callable) -> str:
+def _source_of(function: Callable) -> str:
+    "The text of a function, from its `def` on, without decorators."
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
+        name = getattr(function, "__name__", function)
         raise ValueError(
-            f"{getattr(function, '__name__', function)!r}: its source cannot be read ({error}); write "
-            "it in a notebook cell or a file"
+            f"{name!r}: its source cannot be read ({error}); write it in a notebook cell or a file"
         ) from None
     try:
         node = ast.parse(text).body[0]
@@ -291,10 +328,9 @@ def _source(function: Callable) -> str:
             f"def make(): class {node.name}: ...; return {node.name}()"
         )
     if not isinstance(node, DEFINITIONS):
-        raise ValueError(
-            f"{function.__name__}: {text.strip().splitlines()[0]!r} is not a plain function; write it with def"
-        )
-    return "\n".join(text.splitlines()[node.lineno - 1 :])  # without decorators
+        first_line = text.strip().splitlines()[0]
+        raise ValueError(f"{function.__name__}: {first_line!r} is not a plain function; write it with def")
+    return "\n".join(text.splitlines()[node.lineno - 1 :])
 
 # %% ../nbs/02_knobs.ipynb #knobs-capture
 @dataclass(frozen=True)
@@ -306,11 +342,13 @@ class Captured:
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(self.source.encode()).hexdigest()[:12]
+        "12 hexadecimal digits of the source."
+        digest = hashlib.sha256(self.source.encode()).hexdigest()
+        return digest[:12]
 
     @property
     def stem(self) -> str:
-        "NAME-HASH: what it is known by."
+        "NAME-HASH, the name under which a run keeps it."
         return f"{self.name}-{self.hash}"
 
 
@@ -326,38 +364,38 @@ def capture_function(function: Callable) -> Captured:
     seen = {getattr(function, "__name__", "")}
     while queue:
         current = queue.pop(0)
-        source = _source(current)
+        source = _source_of(current)
         scope = {**current.__globals__, **inspect.getclosurevars(current).nonlocals}
         functions.insert(0, source)
         for name in free_names(source):
             if name not in seen:
                 seen.add(name)
                 lines.append(_line_for(function.__name__, name, scope, queue))
-    return Captured(function.__name__, "\n\n".join(["\n".join(filter(None, lines)), *functions]).lstrip("\n") + "\n")
+    header = "\n".join(filter(None, lines))
+    text = "\n\n".join([header, *functions])
+    return Captured(function.__name__, text.lstrip("\n") + "\n")
 
 
 def _line_for(owner: str, name: str, scope: Mapping, queue: list) -> str:
+    "The line that defines a free name; empty for a function that is captured itself, which joins the `queue`."
     if name not in scope:
         raise ValueError(f"{owner}: the name {name!r} is not defined; define it or import it inside the function")
     value = scope[name]
-    beside = (
-        isinstance(value, types.FunctionType) and value.__name__ == name and value.__module__ == scope.get("__name__")
-    )
-    line = None if beside and not value.__module__.startswith("rlbench.") else _import_line(name, value)
+    is_function = isinstance(value, types.FunctionType) and value.__name__ == name
+    in_same_module = is_function and value.__module__ == scope.get("__name__")
+    may_import = not in_same_module or value.__module__.startswith("rlbench.")
+    line = _import_line(name, value) if may_import else None
     if line:
         return line
-    if isinstance(value, types.FunctionType) and value.__name__ == name:
+    if is_function:
         queue.append(value)
         return ""
-    if _plain(value):
+    if _is_plain(value):
         return f"{name} = {value!r}"
-    raise ValueError(
-        (
-            f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; use plain "
-            "constants, functions and imports"
-        )
-        + (", and move the class into the function" if isinstance(value, type) else "")
-    )
+    remedy = "use plain constants, functions and imports"
+    if isinstance(value, type):
+        remedy += ", and move the class into the function"
+    raise ValueError(f"{owner}: {name!r} is a {type(value).__name__}, which cannot be captured as text; {remedy}")
 
 # %% ../nbs/02_knobs.ipynb #knobs-signature
 def parse_captured(source: str) -> ast.Module:
@@ -365,8 +403,10 @@ def parse_captured(source: str) -> ast.Module:
     since lead to their new place."""
     tree = ast.parse(source)
     if "rlbench" in source:
-        moved = tomllib.loads((files("rlbench.data") / "moved_modules.toml").read_text(encoding="utf-8"))
-        tree = ast.fix_missing_locations(RedirectImports(moved).visit(tree))
+        table = files("rlbench.data") / "moved_modules.toml"
+        moved = tomllib.loads(table.read_text(encoding="utf-8"))
+        tree = RedirectImports(moved).visit(tree)
+        ast.fix_missing_locations(tree)
     return tree
 
 
@@ -386,46 +426,61 @@ class RedirectImports(ast.NodeTransformer):
         "An import of names: one for each name, since each may have another home."
         if node.level or not node.module:
             return node
-        return [ast.ImportFrom(*self.new_place(node.module, alias), 0) for alias in node.names]
+        imports = []
+        for alias in node.names:
+            home, name = self.new_place(node.module, alias)
+            imports.append(ast.ImportFrom(home, [name], 0))
+        return imports
 
-    def new_place(self, module: str, alias: ast.alias) -> tuple[str, list[ast.alias]]:
+    def new_place(self, module: str, alias: ast.alias) -> tuple[str, ast.alias]:
         "Where a name stands now: its module, and the name by which the code knows it."
         old = f"{module}.{alias.name}"
         home = self.moved["names"].get(old) or self.moved["modules"].get(module, module)
         new_name = self.moved["renamed"].get(old)
-        return home, [ast.alias(new_name, alias.asname or alias.name) if new_name else alias]
+        if new_name is None:
+            return home, alias
+        return home, ast.alias(new_name, alias.asname or alias.name)
 
-
+# %% ../nbs/02_knobs.ipynb #knobs-signature-of
 def signature_of(source: str, name: str) -> inspect.Signature:
     "The signature of function `name` in a captured source. Annotations of arguments without a default are left out."
     tree = parse_captured(source)
-    stub = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
-    a = stub.args
-    positional = [*a.posonlyargs, *a.args]
-    plain = positional[: len(positional) - len(a.defaults)] + [
-        k for k, default in zip(a.kwonlyargs, a.kw_defaults) if default is None
-    ]
-    for argument in [*plain, *filter(None, (a.vararg, a.kwarg))]:
+    stub = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    others = [node for node in tree.body if node is not stub]
+    for argument in _arguments_without_default(stub.args):
         argument.annotation = None
-    stub.returns, stub.body = None, [ast.Pass()]
-    kept, needed = [stub], set(free_names(ast.unparse(stub)))
-    for node in reversed([n for n in tree.body if n is not stub]):
-        if _bound(node) & needed:
+    stub.returns = None
+    stub.body = [ast.Pass()]
+    kept = [stub]
+    needed = set(free_names(ast.unparse(stub)))
+    for node in reversed(others):
+        if _defined_names(node) & needed:
             kept.insert(0, node)
             needed |= set(free_names(ast.unparse(node)))
+    module = ast.fix_missing_locations(ast.Module(kept, []))
     scope: dict = {}
-    exec(compile(ast.fix_missing_locations(ast.Module(kept, [])), f"<signature of {name}>", "exec"), scope)
+    exec(compile(module, f"<signature of {name}>", "exec"), scope)
     return inspect.signature(scope[name])
 
 
-def _bound(node: ast.stmt) -> set[str]:
+def _arguments_without_default(arguments: ast.arguments) -> list[ast.arg]:
+    "Those that a caller has to give, `*args` and `**kwargs` included."
+    positional = [*arguments.posonlyargs, *arguments.args]
+    found = positional[: len(positional) - len(arguments.defaults)]
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        if default is None:
+            found.append(argument)
+    return found + [each for each in (arguments.vararg, arguments.kwarg) if each]
+
+
+def _defined_names(node: ast.stmt) -> set[str]:
     "Names that a line of a captured source defines."
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return {alias.asname or alias.name for alias in node.names}
     if isinstance(node, (*DEFINITIONS, ast.ClassDef)):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {t.id for t in targets if isinstance(t, ast.Name)}
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 # %% ../nbs/02_knobs.ipynb #knobs-file
 class FileFunction:
@@ -433,21 +488,21 @@ class FileFunction:
     is first called."""
 
     def __init__(self, captured: Captured, where: str):
-        self.captured, self.where, self._function = captured, where, None
-        self.__name__, self.__signature__ = captured.name, signature_of(captured.source, captured.name)
+        self.captured = captured
+        self.where = where
+        self._function = None
+        self.__name__ = captured.name
+        self.__signature__ = signature_of(captured.source, captured.name)
 
     def load(self) -> Callable:
         "The function as Python made it. Raises whatever its imports raise."
         if self._function is None:
             text = self.captured.source
-            linecache.cache[self.where] = (
-                len(text),
-                None,
-                text.splitlines(True),
-                self.where,
-            )  # tracebacks show its lines
+            lines = text.splitlines(True)
+            linecache.cache[self.where] = (len(text), None, lines, self.where)  # so tracebacks show its lines
             module = types.ModuleType(f"rlbench_function_{self.captured.hash}")
-            exec(compile(parse_captured(text), self.where, "exec"), module.__dict__)
+            code = compile(parse_captured(text), self.where, "exec")
+            exec(code, module.__dict__)
             self._function = getattr(module, self.captured.name)
         return self._function
 
@@ -457,12 +512,11 @@ class FileFunction:
         tree = parse_captured(self.captured.source)
         with suppress(Exception):
             self.load()
-        for node in (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)):
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        for node in imports:
             with suppress(Exception):
-                exec(
-                    compile(ast.Module([node], []), self.where, "exec"),
-                    {"__name__": f"rlbench_function_{self.captured.hash}"},
-                )
+                code = compile(ast.Module([node], []), self.where, "exec")
+                exec(code, {"__name__": f"rlbench_function_{self.captured.hash}"})
 
     def __call__(self, *args, **kwargs):
         return self.load()(*args, **kwargs)
@@ -493,10 +547,6 @@ def load_function(path: Path) -> FileFunction:
         raise ValueError(f"{path.name}: its text does not match its hash; it was edited after it was captured")
     try:
         return FileFunction(captured, str(path))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a file that nobody captured: no Python, no such function, defaults that cannot be computed
-        raise ValueError(
-            f"{path.name}: it does not define {captured.name!r} ({type(error).__name__}: {error})"
-        ) from None
+    except (Exception, SystemExit) as error:  # not Python, no such function, or defaults that cannot be computed
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path.name}: it does not define {captured.name!r} ({reason})") from None

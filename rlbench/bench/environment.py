@@ -36,7 +36,7 @@ def late_tool(
     ) = 1.0,
     turns: Knob(1, 64, unit="turns", help="turns in each episode", live=False) = 4,
     alike: Knob(
-        help="true: the same response waits equally long in every run; false: each call draws its own wait", live=False
+        help="whether a response waits equally long in every run; false: each call draws its own wait", live=False
     ) = True,
 ):
     """Episodes of so many turns over one sum. Between two of them a tool answers, after a time drawn from the

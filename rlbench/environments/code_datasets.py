@@ -161,7 +161,7 @@ def code_tasks(
     path: Knob(
         help=".jsonl file of code tasks, or of MBPP or HumanEval rows; empty: the set included in rlbench", live=False
     ) = "",
-    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 4,
+    one_in: Knob(2, 1000, unit="tasks", help="size of the held-out set: one task in this many", live=False) = 4,
     template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
 ) -> list[Task]:
     "Tasks that are answered with code, judged by the verifier `code`."

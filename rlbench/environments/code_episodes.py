@@ -193,7 +193,7 @@ def code(
         0,
         1000,
         unit="tests",
-        help="run this many of a task's first tests after each response; 0: the tests the task marks as shown",
+        help="first tests of a task to run after each response; 0: the tests that the task marks as shown",
         live=False,
     ) = 1,
     most: Knob(
@@ -203,9 +203,13 @@ def code(
         help="longest text shown of each part of a test result: the call, the expected and the actual value",
         live=False,
     ) = 200,
-    cpu_s: Knob(0.05, 3600, unit="s", help="CPU time for one test execution", live=False) = 1.0,
+    cpu_s: Knob(0.05, 3600, unit="s", help="longest CPU time of one test execution", live=False) = 1.0,
     wall_s: Knob(
-        0.1, 3600, unit="s", help="wall-clock time for one test execution; keep it below score_deadline", live=False
+        0.1,
+        3600,
+        unit="s",
+        help="longest wall-clock time of one test execution; keep it below score_deadline",
+        live=False,
     ) = 5.0,
 ) -> CodeEpisode:
     "Programs that are tried on some of their tests, in a workspace that stays, before all of them judge."

@@ -35,17 +35,18 @@ def code(
     *,
     pool=None,
     rule: Knob(
-        choices=SCORES, help="how tests become a score: all or nothing, the share that passed, or that share weighted"
+        choices=SCORES,
+        help="score of a program: all or nothing, the share of tests that passed, or that share weighted",
     ) = "all",
-    cpu_s: Knob(0.05, 3600, unit="s", help="CPU time of one execution") = 2.0,
+    cpu_s: Knob(0.05, 3600, unit="s", help="longest CPU time of one execution") = 2.0,
     wall_s: Knob(
         0.1,
         36_000,
         unit="s",
-        help="wall-clock time of one execution; allow several times cpu_s, because a busy machine is slow",
+        help="longest wall-clock time of one execution; several times cpu_s, because a busy machine is slow",
     ) = 10.0,
-    memory_mb: Knob(16, 1_000_000, unit="MiB", help="memory of all processes of one execution") = 256,
-    fresh: Knob(help="run each test in a new sandbox, so that no test sees files of another") = False,
+    memory_mb: Knob(16, 1_000_000, unit="MiB", help="most memory of all processes of one execution") = 256,
+    fresh: Knob(help="whether each test runs in a new sandbox, so that no test sees files of another") = False,
 ) -> Verdict:
     "The verdict of the task's tests on the response's code. ValueError if the task has none, or the run no sandboxes."
     task = read_code_task(answer)

@@ -337,18 +337,22 @@ def hub(
     config: Knob(help="configuration of the data set", live=False) = "",
     revision: Knob(help="branch, tag or commit on the Hub", live=False) = "",
     train: Knob(help="split to train on, e.g. train or train[:2000]", live=False) = "train",
-    held_out: Knob(
-        help="split to evaluate on; empty: hold out one task in `one_in` of the training split", live=False
-    ) = "",
+    held_out: Knob(help="split to evaluate on; empty: one task in `one_in` of the training split", live=False) = "",
     prompt: Knob(help="column of the prompts", live=False) = "question",
     answer: Knob(help="column of the reference answers", live=False) = "answer",
     level: Knob(help="column of the difficulty level; empty: none", live=False) = "",
     template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
-    extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
+    extract: Knob(choices=EXTRACT, help="rule that finds the answer in the reference answer", live=False) = "auto",
     unusable: Knob(choices=("refuse", "skip"), help="what to do with rows that make no task", live=False) = "refuse",
-    longest: Knob(0, 10_000_000, unit="characters", help="longest prompt to take; 0: no limit", live=False) = 0,
+    longest: Knob(
+        0, 10_000_000, unit="characters", help="longest prompt that becomes a task; 0: no limit", live=False
+    ) = 0,
     one_in: Knob(
-        2, 1000, unit="tasks", help="hold out one task in this many when held_out names no split", live=False
+        2,
+        1000,
+        unit="tasks",
+        help="size of the held-out set when held_out names no split: one task in this many",
+        live=False,
     ) = 10,
 ) -> list[Task]:
     "Tasks from a data set of the Hugging Face Hub, or from a folder in its layout."

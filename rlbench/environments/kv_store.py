@@ -199,7 +199,7 @@ class DrawnEpisode:
 def store(
     *,
     tries: Knob(
-        0, 100, unit="turns", help="turns of an episode that may do something other than write", live=False
+        0, 100, unit="turns", help="most turns of an episode that do something other than write", live=False
     ) = 3,
 ) -> Episode:
     "Chains of sums over a store."

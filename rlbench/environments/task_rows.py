@@ -240,9 +240,9 @@ def file(
     path: Knob(
         help=".jsonl or .parquet file with columns prompt (or question) and answer, optionally level and id", live=False
     ) = "",
-    one_in: Knob(2, 1000, unit="tasks", help="hold out one task in this many", live=False) = 10,
+    one_in: Knob(2, 1000, unit="tasks", help="size of the held-out set: one task in this many", live=False) = 10,
     template: Knob(help="text around the prompt; {prompt} marks where the prompt goes", live=False) = "{prompt}",
-    extract: Knob(choices=EXTRACT, help="how to find the answer in the reference answer", live=False) = "auto",
+    extract: Knob(choices=EXTRACT, help="rule that finds the answer in the reference answer", live=False) = "auto",
 ) -> list[Task]:
     "Tasks from a file of your own."
     check_request(split, count)

@@ -360,7 +360,7 @@ def verifiers_tasks(
         2,
         1000,
         unit="tasks",
-        help="hold out one task in this many when the environment has no evaluation data set",
+        help="size of the held-out set when the environment has no evaluation data set: one task in this many",
         live=False,
     ) = 10,
 ) -> list[Task]:

@@ -31,7 +31,9 @@ from ..staleness import OLD_TOKENS, OVERDUE, STRAGGLER_UNITS, STRAGGLERS
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-run
 RUN = {
-    "seed": Knob(0, 2**31, live=False),
+    "seed": Knob(
+        0, 2**31, help="seed of all random streams; runs with the same seed draw the same numbers", live=False
+    ),
     "steps": Knob(1, MAX_VERSIONS, unit="versions", help="budget: batches to train", apply="now"),
     "minutes": Knob(0, 1e6, unit="min", help="budget: wall-clock time; 0: no limit", apply="now"),
     "tokens": Knob(0, 10**15, unit="tokens", help="budget: tokens to generate; 0: no limit", apply="now"),
@@ -39,7 +41,7 @@ RUN = {
     "preflight": Knob(
         0, 100_000, unit="tasks", help="training tasks to try before training starts; 0: none", live=False
     ),
-    "preflight_k": Knob(1, 1024, unit="rollouts per task", live=False),
+    "preflight_k": Knob(1, 1024, unit="rollouts per task", help="responses to each task tried", live=False),
 }
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-generation
@@ -50,12 +52,10 @@ GENERATION = {
     "top_p": Knob(
         0.01,
         1,
-        help="nucleus sampling: keep the likeliest tokens up to this probability, at most 512; 1: off",
+        help="probability that nucleus sampling keeps, in at most 512 of the likeliest tokens; 1: off",
         apply="dispatch",
     ),
-    "top_k": Knob(
-        0, MOST_KEPT, unit="tokens", help="sample among this many of the likeliest tokens; 0: off", apply="dispatch"
-    ),
+    "top_k": Knob(0, MOST_KEPT, unit="tokens", help="likeliest tokens to sample from; 0: off", apply="dispatch"),
     "max_tokens": Knob(
         1,
         10_000_000,
@@ -80,7 +80,7 @@ GENERATION = {
     ),
     "cache": Knob(
         choices=("keep", "rebuild"),
-        help="keep or rebuild the KV cache of unfinished responses when new weights arrive",
+        help="what happens to the KV cache of unfinished responses when new weights arrive; rebuild costs a prefill",
         apply="now",
     ),
 }
@@ -94,7 +94,7 @@ DATA = {
     "band": Knob(0, 1, unit="share", help="lowest and highest solve rate of the tasks to serve", apply="dispatch"),
     "filter": Knob(
         choices=FILTERS,
-        help="groups to leave out: those without any advantage; band: also those outside the band; none",
+        help="groups left out of training: those without any advantage; band: also those outside the band; none",
         apply="version",
     ),
     "staleness": Knob(
@@ -106,12 +106,12 @@ DATA = {
     ),
     "overdue": Knob(
         choices=OVERDUE,
-        help="groups at the staleness bound: drop them when late, or wait with training until they finish",
+        help="what happens to groups at the staleness bound: they are dropped when late, or training waits for them",
         apply="dispatch",
     ),
     "backlog": Knob(
         choices=BACKLOGS,
-        help="when the trainer is slower: hold the generator, or drop the groups that waited longest",
+        help="what happens when the trainer is slower: hold the generator, or drop the groups that waited longest",
         apply="dispatch",
     ),
     "queue_batches": Knob(
@@ -130,17 +130,17 @@ DATA = {
     ),
     "stragglers": Knob(
         choices=STRAGGLERS,
-        help="what to do with responses still being generated when new weights arrive or the batch is full",
+        help="what happens to responses still being generated when new weights arrive or the batch is full",
         apply="dispatch",
     ),
     "straggler_unit": Knob(
         choices=STRAGGLER_UNITS,
-        help="whether the strategy for stragglers treats whole groups or single rollouts",
+        help="unit that the strategy for stragglers treats: whole groups, or single rollouts",
         apply="dispatch",
     ),
     "old_tokens": Knob(
         choices=OLD_TOKENS,
-        help="tokens of partial rollouts that an older policy wrote: train, mask or correct them",
+        help="what happens to tokens of partial rollouts that an older policy wrote",
         apply="dispatch",
     ),
     "score_deadline": Knob(0.01, 86_400, unit="s", help="longest time of one scoring", apply="now"),
@@ -149,14 +149,14 @@ DATA = {
         0,
         1,
         unit="share",
-        help="alert above this share of scorings that failed because of the machine, e.g. a sandbox; 1: never",
+        help="share of scorings that failed because of the machine, above which the run alerts; 1: never",
         apply="now",
     ),
     "infra_stop": Knob(
         0,
         1,
         unit="share",
-        help="stop the run above this share of failed scorings (the others are a biased sample); 1: never",
+        help="share of failed scorings above which the run stops, as the others are a biased sample; 1: never",
         apply="now",
     ),
 }
@@ -183,7 +183,7 @@ EPISODES = {
         0,
         1024,
         unit="versions",
-        help="most versions since the last write to a state, for an episode to rewind to it",
+        help="largest age, since its last write, of a state that an episode may rewind to",
         apply="now",
     ),
 }
@@ -195,11 +195,19 @@ TRAINING = {
         help="policy in the ratio's denominator: trainer at the batch's start, sampler, or a mix by staleness",
     ),
     "learning_rate": Knob(0, 1, help="learning rate of AdamW after warm-up"),
-    "warmup_steps": Knob(0, 1_000_000, unit="optimizer steps", live=False),
-    "beta1": Knob(0, 0.9999, live=False),
-    "beta2": Knob(0, 0.99999, live=False),
-    "weight_decay": Knob(0, 10),
-    "max_grad_norm": Knob(0.0001, 1e6, help="clip the gradient to this norm"),
+    "warmup_steps": Knob(
+        0,
+        1_000_000,
+        unit="optimizer steps",
+        help="first steps, over which the learning rate rises to its full value",
+        live=False,
+    ),
+    "beta1": Knob(0, 0.9999, help="memory of AdamW's mean gradient. Higher values average over more steps", live=False),
+    "beta2": Knob(
+        0, 0.99999, help="memory of AdamW's mean squared gradient. Higher values average over more steps", live=False
+    ),
+    "weight_decay": Knob(0, 10, help="share of each weight that AdamW removes per step, times the learning rate"),
+    "max_grad_norm": Knob(0.0001, 1e6, help="largest norm of the gradient; a larger one is scaled down to it"),
     "optimizer_steps": Knob(
         1, 1024, unit="per batch", help="optimizer steps per batch; the batch is divided among them"
     ),
@@ -209,14 +217,17 @@ TRAINING = {
         unit="tokens",
         help="most tokens of a micro-batch, including padding. Lower values need less memory",
     ),
-    "precision": Knob(choices=("fp32", "bf16"), live=False),
-    "device": Knob(help="where the models run: auto, cpu or cuda", live=False),
+    "precision": Knob(
+        choices=("fp32", "bf16"), help="data type of the trainer's forward and backward pass", live=False
+    ),
+    "device": Knob(help="place where the models run: auto, cpu or cuda", live=False),
 }
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-objective
 OBJECTIVE = {
     "kl_in": Knob(
-        choices=KL_PLACES, help="add the KL divergence from the reference to the loss, or subtract it from the reward"
+        choices=KL_PLACES,
+        help="place of the KL divergence from the reference: added to the loss, or subtracted from the reward",
     ),
     "kl_weight": Knob(0, 100, help="weight of the KL divergence at the start of its schedule"),
     "entropy_weight": Knob(
@@ -227,14 +238,14 @@ OBJECTIVE = {
     ),
     "replay_size": Knob(0, 1_000_000, unit="groups", help="newest trained groups to keep for replay"),
     "demonstrations": Knob(
-        help="JSON-lines file of prompts and responses to imitate beside RL; empty: none", live=False
+        help="JSON-lines file of prompts and responses to imitate during RL; empty: none", live=False
     ),
     "supervised_share": Knob(
         0, 4, unit="share of a batch", help="demonstrations added to a batch, per rollout of the batch"
     ),
     "supervised_weight": Knob(0, 100, help="weight of the loss on demonstrations"),
     "critic": Knob(
-        help="train a critic that values each token, for advantages that need one (gae); others do not train it",
+        help="whether a critic values each token, for advantages that need one (gae); with others it is not trained",
         live=False,
     ),
     "critic_learning_rate": Knob(0, 1, help="learning rate of AdamW for the critic"),
@@ -266,7 +277,7 @@ WORKERS = {
     "placement": Knob(
         choices=("split", "colocated"),
         apply="dispatch",
-        help="generator and trainer in separate processes, or in turns in one. A change restarts the workers",
+        help="place of generator and trainer: separate processes, or one in turns. A change restarts the workers",
     ),
     "generators": Knob(
         1,
@@ -279,19 +290,22 @@ WORKERS = {
     "transport": Knob(
         choices=("file", "ipc"),
         live=False,
-        help="split runs: weights travel by file, or by ipc through the trainer's GPU memory on one machine",
+        help="way of new weights in split runs: by file, or by ipc through the trainer's GPU memory on one machine",
     ),
     "clock": Knob(
         choices=("real", "virtual"),
         live=False,
-        help="real: wall-clock time; virtual: one process runs all actors and [virtual] sets their times",
+        help="clock of the run. virtual: one process runs all actors, and [virtual] states how long they take",
     ),
     "generator": Knob(
         choices=("torch", "vllm", "scripted"),
         live=False,
         help="inference engine; scripted needs no model and trains nothing",
     ),
-    "sleep": Knob(help="colocated: free the KV cache during training (vLLM on a GPU: also its weights)", apply="now"),
+    "sleep": Knob(
+        help="whether a colocated generator frees its KV cache during training (vLLM on a GPU: also its weights)",
+        apply="now",
+    ),
 }
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-scale
@@ -305,10 +319,11 @@ SCALE = {
     ),
     "gradient_checkpointing": Knob(
         live=False,
-        help="keep only each layer's input and recompute the rest in the backward pass. Slower, less memory",
+        help="whether the backward pass recomputes each layer from its input. Slower, less memory",
     ),
     "packing": Knob(
-        live=False, help="put the sequences of a micro-batch end to end; the model's attention must keep them apart"
+        live=False,
+        help="whether sequences of a micro-batch lie end to end, without padding; attention must keep them apart",
     ),
     "context_parallel": Knob(1, 1024, unit="processes", live=False, help="processes per sequence; only 1 is supported"),
 }
@@ -346,7 +361,7 @@ KEEP = {
         help="versions between checkpoints; early (1, 2, 4, ...) and evaluated ones are extra. 0: not by version",
         apply="now",
     ),
-    "checkpoint_minutes": Knob(0, 1e6, unit="min", help="minutes between checkpoints; 0: not by time", apply="now"),
+    "checkpoint_minutes": Knob(0, 1e6, unit="min", help="time between checkpoints; 0: not by time", apply="now"),
     "checkpoints_kept": Knob(
         1,
         10_000,
@@ -365,19 +380,19 @@ KEEP = {
         0,
         1000,
         unit="restarts",
-        help="how often a run that lost its process restarts itself from its newest checkpoint",
+        help="most restarts of a run that lost its process, each from its newest checkpoint",
         apply="now",
     ),
     "after_resume": Knob(
         choices=AFTER_RESUME,
-        help="finished and partial rollouts of the checkpoint: keep them if fresh enough, or drop them",
+        help="what happens to the checkpoint's rollouts after a resume: those fresh enough are kept, or all dropped",
         apply="now",
     ),
 }
 
 # %% ../../nbs/loop/07_config_knobs.ipynb #config-knobs-watch
 WATCH = {
-    "alerts": Knob(live=False, help="conditions to write to the journal when they become true"),
+    "alerts": Knob(live=False, help="conditions that the journal reports when they become true"),
     "webhook": Knob(
         live=False, help="address that receives every alert, or $NAME of an environment variable that holds it"
     ),

@@ -124,16 +124,16 @@ class EvalConfig(ConfigTable):
 
     name: str = "held_out"
     tasks: dict[str, Any] | None = None  # None: the run's own task set
-    count: Annotated[int, Knob(1, 1_000_000, unit="tasks")] = 512
-    k: Annotated[int, Knob(1, 1024, unit="rollouts per task")] = 1
-    temperature: Annotated[float, Knob(0, 4)] = 1.0
+    count: Annotated[
+        int, Knob(1, 1_000_000, unit="tasks", help="tasks of one evaluation. More of them make a narrower interval")
+    ] = 512
+    k: Annotated[int, Knob(1, 1024, unit="rollouts per task", help="responses to each task")] = 1
+    temperature: Annotated[float, Knob(0, 4, help="sampling temperature of the evaluation; 0: greedy")] = 1.0
     every: Annotated[
         int,
         Knob(0, 1_000_000, unit="versions", help="versions between evaluations; 0: only at the start and at the end"),
     ] = 20
-    floor: Annotated[
-        float, Knob(0, 1, unit="share", help="pause the run when the solve rate falls below this; 0: never")
-    ] = 0.0
+    floor: Annotated[float, Knob(0, 1, unit="share", help="solve rate below which the run pauses; 0: never")] = 0.0
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -180,7 +180,7 @@ class VirtualCosts(ConfigTable):
             0,
             1000,
             unit="s per stated s",
-            help="real seconds that a scripted generator or trainer waits for each second stated here; 0 does not wait",
+            help="real seconds that a scripted generator or trainer waits for each second stated here; 0: none",
         ),
     ] = 1.0
 
@@ -209,7 +209,7 @@ class Deadlines(ConfigTable):
             3,
             1e6,
             unit="s",
-            help="longest time a ready worker sends no heartbeat, e.g. when stopped or on an overloaded machine",
+            help="longest time without a heartbeat of a ready worker, which a busy machine may delay",
         ),
     ] = 15.0
     function: Annotated[
@@ -222,7 +222,7 @@ class Deadlines(ConfigTable):
             0,
             1e6,
             unit="s",
-            help="longest time to evaluate the policy that a failed run saved; 0 skips this evaluation",
+            help="longest time to evaluate the policy that a failed run saved; 0: no such evaluation",
         ),
     ] = 300.0
 
@@ -238,18 +238,31 @@ class BalanceConfig(ConfigTable):
         str,
         Knob(
             choices=MODES,
-            help="match generator and trainer: advise names the knob to change, act changes it",
+            help="how a run matches generator and trainer: advise names the knob to change, act changes it",
             apply="now",
         ),
     ] = "off"
     lag: Annotated[
         float, Knob(0.05, 1024, unit="versions", help="mean staleness that balancing must not exceed", apply="now")
     ] = 2.0
-    concurrency: Annotated[tuple[int, int], Knob(1, 100_000, unit="sequences", live=False)] = (1, 1024)
-    oversample: Annotated[tuple[float, float], Knob(0, 16, unit="share of a batch", live=False)] = (0.0, 1.0)
-    decode_steps: Annotated[tuple[int, int], Knob(1, 10_000, unit="steps", live=False)] = (1, 64)
-    publish_every: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
-    staleness: Annotated[tuple[int, int], Knob(1, 1024, unit="versions", live=False)] = (1, 4)
+    concurrency: Annotated[
+        tuple[int, int],
+        Knob(1, 100_000, unit="sequences", help="range of concurrency that balancing may set", live=False),
+    ] = (1, 1024)
+    oversample: Annotated[
+        tuple[float, float],
+        Knob(0, 16, unit="share of a batch", help="range of oversample that balancing may set", live=False),
+    ] = (0.0, 1.0)
+    decode_steps: Annotated[
+        tuple[int, int], Knob(1, 10_000, unit="steps", help="range of decode_steps that balancing may set", live=False)
+    ] = (1, 64)
+    publish_every: Annotated[
+        tuple[int, int],
+        Knob(1, 1024, unit="versions", help="range of publish_every that balancing may set", live=False),
+    ] = (1, 4)
+    staleness: Annotated[
+        tuple[int, int], Knob(1, 1024, unit="versions", help="range of staleness that balancing may set", live=False)
+    ] = (1, 4)
     leave: Annotated[
         int,
         Knob(
@@ -257,7 +270,7 @@ class BalanceConfig(ConfigTable):
             1_000_000,
             unit="versions",
             live=False,
-            help="versions for which balancing leaves a knob alone after somebody else has set it",
+            help="versions during which balancing leaves a knob alone that somebody else has set",
         ),
     ] = 20
 
@@ -339,7 +352,11 @@ class SandboxConfig(ConfigTable):
         int, Knob(0, 1024, unit="processes", live=False, help="processes that start programs; 0: one per core")
     ] = 0
     allow_unsafe: Annotated[
-        bool, Knob(live=False, help="accept rlimits if nothing stronger works: they stop accidents, but not attacks")
+        bool,
+        Knob(
+            live=False,
+            help="whether rlimits will do where nothing stronger works; they stop accidents, but not attacks",
+        ),
     ] = False
     url: Annotated[str, Knob(live=False, help="address of a remote sandbox service")] = ""
     api: Annotated[str, Knob(choices=APIS, live=False, help="protocol of the remote service")] = "http"
@@ -428,7 +445,7 @@ class JudgeConfig(ConfigTable):
     model: str = "default"
     template: str = TEMPLATE
     key: str = ""
-    temperature: Annotated[float, Knob(0, 4, live=False)] = 0.0
+    temperature: Annotated[float, Knob(0, 4, help="sampling temperature of the judge", live=False)] = 0.0
     max_tokens: Annotated[int, Knob(1, 1_000_000, unit="tokens", live=False, help="longest answer of the judge")] = 16
     timeout: Annotated[
         float, Knob(0.01, 3600, unit="s", live=False, help="longest wait for one answer of the judge")

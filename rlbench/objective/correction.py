@@ -43,8 +43,8 @@ def tis(
 
 # %% ../../nbs/objective/03_correction.ipynb #correction-masks
 # The band of `mis` and its kin, on the ratio of one token.
-RATIO_LOW = Knob(0, 1, help="drop tokens with a smaller ratio of trainer to sampler probability")
-RATIO_HIGH = Knob(1, 100, help="drop tokens with a larger ratio of trainer to sampler probability")
+RATIO_LOW = Knob(0, 1, help="smallest ratio of trainer to sampler probability; tokens below it are dropped")
+RATIO_HIGH = Knob(1, 100, help="largest ratio of trainer to sampler probability; tokens above it are dropped")
 
 
 def mis(old_RT, sampler_RT, *, low: RATIO_LOW = 0.5, high: RATIO_HIGH = 2.0):
@@ -88,8 +88,8 @@ def sequence_mis(
     sampler_RT,
     mask_RT,
     *,
-    low: Knob(0, 1, help="drop sequences with a smaller product of ratios") = 0.5,
-    high: Knob(1, 100, help="drop sequences with a larger product of ratios") = 2.0,
+    low: Knob(0, 1, help="smallest product of a sequence's ratios; sequences below it are dropped") = 0.5,
+    high: Knob(1, 100, help="largest product of a sequence's ratios; sequences above it are dropped") = 2.0,
 ):
     "The product of a sequence's ratios if it lies in [low, high], else 0, at each of its tokens."
     ratio_RT = sequence_ratio(old_RT, sampler_RT, mask_RT)
@@ -107,8 +107,8 @@ def geometric(
     sampler_RT,
     mask_RT,
     *,
-    low: Knob(0, 1, help="drop sequences with a smaller geometric mean of ratios") = 0.99,
-    high: Knob(1, 100, help="drop sequences with a larger geometric mean of ratios") = 1.01,
+    low: Knob(0, 1, help="smallest geometric mean of a sequence's ratios; sequences below it are dropped") = 0.99,
+    high: Knob(1, 100, help="largest geometric mean of a sequence's ratios; sequences above it are dropped") = 1.01,
 ):
     "1 at the tokens of a sequence whose geometric mean of ratios lies in [low, high], else 0."
     mean_R1 = mean_over_sequence(old_RT.detach() - sampler_RT, mask_RT).exp()
@@ -121,7 +121,12 @@ def k3_mask(
     sampler_RT,
     mask_RT,
     *,
-    bound: Knob(0, 100, unit="nats", help="drop sequences whose mean k3 divergence from the sampler is larger") = 0.01,
+    bound: Knob(
+        0,
+        100,
+        unit="nats",
+        help="largest mean k3 divergence of a sequence from the sampler; sequences above it are dropped",
+    ) = 0.01,
 ):
     "1 at the tokens of a sequence whose mean of c - 1 - log c is at most `bound`, else 0."
     log_RT = old_RT.detach() - sampler_RT
@@ -135,7 +140,7 @@ def veto(
     sampler_RT,
     mask_RT,
     *,
-    low: Knob(0, 1, help="drop a sequence when one of its tokens has a smaller ratio") = 1e-4,
+    low: Knob(0, 1, help="smallest ratio of a token; a sequence with a smaller one is dropped") = 1e-4,
 ):
     "0 at the tokens of a sequence that has any ratio below `low`, else 1."
     ratio_RT = (old_RT.detach() - sampler_RT).exp()

@@ -31,7 +31,9 @@ def k2(logprobs_RT, reference_RT):
     return (logprobs_RT - reference_RT) ** 2 / 2
 
 
-LOG_RATIO_CLAMP = Knob(0.01, 50, unit="nats", help="clip the log-ratio of reference to policy to this size")
+LOG_RATIO_CLAMP = Knob(
+    0.01, 50, unit="nats", help="largest log-ratio of reference to policy, up or down; larger ones are cut to it"
+)
 
 
 def k3(logprobs_RT, reference_RT, *, clamp: LOG_RATIO_CLAMP = 20.0):
@@ -84,7 +86,7 @@ def adaptive(
     ) = 10_000.0,
     hold: Knob(
         choices=("below", "above"),
-        help="below: raise the weight while the measure is above the target (KL); above: while it is below",
+        help="side of the target to stay on. below: a high measure raises the weight (KL); above: a low one does",
     ) = "below",
 ) -> float:
     """The weight used last, turned up or down by how far the measure is from its target (arXiv 1909.08593); the

@@ -70,8 +70,8 @@ def describe_bad_weights(weight_RT, like_RT) -> str:
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-ppo
 # The clip bounds of PPO and its kin, on the ratio of one token.
-CLIP_LOW = Knob(0, 1, help="clip the ratio at 1 - low for tokens with negative advantage")
-CLIP_HIGH = Knob(0, 10, help="clip the ratio at 1 + high for tokens with positive advantage")
+CLIP_LOW = Knob(0, 1, help="distance below 1 at which the ratio of a token with negative advantage is clipped")
+CLIP_HIGH = Knob(0, 10, help="distance above 1 at which the ratio of a token with positive advantage is clipped")
 
 
 def ppo(
@@ -151,8 +151,8 @@ def mean_over_sequence(values_RT, mask_RT):
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-gspo
 # The clip bounds of GSPO and LUSPO, on the mean ratio of one sequence.
-SEQUENCE_LOW = Knob(0, 1, help="clip the ratio at 1 - low for sequences with negative advantage")
-SEQUENCE_HIGH = Knob(0, 10, help="clip the ratio at 1 + high for sequences with positive advantage")
+SEQUENCE_LOW = Knob(0, 1, help="distance below 1 at which the ratio of a sequence with negative advantage is clipped")
+SEQUENCE_HIGH = Knob(0, 10, help="distance above 1 at which the ratio of a sequence with positive advantage is clipped")
 
 
 def gspo(
@@ -181,8 +181,15 @@ def gmpo(
     advantages_RT,
     mask_RT,
     *,
-    low: Knob(0, 10, unit="nats", help="clip the log-ratio at -low for tokens whose advantage is not positive") = 0.4,
-    high: Knob(0, 10, unit="nats", help="clip the log-ratio at high for tokens with positive advantage") = 0.4,
+    low: Knob(
+        0,
+        10,
+        unit="nats",
+        help="distance below 0 at which the log-ratio of a token without positive advantage is clipped",
+    ) = 0.4,
+    high: Knob(
+        0, 10, unit="nats", help="distance above 0 at which the log-ratio of a token with positive advantage is clipped"
+    ) = 0.4,
 ) -> LossTerms:
     """Advantage times the geometric mean of a sequence's ratios, each clipped in the log first (arXiv 2507.20673);
     add up with sequence_mean."""
@@ -211,8 +218,8 @@ def cispo(
     old_RT,
     advantages_RT,
     *,
-    low: Knob(0, 1, help="lower bound of the weight is 1 - low; 1: no lower bound") = 1.0,
-    high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 0.28,
+    low: Knob(0, 1, help="distance of the weight's lower bound below 1; 1: no lower bound") = 1.0,
+    high: Knob(0, 100, help="distance of the weight's upper bound above 1") = 0.28,
 ) -> LossTerms:
     """Log-probability weighted by the clipped ratio without gradient, bounds as distances from 1 (MiniMax-M1, arXiv
     2506.13585)."""
@@ -236,7 +243,7 @@ def cispo_cap(
 
 
 def pipeline(
-    logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="upper bound of the weight is 1 + high") = 4.0
+    logprobs_RT, old_RT, advantages_RT, *, high: Knob(0, 100, help="distance of the weight's upper bound above 1") = 4.0
 ) -> LossTerms:
     """Log-probability weighted by min(ratio, 1 + high) without gradient (PipelineRL, arXiv 2509.19128); meant for
     old = sampler and sequence_sum."""

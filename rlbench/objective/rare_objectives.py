@@ -72,13 +72,13 @@ def dppo_tv(
         0,
         1,
         unit="probability",
-        help="drop a token with advantage <= 0 when its probability falls this far below the sampler's",
+        help="fall of a token's probability below the sampler's beyond which it is dropped, for advantages <= 0",
     ) = 0.2,
     high: Knob(
         0,
         1,
         unit="probability",
-        help="drop a token with positive advantage when its probability rises this far above the sampler's",
+        help="rise of a token's probability above the sampler's beyond which it is dropped, for positive advantages",
     ) = 0.2,
     spring: SPRING = 1e-3,
 ) -> LossTerms:
@@ -98,7 +98,10 @@ def ipo_mask(
     sampler_RT,
     *,
     bound: Knob(
-        0, 1, unit="probability", help="drop a token when its probability differs from the sampler's by more than this"
+        0,
+        1,
+        unit="probability",
+        help="largest difference of a token's probability from the sampler's; tokens beyond it are dropped",
     ) = 0.2,
     spring: SPRING = 1e-3,
 ) -> LossTerms:
@@ -175,7 +178,7 @@ def opsm(
         0,
         100,
         unit="nats per token",
-        help="drop tokens with negative advantage if their sequence's mean log-probability falls this far",
+        help="fall of a sequence's mean log-probability beyond which tokens with negative advantage are dropped",
     ) = 0.5,
 ):
     """0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1
