@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'TEXTS', 'TOKEN_COLUMNS', 'LONG', 'TRUNCATED', 'SUMS', 'row_schema', 'row_frame', 'row_frames', 'write_rows',
-           'KeptRows', 'merge_by_key', 'long_columns', 'with_group_names', 'with_ids', 'with_verdicts', 'with_fates',
-           'with_lengths', 'group_table', 'served_columns', 'trained_columns', 'signal_columns', 'mismatch_sums',
-           'mismatch_columns', 'newest_metrics', 'metric_columns', 'joined_by_step', 'step_table', 'eval_table',
-           'ForeignTables', 'make_tables', 'token_table', 'write_segment', 'without_absent']
+           'KeptRows', 'merge_by_key', 'long_columns', 'cut_to_tokens', 'with_group_names', 'with_ids', 'with_verdicts',
+           'with_fates', 'with_left_out', 'with_lengths', 'group_table', 'served_columns', 'trained_columns',
+           'signal_columns', 'mismatch_sums', 'mismatch_columns', 'newest_metrics', 'metric_columns', 'joined_by_step',
+           'step_table', 'eval_table', 'ForeignTables', 'make_tables', 'token_table', 'write_segment', 'without_absent']
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-imports
 # The tables of a foreign run.
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 from ..base.ledger_rows import polars_schema
 from ..base.tables import TABLES
 from .formats import ForeignFormat
-from .rows import Change, Host, Metric, Phase, Response, Row, Setting
+from .rows import WAITING, Change, Host, Metric, Phase, Response, Row, Setting
 
 if TYPE_CHECKING:
     import polars as pl
@@ -58,7 +58,7 @@ TOKEN_COLUMNS = {
     "trainer_logprobs": "start_logprobs",
     "reference": "reference",
 }  # of a response -> of our table `tokens`
-LONG = (*TEXTS, *TOKEN_COLUMNS)  # what is read only when it is shown
+LONG = (*TEXTS, *TOKEN_COLUMNS, "positions")  # what is read only when it is shown
 
 
 def row_schema(kind: str) -> "dict[str, pl.DataType]":
@@ -163,17 +163,20 @@ class KeptRows:
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-merge
 def merge_by_key(responses: "pl.DataFrame") -> "pl.DataFrame":
-    "Responses with rows of the same key put together, in order of their first row; `places` says where each was read."
+    """Responses with rows of the same key put together, in order of their first row; `places` says where each was read.
+    Additions to a response that was not read are left out."""
     import polars as pl
 
     place = pl.struct("piece", "row").alias("places")
     numbered = responses.with_row_index("order").with_columns(place).drop("piece", "row")
-    latest = [pl.col(name).drop_nulls().last() for name in numbered.columns if name not in ("key", "order", "places")]
+    others = [name for name in numbered.columns if name not in ("key", "order", "places", "addition")]
+    latest = [pl.col(name).drop_nulls().last() for name in others]
+    only_added = pl.col("addition").fill_null(False).all()
     with_key = numbered.filter(pl.col("key").is_not_null())
-    merged = with_key.group_by("key", maintain_order=True).agg(pl.col("order").first(), "places", *latest)
+    merged = with_key.group_by("key", maintain_order=True).agg(pl.col("order").first(), "places", only_added, *latest)
     alone = numbered.filter(pl.col("key").is_null()).with_columns(pl.concat_list("places"))
-    both = pl.concat([merged.select(numbered.columns), alone])
-    return both.sort("order").drop("order")
+    both = pl.concat([merged.filter(~pl.col("addition")).select(numbered.columns), alone])
+    return both.sort("order").drop("order", "addition")
 
 
 def long_columns(kept: KeptRows, rollouts: "pl.DataFrame") -> "pl.DataFrame":
@@ -189,9 +192,24 @@ def long_columns(kept: KeptRows, rollouts: "pl.DataFrame") -> "pl.DataFrame":
         return row_frame("responses", []).select(LONG).with_columns(pl.lit(None, pl.Int64).alias("rollout"))
     found = pl.concat(cells).sort("order")
     if len(found) == len(rollouts):
-        return found.drop("order")
+        return cut_to_tokens(found.drop("order"))
     latest = [pl.col(name).drop_nulls().last() for name in LONG]
-    return found.group_by("rollout", maintain_order=True).agg(latest)
+    return cut_to_tokens(found.group_by("rollout", maintain_order=True).agg(latest))
+
+
+def cut_to_tokens(long: "pl.DataFrame") -> "pl.DataFrame":
+    "Long columns whose lists over a whole conversation are cut to the response's tokens."
+    import polars as pl
+
+    count, positions = pl.col("tokens").list.len(), pl.col("positions")
+    cut = []
+    for name in ("logprobs", "versions", "mask", "turn", "advantages", "trainer_logprobs", "reference"):
+        column = pl.col(name)
+        at_positions = column.list.gather(positions, null_on_oob=True)
+        shorter = pl.when(positions.is_not_null()).then(at_positions).otherwise(column.list.tail(count))
+        is_longer = count.is_not_null() & (column.list.len() > count)
+        cut.append(pl.when(is_longer).then(shorter).otherwise(column).alias(name))
+    return long.with_columns(cut)
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-group
 def with_group_names(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.DataFrame, list[str]]":
@@ -215,7 +233,7 @@ def with_ids(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     import polars as pl
 
     scope = ["group_name"] if form.group_scope == "run" else ["step", "group_name"]
-    number = pl.struct(scope).rank("dense").cast(pl.Int64) - 1
+    number = pl.int_range(pl.len()).first().over(scope).rank("dense").cast(pl.Int64) - 1  # in order of appearance
     training = pl.col("evaluation").is_null()
     group = pl.when(~training).then(-1).when(pl.col("group_name").is_not_null()).then(number)
     order = pl.int_range(pl.len()).over(["evaluation", *scope])
@@ -250,7 +268,8 @@ def with_fates(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame"
 
     made_by = pl.col("step") + (1 - form.first_step)
     evaluated = pl.col("evaluation").is_not_null()
-    fate = pl.when(evaluated).then(pl.lit("evaluated")).when(pl.col("fate").is_not_null()).then(pl.col("fate"))
+    fate = pl.when(evaluated).then(pl.lit("evaluated")).when(pl.col("fate") == WAITING).then(None)
+    fate = fate.when(pl.col("fate").is_not_null()).then(pl.col("fate"))
     fate = fate.when(pl.col("step").is_not_null()).then(pl.lit("trained"))
     with_fate = responses.with_columns(fate.alias("fate"))
     trained_at = pl.when(pl.col("fate") == "trained").then(made_by).alias("trained_at")
@@ -258,6 +277,15 @@ def with_fates(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame"
     staleness = (pl.col("trained_at") - 1 - began_with).alias("staleness")
     seconds = pl.coalesce("seconds", pl.col("ended") - pl.col("began"))
     return with_fate.with_columns(trained_at, seconds.alias("seconds")).with_columns(staleness)
+
+
+def with_left_out(responses: "pl.DataFrame") -> "pl.DataFrame":
+    "Responses that still waited when the system trained on their step, or on a later one, are filtered."
+    import polars as pl
+
+    newest = responses.filter(pl.col("fate") == "trained")["step"].max()
+    left_out = (pl.col("fate") == WAITING) & (pl.col("step") <= pl.lit(newest, pl.Int64))
+    return responses.with_columns(pl.when(left_out).then(pl.lit("filtered")).otherwise(pl.col("fate")).alias("fate"))
 
 
 def with_lengths(rollouts: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFrame":
@@ -330,7 +358,17 @@ def served_columns() -> "list[pl.Expr]":
     ]
 
 
-TRUNCATED = ("length", "truncated", "max_tokens", "max_tokens_reached", "max_length", "max_seq_len")
+TRUNCATED = (
+    "length",
+    "truncated",
+    "max_tokens",
+    "max_tokens_reached",
+    "max_length",
+    "max_seq_len",
+    "max_input_tokens",
+    "max_output_tokens",
+    "max_total_tokens",
+)
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-trained
 def trained_columns() -> "list[pl.Expr]":
@@ -508,7 +546,7 @@ def make_tables(kept: KeptRows, form: ForeignFormat, folder: Path) -> ForeignTab
     metrics = newest_metrics(kept.frame("metrics"))
     phases = kept.frame("phases")
     began = _first_time(responses, metrics, phases)
-    responses, group_guesses = with_group_names(merge_by_key(responses), form)
+    responses, group_guesses = with_group_names(with_left_out(merge_by_key(responses)), form)
     responses, verdict_guesses = with_verdicts(responses)
     rollouts = _with_time(with_ids(responses, form), "ended", began)
     columns: dict[str, set[str]] = {}
@@ -558,7 +596,7 @@ def token_table(part: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFrame":
     import polars as pl
 
     there = pl.any_horizontal(pl.col(name).is_not_null() for name in ("tokens", "logprobs", "versions", "advantages"))
-    found = long.filter(there).rename(TOKEN_COLUMNS).drop(TEXTS)
+    found = long.filter(there).rename(TOKEN_COLUMNS).drop(*TEXTS, "positions")
     return part.select("rollout", "try", "advantage", "at").join(
         found, on="rollout", how="inner", maintain_order="left"
     )

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SourceFile', 'LinesFile', 'WholeFile', 'ForeignFormat', 'FileTree', 'has_keys', 'json_object', 'as_number',
-           'as_whole', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_table', 'as_list', 'message_text',
-           'chat_text', 'Conversation', 'cut_conversation']
+           'as_whole', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_table', 'as_list', 'lenient_record',
+           'message_text', 'chat_text', 'Conversation', 'cut_conversation']
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-imports
 # What a format is.
@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
@@ -38,6 +38,8 @@ class LinesFile:
     read: Callable[[object], Iterable[Row]]
     record: type = dict
     packed: bool = False  # zstd frames; then it is read whole
+    soon: bool = False  # a first look reads it whole
+    stream: str = ""  # of the streams of a run, a first look reads the same parts
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class WholeFile:
 
     path: Path
     read: Callable[[Path], Iterable[Row]]
+    soon: bool = False
+    stream: str = ""
 
 
 SourceFile = LinesFile | WholeFile
@@ -85,6 +89,11 @@ class FileTree:
         self.root = root
         self.paths = list_files(root)
         self._records: dict[Path, dict] = {}
+
+    def leave_out(self, paths: Iterable[Path]) -> None:
+        "Forget some files: a format has claimed them."
+        claimed = set(paths)
+        self.paths = [path for path in self.paths if path not in claimed]
 
     def below(self, folder: Path) -> list[Path]:
         "The files below a folder of the tree; a file gives itself."
@@ -206,6 +215,23 @@ def as_list(value: object) -> list:
     "A list as it is; anything else is an empty one."
     return value if isinstance(value, list) else []
 
+
+def lenient_record(value: object, kind: object) -> object:
+    "A value as a Struct (or a list of Structs); a field of another type than the Struct's keeps its default."
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    if get_origin(kind) is list:
+        return [lenient_record(each, kinds[0]) for each in as_list(value)]
+    found = {}
+    for each in msgspec.structs.fields(kinds[0]):
+        if each.encode_name in as_table(value):
+            inner = value[each.encode_name]
+            try:
+                found[each.name] = msgspec.convert(inner, each.type)
+            except msgspec.ValidationError:
+                if inner is not None:
+                    found[each.name] = lenient_record(inner, each.type)
+    return kinds[0](**found)
+
 # %% ../../nbs/foreign/02_formats.ipynb #formats-chat
 def message_text(message: object) -> str:
     "What a message says: its text, and its calls of tools as JSON. Parts that are no text are left out."
@@ -239,9 +265,11 @@ class Conversation:
         return self.said[::2]
 
 
-def cut_conversation(messages: Sequence[object]) -> Conversation:
-    "The prompt of a chat, then what model and environment said in turn; neighbours of one side are put together."
-    by_model = [as_table(message).get("role") == "assistant" for message in messages]
+def cut_conversation(messages: Sequence[object], by_model: Sequence[bool] | None = None) -> Conversation:
+    """The prompt of a chat, then what model and environment said in turn; neighbours of one side are put together.
+    `by_model`: which messages the model wrote; None: those of the role assistant."""
+    if by_model is None:
+        by_model = [as_table(message).get("role") == "assistant" for message in messages]
     first = by_model.index(True) if True in by_model else len(messages)
     said: list[str] = []
     previous = None

@@ -57,13 +57,14 @@ def find_foreign_runs(path: Path, kind: str | None = None) -> list[FoundRun]:
         raise ForeignError(f"path: there is no {path}; give a folder, a file or an archive of a run")
     tree = FileTree(path)
     found: list[FoundRun] = []
-    claimed: set[Path] = set()
     for key, form in formats.items():
+        claimed: set[Path] = set()
         for run in form.find(tree):
             files = {source.path for source in form.files(tree, run)}
             if files and not files & claimed:
                 found.append(FoundRun(run, key))
                 claimed |= files
+        tree.leave_out(claimed)
     if not found:
         raise ForeignError(_nothing_found(path, tree, formats))
     return sorted(found, key=lambda run: str(run.path))
