@@ -233,7 +233,7 @@ def with_ids(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     import polars as pl
 
     scope = ["group_name"] if form.group_scope == "run" else ["step", "group_name"]
-    number = pl.int_range(pl.len()).first().over(scope).rank("dense").cast(pl.Int64) - 1  # in order of appearance
+    number = pl.col("rollout").first().over(scope).rank("dense").cast(pl.Int64) - 1  # in order of appearance
     training = pl.col("evaluation").is_null()
     group = pl.when(~training).then(-1).when(pl.col("group_name").is_not_null()).then(number)
     order = pl.int_range(pl.len()).over(["evaluation", *scope])
