@@ -21,6 +21,7 @@ __all__ = ['QUANTILE_COUNT', 'LENGTH_TRIES', 'STANDARD_NORMAL', 'NEVER_RUN', 'Ev
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from math import sqrt
 from statistics import NormalDist
@@ -99,15 +100,17 @@ STANDARD_NORMAL = NormalDist()
 NEVER_RUN = KnownRollout(0.0, stopped=True)  # a rollout of which the ledger knows nothing
 
 
-def beta_quantiles(a: float, b: float, count: int = QUANTILE_COUNT) -> list[float]:
+@lru_cache(maxsize=64)  # the simulations of a forecast have it in common
+def beta_quantiles(a: float, b: float, count: int = QUANTILE_COUNT) -> tuple[float, ...]:
     """The middles of so many equal parts of a Beta distribution. Its density is integrated over the logit, where it
-    has no poles."""
-    logit = np.linspace(-40 / a, 40 / b, 200_001)
-    density = np.exp(-a * np.logaddexp(0, -logit) - b * np.logaddexp(0, logit))
-    below = np.cumsum(density)
+    has no poles; a narrow one is wider there than its tails tell."""
+    peak, width = np.log(a / b), 10 * np.sqrt(1 / a + 1 / b)
+    logit = np.linspace(min(-40 / a, peak - width), max(40 / b, peak + width), 200_001)
+    log_density = -a * np.logaddexp(0, -logit) - b * np.logaddexp(0, logit)
+    below = np.cumsum(np.exp(log_density - log_density.max()))
     middles = (np.arange(count) + 0.5) / count
     at = np.interp(middles, below / below[-1], logit)
-    return (1 / (1 + np.exp(-np.clip(at, -700, 700)))).tolist()
+    return tuple((1 / (1 + np.exp(-np.clip(at, -700, 700)))).tolist())
 
 
 def task_luck(task: int) -> float:
@@ -139,7 +142,6 @@ class Simulation:
         self.carriers: dict[type, Callable] = {}  # kind of action -> what carries it out
         self.rollouts: dict[tuple[int, int], SimulatedRollout] = {}  # by (rollout, attempt)
         self.lengths: dict[int, float] = {}  # tokens of each rollout alive, the same in every attempt
-        self.quantiles: dict[tuple[float, float], list[float]] = {}  # of each distribution of solve rates
         self.steps: list[SimulatedStep] = []
         self.rows: dict[str, list] | None = None  # every row of the ledger by table, if somebody wants them
         self.log: list[tuple[float, str, dict]] = []  # requests to generators and their results, as in the ledger
@@ -211,10 +213,8 @@ class Simulation:
         rate = self.world.solve_rate
         if not isinstance(rate, tuple):
             return rate
-        if rate not in self.quantiles:
-            self.quantiles[rate] = beta_quantiles(*rate)
         share = (task * 0.6180339887498949 + 0.5) % 1.0
-        return self.quantiles[rate][int(share * QUANTILE_COUNT)]
+        return beta_quantiles(*rate)[int(share * QUANTILE_COUNT)]
 
     def generated(self, actor: str, version: int, key: tuple[int, int], reason: StopReason) -> Generated:
         "The event that tells the loop of a response; `version` is that of its generator."

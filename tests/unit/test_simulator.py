@@ -1,6 +1,8 @@
 """The simulator: its books, its determinism, every strategy of the loop, and the same answer as a driven run."""
 
+import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -303,6 +305,16 @@ def test_no_tenant_starves_where_the_cache_is_full(bounds):
     )
     made = [len(run.steps) for run in runs]
     assert min(made) >= 10 and max(made) < 10 * min(made), made
+
+
+@pytest.mark.parametrize(("a", "b"), [(200.0, 10.0), (900.0, 100.0), (1e5, 1e5), (1e7, 1e3)])
+def test_solve_rates_that_hardly_differ_are_those_of_the_distribution(a, b):
+    "Of groups of which nearly all are mixed, and of many rollouts of one task."
+    rates = beta_quantiles(a, b)
+    mean = a / (a + b)
+    spread = math.sqrt(mean * (1 - mean) / (a + b + 1))
+    assert statistics.fmean(rates) == pytest.approx(mean, rel=1e-5)
+    assert statistics.pstdev(rates) == pytest.approx(spread, rel=1e-3)
 
 
 def test_solve_rates_are_those_of_the_distribution():
