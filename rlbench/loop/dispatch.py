@@ -64,6 +64,8 @@ def keep_evidence(state: LoopState, group: GroupState, scored: int, solved: int)
 def use_evidence(state: LoopState) -> None:
     "Tell the curriculum the verdicts that were kept."
     evidence = state.dispatch.evidence
+    if not evidence:
+        return
     if is_synchronous(state):
         evidence = sorted(evidence)
     for _, task, scored, solved in evidence:
@@ -99,10 +101,9 @@ def _count_failed_draw(state: LoopState, message: str, actions: list) -> None:
 def free_places(state: LoopState, live: int, oversample: float) -> int:
     "Training groups that may be made, with `live` of them in the run."
     config = state.config
-    up = generators_up(state).values()
     if config.backlog == "drop_oldest":
         return NO_LIMIT
-    oldest = min(actor.version for actor in up)
+    oldest = min(actor.version for actor in generators_up(state).values())
     free = allowed_groups(version_of_next_batch(state), oldest, config.staleness, config.batch_groups, oversample, live)
     if not config.queue_batches or is_synchronous(state):
         return free

@@ -43,10 +43,11 @@ def on_saved(state: LoopState, event: Saved, actions: list) -> None:
 def decide_publish(state: LoopState, actions: list) -> None:
     "Send new weights to generators that have older ones."
     weights = state.weights
-    up = generators_up(state)
-    unsent = {name: actor for name, actor in up.items() if actor.sent < state.version}
+    unsent = {name: actor for name, actor in generators_up(state).items() if actor.sent < state.version}
+    if not unsent:
+        weights.is_asked = False
+        return
     behind = {name: actor for name, actor in unsent.items() if actor.version == actor.sent}
-    weights.is_asked = weights.is_asked and bool(unsent)
     if not behind or not is_active(state):
         return
     before = weights.published

@@ -24,6 +24,7 @@ __all__ = ['NORMAL', 'BACKLOGS', 'require', 'require_above_zero', 'require_from_
 #
 # It knows no configuration and no run: callers pass numbers.
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, exp, floor, inf, lgamma, log, sqrt
 from statistics import NormalDist
 
@@ -129,6 +130,7 @@ def drain_seconds(running: int, latency: float, sigma: float) -> float:
     return latency * (tail_factor(running, sigma) - 1)
 
 # %% ../../nbs/planning/01_queueing.ipynb #queueing-tail
+@lru_cache(maxsize=1024)  # a sweep asks for few of them, again and again
 def tail_factor(group: int, sigma: float) -> float:
     "Mean of the longest of `group` lognormal lengths of shape `sigma`, over the mean length."
     require(group >= 1, "group", group, "give at least one")
