@@ -16,7 +16,6 @@ import pytest
 from browser import MadeLab, restart_kernel, save_notebook, write_cell
 from fake_run import fake_run
 from playwright.sync_api import expect
-from scripted import WITHOUT_MODEL
 
 import rlbench as rl
 from rlbench.bench.browser import (
@@ -44,10 +43,14 @@ def lab(tmp_path_factory):
     lab.close()
 
 
+# small batches, a few each second: what surrounds the browser leaves it the machine, and forecasts are made at once
+SLOW_RUN = {"generator": "scripted", "batch": 32, "group": 4, "eval": []}
+
+
 @pytest.fixture(scope="module")
 def shared(lab):
     "A live run for several tests, the last of which stops it."
-    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000, **WITHOUT_MODEL)
+    run = rl.run("tiny", runs=lab.notebooks / "runs", name="shared", steps=100_000, **SLOW_RUN)
     yield run
     if run.state not in ("stopped", "failed", "dead"):
         run.stop()
@@ -187,7 +190,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     assert not page.locator(".Toastify__toast").count() and not list(lab.home.rglob("*")), (
         "toasts, or files in the user's home"
     )
-    page.context.close()
+    lab.leave(page)
 
 
 def steer_by_mouse(page, run: rl.Run) -> None:
@@ -341,8 +344,7 @@ def test_two_viewers_of_one_run(lab, shared, shot):
     click(ada, "go")
     await_value(lambda: "paused" not in strip(emmy), page=emmy)
     shot(emmy, "second-viewer")
-    for page in (ada, emmy):
-        page.context.close()
+    lab.leave(ada, emmy)
 
 
 def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
@@ -367,7 +369,7 @@ def test_a_prediction_is_drawn_and_sliders_answer(lab, shared, shot):
         "a slider predicts, and leaves nothing behind"
     )
     shot(page, "prediction")
-    page.context.close()
+    lab.leave(page)
 
 
 WHOLLY_SEEN = """() => {
@@ -403,7 +405,7 @@ def test_curves_and_sliders_are_in_view_while_a_slider_is_dragged(lab, shared, s
         assert held == {"cards": 6, "sliders": 5, "handles": 6, "pause": 1, "labels": 1}, f"{width} x {height}"
         row = wait_applied(page, shared, "temperature", more_than=before)
         assert json.loads(row["value"]) == pytest.approx(value, abs=0.051) and row["author"].endswith("(panel)")
-    page.context.close()
+    lab.leave(page)
 
 
 def write_labels_by_hand(page, run: rl.Run) -> None:
@@ -441,7 +443,7 @@ def test_two_live_runs_are_told_of_each_other(lab, shared, shot):
         expect(page.locator(".jupyter-widgets.rl-panel")).to_have_count(2)
     run.stop()
     assert run.wait(SLOW) == "stopped"
-    page.context.close()
+    lab.leave(page)
 
 
 def test_two_hundred_runs_open_on_one_page(lab, shot):
@@ -461,7 +463,7 @@ def test_two_hundred_runs_open_on_one_page(lab, shot):
     shot(page, "runs")
     print(json.dumps({"runs": 200, "seconds": round(seconds, 2)}))
     expect(cell).to_contain_text("1 to 15 of 200 runs")
-    page.context.close()
+    lab.leave(page)
 
 
 FITS = """() => {
@@ -501,7 +503,7 @@ def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
             problems |= {f"{theme} {width}": found} if (found := page.evaluate(FITS)) else {}
             shot(page, f"{theme}-{width}")
     assert not problems, problems
-    page.context.close()
+    lab.leave(page)
     shared.stop()
     assert shared.wait(SLOW) == "stopped"
 
@@ -521,15 +523,7 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
         page.evaluate("document.querySelectorAll('.rl-still').length") == 1
         and not page.locator(".rl-still").is_visible()
     )
-    shut = page.evaluate(
-        """async token => {
-        const told = await (await fetch('/api/sessions?token=' + token)).json();
-        for (const one of told.filter(s => s.path == 'kept.ipynb')) await fetch('/api/sessions/' + one.id + '?token=' + token, {method: 'DELETE', headers: {Authorization: 'token ' + token}});
-        return told.length }""",
-        lab.token,
-    )
-    assert shut
-    page.context.close()
+    lab.leave(page)
     page = lab.open_notebook("kept.ipynb", height=1300)
     still = page.locator(".rl-still")
     expect(still).to_be_visible()
@@ -539,7 +533,7 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
     )
     assert "last heard" not in still.inner_text()
     shot(page, "reopened")
-    page.context.close()
+    lab.leave(page)
 
 
 COLLAPSING = """import rlbench as rl
@@ -567,7 +561,7 @@ def test_a_collapse_is_named_and_left_with_one_click(lab, shot):
     for each in (run, child):
         each.stop()
     await_value(lambda: {run.state, child.state} <= {"stopped", "failed"}, page=page)
-    page.context.close()
+    lab.leave(page)
 
 
 EXECUTE = """async ([kernel, name]) => {
@@ -586,11 +580,9 @@ def served(tmp_path):
         "tiny",
         runs=tmp_path / "runs",
         name="shown",
-        generator="scripted",
-        clock="virtual",
         steps=100_000,
-        eval=[],
         preflight=0,
+        **SLOW_RUN,
     )
     port, home = free_port(), tmp_path / "home"
     home.mkdir()
@@ -642,6 +634,6 @@ def test_a_served_panel_can_be_looked_at_and_nothing_else(lab, served, tmp_path,
         and not list((run.folder / "commands").glob("*.json"))
     )
     lives(page, run)
-    page.context.close()
+    lab.leave(page)
     server.send_signal(signal.SIGINT)
     assert server.wait(30) == 0 and run.state == "running"

@@ -1,9 +1,11 @@
 """JupyterLab for the tests: started as a user starts it, by `make lab`, with a home in which nothing may appear."""
 
+import json
 import os
 import re
 import shutil
 import sys
+import urllib.request
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page
@@ -39,6 +41,20 @@ class MadeLab(Lab):
             f"NOTEBOOKS={self.notebooks}",
             f"ARGS={' '.join(arguments)}",
         ]
+
+    def ask(self, path: str, method: str = "GET") -> bytes:
+        "What the server answers to a request of its interface."
+        address = f"http://127.0.0.1:{self.port}/api/{path}"
+        request = urllib.request.Request(address, method=method, headers={"Authorization": f"token {self.token}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read()
+
+    def leave(self, *pages: Page) -> None:
+        "Close pages, and end all kernels: a panel that nobody looks at any more follows its run as long as its kernel lives."
+        for page in pages:
+            page.context.close()
+        for session in json.loads(self.ask("sessions")):
+            self.ask(f"sessions/{session['id']}", "DELETE")
 
 
 def click_menu(page: Page, title: str, command: str) -> None:
