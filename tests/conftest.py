@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+gc.disable()  # until all tests are collected: it would look at all that is imported again and again
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
 
 from rlbench.base.neighbours import live_runs
@@ -42,6 +43,7 @@ def pytest_collection_finish() -> None:
     "What is imported by now stays: no later garbage collection looks at it, and no fork copies it."
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):

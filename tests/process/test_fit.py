@@ -452,6 +452,8 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
             name="live",
             placement="split",
             steps=1_000_000,
+            batch=64,
+            group=8,
             learning_rate=0.0,
             staleness=2,
             filter="none",
@@ -464,7 +466,7 @@ def test_a_live_run_is_predicted_turned_and_held_against_it(tmp_path):
         made = live.predict(concurrency=8)
         assert live.predictions[-1].measured is None
         live.set(concurrency=8)
-        until(lambda: live.predictions[-1].measured, 120)
+        until(lambda: live.predictions[-1].measured, 120, every=0.25)
         (came,) = live.predictions
     assert came.prediction == made and made.version >= 20 and came.versions[0] >= made.version + filling_versions(2)
     assert came.measured.rate > 0 < came.measured.staleness <= 2 and 0 <= came.measured.wait < 1
