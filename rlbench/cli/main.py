@@ -51,6 +51,7 @@ VERBS: Mapping[str, Callable] = {
     "guard": steer.guard_run,
     "knobs": steer.print_knobs,
     "attach": start.attach_run,
+    "open": look.open_foreign,
     "eval": policy.evaluate_run,
     "sample": policy.sample_policy,
     "export": policy.export_run,

@@ -30,6 +30,7 @@ from rlbench.cli.terminal import (
     parse_settings,
     print_result,
 )
+from ..foreign.opening import find_or_open
 
 if TYPE_CHECKING:
     from rlbench.views.regrade import Regraded
@@ -99,7 +100,7 @@ def print_card(
 
     with exit_on_refusal():
         changes = parse_changes(loss, set_)
-        folder = find_run_folder(name, runs)
+        folder = find_or_open(name, runs)
         card = loss_card(folder, rollout, attempt, policy, **changes)
         shown = card.compare(loss=parse_part(against, "--against")) if against else card
         tests = tests_of(folder, rollout, attempt)

@@ -35,7 +35,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.refusals import describe_refusal
-from ..base.runs_folder import find_run_folder
 from ..base.status import ENDED
 from ..untrusted import make_json_visible, make_visible
 
@@ -140,16 +139,18 @@ NOT_LIVE = (*ENDED, "dead")  # states in which a run trains nothing any more
 
 def open_reader(name: str, runs: str | Path | None = None) -> "RunReader":
     "A reader of the run with this name or path. Raises FileNotFoundError with the nearest known names."
+    from rlbench.foreign.opening import find_or_open
     from rlbench.runtime.run_reader import RunReader
 
-    return RunReader(find_run_folder(name, runs))
+    return RunReader(find_or_open(name, runs))
 
 
 def open_run(name: str, runs: str | Path | None = None) -> "Run":
     "The handle of the run with this name or path. Raises FileNotFoundError with the nearest known names."
-    from rlbench.workbench.handle import attach
+    from rlbench.foreign.opening import find_or_open
+    from rlbench.workbench.opened_run import run_in
 
-    return attach(name, runs=runs)
+    return run_in(find_or_open(name, runs))
 
 # %% ../../nbs/cli/01_terminal.ipynb #terminal-settings
 def parse_settings(assignments: Sequence[str] | None) -> dict[str, object]:

@@ -6,7 +6,7 @@
 __all__ = ['PIECE_BYTES', 'FIRST_BYTES', 'PIECE_FACTS', 'UNFINISHED', 'ALIVE_SECONDS', 'FIRST_COLUMNS', 'Piece', 'cut_pieces',
            'read_piece', 'first_pieces', 'cached_folder', 'keep_piece', 'is_kept', 'kept_keys', 'drop_old_pieces',
            'refresh', 'missing_columns', 'known_settings', 'write_known_settings', 'read_rest', 'start_reading_rest',
-           'opened_table', 'ordered_columns']
+           'open_folder', 'find_or_open', 'opened_table', 'ordered_columns']
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-imports
 # The cached run folder of a foreign run.
@@ -42,11 +42,12 @@ import tomli_w
 from ..base.ledger import sealed_segments
 from ..base.ledger_rows import polars_schema
 from ..base.run_files import read_json, replace_file, write_json
+from ..base.runs_folder import find_run_folder
 from ..base.status import Status, write_status
 from ..base.tables import SCHEMA, TABLES
 from .foreign_tables import KeptRows, make_tables, row_frames, write_rows
 from .formats import FileTree, ForeignFormat, SourceFile, WholeFile, lenient_record
-from .registry import FoundRun
+from .registry import FoundRun, find_foreign_runs
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source
 from .source_files import MIB, ForeignError, cache_root, named_faults, piece_lines, zstd_lines
@@ -232,7 +233,7 @@ def refresh(found: FoundRun, budget: int | None = FIRST_BYTES) -> bool:
     _replace_tables(found, folder, places, len(pieces), keys)
     return True
 
-
+# %% ../../nbs/foreign/42_opening.ipynb #opening-replace
 def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], pieces: int, keys: Sequence[str]) -> None:
     "Make the tables of the pieces that were read, and put them in the place of the old ones."
     aside = folder / f"ledger.{os.getpid()}.tmp"
@@ -325,6 +326,31 @@ def start_reading_rest(found: FoundRun) -> subprocess.Popen:
 
 if __name__ == "__main__" and "ipykernel" not in sys.modules:
     read_rest(FoundRun(Path(sys.argv[1]), sys.argv[2]))
+
+# %% ../../nbs/foreign/42_opening.ipynb #opening-by-path
+def open_folder(found: FoundRun) -> Path:
+    "The cached folder of a run, brought up to date; of a large run the rest is read by another process."
+    refresh(found)
+    folder = cached_folder(found)
+    if not read_source(folder).is_complete:
+        start_reading_rest(found)
+    return folder
+
+
+def find_or_open(name: str | Path, runs: str | Path | None = None) -> Path:
+    """The folder of a run given by name or path: one of ours, else the cached one of a run that another system has made.
+    Raises FileNotFoundError with the nearest names, or ForeignError."""
+    path = Path(name).expanduser()
+    try:
+        return find_run_folder(name, runs)
+    except FileNotFoundError:
+        if not path.exists():
+            raise
+    found = find_foreign_runs(path)
+    if len(found) > 1:
+        paths = ", ".join(str(run.path) for run in found[:5])
+        raise ForeignError(f"{path}: {len(found)} runs of other systems; name one of them: {paths}")
+    return open_folder(found[0])
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-table
 def opened_table(folder: Path, name: str) -> "pl.DataFrame":

@@ -24,8 +24,8 @@ import numpy as np
 from ..base.chart_parts import COLOURS, DASHES, Line, VerticalMark
 from ..base.charts import Chart
 from ..base.run_charts import numeric_column
-from ..base.runs_folder import find_run_folder
 from ..base.status import state_of
+from ..foreign.opening import find_or_open
 from ..runtime.lineage import parent_folder
 from ..runtime.run_reader import RunReader
 from .exam import held_out_rows
@@ -36,7 +36,7 @@ from .run_summary import RunSummary, summarize_run
 def folder_of(run, runs: str | Path | None = None) -> Path:
     "The folder of a run given by handle, path or name. Raises FileNotFoundError with the nearest known name."
     place = getattr(run, "folder", run)
-    return find_run_folder(place, runs)
+    return find_or_open(place, runs)
 
 
 @dataclass(frozen=True, eq=False)
