@@ -197,7 +197,7 @@ def staleness_charts(s: RunSnapshot) -> tuple[Chart, ...]:
         levels = replace(levels, series=(*levels.series, *staleness_bound(s)))
     return last_batch_staleness(s), levels
 
-
+# %% ../../nbs/views/23_card_charts.ipynb #cardcharts-last-batch
 def last_batch_staleness(s: RunSnapshot) -> Chart:
     "Tokens of the newest batch by their staleness; those past the bound in another colour."
     chart = Chart(

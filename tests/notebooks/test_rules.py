@@ -293,13 +293,16 @@ def test_public_names():
 
     assert sorted(rlbench.__all__) == sorted(PUBLIC) and len(PUBLIC) <= 14
     assert all(getattr(rlbench, name) is not None for name in rlbench.__all__)
-    assert [name for name in dir(rlbench) if not name.startswith("_")] == sorted(PUBLIC) and callable(rlbench.runs)
+    # `rl.open` is public and not in __all__: a star import must not hide Python's own
+    listed = [name for name in dir(rlbench) if not name.startswith("_")]
+    assert listed == sorted([*PUBLIC, "open"]) and callable(rlbench.runs) and callable(rlbench.open)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rlbench.nothing
     typed = {}
     for node in ast.walk(ast.parse((ROOT / "rlbench/__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlbench"):
-            typed |= {name.name: node.module for name in node.names}
+            for name in node.names:
+                typed[name.asname or name.name] = f"{node.module}:{name.name}" if name.asname else node.module
     assert typed == rlbench._HOMES
 
 
