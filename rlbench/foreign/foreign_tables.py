@@ -260,7 +260,7 @@ def with_rewards(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.Da
     one = "reward: its only part, with weight 1; no weight and no total are written"
     return responses.with_columns(total), [sentence if several else one]
 
-
+# %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-verdicts
 def with_verdicts(responses: "pl.DataFrame") -> "tuple[pl.DataFrame, list[str]]":
     "Responses with `correct` where it is written or can be guessed, and the guesses that were made."
     import polars as pl

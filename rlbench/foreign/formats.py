@@ -133,7 +133,7 @@ class FileTree:
             self._columns[path] = _parquet_columns(path) if path.suffix == ".parquet" else ()
         return self._columns[path]
 
-
+# %% ../../nbs/foreign/02_formats.ipynb #formats-beginnings
 def _parquet_columns(path: Path) -> tuple[str, ...]:
     import polars as pl
 
@@ -220,7 +220,7 @@ def as_flag(value: object) -> bool | None:
     "True or False, also as 1 or 0; else None."
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
-
+# %% ../../nbs/foreign/02_formats.ipynb #formats-lists
 def as_numbers(values: object) -> list[float] | None:
     "A list of numbers; None if it is no list. A value in it that is no number becomes NaN."
     if not isinstance(values, (list, tuple)):

@@ -239,7 +239,7 @@ def pieces_of(found: FoundRun) -> list[Piece]:
     with named_faults(found.path):
         return cut_pieces(found.form.files(found.tree(), found.path))
 
-
+# %% ../../nbs/foreign/42_opening.ipynb #opening-replace
 def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], pieces: int, keys: Sequence[str]) -> None:
     "Make the tables of the pieces that were read, and put them in the place of the old ones."
     aside = folder / f"ledger.{os.getpid()}.tmp"

@@ -120,7 +120,7 @@ def parquet_names(tree: FileTree, path: Path) -> list[str]:
             names += [f"{name}.{inner.name}" for inner in kind.fields]
     return names
 
-
+# %% ../../nbs/foreign/19_plain.ipynb #plain-records
 def first_records(path: Path) -> Iterator[dict]:
     "Records from the beginning of a file of JSON lines or CSV; all of a JSON file. Raises ForeignError."
     if path.suffix == ".json":
