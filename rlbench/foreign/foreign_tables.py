@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'TEXTS', 'TOKEN_COLUMNS', 'LONG', 'TRUNCATED', 'SUMS', 'row_schema', 'row_frame', 'row_frames', 'write_rows',
-           'KeptRows', 'merge_by_key', 'long_columns', 'cut_to_tokens', 'with_group_names', 'with_ids', 'with_verdicts',
-           'with_fates', 'with_left_out', 'with_lengths', 'group_table', 'served_columns', 'trained_columns',
-           'signal_columns', 'mismatch_sums', 'mismatch_columns', 'newest_metrics', 'metric_columns', 'joined_by_step',
-           'step_table', 'eval_table', 'ForeignTables', 'make_tables', 'token_table', 'write_segment', 'without_absent']
+           'KeptRows', 'merge_by_key', 'long_columns', 'cut_to_tokens', 'with_group_names', 'with_ids', 'with_rewards',
+           'with_verdicts', 'with_fates', 'with_left_out', 'with_lengths', 'group_table', 'served_columns',
+           'trained_columns', 'signal_columns', 'mismatch_sums', 'mismatch_columns', 'newest_metrics', 'metric_columns',
+           'joined_by_step', 'step_table', 'eval_table', 'ForeignTables', 'make_tables', 'token_table', 'write_segment',
+           'without_absent']
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-imports
 # The tables of a foreign run.
@@ -245,6 +246,21 @@ def with_ids(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     )
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-derived
+def with_rewards(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.DataFrame, list[str]]":
+    "Responses with `reward` as the sum of its parts, where only these are written; and the guesses that were made."
+    import polars as pl
+
+    has_parts = pl.col("part_values").list.len() > 0
+    without = responses.filter(has_parts & pl.col("reward").is_null())
+    if not form.guess_rewards or not len(without) or responses["reward"].is_not_null().any():
+        return responses, []
+    several = without["part_values"].list.len().max() > 1
+    total = pl.when(has_parts).then(pl.col("part_values").list.sum()).alias("reward")
+    sentence = "reward: the sum of its parts, each with weight 1; no weights and no total are written"
+    one = "reward: its only part, with weight 1; no weight and no total are written"
+    return responses.with_columns(total), [sentence if several else one]
+
+# %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-verdicts
 def with_verdicts(responses: "pl.DataFrame") -> "tuple[pl.DataFrame, list[str]]":
     "Responses with `correct` where it is written or can be guessed, and the guesses that were made."
     import polars as pl
@@ -490,13 +506,15 @@ def step_table(
     training = rollouts.filter((pl.col("fate") != "evaluated") & pl.col("step").is_not_null())
     served = training.group_by("step").agg(served_columns())
     trained = training.filter(pl.col("fate") == "trained").group_by("step").agg(trained_columns())
-    steps = served
-    for more in (
+    computed = (
         trained,
         signal_columns(groups),
         mismatch_columns(training.filter(pl.col("fate") == "trained")),
-        metric_columns(metrics, form.metrics),
-    ):
+    )
+    steps = served
+    if form.samples_only:
+        steps, computed = served.select("step"), ()
+    for more in (*computed, metric_columns(metrics, form.metrics)):
         steps = joined_by_step(steps, more.filter(pl.col("step").is_not_null()))
     return steps.with_columns((pl.col("step") + (1 - form.first_step)).alias("version"))
 
@@ -547,6 +565,7 @@ def make_tables(kept: KeptRows, form: ForeignFormat, folder: Path) -> ForeignTab
     phases = kept.frame("phases")
     began = _first_time(responses, metrics, phases)
     responses, group_guesses = with_group_names(with_left_out(merge_by_key(responses)), form)
+    responses, reward_guesses = with_rewards(responses, form)
     responses, verdict_guesses = with_verdicts(responses)
     rollouts = _with_time(with_ids(responses, form), "ended", began)
     columns: dict[str, set[str]] = {}
@@ -566,7 +585,7 @@ def make_tables(kept: KeptRows, form: ForeignFormat, folder: Path) -> ForeignTab
     for name, table in tables.items():
         write_segment(folder, name, without_absent(table), 0, columns)
     order = {name: tuple(sorted(found)) for name, found in columns.items()}
-    return ForeignTables(order, (*group_guesses, *verdict_guesses), began, rollouts["step"].max())
+    return ForeignTables(order, (*group_guesses, *reward_guesses, *verdict_guesses), began, rollouts["step"].max())
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-segments
 def _write_rollouts(

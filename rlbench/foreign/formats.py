@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SourceFile', 'LinesFile', 'WholeFile', 'ForeignFormat', 'FileTree', 'has_keys', 'json_object', 'as_number',
-           'as_whole', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_table', 'as_list', 'lenient_record',
-           'message_text', 'chat_text', 'Conversation', 'cut_conversation']
+           'as_whole', 'as_time', 'as_text', 'as_flag', 'as_numbers', 'as_wholes', 'as_table', 'as_list',
+           'lenient_record', 'message_text', 'chat_text', 'Conversation', 'cut_conversation']
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-imports
 # What a format is.
@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -69,6 +70,9 @@ class ForeignFormat:
     first_step: int = 1  # the number that the system gives to its first step
     group_scope: Literal["run", "step"] = "step"  # where a group's name is unique
     guess_groups: Literal["", "equal prompts", "equal neighbours"] = ""  # where no group is written
+    guess_rewards: bool = False  # where only the parts of a reward are written, take their sum
+    holds_many: bool = False  # one file can hold several runs
+    samples_only: bool = False  # the responses are a few examples of a step: no figure of a step is computed from them
     settings: Mapping[str, str] = field(default_factory=dict)  # what is not recorded -> the setting that records it
     knobs: Mapping[str, str] = field(default_factory=dict)  # our knob -> the system's own setting
 
@@ -89,6 +93,7 @@ class FileTree:
         self.root = root
         self.paths = list_files(root)
         self._records: dict[Path, dict] = {}
+        self._columns: dict[Path, tuple[str, ...]] = {}
 
     def leave_out(self, paths: Iterable[Path]) -> None:
         "Forget some files: a format has claimed them."
@@ -121,6 +126,21 @@ class FileTree:
     def has_keys(self, path: Path, *keys: str) -> bool:
         "True if the first record of a file of JSON lines has all of these keys."
         return has_keys(self.first_record(path), *keys)
+
+    def parquet_columns(self, path: Path) -> tuple[str, ...]:
+        "The names of the columns of a parquet file; empty if it is none."
+        if path not in self._columns:
+            self._columns[path] = _parquet_columns(path) if path.suffix == ".parquet" else ()
+        return self._columns[path]
+
+# %% ../../nbs/foreign/02_formats.ipynb #formats-beginnings
+def _parquet_columns(path: Path) -> tuple[str, ...]:
+    import polars as pl
+
+    try:
+        return tuple(pl.read_parquet_schema(path))
+    except (OSError, pl.exceptions.PolarsError):
+        return ()
 
 
 def _first_record(path: Path) -> dict:
@@ -178,6 +198,17 @@ def as_whole(value: object) -> int | None:
     return value if type(value) is int else int(number)
 
 
+def as_time(value: object) -> float | None:
+    "Seconds since 1970, from a number or from ISO 8601 text; text without a zone is UTC. None for anything else."
+    if not isinstance(value, str):
+        return as_number(value)
+    try:
+        time = datetime.fromisoformat(value)
+    except ValueError:
+        return as_number(value)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
 def as_text(value: object) -> str | None:
     "Text as it is, a number as text, anything nested as JSON; None for none."
     if value is None or isinstance(value, str):
@@ -189,7 +220,7 @@ def as_flag(value: object) -> bool | None:
     "True or False, also as 1 or 0; else None."
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
-
+# %% ../../nbs/foreign/02_formats.ipynb #formats-lists
 def as_numbers(values: object) -> list[float] | None:
     "A list of numbers; None if it is no list. A value in it that is no number becomes NaN."
     if not isinstance(values, (list, tuple)):

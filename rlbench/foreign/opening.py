@@ -46,8 +46,8 @@ from ..base.runs_folder import find_run_folder
 from ..base.status import Status, write_status
 from ..base.tables import SCHEMA, TABLES
 from .foreign_tables import KeptRows, make_tables, row_frames, write_rows
-from .formats import FileTree, ForeignFormat, SourceFile, WholeFile, lenient_record
-from .registry import FoundRun, find_foreign_runs
+from .formats import ForeignFormat, SourceFile, WholeFile, lenient_record
+from .registry import FoundRun, find_foreign_runs, found_again
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source
 from .source_files import MIB, ForeignError, cache_root, named_faults, piece_lines, zstd_lines
@@ -166,8 +166,10 @@ UNFINISHED = ".tmp"  # ends the name of the folder of a piece that is being read
 
 def cached_folder(found: FoundRun) -> Path:
     "The folder in our cache for a run."
-    name = hashlib.sha256(f"{found.kind}|{found.path.absolute()}".encode()).hexdigest()[:16]
-    return cache_root() / "opened" / name / (found.path.stem or "run")
+    mapping = json.dumps(found.columns, sort_keys=True) if found.columns else ""
+    words = f"{found.kind}|{Path(found.name).absolute()}{mapping}"
+    folder = hashlib.sha256(words.encode()).hexdigest()[:16]
+    return cache_root() / "opened" / folder / (Path(found.name).stem or "run")
 
 
 def keep_piece(folder: Path, piece: Piece) -> Path:
@@ -217,10 +219,9 @@ def refresh(found: FoundRun, budget: int | None = FIRST_BYTES) -> bool:
     its tables have changed. Raises ForeignError."""
     folder = cached_folder(found)
     folder.mkdir(parents=True, exist_ok=True)
-    tree = FileTree(found.path)
-    pieces = cut_pieces(found.form.files(tree, found.path))
+    pieces = pieces_of(found)
     if not pieces:
-        raise ForeignError(f"{found.path}: its files are gone; what was read of them stays in {folder}")
+        raise ForeignError(f"{found.name}: its files are gone; what was read of them stays in {folder}")
     before = read_source(folder)
     first = {piece.key for piece in first_pieces(pieces, budget)}
     kept = kept_keys(folder)
@@ -251,13 +252,14 @@ def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], piece
         system=found.form.name,
         layout=found.form.layout,
         kind=found.kind,
-        path=str(found.path.absolute()),
+        path=str(Path(found.name).absolute()),
+        found=found.record(),
         columns=made.columns,
         missing=missing_columns(found.form, made.columns),
         knobs=found.form.knobs,
         guesses=made.guesses,
-        damaged={fact["file"]: fact["damaged"] for fact in facts if fact["damaged"]},
-        unreadable=[fact["unreadable"] for fact in facts if fact["unreadable"]],
+        damaged={found.in_words(fact["file"]): fact["damaged"] for fact in facts if fact["damaged"]},
+        unreadable=[found.in_words(fact["unreadable"]) for fact in facts if fact["unreadable"]],
         pieces=pieces,
         keys=keys,
         began=made.began,
@@ -307,8 +309,7 @@ def write_known_settings(folder: Path, form: ForeignFormat) -> None:
 def read_rest(found: FoundRun, processes: int | None = None) -> None:
     "Read every piece that is not kept yet, with a process for each core."
     folder = cached_folder(found)
-    tree = FileTree(found.path)
-    left = [piece for piece in cut_pieces(found.form.files(tree, found.path)) if not is_kept(folder, piece)]
+    left = [piece for piece in pieces_of(found) if not is_kept(folder, piece)]
     if not left:
         return
     with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn")) as pool:
@@ -318,14 +319,15 @@ def read_rest(found: FoundRun, processes: int | None = None) -> None:
 
 def start_reading_rest(found: FoundRun) -> subprocess.Popen:
     "Begin `read_rest` in another process, which ends by itself."
-    words = [sys.executable, "-m", "rlbench.foreign.opening", str(found.path), found.kind]
+    wanted = json.dumps(found.record())
+    words = [sys.executable, "-m", "rlbench.foreign.opening", wanted]
     return subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
 
 
 if __name__ == "__main__" and "ipykernel" not in sys.modules:
-    read_rest(FoundRun(Path(sys.argv[1]), sys.argv[2]))
+    read_rest(found_again(json.loads(sys.argv[1])))
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-by-path
 def open_folder(found: FoundRun) -> Path:

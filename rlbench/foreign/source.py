@@ -32,6 +32,7 @@ class ForeignSource:
     path: str
     columns: Mapping[str, Sequence[str]]  # by table: those that are there
     missing: Mapping[str, str]  # table or table.column -> the setting of the system that records it
+    found: Mapping[str, object] = field(default_factory=dict)  # record of the `registry.FoundRun`
     knobs: Mapping[str, str] = field(default_factory=dict)  # our knob -> the system's own setting
     guesses: Sequence[str] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)  # file -> records that could not be read

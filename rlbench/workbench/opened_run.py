@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ..base.refusals import refuses_in_one_line
 from ..base.runs_folder import shown_path
 from ..foreign.opening import open_folder, opened_table, refresh
-from ..foreign.registry import FoundRun, find_foreign_runs
+from ..foreign.registry import FoundRun, find_foreign_runs, found_again
 from ..foreign.source import ForeignSource, read_source
 from .handle import Run
 
@@ -55,7 +55,7 @@ class OpenedRun(Run):
     @property
     def found(self) -> FoundRun:
         "Where the system's files lie."
-        return FoundRun(Path(self.source.path), self.source.kind)
+        return found_again(self.source.found)
 
     def look(self) -> bool:
         "Take what is new in the system's files; True if there was anything. Every table does so by itself."
@@ -149,7 +149,7 @@ def open_run(
     recognised or ambiguous; `columns`: for a table of any other kind, which of its columns is which
     (`{"prompt": "question", "response": "answer", "reward": "score"}`).
     Returns the run, or the list of runs where there are several. Raises ForeignError naming what was looked for."""
-    found = find_foreign_runs(Path(path).expanduser(), kind)
+    found = find_foreign_runs(Path(path).expanduser(), kind, columns)
     runs = [OpenedRun(open_folder(each)) for each in found]
     return runs[0] if len(runs) == 1 else OpenedRuns(runs)
 
