@@ -530,7 +530,9 @@ def eval_table(rollouts: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     by_task = (
         evaluated.with_columns(task.alias("task_key"))
         .group_by(*keys, "task_key", maintain_order=True)
-        .agg(score.mean().alias("score"), pl.len().alias("k"), pl.col("length").mean(), pl.col("at").max())
+        .agg(
+            score.mean().alias("score"), pl.len().alias("k"), pl.col("length").mean(), pl.col("at", "dispatched").max()
+        )
     )
     rows = by_task.group_by(keys, maintain_order=True).agg(
         pl.len().cast(pl.Int64).alias("tasks"),
@@ -539,12 +541,17 @@ def eval_table(rollouts: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
         (pl.col("score").std() / pl.len().sqrt()).alias("avg_se"),
         pl.col("length").mean().alias("length_mean"),
         pl.col("at").max(),
+        pl.col("dispatched").max(),
     )
     version = pl.col("step") + (1 - form.first_step)
-    return rows.rename({"evaluation": "eval"}).with_columns(
-        version.alias("version"),
-        (pl.col("avg") - 1.96 * pl.col("avg_se")).alias("avg_low"),
-        (pl.col("avg") + 1.96 * pl.col("avg_se")).alias("avg_high"),
+    return (
+        rows.rename({"evaluation": "eval"})
+        .with_columns(
+            pl.coalesce("dispatched", version).alias("version"),
+            (pl.col("avg") - 1.96 * pl.col("avg_se")).alias("avg_low"),
+            (pl.col("avg") + 1.96 * pl.col("avg_se")).alias("avg_high"),
+        )
+        .drop("dispatched")
     )
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-all

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PIECE_BYTES', 'FIRST_BYTES', 'PIECE_FACTS', 'UNFINISHED', 'ALIVE_SECONDS', 'FIRST_COLUMNS', 'Piece', 'cut_pieces',
            'read_piece', 'first_pieces', 'cached_folder', 'keep_piece', 'is_kept', 'kept_keys', 'drop_old_pieces',
-           'refresh', 'missing_columns', 'known_settings', 'write_known_settings', 'read_rest', 'start_reading_rest',
-           'open_folder', 'find_or_open', 'opened_table', 'ordered_columns']
+           'refresh', 'pieces_of', 'missing_columns', 'known_settings', 'write_known_settings', 'read_rest',
+           'start_reading_rest', 'open_folder', 'find_or_open', 'opened_table', 'ordered_columns']
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-imports
 # The cached run folder of a foreign run.
@@ -85,11 +85,11 @@ def cut_pieces(files: Iterable[SourceFile]) -> list[Piece]:
     "The pieces of some files, in their order. The last piece of a file of lines changes as the file grows."
     pieces: list[Piece] = []
     for file in files:
+        if isinstance(file, WholeFile) or file.packed:
+            pieces.append(_whole_piece(file))
+            continue
         with named_faults(file.path):
             facts = file.path.stat()
-        if isinstance(file, WholeFile) or file.packed:
-            pieces.append(Piece(file, 0, facts.st_size, f"{facts.st_size}|{facts.st_mtime_ns}"))
-            continue
         beginning = _beginning_of(file.path)
         for start in range(0, max(facts.st_size, 1), PIECE_BYTES):
             end = min(start + PIECE_BYTES, facts.st_size)
@@ -97,6 +97,16 @@ def cut_pieces(files: Iterable[SourceFile]) -> list[Piece]:
             stamp = f"{beginning}|{facts.st_mtime_ns}" if grows else f"{beginning}|{facts.st_ino}"
             pieces.append(Piece(file, start, end, stamp))
     return pieces
+
+
+def _whole_piece(file: SourceFile) -> Piece:
+    "The piece of a file, or of several small ones, that are read at once."
+    members = file.members or (file.path,)
+    with named_faults(file.path):
+        facts = [path.stat() for path in members]
+    size = sum(fact.st_size for fact in facts)
+    newest = max(fact.st_mtime_ns for fact in facts)
+    return Piece(file, 0, size, f"{len(facts)}|{size}|{newest}")
 
 
 def _beginning_of(path: Path) -> str:
@@ -116,7 +126,7 @@ def _piece_rows(piece: Piece, damaged: list[int]) -> Iterator[Row]:
     "The rows of a piece; `damaged[0]` counts the records that could not be read."
     file = piece.file
     if isinstance(file, WholeFile):
-        yield from file.read(file.path)
+        yield from _whole_rows(file, damaged)
         return
     decode = msgspec.json.Decoder(file.record).decode
     lines = zstd_lines(file.path) if file.packed else piece_lines(file.path, piece.start, piece.end)
@@ -137,6 +147,21 @@ def _decoded_record(decode: Callable[[bytes], object], line: bytes, record: type
         return decode(line)
     except msgspec.ValidationError:
         return lenient_record(msgspec.json.decode(line), record)
+
+
+def _whole_rows(file: WholeFile, damaged: list[int]) -> Iterator[Row]:
+    "The rows of a file that is read at once; of several small ones, those that are damaged are counted and left out."
+    if not file.members:
+        yield from file.read(file.path)
+        return
+    for path in file.members:
+        try:
+            with named_faults(path):
+                rows = list(file.read(path))
+        except ForeignError:
+            damaged[0] += 1
+            continue
+        yield from rows
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-first
 def first_pieces(pieces: Sequence[Piece], budget: int | None = FIRST_BYTES) -> list[Piece]:
@@ -235,6 +260,12 @@ def refresh(found: FoundRun, budget: int | None = FIRST_BYTES) -> bool:
     return True
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-replace
+def pieces_of(found: FoundRun) -> list[Piece]:
+    "The pieces of a run as its files are now. Raises ForeignError."
+    with named_faults(found.path):
+        return cut_pieces(found.form.files(found.tree(), found.path))
+
+
 def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], pieces: int, keys: Sequence[str]) -> None:
     "Make the tables of the pieces that were read, and put them in the place of the old ones."
     aside = folder / f"ledger.{os.getpid()}.tmp"

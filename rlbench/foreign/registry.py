@@ -18,22 +18,24 @@ __all__ = ['FORMATS', 'FoundRun', 'found_again', 'words_of_archive', 'chosen_for
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from .formats import FileTree, ForeignFormat
+from .formats import FileTree, ForeignFormat, SourceFile
 from .plain import PLAIN, plain_format
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
+from .tinker_cookbook import TINKER_COOKBOOK
 from .verl import VERL
 from ..knobs import unknown_name_error
 
 # %% ../../nbs/foreign/40_registry.ipynb #registry-formats
 FORMATS: dict[str, ForeignFormat] = {
     "verl": VERL,
+    "tinker-cookbook": TINKER_COOKBOOK,
     "plain": PLAIN,
 }  # by the name that `kind` takes
 
@@ -126,13 +128,18 @@ def _runs_in(tree: FileTree, formats: Mapping[str, ForeignFormat]) -> dict[Path,
         claimed: set[Path] = set()
         for run in form.find(tree):
             with named_faults(run):
-                files = {source.path for source in form.files(tree, run)}
+                files = _source_paths(form.files(tree, run))
             is_free = form.holds_many or not files & claimed
             if files and is_free and run not in found:
                 found[run] = key
                 claimed |= files
         tree.leave_out(claimed)
     return found
+
+
+def _source_paths(sources: Iterable[SourceFile]) -> set[Path]:
+    "The files of some sources, and the folders of those that are made of several."
+    return {path for source in sources for path in (source.path, *source.members)}
 
 
 def _nothing_found(path: Path, tree: FileTree, formats: Mapping[str, ForeignFormat]) -> str:

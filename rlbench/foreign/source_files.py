@@ -226,10 +226,10 @@ class ZipMembers:
         member = self.members[name]
         if member.file_size > WHOLE_BYTES:
             raise ForeignError(f"{self.path}: member {name!r} is larger than {WHOLE_BYTES // MIB:,} MiB")
-        with named_faults(self.path), zipfile.ZipFile(self.path) as archive:
-            if member.compress_type != ZSTD_METHOD:
-                with archive.open(member) as file:
-                    return file.read(WHOLE_BYTES)
+        if member.compress_type != ZSTD_METHOD:
+            with named_faults(self.path), zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
+                return file.read(WHOLE_BYTES)
+        with named_faults(self.path):
             packed = self._packed_bytes(member)
             reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
             return reader.read(member.file_size + 1)[: member.file_size]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['USUAL_INPUTS', 'PlanChoice', 'target_of', 'first_true', 'with_concurrency', 'best_concurrency', 'with_price_gaps',
-           'cheapest', 'prefill_gpus_for', 'with_split', 'gpu_splits', 'split_plan', 'compare_splits', 'split_chart',
+           'cheapest', 'prefill_gpus_for', 'with_split', 'gpu_splits', 'split_plan', 'compare_splits',
            'settings_to_try', 'compare_settings', 'Swing', 'value_of_field', 'ranges_of', 'input_swings', 'Tenant',
            'tenant_of', 'compare_tenants']
 
@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from ..base.chart_parts import Line, VerticalMark
-from ..base.charts import Chart
 from .cost import per_million
 from rlbench.planning.forecast import (
     VIEWED_VERSIONS,
@@ -35,7 +33,6 @@ from rlbench.planning.forecast import (
 )
 from .plan_cycle import calibrate_plan, cycle_of
 from .plan_memory import check_trainer, memory_of
-from .plan_numbers import three_digits
 from .plan_pace import pace_of, rollout_limits
 from .planfile import PlanFile, with_value
 from .queueing import tail_factor
@@ -161,31 +158,6 @@ def compare_splits(
         return found, None
     better = split_plan(plan, cheapest(found))
     return found, forecast_simulated(better, seed, VIEWED_VERSIONS // 2, on_version=on_version)
-
-# %% ../../nbs/planning/35_plan_choices.ipynb #planner-splits-figure
-def split_chart(choices: Sequence[PlanChoice], target: float) -> Chart:
-    "Trained rollouts a second over GPUs that generate, and their staleness."
-    top = cheapest(choices)
-    gpus = [choice.writing for choice in choices]
-    rates = [choice.forecast.rate / top.forecast.rate for choice in choices]
-    waits = [choice.forecast.wait for choice in choices]
-    staleness = [choice.forecast.staleness / target for choice in choices]
-    return Chart(
-        "Who generates, who trains",
-        (
-            Line("rollouts a second", gpus, rates, "blue"),
-            Line("trainer waits", gpus, waits, "vermilion", "6 3"),
-            Line("staleness, share of the target", gpus, staleness, "green", "2 2.5"),
-        ),
-        (
-            f"best with {top.writing} of {top.writing + top.training} GPUs that generate: "
-            f"{three_digits(top.forecast.rate)} rollouts a second"
-        ),
-        x_label="GPUs that generate",
-        y_label="share",
-        y_range=(0, 1.05),
-        marks=(VerticalMark(float(top.writing), "best"),),
-    )
 
 # %% ../../nbs/planning/35_plan_choices.ipynb #planner-alternatives
 def settings_to_try(plan: PlanFile) -> list[tuple[str, float]]:
