@@ -48,7 +48,7 @@ from ..records import Group, StopReason
 from .delay import by_trainer, copy_weights, mean_metric
 from ..training.one_page import mean_solve_rate, train_versions, write_groups
 from ..training.trainer import Trainer, TrainerConfig
-from ..workbench.ablation_result import difference_chart, missing_in_words
+from ..workbench.ablation_result import difference_chart, explain_dark
 from ..workbench.paired_statistics import Difference
 
 if TYPE_CHECKING:
@@ -421,7 +421,7 @@ def arms_chart(title: str, found: Sequence[Difference], label: str, nulls: Seque
             roles.append("grey")
         else:
             roles.append("blue" if difference.significant else "sky")
-    subtitle = f"95 % interval over pairs, a faint dot per seed; {missing_in_words(found)}"
+    subtitle = f"95 % interval over pairs, a faint dot per seed; {explain_dark(found)}"
     if nulls:
         subtitle += "; grey: must hold 0"
     return difference_chart(title, found, roles, subtitle, label, unit)

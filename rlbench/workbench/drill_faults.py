@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 'FILLING', 'HALF', 'kill_controller', 'controller_replaced', 'kill_zygote',
-           'zygote_replaced', 'stop_worker', 'worker_hung', 'hold_starts', 'starts_were_slow', 'refuse_processes',
-           'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast', 'fill_disk', 'empty_disk',
-           'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused', 'break_publish',
-           'mend_publish', 'published_again']
+           'zygote_replaced', 'stop_worker', 'worker_hung', 'hold_starts', 'stop_new_workers', 'starts_were_slow',
+           'refuse_processes', 'allow_processes', 'quota_over', 'quota_met', 'switch_fault', 'write_ballast',
+           'fill_disk', 'empty_disk', 'disk_outlived', 'half_function', 'half_edit', 'whole_again', 'edit_refused',
+           'break_publish', 'mend_publish', 'published_again']
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-imports
 # The faults of drills.
@@ -17,16 +17,15 @@ __all__ = ['HELD_SECONDS', 'FULL_FOR', 'SMALL_DISK', 'FILLING', 'HALF', 'kill_co
 # What always holds:
 #   * What a fault changes, its undo restores; undoing twice does no harm.
 #   * A switched fault ends by itself, so a drill that is killed leaves nothing broken.
-#   * What the machine did is no reward: verdicts that it failed have no score.
+#   * A failure of the machine is no reward: verdicts that it caused have no score.
 #
-# It does not decide when to strike and how long to wait (`drill`).
+# It does not decide when to strike, nor how long to wait (`drill`).
 import os
 import shutil
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -53,9 +52,6 @@ from rlbench.workbench.drill_scene import (
     zygote_of,
 )
 
-if TYPE_CHECKING:
-    pass
-
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-dead-pool
 def kill_controller(scene: Scene) -> None:
     "SIGKILL to the pool's controller while programs run."
@@ -65,12 +61,12 @@ def kill_controller(scene: Scene) -> None:
 
 
 def controller_replaced(scene: Scene) -> list[Sign]:
-    "Another controller, and nothing left of the one before."
+    "The signs of another controller; no worker of the old one is left."
     now = controller_of(scene)
     left = living_processes(scene.struck)
-    there = now not in (0, scene.controller)
+    is_replaced = now not in (0, scene.controller)
     return [
-        Sign(f"controller {now} has taken the place of {scene.controller}", there),
+        Sign(f"controller {now} has taken the place of {scene.controller}", is_replaced),
         Sign(f"{len(left) or 'none'} of its {len(scene.struck)} workers is left", not left),
         work_was_answered(scene),
         scores_by_machine(scene),
@@ -86,23 +82,24 @@ def kill_zygote(scene: Scene) -> None:
 
 
 def zygote_replaced(scene: Scene) -> list[Sign]:
-    "Another worker in its place."
+    "The signs of another worker in place of the struck one."
     return [*changed_workers(scene), work_was_answered(scene), scores_by_machine(scene), same_environment(scene)]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-hung
-HELD_SECONDS, FULL_FOR = 4.0, 4.0
+HELD_SECONDS = 4.0  # how long starts are slow or refused
+FULL_FOR = 4.0  # seconds for which a disk is full
 
 
 def stop_worker(scene: Scene) -> None:
-    "SIGSTOP to one worker and all it has started."
+    "SIGSTOP to one worker and all its descendants."
     wait_until_busy(scene)
     stop_tree(scene, workers_of(scene)[0])
 
 
 def worker_hung(scene: Scene) -> list[Sign]:
-    "It is given up, and what it had is answered elsewhere."
-    rows = rows_since(scene, "executions", ["fate", "end"]).rows()
-    moved = sum(fate in ("hedged", "again", "cancelled") for fate, _ in rows)
+    "The signs that the worker is given up and its programs are answered elsewhere."
+    fates = rows_since(scene, "executions", ["fate", "end"])["fate"].to_list()
+    moved = sum(fate in ("hedged", "again", "cancelled") for fate in fates)
     return [
         Sign(f"{moved} attempts at programs have been given up for another", moved > 0),
         *changed_workers(scene, "hangs"),
@@ -113,40 +110,41 @@ def worker_hung(scene: Scene) -> list[Sign]:
 
 
 def hold_starts(scene: Scene) -> None:
-    "Kill all workers, and stop whatever is started in their place for a while."
+    "Kill all workers, and stop for a while whatever is started in their place."
     wait_until_busy(scene)
-    controller, known = (
-        psutil.Process(scene.controller),
-        {child.pid for child in psutil.Process(scene.controller).children()},
-    )
-    until = time.monotonic() + HELD_SECONDS
-
-    def hold() -> None:
-        while time.monotonic() < until and not scene.over.wait(0.01):
-            with suppress(psutil.Error):
-                for child in controller.children():
-                    if child.pid not in known:
-                        known.add(child.pid)
-                        if zygote_of(child).children():
-                            child.kill()
-                        else:
-                            stop_tree(scene, child)
-        wake_stopped(scene)
-
-    scene.holder = threading.Thread(target=hold, name="drill", daemon=True)
+    known = {child.pid for child in psutil.Process(scene.controller).children()}
+    scene.holder = threading.Thread(target=stop_new_workers, args=(scene, known), name="drill", daemon=True)
     scene.holder.start()
     scene.struck = workers_of(scene)
     for worker in scene.struck:
         worker.kill()
 
 
+def stop_new_workers(scene: Scene, known: set[int]) -> None:
+    """For `HELD_SECONDS`, stop every child of the controller whose process id is not `known`; a child that is ready
+    for programs is killed."""
+    until = time.monotonic() + HELD_SECONDS
+    controller = psutil.Process(scene.controller)
+    while time.monotonic() < until and not scene.over.wait(0.01):
+        with suppress(psutil.Error):
+            new = [child for child in controller.children() if child.pid not in known]
+            for child in new:
+                known.add(child.pid)
+                if zygote_of(child).children():
+                    child.kill()
+                else:
+                    stop_tree(scene, child)
+    wake_stopped(scene)
+
+
 def starts_were_slow(scene: Scene) -> list[Sign]:
-    "A start took as long as it was held, and another was asked for meanwhile."
-    rows = rows_since(scene, "sandboxes", ["kind", "before", "state", "seconds", "why"]).filter(kind="worker").rows()
-    slow = max((seconds for _, before, _, seconds, _ in rows if before == "starting"), default=0.0)
-    hedged = sum(state == "starting" and why == "hedge" for _, _, state, _, why in rows)
+    "The signs that a start took as long as it was held, and that the pool asked for another one meanwhile."
+    columns = ["kind", "before", "state", "seconds", "why"]
+    rows = rows_since(scene, "sandboxes", columns).filter(kind="worker")
+    slowest = rows.filter(before="starting")["seconds"].max() or 0.0
+    hedged = len(rows.filter(state="starting", why="hedge"))
     return [
-        Sign(f"the slowest start took {slow:.1f} s", slow > HELD_SECONDS / 2),
+        Sign(f"the slowest start took {slowest:.1f} s", slowest > HELD_SECONDS / 2),
         Sign(f"{hedged} starts were asked for a second time", hedged > 0),
         *changed_workers(scene),
         work_was_answered(scene),
@@ -156,7 +154,7 @@ def starts_were_slow(scene: Scene) -> list[Sign]:
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-quota
 def refuse_processes(scene: Scene) -> None:
-    "Allow the pool no more processes for a while, and have it need some."
+    "Allow the pool no more processes for a while, and kill its workers, so that it needs some."
     wait_until_busy(scene)
     controller = psutil.Process(scene.controller)
     scene.limited = controller.rlimit(psutil.RLIMIT_NPROC)
@@ -177,17 +175,18 @@ def allow_processes(scene: Scene) -> None:
 
 
 def quota_over(scene: Scene) -> None:
-    "The same, now."
+    "Give the controller its limit back at once."
     if scene.holder is not None:
         scene.holder.cancel()
     allow_processes(scene)
 
 
 def quota_met(scene: Scene) -> list[Sign]:
-    "Starts were refused, and workers came back when they were allowed."
+    "The signs that starts were refused, and that workers came back when they were allowed."
     scene.refused = scene.refused or pool_status(scene).trouble
+    answer = scene.refused or "nothing of a refused start yet"
     return [
-        Sign(f"the pool says: {scene.refused or 'nothing of a refused start yet'}", bool(scene.refused)),
+        Sign(f"the pool says: {answer}", bool(scene.refused)),
         *changed_workers(scene),
         work_was_answered(scene),
         scores_by_machine(scene),
@@ -195,7 +194,7 @@ def quota_met(scene: Scene) -> list[Sign]:
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-disk
-SMALL_DISK = 64e6  # bytes free
+SMALL_DISK = 64e6  # bytes free; with more the switch is used
 FILLING = "filling"
 
 
@@ -208,7 +207,7 @@ def switch_fault(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_ballast(scene: Scene) -> None:
-    "Take all the room that there is."
+    "Fill all the free space."
     (scene.folder / FAULTS).mkdir(exist_ok=True)
     with open(scene.folder / FAULTS / FILLING, "wb") as file:
         for size in (1 << 20, 1 << 12):
@@ -222,7 +221,8 @@ def fill_disk(scene: Scene) -> None:
     "Leave no room in the run's folder, nor in that of its pool."
     if shutil.disk_usage(scene.folder).free < SMALL_DISK:
         write_ballast(scene)
-        scene.holder = threading.Timer(FULL_FOR, lambda: (scene.folder / FAULTS / FILLING).unlink(missing_ok=True))
+        ballast = scene.folder / FAULTS / FILLING
+        scene.holder = threading.Timer(FULL_FOR, ballast.unlink, kwargs={"missing_ok": True})
         scene.holder.start()
         return
     for folder in filter(None, (scene.folder, scene.pool)):
@@ -237,24 +237,20 @@ def empty_disk(scene: Scene) -> None:
         for name in (FULL_DISK, FILLING):
             (folder / FAULTS / name).unlink(missing_ok=True)
 
-
+# %% ../../nbs/workbench/09_drill_faults.ipynb #faults-disk-signs
 def disk_outlived(scene: Scene) -> list[Sign]:
-    "Rows waited, and were written."
-    full, room = line_with(scene, "the disk is full"), line_with(scene, "the disk has room again")
-    rows, made = (
-        len(rows_since(scene, "rollouts", ["seq"])),
-        rows_since(scene, "steps", ["version"])["version"].to_list(),
-    )
+    "The signs that rows waited for room and were written afterwards."
+    full = line_with(scene, "the disk is full")
+    room = line_with(scene, "the disk has room again")
+    rows = len(rows_since(scene, "rollouts", ["seq"]))
+    versions = len(rows_since(scene, "steps", ["version"]))
+    was_full = full
+    if not full:
+        was_full = "the disk was too full to write that it was full" if room else "nothing of a full disk yet"
     return [
-        Sign(
-            (
-                "run.log: "
-                f"{full or (room and 'there was no room to say that there was none') or 'nothing of a full disk yet'}"
-            ),
-            bool(full or room),
-        ),
+        Sign(f"run.log: {was_full}", bool(full or room)),
         Sign(f"run.log: {room or 'no room yet'}", bool(room)),
-        Sign(f"{rows:,} rollouts and {len(made)} versions since, all of them written", bool(rows and made)),
+        Sign(f"{rows:,} rollouts and {versions} versions since, all of them written", bool(rows and versions)),
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-edit
@@ -262,67 +258,65 @@ HALF = "drill-half-written"
 
 
 def half_function() -> Captured:
-    "A function of which only half will be there."
+    "The function of which the drill writes only half."
     return Captured("halved", "def halved(r):\n    return 0.0 if r.length > 100 else float(r.correct)\n")
 
 
 def half_edit(scene: Scene) -> None:
-    "Lay down half a command, half a function, and a command that names it."
+    "Write half a command, half a function, and a command that names the function."
     whole = half_function()
     path = scene.folder / "functions" / f"{whole.stem}.py"
     path.write_text(whole.source[: len(whole.source) // 2], encoding="utf-8")
-    (scene.folder / "commands" / f"{HALF}.json").write_text('{"knob": "temperature", "value": 0.0', encoding="utf-8")
-    send_command(
-        scene.folder, f"{current_user()} (drill)", "reward", {"name": whole.name, "source": f"functions/{path.name}"}
-    )
+    half_command = scene.folder / "commands" / f"{HALF}.json"
+    half_command.write_text('{"knob": "temperature", "value": 0.0', encoding="utf-8")
+    reward = {"name": whole.name, "source": f"functions/{path.name}"}
+    send_command(scene.folder, f"{current_user()} (drill)", "reward", reward)
 
 
 def whole_again(scene: Scene) -> None:
-    "Take away what nobody has taken."
+    "Remove the half-written files that the run has not taken."
     (scene.folder / "functions" / f"{half_function().stem}.py").unlink(missing_ok=True)
     (scene.folder / "commands" / f"{HALF}.json").unlink(missing_ok=True)
 
 
 def edit_refused(scene: Scene) -> list[Sign]:
-    "Both are refused with their reasons, and nothing has changed."
-    rows = rows_since(scene, "commands", ["command", "knob", "value", "status", "reason"]).rows()
-    command = next((reason for name, _, _, status, reason in rows if name == HALF and status == "refused"), "")
-    function = next(
-        (
-            reason
-            for _, knob, value, status, reason in rows
-            if knob == "reward" and half_function().stem in value and status == "refused"
-        ),
-        "",
-    )
+    "The signs that both are refused with their reasons, and that nothing has changed."
+    rows = rows_since(scene, "commands", ["command", "knob", "value", "status", "reason"]).rows(named=True)
+    refused = [row for row in rows if row["status"] == "refused"]
+    half = half_function()
+    command = ""
+    function = ""
+    for row in reversed(refused):
+        if row["command"] == HALF:
+            command = row["reason"]
+        if row["knob"] == "reward" and half.stem in row["value"]:
+            function = row["reason"]
     now = in_force(scene.folder)
-    kept = now.reward.get("name") != half_function().name and now.temperature != 0.0
+    is_unchanged = now.reward.get("name") != half.name and now.temperature != 0.0
     return [
         Sign(f"the command is refused: {command or 'not yet'}", bool(command)),
         Sign(f"the function is refused: {function or 'not yet'}", bool(function)),
-        Sign(f"in force: temperature {now.temperature:g}, reward {now.reward['name']}", kept),
+        Sign(f"in force: temperature {now.temperature:g}, reward {now.reward['name']}", is_unchanged),
     ]
 
 # %% ../../nbs/workbench/09_drill_faults.ipynb #faults-publish
 def break_publish(scene: Scene) -> None:
-    "The next weights cannot be handed over, once."
+    "Let the next publishing fail, once."
     switch_fault(scene.folder, FAILED_PUBLISH, 3600.0)
 
 
 def mend_publish(scene: Scene) -> None:
-    "If nobody has met it, nobody shall."
+    "Switch the fault off, if no publishing has met it yet."
     (scene.folder / FAULTS / FAILED_PUBLISH).unlink(missing_ok=True)
 
 
 def published_again(scene: Scene) -> list[Sign]:
-    "It failed, was tried again, and reached the generators."
-    line = line_with(scene, "publishing version ")
-    version = int(line.split("publishing version ")[1].split()[0]) if line else 0
+    "The signs that publishing failed, was tried again, and reached the generators."
     newest = int(rows_since(scene, "rollouts", ["newest"])["newest"].max() or 0)
-    return [
-        Sign(f"run.log: {line or 'no publishing has failed yet'}", bool(line)),
-        Sign(
-            f"rollouts are written with version {newest}" + (f", {version} was the one that failed" if line else ""),
-            bool(line) and newest >= version,
-        ),
-    ]
+    line = line_with(scene, "publishing version ")
+    if not line:
+        failure = Sign("run.log: no publishing has failed yet", False)
+        return [failure, Sign(f"rollouts are written with version {newest}", False)]
+    failed = int(line.split("publishing version ")[1].split()[0])
+    text = f"rollouts are written with version {newest}, {failed} was the one that failed"
+    return [Sign(f"run.log: {line}", True), Sign(text, newest >= failed)]

@@ -8,6 +8,17 @@ __all__ = ['LOOK_SECONDS', 'GIVE_UP_SECONDS', 'has_saved_policy', 'version_of_po
            'measure_in_process', 'write_measured', 'rate_again', 'evaluate_failed_run', 'log_line']
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-imports
+# The evaluation after a failure.
+#
+# Owns: the evaluation of a failed run's saved policy, and its row in the table `evals`.
+#
+# What always holds:
+#   * The evaluation has a process of its own; the caller goes on after `deadlines.evaluate` seconds at the latest.
+#   * The row is marked `after_failure`, and its digest is empty: the evaluation is not part of the run.
+#
+# It refuses: several turns, verifiers that run programs, the virtual clock, runs without [[eval]], and versions
+# that are evaluated already.
+# It does not close books, save policies or write reports (`supervisor` does, before and after).
 import math
 import os
 import signal
@@ -35,13 +46,8 @@ from ..runtime.steer import in_force
 from .offline import Evaluated, evaluate_policy
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-reasons
-# Owns: the evaluation of a failed run's saved policy, in a process of its own, and its row in the table `evals`.
-# Holds: the caller goes on within `deadlines.evaluate` seconds of its own running time, whatever the process does;
-# the row is marked `after_failure`; its digest is empty, because it is no part of what the run did.
-# Refuses: several turns, verifiers that run programs, the virtual clock, runs without [[eval]], and a version that has a row already.
-# Does not: close books, save policies or write reports. `process` does, before and after.
-LOOK_SECONDS = 0.5  # between two looks at the process
-GIVE_UP_SECONDS = 1.0  # between two looks of the process whether its supervisor is still there
+LOOK_SECONDS = 0.5  # between two looks of the supervisor at the process
+GIVE_UP_SECONDS = 1.0  # between two looks of the process for its supervisor
 
 
 def has_saved_policy(folder: Path) -> bool:
@@ -69,17 +75,19 @@ def reason_against(folder: Path, config: RunConfig) -> str:
         return "deadlines.evaluate is 0"
     if not config.eval:
         return "the configuration names no evaluation set"
-    if (environment := key_of(config.environment)) != "single":
+    environment = key_of(config.environment)
+    if environment != "single":
         return f"its episodes need the environment {environment!r}, which ended with the run"
     if asks_for_pool(Functions(folder).bound(config, "verifier")):
         return f"the verifier {key_of(config.verifier)!r} runs programs in a sandbox, which ended with the run"
-    if is_rated(folder, config.eval[0].name, version := version_of_policy(folder)):
+    version = version_of_policy(folder)
+    if is_rated(folder, config.eval[0].name, version):
         return f"version {version} has been evaluated already"
     return ""
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-process
 def evaluate_saved(folder: Path) -> Evaluated:
-    """Evaluate the saved policy of a run on its first evaluation set, with the settings in force at its end. Raises
+    """Evaluate the saved policy of a run on its first evaluation set, with the settings in force at its end.
     ValueError as `evaluate_policy`."""
     config = in_force(folder).model_copy(update={"model": str(folder / "policy")})
     (measured,) = evaluate_policy(config, config.eval[:1], captured_functions(folder))
@@ -87,10 +95,10 @@ def evaluate_saved(folder: Path) -> Evaluated:
 
 
 def evaluation_main(connection, folder: str, supervisor: int) -> None:
-    "Main function of the process: sends what it measured, or `Refused` with the reason."
+    "Main function of the process: sends the figures, or `Refused` with the reason."
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError):  # a machine without this file chooses by itself
+    with suppress(OSError):  # some machines do not have this file
         Path("/proc/self/oom_score_adj").write_text("1000")
     threading.Thread(target=end_with, args=(supervisor,), daemon=True).start()
     try:
@@ -108,7 +116,7 @@ def end_with(parent: int) -> None:
 
 # %% ../../nbs/workbench/02_last_evaluation.ipynb #last-evaluation-wait
 def wait_for_evaluation(handle: ProcessHandle, seconds: float, is_stopped: Callable[[], bool]) -> Evaluated | str:
-    "What the process measured, or in words why it measured nothing within so many seconds."
+    "The figures that the process measured, or in words why there are none within so many seconds."
     for _ in range(math.ceil(seconds / LOOK_SECONDS)):
         if is_stopped():
             return "it was stopped by a signal"
@@ -130,7 +138,7 @@ def end_evaluation(handle: ProcessHandle) -> None:
 def measure_in_process(
     folder: Path, seconds: float, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
 ) -> Evaluated | str:
-    """Start the process (`main(connection, folder, supervisor)`), wait for what it measures, and end it. Returns the
+    """Start the process (`main(connection, folder, supervisor)`), wait for its figures, and end it. Returns the
     figures, or in words why there are none."""
     handle = ProcessHandle("evaluation", main, (str(folder), os.getpid()), parent=True)
     try:
@@ -148,8 +156,8 @@ def write_measured(folder: Path, version: int, measured: Evaluated) -> None:
 
 
 def rate_again(folder: Path, version: int) -> None:
-    """Note what the saved policy is worth by its own evaluation; a warning in the reason of the end is replaced by
-    the new one."""
+    """Write the policy's own held-out rate into its note. If the warning in the note changes, it also changes in the
+    reason of the run's end."""
     before = read_json(folder / "policy" / POLICY_NOTE)["warning"]
     warning = note_policy(folder, version)
     if warning == before:
@@ -162,17 +170,19 @@ def rate_again(folder: Path, version: int) -> None:
 def evaluate_failed_run(
     folder: Path, is_stopped: Callable[[], bool] = lambda: False, main: Callable = evaluation_main
 ) -> bool:
-    """Evaluate the policy that a failed run has saved, once; run.log says what came of it. Returns True if there is a
-    new row.
-    `is_stopped`: asked twice a second whether to give up; `main`: main function of the process. ValueError for a
+    """Evaluate the policy that a failed run has saved, once, and report it in run.log. Returns True if there is a new
+    row. `is_stopped`: asked twice a second whether to give up; `main`: main function of the process. ValueError for a
     folder that cannot be read."""
     if not has_saved_policy(folder):
         return False
     config = in_force(folder)
-    if reason := reason_against(folder, config):
+    reason = reason_against(folder, config)
+    if reason:
         log_line(f"the saved policy is not evaluated: {reason}")
         return False
-    version, name, limit = version_of_policy(folder), config.eval[0].name, config.deadlines.evaluate
+    version = version_of_policy(folder)
+    name = config.eval[0].name
+    limit = config.deadlines.evaluate
     log_line(f"the saved policy of version {version} is evaluated on {name!r}, within {limit:g} s")
     measured = measure_in_process(folder, limit, is_stopped, main)
     if isinstance(measured, str):
@@ -187,5 +197,5 @@ def evaluate_failed_run(
 
 
 def log_line(text: str) -> None:
-    "A line of run.log."
+    "Write a line to run.log."
     print(f"after the failure: {text}", file=sys.stderr, flush=True)

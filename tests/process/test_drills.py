@@ -281,7 +281,7 @@ def test_the_books_close_and_an_ended_run_is_refused(plain):
     panel = plain.drills()
     assert (
         all(button.disabled for button in (*panel.buttons.values(), panel.all, panel.halt))
-        and "is stopped" in panel.said.value
+        and "is stopped" in panel.message.value
     )
 
 
