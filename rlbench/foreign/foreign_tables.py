@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['KINDS', 'TEXTS', 'TOKEN_COLUMNS', 'LONG', 'TRUNCATED', 'SUMS', 'row_schema', 'row_frame', 'row_frames', 'write_rows',
            'KeptRows', 'merge_by_key', 'long_columns', 'cut_to_tokens', 'with_group_names', 'with_ids', 'with_rewards',
-           'with_verdicts', 'with_fates', 'with_left_out', 'with_lengths', 'group_table', 'served_columns',
-           'trained_columns', 'signal_columns', 'mismatch_sums', 'mismatch_columns', 'newest_metrics', 'metric_columns',
-           'joined_by_step', 'step_table', 'eval_table', 'ForeignTables', 'make_tables', 'token_table', 'write_segment',
-           'without_absent']
+           'with_chosen_parts', 'with_verdicts', 'with_fates', 'with_left_out', 'with_lengths', 'with_run_versions',
+           'group_table', 'served_columns', 'trained_columns', 'signal_columns', 'mismatch_sums', 'mismatch_columns',
+           'newest_metrics', 'metric_columns', 'joined_by_step', 'step_table', 'eval_table', 'ForeignTables',
+           'make_tables', 'token_table', 'write_segment', 'without_absent']
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-imports
 # The tables of a foreign run.
@@ -163,11 +163,15 @@ class KeptRows:
         return self._long[piece]
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-merge
-def merge_by_key(responses: "pl.DataFrame") -> "pl.DataFrame":
+def merge_by_key(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     """Responses with rows of the same key put together, in order of their first row; `places` says where each was read.
     Additions to a response that was not read are left out."""
     import polars as pl
 
+    if form.counts_anew:
+        is_again = pl.col("step").drop_nulls().n_unique().over("key") > 1
+        within_step = pl.format("{} of step {}", "key", "step")
+        responses = responses.with_columns(pl.when(is_again).then(within_step).otherwise("key").alias("key"))
     place = pl.struct("piece", "row").alias("places")
     numbered = responses.with_row_index("order").with_columns(place).drop("piece", "row")
     others = [name for name in numbered.columns if name not in ("key", "order", "places", "addition")]
@@ -234,12 +238,12 @@ def with_ids(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     import polars as pl
 
     scope = ["group_name"] if form.group_scope == "run" else ["step", "group_name"]
-    number = pl.col("rollout").first().over(scope).rank("dense").cast(pl.Int64) - 1  # in order of appearance
     training = pl.col("evaluation").is_null()
-    group = pl.when(~training).then(-1).when(pl.col("group_name").is_not_null()).then(number)
-    order = pl.int_range(pl.len()).over(["evaluation", *scope])
     numbered = responses.with_row_index("rollout").with_columns(pl.col("rollout").cast(pl.Int64))
-    numbered = numbered.with_columns(pl.lit(0, pl.Int64).alias("try"), group.alias("group"))
+    first_row = pl.when(training).then("rollout").min().over(scope)
+    group = pl.when(~training).then(-1).when(pl.col("group_name").is_not_null()).then(first_row.rank("dense") - 1)
+    order = pl.int_range(pl.len()).over(["evaluation", *scope])
+    numbered = numbered.with_columns(pl.lit(0, pl.Int64).alias("try"), group.cast(pl.Int64).alias("group"))
     given = pl.col("k")
     return numbered.with_columns(
         pl.when(pl.col("group_name").is_not_null()).then(given.fill_null(order)).otherwise(given).alias("k")
@@ -259,6 +263,23 @@ def with_rewards(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.Da
     sentence = "reward: the sum of its parts, each with weight 1; no weights and no total are written"
     one = "reward: its only part, with weight 1; no weight and no total are written"
     return responses.with_columns(total), [sentence if several else one]
+
+
+def with_chosen_parts(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.DataFrame, list[str]]":
+    "Responses with the part that the format names as their `reward`, where they have none; and the guesses that were made."
+    import polars as pl
+
+    numbered = responses.with_row_index("order")
+    parts = numbered.filter(pl.col("reward").is_null()).select("order", "part_names", "part_values")
+    named = parts.explode("part_names", "part_values").filter(pl.col("part_names") == form.reward_part)
+    if not len(named):
+        return responses, []
+    guess = named.group_by("order").agg(pl.col("part_values").first().alias("guess"))
+    joined = numbered.join(guess, on="order", how="left", maintain_order="left")
+    filled = joined.with_columns(pl.coalesce("reward", "guess").alias("reward")).drop("order", "guess")
+    return filled, [
+        f"reward: of rewards that are tables, `{form.reward_part}`; which number was trained is not written"
+    ]
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-verdicts
 def with_verdicts(responses: "pl.DataFrame") -> "tuple[pl.DataFrame, list[str]]":
@@ -322,6 +343,40 @@ def with_lengths(rollouts: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFram
     names = ("length", "oldest", "newest", "turns", "advantage")
     filled = [pl.coalesce(name, f"{name}_long").alias(name) for name in names]
     return joined.with_columns(filled).drop(f"{name}_long" for name in names)
+
+# %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-versions
+def with_run_versions(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.DataFrame, list[str]]":
+    """Responses with versions as the run counts them, `version_shift` (what was subtracted), and the guesses that were
+    made; as they are, if the system's versions are the run's own."""
+    import polars as pl
+
+    if not form.counts_anew:
+        return responses, []
+    names = ("dispatched", "oldest", "newest")
+    shifts = _version_shifts(responses, form)
+    shift = pl.col("version_shift").forward_fill().fill_null(strategy="backward").fill_null(0)
+    steps = responses.select("step").unique().sort("step").join(shifts, on="step", how="left", maintain_order="left")
+    joined = responses.join(steps.with_columns(shift), on="step", how="left", nulls_equal=True, maintain_order="left")
+    shifted = joined.with_columns(pl.col(name) - pl.col("version_shift") for name in names)
+    found = shifts.group_by("version_shift", maintain_order=True).agg(pl.col("step").min()).rows()
+    sentences = [
+        f"versions: from step {step} on they are the system's numbers {-shift:+d}, so that the newest fits its step"
+        for shift, step in found
+        if shift
+    ]
+    return shifted, sentences
+
+
+def _version_shifts(responses: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
+    "By step of the training: by how much the system's versions are ahead of the run's. They fall when it is restarted."
+    import polars as pl
+
+    newest = pl.max_horizontal("dispatched", "oldest", "newest").max().alias("version")
+    known = responses.filter(pl.col("evaluation").is_null() & pl.col("step").is_not_null())
+    by_step = known.group_by("step").agg(newest).drop_nulls().sort("step")
+    process = (pl.col("version") < pl.col("version").shift()).fill_null(False).cum_sum()
+    ahead = (pl.col("version") - (pl.col("step") - form.first_step)).max().over(process)
+    return by_step.select("step", ahead.alias("version_shift"))
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-groups
 def group_table(rollouts: "pl.DataFrame") -> "pl.DataFrame":
@@ -571,7 +626,10 @@ def make_tables(kept: KeptRows, form: ForeignFormat, folder: Path) -> ForeignTab
     metrics = newest_metrics(kept.frame("metrics"))
     phases = kept.frame("phases")
     began = _first_time(responses, metrics, phases)
-    responses, group_guesses = with_group_names(with_left_out(merge_by_key(responses)), form)
+    merged = with_left_out(merge_by_key(responses, form))
+    responses, group_guesses = with_group_names(merged, form)
+    responses, version_guesses = with_run_versions(responses, form)
+    responses, part_guesses = with_chosen_parts(responses, form)
     responses, reward_guesses = with_rewards(responses, form)
     responses, verdict_guesses = with_verdicts(responses)
     rollouts = _with_time(with_ids(responses, form), "ended", began)
@@ -592,7 +650,11 @@ def make_tables(kept: KeptRows, form: ForeignFormat, folder: Path) -> ForeignTab
     for name, table in tables.items():
         write_segment(folder, name, without_absent(table), 0, columns)
     order = {name: tuple(sorted(found)) for name, found in columns.items()}
-    return ForeignTables(order, (*group_guesses, *reward_guesses, *verdict_guesses), began, rollouts["step"].max())
+    guesses = [*group_guesses, *version_guesses, *part_guesses, *reward_guesses, *verdict_guesses]
+    for name, sentence in form.assumptions.items():
+        table, _, column = name.partition(".")
+        guesses += [sentence] if column in order.get(table, ()) else []
+    return ForeignTables(order, tuple(guesses), began, rollouts["step"].max())
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-segments
 def _write_rollouts(
@@ -605,6 +667,10 @@ def _write_rollouts(
     finished, written, with_tokens = [], 0, 0
     for _, part in rollouts.with_columns(home.alias("home")).group_by("home", maintain_order=True):
         long = long_columns(kept, part)
+        if form.counts_anew:
+            shift = long.join(part.select("rollout", "version_shift"), on="rollout", how="left", maintain_order="left")
+            long = shift.with_columns(pl.col("versions") - pl.col("version_shift")).drop("version_shift")
+            part = part.drop("version_shift")
         part = with_fates(with_lengths(part.drop("home"), long), form)
         shown = part.drop("places", "prompt_hash", *SUMS).join(long.select("rollout", *TEXTS), on="rollout", how="left")
         write_segment(folder, "rollouts", without_absent(shown), written, columns)

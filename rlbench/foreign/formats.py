@@ -33,15 +33,16 @@ from .source_files import LINE_BYTES, MIB, ForeignError, is_json, list_files, na
 # %% ../../nbs/foreign/02_formats.ipynb #formats-files
 @dataclass(frozen=True)
 class LinesFile:
-    "A file of JSON lines. `read` gives the rows of one record; `record`: the type as which msgspec decodes it."
+    "A file of JSON lines. `read` gives the rows of a record; `record`: the type as which msgspec decodes it."
 
     path: Path
-    read: Callable[[object], Iterable[Row]]
+    read: Callable[..., Iterable[Row]]
     record: type = dict
     packed: bool = False  # zstd frames; then it is read whole
     soon: bool = False  # a first look reads it whole
     stream: str = ""  # of the streams of a run, a first look reads the same parts
     members: tuple[Path, ...] = ()  # a file of lines is read alone
+    together: bool = False  # `read` takes the records of a piece at once, for events that belong together
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class ForeignFormat:
     guess_rewards: bool = False  # where only the parts of a reward are written, take their sum
     holds_many: bool = False  # one file can hold several runs
     samples_only: bool = False  # the responses are a few examples of a step: no figure of a step is computed from them
+    reward_part: str = ""  # part that is taken for the reward, where a response has parts and no reward
+    counts_anew: bool = False  # a restarted system gives ids of responses again, and counts versions from its start
+    assumptions: Mapping[str, str] = field(default_factory=dict)  # table.column -> the guess that is in it, in words
     settings: Mapping[str, str] = field(default_factory=dict)  # what is not recorded -> the setting that records it
     knobs: Mapping[str, str] = field(default_factory=dict)  # our knob -> the system's own setting
 

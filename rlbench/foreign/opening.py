@@ -128,17 +128,24 @@ def _piece_rows(piece: Piece, damaged: list[int]) -> Iterator[Row]:
     if isinstance(file, WholeFile):
         yield from _whole_rows(file, damaged)
         return
-    decode = msgspec.json.Decoder(file.record).decode
     lines = zstd_lines(file.path) if file.packed else piece_lines(file.path, piece.start, piece.end)
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            rows = list(file.read(_decoded_record(decode, line, file.record)))
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-            damaged[0] += 1
-            continue
-        yield from rows
+    read = _one_record if file.together else file.read
+    decode = partial(_decoded_record, msgspec.json.Decoder(file.record).decode, record=file.record)
+    found = (row for line in lines if line.strip() for row in _line_rows(decode, line, read, damaged))
+    yield from file.read(found) if file.together else found
+
+
+def _one_record(record: object) -> Iterator[object]:
+    yield record
+
+
+def _line_rows(decode: Callable[[bytes], object], line: bytes, read: Callable, damaged: list[int]) -> list:
+    "What `read` makes of the record in a line; nothing for a damaged one, which is counted."
+    try:
+        return list(read(decode(line)))
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        damaged[0] += 1
+        return []
 
 
 def _decoded_record(decode: Callable[[bytes], object], line: bytes, record: type) -> object:

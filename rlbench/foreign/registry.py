@@ -25,8 +25,10 @@ from pathlib import Path
 
 import msgspec
 
+from .areal import AREAL
 from .formats import FileTree, ForeignFormat, SourceFile
 from .plain import PLAIN, plain_format
+from .slime import SLIME
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
 from .tinker_cookbook import TINKER_COOKBOOK
 from .verl import VERL
@@ -36,6 +38,8 @@ from ..knobs import unknown_name_error
 FORMATS: dict[str, ForeignFormat] = {
     "verl": VERL,
     "tinker-cookbook": TINKER_COOKBOOK,
+    "areal": AREAL,
+    "slime": SLIME,
     "plain": PLAIN,
 }  # by the name that `kind` takes
 
