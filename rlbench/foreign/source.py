@@ -61,7 +61,9 @@ class ForeignSource:
     def remedy(self, name: str) -> str:
         "The setting of the system that records a table or a column; empty if none is known."
         table = name.partition(".")[0]
-        return self.missing.get(name) or self.missing.get(table, "")
+        others = ("steps", "metrics") if table == "steps" else (table,)  # most figures of steps are written as metrics
+        found = [self.missing[key] for key in (name, *others) if key in self.missing]
+        return found[0] if found else ""
 
     @property
     def words(self) -> str:

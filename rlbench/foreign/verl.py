@@ -123,7 +123,7 @@ VERL = ForeignFormat(
     settings={
         "rollouts": "trainer.rollout_data_dir=PATH",
         "evals": "trainer.validation_data_dir=PATH",
-        "steps": "trainer.logger=[console,file], with VERL_FILE_LOGGER_PATH",
+        "metrics": "trainer.logger=[console,file], with VERL_FILE_LOGGER_PATH",
         "tokens": "verl writes no token ids or log-probabilities to files",
         "rollouts.dispatched": "verl writes versions only as means of a step, with the trainers on a transfer queue (v1)",
     },

@@ -234,7 +234,7 @@ def stack_areas(stack: Stack) -> list[Band]:
     """A stack as areas that all begin at zero, the highest behind. One that is the same all along needs two points;
     one that is too thin to be seen is left out."""
     tops = np.cumsum([np.nan_to_num(y) for y in stack.ys], axis=0)
-    seen = [i for i, y in enumerate(stack.ys) if len(y) and np.nanmax(y) > 0.004 * tops[-1].max()]
+    seen = [i for i, y in enumerate(stack.ys) if len(y) and np.nan_to_num(y).max() > 0.004 * tops[-1].max()]
     areas = []
     for i in reversed(seen):
         is_flat = np.ptp(tops[i]) < 1e-9

@@ -69,7 +69,7 @@ class OpenedRun(Run):
         for column in columns or ():
             if column not in table.columns:
                 remedy = self.source.remedy(f"{name}.{column}")
-                advice = f"; it is recorded with {remedy}" if remedy else ""
+                advice = f" ({remedy})" if remedy else ""
                 raise ValueError(f"{name}.{column}: {self.source.system} did not record it here{advice}")
         return table.select(columns) if columns else table
 
@@ -112,6 +112,15 @@ class OpenedRun(Run):
     def config(self):
         "Refused: the system's own settings are in `settings`."
         raise ValueError(f"config: {self.name} was made by {self.source.system}; its own settings are run.settings")
+
+    def predict(self, table: Mapping[str, object] | None = None, **knobs):
+        """What the same recipe would do with these knobs (by our names) on the same machines, from the seconds that the
+        system wrote. ValueError for a run without them, with the setting that records them."""
+        from rlbench.planning.foreign_fit import fit_foreign
+        from rlbench.planning.predict import predict_run
+
+        self.look()
+        return predict_run(fit_foreign(self.folder), table, **knobs)
 
     # what a person sees
     def panel(self, author: str = "", readonly: bool = True):

@@ -1,0 +1,156 @@
+"""A run of another system, opened: tables, what is missing, live growth, advice, prediction, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import rlbench as rl
+from rlbench.foreign.opening import cached_folder, find_or_open, opened_table
+from rlbench.foreign.registry import find_foreign_runs
+from rlbench.foreign.source import read_source
+from rlbench.foreign.source_files import ForeignError
+from rlbench.runtime.live_view import LiveView
+from rlbench.views.card_html import run_card_html, still_cards_html
+from rlbench.views.cards import CARDS
+from rlbench.views.light import run_light
+from rlbench.workbench.opened_run import OpenedRun, OpenedRuns
+
+VERL = Path(__file__).parents[1] / "foreign" / "verl"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    "Each test has a cache of its own."
+    monkeypatch.setenv("RLBENCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def theirs(tmp_path) -> Path:
+    "A copy of a run of verl."
+    return Path(shutil.copytree(VERL / "v1", tmp_path / "theirs"))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    "Every file below a folder with its content."
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_a_read_only_handle(theirs):
+    before = files_in(theirs)
+    run = rl.open(theirs)
+    assert isinstance(run, rl.Run) and run.source.system == "verl"
+    assert run.steps["step"].to_list() == [1, 2, 3]
+    assert run.steps["reward_mean"].to_list() == [0.75, 0.5, 0.625]
+    assert run.groups["size"].to_list() == [4] * 6
+    for verb in ("set", "stop", "fork", "resume", "pause", "guard", "wait"):
+        with pytest.raises(ValueError, match=f"{verb}: theirs was made by verl and is only read"):
+            getattr(run, verb)()
+    with pytest.raises(ValueError, match=r"run\.settings"):
+        _ = run.config
+    assert files_in(theirs) == before
+
+
+def test_a_column_that_is_not_there_is_absent_and_says_what_would_record_it(theirs):
+    run = rl.open(theirs)
+    assert "dispatched" not in run.rollouts.columns and not len(run.tokens)
+    with pytest.raises(ValueError, match=r"rollouts\.dispatched: verl did not record it here \(verl writes"):
+        run.table("rollouts", ["step", "dispatched"])
+    assert "missing: tokens" in repr(run)
+
+
+def test_several_runs_are_listed():
+    found = rl.open(VERL)
+    assert isinstance(found, OpenedRuns) and [run.name for run in found] == ["v0", "v1"]
+    assert repr(found).startswith("2 runs; take one by its number:")
+    with pytest.raises(ForeignError, match="2 runs of other systems; name one of them"):
+        find_or_open(VERL)
+
+
+def test_nothing_recognised_is_refused_in_words(tmp_path):
+    with pytest.raises(ForeignError, match="there is no .*; give a folder"):
+        rl.open(tmp_path / "nowhere")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("hello")
+    with pytest.raises(ForeignError, match=r"no run of .*verl.*\(a\.txt"):
+        rl.open(tmp_path / "notes")
+    with pytest.raises(ValueError, match="kind: unknown name 'ferl'"):
+        rl.open(VERL, kind="ferl")
+
+
+def test_a_run_that_is_still_written_is_followed(theirs):
+    run = rl.open(theirs)
+    responses = theirs / "rollout_data" / "4.jsonl"
+    line = (theirs / "rollout_data" / "3.jsonl").read_text().splitlines()[0]
+    row = json.loads(line) | {"step": 4, "score": 1.0, "uid": "later_0_0"}
+    with open(responses, "w") as file:
+        file.write(json.dumps(row) + "\n" + line[:20])
+    assert run.steps["step"].to_list() == [1, 2, 3, 4]
+    with open(responses, "a") as file:
+        file.write(line[20:].replace('"step": 3', '"step": 4') + "\n")
+    assert run.steps["rollouts"].to_list()[-1] == 2
+    assert run.state == "running"
+
+
+def test_cards_show_what_is_there_and_name_what_would_record_the_rest(theirs):
+    run = rl.open(theirs)
+    snapshot = LiveView(run.folder).poll()
+    light = run_light(snapshot)
+    assert light.word == "read-only" and "verl" in light.reason
+    cards = {key: str(run_card_html(key, snapshot)) for key in CARDS}
+    assert "<svg" in cards["reward"] and "target" not in cards["solve"]  # no band is known, so none is drawn
+    assert "not recorded by verl" in cards["ribbons"] and "token ids" in cards["ribbons"]
+    assert "bound" not in cards["queue"]
+    page = str(still_cards_html(snapshot, light))
+    assert "rl-card-ribbons" not in page and "rl-card-reward" in page
+
+
+def test_the_panel_follows_and_has_no_controls(theirs):
+    panel = rl.open(theirs).panel()
+    assert panel.knobs is None and panel.buttons is None and panel.trace == ""
+    assert panel.snapshot.version == 3
+    row = {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0, "step": 4, "uid": "x_0_0"}
+    (theirs / "rollout_data" / "4.jsonl").write_text(json.dumps(row) + "\n")
+    panel.frame()
+    assert panel.snapshot.version == 4 and panel.trace == ""
+
+
+def test_why_speaks_of_the_systems_settings(theirs):
+    found = rl.open(theirs).why()
+    assert found.limit == "generator" and "`actor_rollout_ref.rollout.max_num_seqs`" in found.text
+    assert found.figures["trainer_waits"] == pytest.approx(1 - 3.9 / 11.9)
+
+
+def test_the_planner_is_fitted_to_its_seconds(theirs):
+    run = rl.open(theirs)
+    found = run.predict(staleness=2)
+    assert 0 <= found.simulated.wait <= 1 and found.simulated.rate > 0
+    with pytest.raises(ValueError, match=r"do not have steps\.seconds.*trainer\.logger"):
+        rl.open(VERL / "v0").predict()
+
+
+def test_ours_and_theirs_are_compared(theirs, tmp_path):
+    from rlbench.workbench.handle import example_run
+
+    ours = example_run(tmp_path / "runs")
+    page = rl.compare(ours, rl.open(theirs))
+    assert "theirs" in str(page) and "example" in str(page)
+
+
+def test_two_runs_of_one_name_stay_apart(tmp_path):
+    for parent in ("a", "b"):
+        shutil.copytree(VERL / "v1", tmp_path / parent / "same")
+    folders = {cached_folder(find_foreign_runs(tmp_path / parent / "same")[0]) for parent in ("a", "b")}
+    assert len(folders) == 2
+
+
+def test_a_rollout_opens_in_the_inspector(theirs):
+    run = rl.open(theirs)
+    rollout = run.rollout(3)
+    assert rollout.prompt and rollout.text
+    with pytest.raises(ValueError, match="there is nothing to put a loss on"):
+        run.cards([3], loss="gspo")
+    assert len(OpenedRun(run.folder).browse().rows) == 27
+    assert read_source(run.folder).guesses
+    assert opened_table(run.folder, "nothing").is_empty()
