@@ -529,7 +529,7 @@ def metric_columns(metrics: "pl.DataFrame", names: Mapping[str, str | tuple[str,
     "By step: our columns from the system's figures, null where a step does not have them."
     import polars as pl
 
-    known = metrics.filter(pl.col("step").is_not_null())
+    known = metrics.filter(pl.col("step").is_not_null() & ~pl.col("evaluation"))
     found = known.select("step").unique().sort("step")
     at_step = known.group_by("step").agg(pl.col("at").max())
     found = found.join(at_step, on="step", how="left")

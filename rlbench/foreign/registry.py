@@ -26,8 +26,11 @@ from pathlib import Path
 import msgspec
 
 from .areal import AREAL
+from .art import ART
 from .formats import FileTree, ForeignFormat, SourceFile
+from .inspect_logs import INSPECT_LOGS
 from .plain import PLAIN, plain_format
+from .rllm import RLLM
 from .slime import SLIME
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
 from .tinker_cookbook import TINKER_COOKBOOK
@@ -38,6 +41,9 @@ from ..knobs import unknown_name_error
 FORMATS: dict[str, ForeignFormat] = {
     "verl": VERL,
     "tinker-cookbook": TINKER_COOKBOOK,
+    "art": ART,
+    "rllm": RLLM,
+    "inspect": INSPECT_LOGS,
     "areal": AREAL,
     "slime": SLIME,
     "plain": PLAIN,
