@@ -31,6 +31,7 @@ from .formats import FileTree, ForeignFormat, SourceFile
 from .inspect_logs import INSPECT_LOGS
 from .plain import PLAIN, plain_format
 from .rllm import RLLM
+from .skyrl import SKYRL
 from .slime import SLIME
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
 from .tinker_cookbook import TINKER_COOKBOOK
@@ -45,6 +46,7 @@ FORMATS: dict[str, ForeignFormat] = {
     "rllm": RLLM,
     "inspect": INSPECT_LOGS,
     "areal": AREAL,
+    "skyrl": SKYRL,
     "slime": SLIME,
     "plain": PLAIN,
 }  # by the name that `kind` takes
