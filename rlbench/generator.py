@@ -33,7 +33,7 @@ from typing import Callable, Collection, Iterable, Mapping, Protocol
 
 import numpy as np
 
-from .records import MOST_KEPT, Sampling, Segment, StopReason, response_segment, uniform_numbers
+from .records import MOST_KEPT, Sampling, Segment, StopReason, response_segment, uniform_number, uniform_numbers
 
 # %% ../nbs/03_generator.ipynb #generator-request
 NO_IDS = np.zeros(0, np.int32)  # the sampling mask of a token that was drawn from the whole vocabulary
@@ -221,7 +221,7 @@ MOST_LEVELS = 100  # levels above the first that make a script longer; more woul
 
 def lognormal_length(stream: int, mean: float, tail: float) -> float:
     "The length of a scripted response in tokens, not rounded: lognormal with mean `mean` and shape `tail`."
-    u1, u2 = uniform_numbers(np.uint64(stream ^ LENGTH_STREAM), np.arange(2))
+    u1, u2 = (uniform_number(stream ^ LENGTH_STREAM, position) for position in range(2))
     radius = np.sqrt(-2 * np.log1p(-u1))
     normal = float(radius * np.cos(2 * np.pi * u2))  # by Box and Muller
     return mean * np.exp(tail * normal - tail**2 / 2)
@@ -246,7 +246,8 @@ def script_response(
     u_T = uniform_numbers(np.uint64(request.stream), np.arange(length))
     tokens = (u_T * vocab).astype(np.int32)
     other = next(token for token in range(len(stop) + 1) if token not in stop)
-    tokens[np.isin(tokens, stop)] = other
+    for token in stop:
+        tokens[tokens == token] = other
     if reason is StopReason.STOP:
         tokens[-1] = stop[0]
     logprobs = np.log1p(-0.9 * u_T).astype(np.float32)

@@ -6,8 +6,8 @@
 __all__ = ['MOST_KEPT', 'MAX_VERSIONS', 'StopReason', 'Outcome', 'Fate', 'Task', 'Sampling', 'SamplingMask', 'pack_masks',
            'join_masks', 'Segment', 'prompt_segment', 'observation_segment', 'response_segment', 'Rollout',
            'response_texts', 'trained_versions', 'version_span', 'oldest_writer', 'Staleness', 'staleness_of', 'Group',
-           'stream_key', 'uniform_numbers', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow', 'StepRow', 'Served',
-           'EvalRow', 'CommandRow']
+           'stream_key', 'uniform_numbers', 'uniform_number', 'TrainMetrics', 'Meter', 'RolloutRow', 'GroupRow',
+           'StepRow', 'Served', 'EvalRow', 'CommandRow']
 
 # %% ../nbs/00_records.ipynb #records-imports
 # The nouns of rlbench: records that travel between actors, and records that the loop reports.
@@ -354,6 +354,7 @@ class Group:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
+_ALL_BITS = 2**64 - 1
 
 
 def stream_key(run: int, task: str, rollout: int, turn: int = 0) -> int:
@@ -371,6 +372,15 @@ def uniform_numbers(keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(27))) * _MIX2
     z = z ^ (z >> np.uint64(31))
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def uniform_number(key: int, position: int) -> float:
+    "The number of one stream at one position; the same as in `uniform_numbers`, and quicker where one is needed."
+    z = (key + (position + 1) * int(_GOLDEN)) & _ALL_BITS
+    z = ((z ^ (z >> 30)) * int(_MIX1)) & _ALL_BITS
+    z = ((z ^ (z >> 27)) * int(_MIX2)) & _ALL_BITS
+    z ^= z >> 31
+    return (z >> 11) * 2.0**-53
 
 # %% ../nbs/00_records.ipynb #records-metrics
 MAX_VERSIONS = 10_000_000  # that a run may train, and that a change may take

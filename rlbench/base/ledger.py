@@ -100,6 +100,8 @@ def _open_tail(folder: Path) -> _Tail:
 # %% ../../nbs/base/05_ledger.ipynb #ledger-write
 def _write_pending(tail: _Tail) -> None:
     "Append the lines that wait. What a full disk has no room for waits on, from its first line on."
+    if not tail.pending:
+        return
     data = b"".join(tail.pending)
     done = 0
     with full_disk_named(tail.folder):

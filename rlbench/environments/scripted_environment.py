@@ -14,12 +14,10 @@ __all__ = ['SCRIPTED_EASE', 'is_scripted_right', 'scripted_verdict', 'ScriptedEn
 #   * Requests are answered one at a time, in their order.
 from collections.abc import Callable
 
-import numpy as np
-
 from .environment import EnvironmentActor
 from .episode import Episode, Judged, SingleTurn
 from .scoring_messages import ScoreRequest, ScoreResult, ScoringWork
-from ..records import Outcome, Task, stream_key, uniform_numbers
+from ..records import Outcome, Task, stream_key, uniform_number
 from ..reward import correct, exact
 
 # %% ../../nbs/environments/14_scripted_environment.ipynb #scripted-environment-verdict
@@ -29,17 +27,15 @@ SCRIPTED_EASE = 0.7  # solve rate of tasks of level 1; each level more multiplie
 
 def is_scripted_right(seed: int, task: Task, rollout: int, ease: float = SCRIPTED_EASE) -> bool:
     "True if a scripted response is right, from the stream (seed, task, rollout) alone."
-    key = np.uint64(stream_key(seed, task.id, rollout, _VERDICT_TURN))
-    verdict = uniform_numbers(key, np.zeros(1, np.int64))
-    return bool(verdict[0] < ease ** max(0, task.level))
+    key = stream_key(seed, task.id, rollout, _VERDICT_TURN)
+    return uniform_number(key, 0) < ease ** max(0, task.level)
 
 
 def scripted_verdict(seed: int, request: ScoreRequest, ease: float, failures: float, seconds: float) -> Judged:
     "Judged from the stream (seed, task, rollout) alone: position 0 is the verdict, position 1 + try the failure."
     rollout = request.rollout
-    key = np.uint64(stream_key(seed, rollout.task.id, rollout.id, _VERDICT_TURN))
-    has_failed = uniform_numbers(key, np.array([1 + request.try_]))[0] < failures
-    if has_failed:
+    key = stream_key(seed, rollout.task.id, rollout.id, _VERDICT_TURN)
+    if uniform_number(key, 1 + request.try_) < failures:
         message = f"environment: scripted failure of try {request.try_}"
         return Judged(outcome=Outcome.ENVIRONMENT_ERROR, message=message, seconds=seconds)
     right = is_scripted_right(seed, rollout.task, rollout.id, ease)

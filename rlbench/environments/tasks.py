@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Problem', 'TASK_SETS', 'addition_problem', 'sums_problem', 'counting_problem', 'make_pool', 'level_range', 'drawer',
-           'addition', 'sums', 'counting', 'arithmetic', 'chain_problem', 'chains', 'check_tasks', 'make_tasks']
+           'addition', 'sums', 'counting', 'arithmetic', 'draw_arithmetic', 'chain_problem', 'chains', 'check_tasks',
+           'make_tasks']
 
 # %% ../../nbs/environments/04_tasks.ipynb #tasks-imports
 # Task sets, and pools made from a configuration.
@@ -20,6 +21,7 @@ __all__ = ['Problem', 'TASK_SETS', 'addition_problem', 'sums_problem', 'counting
 # `seed` and `count`, and a function that returns something else than tasks.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from random import Random
 
 from .hub_tasks import hub
@@ -163,15 +165,23 @@ def arithmetic(
     "Additions and sums; level 1 is the easiest of each kind."
     digits = level_range("arithmetic", low_digits, high_digits, "_digits")
     terms = level_range("arithmetic", low_terms, high_terms, "_terms")
+    return list(draw_arithmetic(split, seed, count, additions, digits, terms))
+
+
+@lru_cache(maxsize=4)  # a run asks for the default pools, and so does everybody who looks at it
+def draw_arithmetic(
+    split: str, seed: int, count: int, additions: float, digits: range, terms: range
+) -> tuple[Task, ...]:
+    "The tasks of `arithmetic`. `additions`: their share."
 
     def draw(random: Random) -> tuple[str, Problem, int]:
         if random.random() < additions:
             size = random.choice(digits)
-            return "addition", addition_problem(random, size), 1 + size - low_digits
+            return "addition", addition_problem(random, size), 1 + size - digits[0]
         size = random.choice(terms)
-        return "sums", sums_problem(random, size), 1 + size - low_terms
+        return "sums", sums_problem(random, size), 1 + size - terms[0]
 
-    return make_pool(draw, "arithmetic", split, seed, count)
+    return tuple(make_pool(draw, "arithmetic", split, seed, count))
 
 # %% ../../nbs/environments/04_tasks.ipynb #tasks-chains
 def chain_problem(random: Random, length: int, digits: int) -> Problem:

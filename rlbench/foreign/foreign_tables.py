@@ -383,8 +383,10 @@ def group_table(rollouts: "pl.DataFrame") -> "pl.DataFrame":
     "A row for each group of the training."
     import polars as pl
 
-    grouped = rollouts.filter(pl.col("group") >= 0).group_by("group", maintain_order=True)
+    training = rollouts.filter(pl.col("group") >= 0)
+    grouped = training.group_by("group", maintain_order=True)
     reward = pl.col("reward")
+    scored = reward.count().cast(pl.Int64) if training["reward"].is_not_null().any() else pl.lit(None, pl.Int64)
     return grouped.agg(
         pl.col("step").drop_nulls().last(),
         pl.col("group_name").first(),
@@ -393,7 +395,7 @@ def group_table(rollouts: "pl.DataFrame") -> "pl.DataFrame":
         pl.col("dispatched").min(),
         pl.len().cast(pl.Int64).alias("size"),
         pl.when(pl.col("correct").is_not_null().any()).then(pl.col("correct").sum().cast(pl.Int64)).alias("solved"),
-        reward.count().cast(pl.Int64).alias("scored"),
+        scored.alias("scored"),
         reward.mean().alias("reward_mean"),
         reward.std().alias("reward_std"),
         (reward.max() - reward.min() <= 1e-9).alias("no_signal"),
@@ -529,7 +531,7 @@ def metric_columns(metrics: "pl.DataFrame", names: Mapping[str, str | tuple[str,
     "By step: our columns from the system's figures, null where a step does not have them."
     import polars as pl
 
-    known = metrics.filter(pl.col("step").is_not_null())
+    known = metrics.filter(pl.col("step").is_not_null() & ~pl.col("evaluation"))
     found = known.select("step").unique().sort("step")
     at_step = known.group_by("step").agg(pl.col("at").max())
     found = found.join(at_step, on="step", how="left")

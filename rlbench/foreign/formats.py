@@ -28,7 +28,7 @@ from typing import Literal, get_args, get_origin
 import msgspec
 
 from .rows import Row
-from .source_files import LINE_BYTES, MIB, ForeignError, is_json, list_files, named_faults, zstd_lines
+from .source_files import LINE_BYTES, MIB, ForeignError, is_json, list_files, zstd_lines
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-files
 @dataclass(frozen=True)
@@ -134,9 +134,12 @@ class FileTree:
         return self._records[path]
 
     def beginning(self, path: Path) -> bytes:
-        "The first bytes of a file: enough to tell one kind of large JSON file from another."
-        with named_faults(path), open(path, "rb") as file:
-            return file.read(BEGINNING_BYTES)
+        "The first bytes of a file: enough to tell one kind of large JSON file from another. Empty if it cannot be read."
+        try:
+            with open(path, "rb") as file:
+                return file.read(BEGINNING_BYTES)
+        except OSError:
+            return b""
 
     def has_keys(self, path: Path, *keys: str) -> bool:
         "True if the first record of a file of JSON lines has all of these keys."

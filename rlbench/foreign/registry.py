@@ -26,19 +26,36 @@ from pathlib import Path
 import msgspec
 
 from .areal import AREAL
+from .art import ART
 from .formats import FileTree, ForeignFormat, SourceFile
+from .inspect_logs import INSPECT_LOGS
 from .plain import PLAIN, plain_format
+from .prime_rl import PRIME_RL_APRIL, PRIME_RL_AUTUMN, PRIME_RL_JULY, PRIME_RL_SEPTEMBER
+from .rllm import RLLM
+from .skyrl import SKYRL
 from .slime import SLIME
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
 from .tinker_cookbook import TINKER_COOKBOOK
+from .verifiers_legacy import VERIFIERS_LEGACY
+from .verifiers_v1 import VERIFIERS_V1
 from .verl import VERL
 from ..knobs import unknown_name_error
 
 # %% ../../nbs/foreign/40_registry.ipynb #registry-formats
 FORMATS: dict[str, ForeignFormat] = {
+    "prime-rl-autumn": PRIME_RL_AUTUMN,
+    "prime-rl-september": PRIME_RL_SEPTEMBER,
+    "prime-rl-july": PRIME_RL_JULY,
+    "prime-rl-april": PRIME_RL_APRIL,
+    "verifiers-v1": VERIFIERS_V1,
+    "verifiers-legacy": VERIFIERS_LEGACY,
     "verl": VERL,
     "tinker-cookbook": TINKER_COOKBOOK,
+    "art": ART,
+    "rllm": RLLM,
+    "inspect": INSPECT_LOGS,
     "areal": AREAL,
+    "skyrl": SKYRL,
     "slime": SLIME,
     "plain": PLAIN,
 }  # by the name that `kind` takes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from foreign_runs import open_only
 
-from rlbench.foreign.opening import cached_folder, opened_table, refresh
-from rlbench.foreign.registry import find_foreign_runs
+from rlbench.foreign.opening import opened_table
 from rlbench.foreign.source import read_source
 
 
@@ -19,14 +19,6 @@ def run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(root / "tests/foreign/tinker_cookbook", tmp_path / "some run"))
 
 
-def open_only(path: Path) -> Path:
-    "The cached folder of the only run under a path."
-    (found,) = find_foreign_runs(path)
-    assert found.kind == "tinker-cookbook"
-    refresh(found)
-    return cached_folder(found)
-
-
 def edit_lines(path: Path, edit) -> None:
     "Replace each record of a file of lines by what `edit` makes of it."
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -34,7 +26,7 @@ def edit_lines(path: Path, edit) -> None:
 
 
 def test_tables(run: Path) -> None:
-    folder = open_only(run)
+    folder = open_only(run, "tinker-cookbook")
     steps = opened_table(folder, "steps")
     assert steps["step"].to_list() == [0, 1, 2] and steps["version"].to_list() == [1, 2, 3]
     assert steps["reward_mean"].to_list() == [0.75, 0.5, 0.625]
@@ -49,13 +41,13 @@ def test_tables(run: Path) -> None:
 
 
 def test_absent(run: Path) -> None:
-    source = read_source(open_only(run))
+    source = read_source(open_only(run, "tinker-cookbook"))
     assert not source.has("tokens") and not source.has("evals") and not source.has("rollouts.advantage")
     assert "rollout_json_export" in source.remedy("evals") and not source.guesses
 
 
 def test_settings_and_checkpoints(run: Path) -> None:
-    folder = open_only(run)
+    folder = open_only(run, "tinker-cookbook")
     settings = dict(opened_table(folder, "settings").select("name", "value").iter_rows())
     assert settings["dataset_builder.group_size"] == "4"
     assert json.loads(settings["checkpoints.000002.sampler_path"]).startswith("tinker://")
@@ -65,7 +57,7 @@ def test_settings_and_checkpoints(run: Path) -> None:
 def test_only_metrics(run: Path) -> None:
     for folder in run.glob("iteration_*"):
         shutil.rmtree(folder)
-    folder = open_only(run)
+    folder = open_only(run, "tinker-cookbook")
     assert opened_table(folder, "steps")["reward_mean"].to_list() == [0.75, 0.5, 0.625]
     assert read_source(folder).remedy("rollouts") == "rollout_json_export=True"
 
@@ -73,7 +65,7 @@ def test_only_metrics(run: Path) -> None:
 def test_texts_of_the_logtree(run: Path) -> None:
     for path in run.glob("iteration_*/*.jsonl"):
         edit_lines(path, lambda record: {**record, "steps": [{**turn, "logs": {}} for turn in record["steps"]]})
-    rollouts = opened_table(open_only(run), "rollouts")
+    rollouts = opened_table(open_only(run, "tinker-cookbook"), "rollouts")
     texts = rollouts.filter(pl.col("text").is_not_null())
     assert texts["k"].to_list() == [0, 0, 0] and texts["text"][0] == "7+5=12:42"
     assert len(rollouts) == 24
@@ -83,7 +75,7 @@ def test_evaluation(run: Path) -> None:
     path = run / "iteration_000001/eval_held_out_rollout_summaries.jsonl"
     shutil.copyfile(run / "iteration_000001/train_rollout_summaries.jsonl", path)
     edit_lines(path, lambda record: {**record, "split": "eval/held_out", "sampling_client_step": 1})
-    folder = open_only(run)
+    folder = open_only(run, "tinker-cookbook")
     assert opened_table(folder, "evals").row(0, named=True)["avg"] == 0.5
     assert opened_table(folder, "evals")["eval"].to_list() == ["held_out"]
     assert opened_table(folder, "evals")["version"].to_list() == [1]
@@ -95,7 +87,7 @@ def test_resumed(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.with_name("metrics.jsonl.pre_resume_000001").write_text("".join(lines).replace("0.5", "0.9"))
-    assert opened_table(open_only(run), "steps")["reward_mean"].to_list() == [0.75, 0.5, 0.625]
+    assert opened_table(open_only(run, "tinker-cookbook"), "steps")["reward_mean"].to_list() == [0.75, 0.5, 0.625]
 
 
 def test_mutated(run: Path) -> None:
@@ -115,7 +107,7 @@ def test_mutated(run: Path) -> None:
     summaries.write_text(summaries.read_text()[:-40])
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 9, "env/all/rew')
-    folder = open_only(run)
+    folder = open_only(run, "tinker-cookbook")
     rollouts = opened_table(folder, "rollouts")
     assert rollouts.group_by("step").len().sort("step")["len"].to_list() == [7, 8]
     assert opened_table(folder, "steps")["step"].to_list() == [0, 1, 2]
