@@ -148,7 +148,7 @@ def fit_foreign(folder: str | Path) -> Fitted:
     )
     return match_rate(fitted)
 
-
+# %% ../../nbs/planning/19_foreign_fit.ipynb #foreign-fit-seen
 def trained_or_not() -> "pl.Expr":
     "The responses of the training, whatever became of them."
     import polars as pl
