@@ -462,7 +462,7 @@ def hear_processes(driver: Driver) -> list:
             found += driver.lose_worker(name, cause)
     return found
 
-
+# %% ../../nbs/runtime/29_driver.ipynb #driver-stuck
 def describe_stuck(state: LoopState) -> str:
     "The state of a loop that has nothing to wait for, in one line."
     actors = {}
