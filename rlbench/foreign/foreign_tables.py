@@ -385,7 +385,7 @@ def group_table(rollouts: "pl.DataFrame") -> "pl.DataFrame":
 
     training = rollouts.filter(pl.col("group") >= 0)
     grouped = training.group_by("group", maintain_order=True)
-    reward = pl.col("reward")
+    reward, fate = pl.col("reward"), pl.col("fate")
     scored = reward.count().cast(pl.Int64) if training["reward"].is_not_null().any() else pl.lit(None, pl.Int64)
     return grouped.agg(
         pl.col("step").drop_nulls().last(),
@@ -399,7 +399,7 @@ def group_table(rollouts: "pl.DataFrame") -> "pl.DataFrame":
         reward.mean().alias("reward_mean"),
         reward.std().alias("reward_std"),
         (reward.max() - reward.min() <= 1e-9).alias("no_signal"),
-        pl.col("fate").drop_nulls().last().alias("fate"),
+        pl.when((fate == "trained").any()).then(pl.lit("trained")).otherwise(fate.drop_nulls().last()).alias("fate"),
         pl.when(pl.col("length").is_not_null().any()).then(pl.col("length").sum()).alias("tokens"),
         pl.col("staleness").max(),
         pl.col("at").max(),

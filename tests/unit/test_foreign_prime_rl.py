@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from foreign_runs import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
+from verifiers_records import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
 
 from rlbench.foreign.episodes import NodeRecord, last_branch, response_positions, written_values
 from rlbench.foreign.opening import first_pieces, refresh
