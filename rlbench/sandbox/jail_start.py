@@ -409,7 +409,9 @@ class Capabilities:
 
     def profile(self, tier: str) -> str:
         "The filter of a tier."
-        return "zygote" if tier != Tier.LANDLOCK else "landlock" if self.signals else "landlock-quiet"
+        if tier != Tier.LANDLOCK:
+            return "zygote"
+        return "landlock" if self.signals else "landlock-quiet"
 
     def works(self, tier: str) -> bool:
         "True if a program ran in a tier."
@@ -479,48 +481,43 @@ def receive_one(channel: socket.socket, seconds: float) -> tuple[dict[str, str],
 
 def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, patience: float = 20.0) -> list[JailStep]:
     "Start a zygote in a tier, and a program in it."
-    scratch, steps, errors = make_scratch(user) if tier != Tier.BWRAP else "", [], -1
+    is_bwrap = tier == Tier.BWRAP
+    scratch = "" if is_bwrap else make_scratch(user)
+    command = bwrap_command(python, False) if is_bwrap else ()
+    steps = []
+    errors = -1
     try:
-        process, channel, errors = start_zygote(
-            tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ()
-        )
+        process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, command)
         try:
             _, body = receive_one(channel, patience)
-            steps = [
-                JailStep(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said)
-                for name, said in decode_packet(body)[0].items()
-            ]
+            found, _ = decode_packet(body)
+            for name, answer in found.items():
+                is_ok = answer == "ok"
+                steps.append(JailStep(tier, name, is_ok or answer.startswith("version"), "" if is_ok else answer))
             head, fds = exec_packet(Order(1, "exec", program=Program("print(6 * 7)")), tier, "")
             send_packet(channel, [encode_head(head)], fds)
             for fd in fds:
                 os.close(fd)
             execution = execution_of(*receive_one(channel, patience), tier, "self-test")
-            good = execution.ok and execution.stdout == b"42\n"
-            steps.append(
-                JailStep(
-                    tier,
-                    "program",
-                    good,
-                    f"{1e3 * execution.wall_s:.1f} ms"
-                    if good
-                    else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}",
-                )
-            )
+            is_right = execution.ok and execution.stdout == b"42\n"
+            words = f"{1e3 * execution.wall_s:.1f} ms"
+            if not is_right:
+                last_words = execution.stderr.decode(errors="replace")[-200:]
+                words = f"{execution.end}: {execution.message} {last_words}"
+            steps.append(JailStep(tier, "program", is_right, words))
         finally:
             channel.close()
             process.kill()
             process.wait()
     except (Fault, OSError, EOFError, ValueError, KeyError) as error:
-        said = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2] if errors >= 0 else ""
-        name = tier.value if tier != Tier.BWRAP else "bwrap" if isinstance(error, Fault) else "jail"
-        steps.append(
-            JailStep(
-                tier,
-                name,
-                False,
-                "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, "")))),
-            )
-        )
+        last_line = ""
+        if errors >= 0:
+            last_line = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2]
+        name = tier.value
+        if is_bwrap:
+            name = "bwrap" if isinstance(error, Fault) else "jail"
+        reasons = (last_line or f"{type(error).__name__}: {error}", REMEDIES.get(name, ""))
+        steps.append(JailStep(tier, name, False, "; ".join(filter(None, reasons))))
     finally:
         if errors >= 0:
             os.close(errors)
@@ -536,16 +533,15 @@ def self_test() -> Capabilities:
     user = unprivileged_user()
     python = find_python(user)
     version = landlock_version(Kernel())
-    steps = (
-        try_tier(Tier.BWRAP, python, user, load_filter("zygote"))
-        if shutil.which("bwrap")
-        else [JailStep(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
-    )
-    steps += (
-        try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet"))
-        if version
-        else [JailStep(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
-    )
-    steps += try_tier(Tier.RLIMITS, python, user, load_filter("zygote"))
-    found = Capabilities("", python, user[0], tuple(steps), version >= 6)
-    return replace(found, tier=next((tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)), ""))
+    found = Capabilities("", python, user[0], (), version >= 6)
+    there = {Tier.BWRAP: shutil.which("bwrap"), Tier.LANDLOCK: version, Tier.RLIMITS: True}
+    steps = []
+    for tier, is_there in there.items():
+        if is_there:
+            steps += try_tier(tier, python, user, load_filter(found.profile(tier)))
+        else:
+            name = "bwrap" if tier == Tier.BWRAP else tier.value
+            steps.append(JailStep(tier, name, False, REMEDIES[name]))
+    found = replace(found, steps=tuple(steps))
+    working = [tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)]
+    return replace(found, tier=working[0] if working else "")

@@ -75,15 +75,12 @@ def limit_finding(
     """A finding from how many are allowed, with the remedy where that is less than is wanted. `hard`: too few is a
     failure; otherwise a warning."""
     most = int(min(max(most, 0), 1 << 53))
-    enough = most >= getattr(demand, of)
+    wanted = getattr(demand, of)
     allowed = f"{most:,}" if most < 1_000_000 else "over a million"
-    return Finding(
-        name,
-        PASS if enough else FAIL if hard else WARN,
-        f"{found}: {allowed} {of} at a time" + ("" if enough else f", {getattr(demand, of):,} wanted; {remedy}"),
-        most,
-        of,
-    )
+    words = f"{found}: {allowed} {of} at a time"
+    if most >= wanted:
+        return Finding(name, PASS, words, most, of)
+    return Finding(name, FAIL if hard else WARN, f"{words}, {wanted:,} wanted; {remedy}", most, of)
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-groups
 def _number_in(path: Path) -> float:
@@ -222,23 +219,21 @@ def tier_finding(spec: PoolSpec) -> Finding:
         chosen = choose_tier(found, spec.tier or None, spec.allow_unsafe)
     except (Fault, ValueError) as error:
         return Finding("tier", FAIL, getattr(error, "message", str(error)))
+    user = f"as user {found.uid}"
+    if chosen == Tier.BWRAP:
+        return Finding("tier", PASS, f"{chosen}, {user}")
+    words = str(chosen)
+    if chosen == Tier.RLIMITS:
+        words += ", limits alone, which stop accidents but no attack"
     stronger = [name for name in (Tier.BWRAP, Tier.LANDLOCK) if not found.works(name)]
-    lacks = (
-        "; ".join(f"not {name}, which lacks {found.missing(name)}" for name in stronger) if chosen != Tier.BWRAP else ""
-    )
-    return Finding(
-        "tier",
-        PASS if chosen == Tier.BWRAP else WARN,
-        (
-            f"{chosen}{', limits alone, which stop accidents but no attack' * (chosen == Tier.RLIMITS)}, "
-            f"as user {found.uid}{lacks and '; ' + lacks}"
-        ),
-    )
+    lacks = [f"not {name}, which lacks {found.missing(name)}" for name in stronger]
+    return Finding("tier", WARN, "; ".join([f"{words}, {user}", *lacks]))
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-remote
 def remote_findings(demand: Demand, allowed: Account, patience_s: float = 600.0) -> list[Finding]:
     "What an account allows. `patience_s`: how long it may take until all sandboxes are there."
-    found, taken = [], allowed.open or 0
+    found = []
+    taken = allowed.open or 0
     unknown = (
         "not told by this interface; look it up with the provider, and set policy.most_sessions and policy.create_rate"
     )
@@ -246,43 +241,23 @@ def remote_findings(demand: Demand, allowed: Account, patience_s: float = 600.0)
         found.append(Finding("quota", WARN, unknown))
     else:
         left = f", {taken} of them open now" if taken else ""
-        found.append(
-            limit_finding(
-                "quota",
-                allowed.concurrent - taken,
-                demand,
-                f"the account has {allowed.concurrent:g}{left}",
-                "close what is left over from earlier runs, or raise it with the provider",
-            )
-        )
+        words = f"the account has {allowed.concurrent:g}{left}"
+        remedy = "close what is left over from earlier runs, or raise it with the provider"
+        found.append(limit_finding("quota", allowed.concurrent - taken, demand, words, remedy))
     if allowed.create_rate is None:
         found.append(Finding("create rate", WARN, unknown))
     else:
         ramp_s = demand.sandboxes / allowed.create_rate if allowed.create_rate > 0 else math.inf
-        found.append(
-            limit_finding(
-                "create rate",
-                allowed.create_rate * patience_s,
-                demand,
-                (
-                    f"{allowed.create_rate:g} a second, so {demand.sandboxes:,} take {ramp_s / 60:.1f} "
-                    f"min; in {patience_s / 60:g} min"
-                ),
-                "raise it, or begin with fewer",
-                hard=False,
-            )
-        )
+        words = f"{allowed.create_rate:g} a second, so {demand.sandboxes:,} take {ramp_s / 60:.1f} min"
+        words += f"; in {patience_s / 60:g} min"
+        most = allowed.create_rate * patience_s
+        found.append(limit_finding("create rate", most, demand, words, "raise it, or begin with fewer", hard=False))
     if allowed.credit is None:
         found.append(Finding("credit", WARN, "not told by this interface"))
+    elif allowed.credit > 0:
+        found.append(Finding("credit", PASS, f"{allowed.credit:g} left"))
     else:
-        found.append(
-            Finding(
-                "credit",
-                PASS if allowed.credit > 0 else FAIL,
-                f"{allowed.credit:g} left" + ("" if allowed.credit > 0 else "; nothing will start"),
-                None if allowed.credit > 0 else 0,
-            )
-        )
+        found.append(Finding("credit", FAIL, f"{allowed.credit:g} left; nothing will start", 0))
     return found
 
 # %% ../../nbs/sandbox/31_preflight.ipynb #preflight-ramp

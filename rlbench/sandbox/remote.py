@@ -208,22 +208,17 @@ def fusion_execution(told: Mapping, order: Order, language: str) -> Execution:
         status, run = told["status"], told.get("run_result") or told.get("compile_result") or {}
         if status == "SandboxError" or run.get("status") == "Error":
             raise Fault(End.BACKEND_LOST, f"SandboxFusion: {str(told.get('message') or run.get('stderr'))[:200]}")
-        out, err = (
-            str(run.get("stdout") or "").encode("utf-8", "replace"),
-            str(run.get("stderr") or "").encode("utf-8", "replace"),
-        )
-        wall, code = float(run.get("execution_time") or 0.0), int(run.get("return_code") or 0)
+        out = str(run.get("stdout") or "").encode("utf-8", "replace")
+        err = str(run.get("stderr") or "").encode("utf-8", "replace")
+        wall = float(run.get("execution_time") or 0.0)
+        code = int(run.get("return_code") or 0)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no answer of SandboxFusion: {type(error).__name__}: {error}"[:300]) from None
     late = run.get("status") == "TimeLimitExceeded"
-    made = Execution(
-        End.WALL_TIMEOUT if late else End.CRASHED if code < 0 else End.EXITED,
-        abs(code),
-        out,
-        err,
-        (None,) * len(order.program.calls),
-        wall_s=wall,
-    )
+    end = End.CRASHED if code < 0 else End.EXITED
+    if late:
+        end = End.WALL_TIMEOUT
+    made = Execution(end, abs(code), out, err, (None,) * len(order.program.calls), wall_s=wall)
     if language != "python" or late:
         return made
     try:

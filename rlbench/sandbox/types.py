@@ -296,10 +296,11 @@ def to_json(record: Program | SandboxLimits | Execution | Layer) -> dict:
 def from_json(kind: type, told: Mapping) -> Program | SandboxLimits | Execution | Layer:
     "The record of a kind from JSON values. Fault(protocol_error) if they are no such record."
     try:
-        made = {
-            name: b64decode(value) if name in _BYTES else tuple(value) if isinstance(value, list) else value
-            for name, value in told.items()
-        }
+        made = {}
+        for name, value in told.items():
+            made[name] = tuple(value) if isinstance(value, list) else value
+            if name in _BYTES:
+                made[name] = b64decode(value)
         if kind is Program:
             made["files"] = {path: b64decode(data) for path, data in told["files"].items()}
         if kind is Execution:
