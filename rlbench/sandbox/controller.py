@@ -164,31 +164,31 @@ def read_client(controller: Controller, client: ClientConnection) -> None:
     "Read what a client says."
     try:
         data = client.socket.recv(1 << 18)
-        said = client.lines.feed(data) if data else None
+        messages = client.lines.feed(data) if data else None
     except BlockingIOError:
         return
     except (OSError, Fault):
-        said = None
-    if said is None:
+        messages = None
+    if messages is None:
         return drop_connection(controller, client)
-    for told in said:
+    for message in messages:
         try:
-            obey_client(controller, client, told)
+            obey_client(controller, client, message)
         except Exception as error:  # whatever somebody says, it does not end the pool
             fault = (
                 error
                 if isinstance(error, Fault)
                 else Fault(End.PROTOCOL_ERROR, f"{type(error).__name__}: {error}"[:300])
             )
-            answer_client(controller, client, {"id": told.get("id"), **reply_json(Reply(0, fault=fault))})
+            answer_client(controller, client, {"id": message.get("id"), **reply_json(Reply(0, fault=fault))})
 
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-obey
-def obey_client(controller: Controller, client: ClientConnection, told: Mapping) -> None:
+def obey_client(controller: Controller, client: ClientConnection, message: Mapping) -> None:
     "Do what a client asks."
     desk = controller.desk
     now = controller.now()
-    do = told.get("do")
-    number = told.get("id", 0)
+    do = message.get("do")
+    number = message.get("id", 0)
     desk.beats[client.number] = now
     if do == "beat":
         answer_client(controller, client, {"pid": os.getpid()})
@@ -196,28 +196,28 @@ def obey_client(controller: Controller, client: ClientConnection, told: Mapping)
         found = replace(desks.pool_status(desk, now), pid=os.getpid(), clients=len(controller.clients))
         answer_client(controller, client, {"id": number, "status": asdict(found)})
     elif do == "cancel":
-        if job := desk.jobs.get((client.number, told["which"])):
+        if job := desk.jobs.get((client.number, message["which"])):
             desks.cancel_job(desk, job, now)
     elif do == "extend":
-        extend_lease(desk, str(told["session"]), client.number, float(told["seconds"]), now)
+        extend_lease(desk, str(message["session"]), client.number, float(message["seconds"]), now)
     elif do == "stop":
         controller.stop = "the pool was stopped"
     else:
         job = Job(
             int(number),
             client.number,
-            order_of({**told, "kind": do}),
-            str(told.get("owner", "")),
-            lifetime=float(told.get("lifetime_s", 600.0)),
+            order_of({**message, "kind": do}),
+            str(message.get("owner", "")),
+            lifetime=float(message.get("lifetime_s", 600.0)),
         )
         if do not in KINDS or job.program != bool(job.order.program) or not job.lifetime > 0:
             raise Fault(End.PROTOCOL_ERROR, f"{do!r} is no order, or a field is missing")
         desks.take_job(desk, job, now)
 
 # %% ../../nbs/sandbox/26_controller.ipynb #controller-tell
-def answer_client(controller: Controller, client: ClientConnection, told: Mapping) -> None:
+def answer_client(controller: Controller, client: ClientConnection, message: Mapping) -> None:
     "Answer a client. One that does not read is dropped before it costs all memory."
-    client.out += pack_line(told)
+    client.out += pack_line(message)
     if len(client.out) > MOST_UNSENT:
         return drop_connection(controller, client)
     send_waiting(controller, client)
@@ -407,18 +407,17 @@ def guard_controller(folder: Path, controller: int) -> None:
 def main(folder: Path) -> int:
     """Become the controller of a folder. Returns in the process that started it as soon as it listens: 0, or 1 with
     the reason on standard error."""
-    heard, said = os.pipe()
+    reader, writer = os.pipe()
     if os.fork():
-        os.close(said)
-        with os.fdopen(heard, "rb") as pipe:
-            told = pipe.read()
-        if told != b"listens":
-            sys.stderr.write(
-                told.decode("utf-8", "replace")
-                or "sandbox: pool: its controller died at the start; see controller.log\n"
-            )
-        return int(told != b"listens")
-    os.close(heard)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            message = pipe.read()
+        if message == b"listens":
+            return 0
+        died = "sandbox: pool: its controller died at the start; see controller.log\n"
+        sys.stderr.write(message.decode("utf-8", "replace") or died)
+        return 1
+    os.close(reader)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(folder / "controller.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -426,17 +425,13 @@ def main(folder: Path) -> int:
         os.dup2(source, target)
     lock = wait_for_lock(folder)
     if lock is None or lock < 0:  # somebody else was faster; whoever started this one finds the other
-        os.write(
-            said,
-            b"listens"
-            if lock is None
-            else b"sandbox: pool: another controller has the lock of this folder and does not listen\n",
-        )
+        stuck = b"sandbox: pool: another controller has the lock of this folder and does not listen\n"
+        os.write(writer, b"listens" if lock is None else stuck)
         os._exit(0)
     os.setsid()
     become_subreaper()
     if child := os.fork():
-        os.close(said)
+        os.close(writer)
         guard_controller(folder, child)
     os.setsid()
     status = 1
@@ -445,14 +440,14 @@ def main(folder: Path) -> int:
         become_subreaper()
         controller = begin_controller(folder)
         signal.signal(signal.SIGTERM, lambda *_: setattr(controller, "stop", "SIGTERM"))
-        os.write(said, b"listens")
-        os.close(said)
+        os.write(writer, b"listens")
+        os.close(writer)
         run_controller(controller)
         status = 0
     except Exception as error:
         traceback.print_exc()
         with suppress(OSError):  # it has listened, and nobody waits to hear this
-            os.write(said, f"{error}\n".encode())
+            os.write(writer, f"{error}\n".encode())
     finally:
         sys.stderr.flush()
         os._exit(status)

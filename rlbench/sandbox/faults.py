@@ -208,10 +208,10 @@ def _replies_due(worker: FakeWorker, now: float) -> list[Reply]:
     "The replies that are due by now."
     if not worker.ready and now >= worker._starts:
         worker.ready, worker.lost, worker.armed = worker._begun != "dead", worker._begun == "dead", worker._wanted
-    said = [ticket for ticket, (when, *_) in sorted(worker._owed.items(), key=lambda item: item[1][0]) if when <= now]
-    if worker.lost or any(worker._owed[ticket][2] == "lost" for ticket in said):
+    due = [ticket for ticket, (when, *_) in sorted(worker._owed.items(), key=lambda item: item[1][0]) if when <= now]
+    if worker.lost or any(worker._owed[ticket][2] == "lost" for ticket in due):
         return _lose_worker(worker)
-    return [_reply_to(worker, *worker._owed.pop(ticket)[1:]) for ticket in said]
+    return [_reply_to(worker, *worker._owed.pop(ticket)[1:]) for ticket in due]
 
 
 def _fate_of(worker: FakeWorker, order: Order) -> str:

@@ -153,8 +153,8 @@ class Jail:
     def poll(self) -> list[Reply]:
         "What has been answered since the last time."
         listen_to_zygote(self)
-        said, self.replies = self.replies, []
-        return said
+        replies, self.replies = self.replies, []
+        return replies
 
     def arm(self, number: int) -> None:
         "Keep so many children ready for a program."

@@ -92,7 +92,7 @@ class Python:
 def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python:
     """The first interpreter that a user can start: the one that runs here, then the system's. Fault(start_failed) if
     there is none, with what each said."""
-    said = []
+    reasons = []
     for path in candidates or dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
         try:
             done = subprocess.run(
@@ -107,13 +107,13 @@ def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python
             major, minor, prefix = done.stdout.split(None, 2) if done.returncode == 0 else ("0", "0", "")
             if (int(major), int(minor)) >= (3, 9):
                 return Python(os.path.realpath(path), prefix.strip())
-            said.append(f"{path}: {done.stderr.strip()[-200:] or 'older than Python 3.9'}")
+            reasons.append(f"{path}: {done.stderr.strip()[-200:] or 'older than Python 3.9'}")
         except (OSError, subprocess.SubprocessError) as error:
-            said.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+            reasons.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
     raise Fault(
         End.START_FAILED,
         (
-            f"no Python that user {user[0]} can start ({'; '.join(said)}); install Debian's package "
+            f"no Python that user {user[0]} can start ({'; '.join(reasons)}); install Debian's package "
             "python3, or make the folder of one readable for everybody"
         ),
     )
@@ -221,7 +221,7 @@ LIMITS = tuple(each.name for each in fields(SandboxLimits))
 
 def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
     "Head and files of an order to run a program. `tree`: the number of its session."
-    program, told = order.program, {name: getattr(order.limits, name) for name in LIMITS}
+    program, limits = order.program, {name: getattr(order.limits, name) for name in LIMITS}
     source = (
         b"" if program.argv or program.files or program.environ else code_of(program)
     )  # nothing but code, the usual case
@@ -239,7 +239,7 @@ def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
         "fds": ",".join(found),
         "tree": tree,
         "writable": writes,
-        **told,
+        **limits,
         **own,
         **plain,
     }, list(found.values())
@@ -321,7 +321,7 @@ def start_zygote(
     the first packet of the zygote is `hello`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, errors = sealed_file(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
-    told = "\n".join((tier, scratch, str(layers_mb), *(readable_paths(python) if tier == Tier.LANDLOCK else ())))
+    settings = "\n".join((tier, scratch, str(layers_mb), *(readable_paths(python) if tier == Tier.LANDLOCK else ())))
     mark = (
         {MARK: os.environ[MARK]} if MARK in os.environ else {}
     )  # nothing else of our environment, in which there may be keys
@@ -334,7 +334,7 @@ def start_zygote(
         "utf8",
         "-c",
     ]  # without -I and -E: of the environment, which is ours, it has to read PYTHONHASHSEED
-    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), told)]
+    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), settings)]
     try:
         process = subprocess.Popen(
             command,

@@ -135,28 +135,28 @@ def stop_pool(folder: str | Path, patience: float = 10.0) -> int:
 class PendingReply:
     "A question that waits for its answer."
 
-    told: Mapping
+    question: Mapping
     future: Future
     kind: str
     again: bool = False
 
 
-def settle_future(asked: PendingReply, told: Mapping) -> None:
+def settle_future(asked: PendingReply, answer: Mapping) -> None:
     "Give the answer to whoever waits."
     try:
-        if "status" in told:
-            asked.future.set_result(status_of(told["status"]))
+        if "status" in answer:
+            asked.future.set_result(status_of(answer["status"]))
             return
-        reply = reply_of(told)
+        reply = reply_of(answer)
         if asked.kind == "exec":
             asked.future.set_result(_execution_in(reply))
         elif reply.fault:
             asked.future.set_exception(reply.fault)
         elif reply.missing:
-            path = asked.told.get("path", "")
+            path = asked.question.get("path", "")
             asked.future.set_exception(FileNotFoundError(f"sandbox: {path!r} is not in the workspace"))
         elif asked.kind == "open":
-            asked.future.set_result(told.get("tier", ""))
+            asked.future.set_result(answer.get("tier", ""))
         else:
             asked.future.set_result(reply.value)
     except InvalidStateError:
@@ -207,7 +207,7 @@ class Wire:
         self.thread = threading.Thread(target=self._live, daemon=True, name="sandbox-pool")
         self.thread.start()
 
-    def ask(self, kind: str, told: Mapping) -> Future:
+    def ask(self, kind: str, question: Mapping) -> Future:
         "Send a question; the future gets its answer. RuntimeError after close."
         if self.closed:
             raise RuntimeError("sandbox: pool: it is closed; connect again")
@@ -215,9 +215,9 @@ class Wire:
         with self.lock:
             self.number += 1
             number = self.number
-            self.owed[number] = PendingReply({**told, "id": number}, future, kind)
+            self.owed[number] = PendingReply({**question, "id": number}, future, kind)
         future.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
-        self.send(pack_line(self.owed[number].told))
+        self.send(pack_line(self.owed[number].question))
         return future
 
     def send(self, line: bytes) -> None:
@@ -280,8 +280,8 @@ def talk_to_controller(wire: Wire) -> None:
             if not data:
                 raise ConnectionResetError("the pool's controller is gone")
             heard = time.monotonic()
-            for told in lines.feed(data):
-                _take_answer(wire, told)
+            for answer in lines.feed(data):
+                _take_answer(wire, answer)
         if now - heard > SILENCE_SECONDS and wire.owed:
             if wire.pid:
                 end_controller(wire.pid)
@@ -298,13 +298,13 @@ def end_controller(pid: int, patience: float = 5.0) -> None:
         return
 
 
-def _take_answer(wire: Wire, told: Mapping) -> None:
+def _take_answer(wire: Wire, answer: Mapping) -> None:
     "Find the question that an answer belongs to."
-    wire.pid = told.get("pid", wire.pid)
+    wire.pid = answer.get("pid", wire.pid)
     with wire.lock:
-        asked = wire.owed.pop(told.get("id"), None)
+        asked = wire.owed.pop(answer.get("id"), None)
     if asked:
-        settle_future(asked, told)
+        settle_future(asked, answer)
 
 # %% ../../nbs/sandbox/22_pool.ipynb #pool-replace
 def replace_controller(wire: Wire, why: str) -> None:
@@ -316,7 +316,7 @@ def replace_controller(wire: Wire, why: str) -> None:
         again = {
             number: asked
             for number, asked in owed.items()
-            if not asked.again and (asked.kind == "status" or asked.kind == "exec" and "session" not in asked.told)
+            if not asked.again and (asked.kind == "status" or asked.kind == "exec" and "session" not in asked.question)
         }
         wire.owed = dict(again)
     for number, asked in owed.items():
@@ -334,7 +334,7 @@ def replace_controller(wire: Wire, why: str) -> None:
         wire.outbox.get()
     for asked in list(wire.owed.values()):
         asked.again = True
-        wire.outbox.put(pack_line(asked.told))
+        wire.outbox.put(pack_line(asked.question))
     wire.wake.send(b"x")
 
 # %% ../../nbs/sandbox/22_pool.ipynb #pool-pool

@@ -125,13 +125,14 @@ CHILD_MB = 12  # of a child that waits
 def memory_findings(demand: Demand, armed: int = 8, available: float | None = None) -> list[Finding]:
     "Whether memory is enough for programs at their limit, and for workspaces at theirs."
     here = min(psutil.virtual_memory().available, free_in_cgroup("memory")) if available is None else available
-    limits, told = demand.limits, f"{here / 2**30:.1f} GiB free"
+    limits = demand.limits
+    free = f"{here / 2**30:.1f} GiB free"
     rest = here - armed * CHILD_MB * 2**20 - demand.sandboxes * SESSION_KB * 1024
     running = limit_finding(
         "memory",
         rest / (limits.memory_mb << 20),
         demand,
-        f"{told}, {limits.memory_mb} MiB a program",
+        f"{free}, {limits.memory_mb} MiB a program",
         "lower memory_mb or policy.running",
         "programs",
     )
@@ -183,12 +184,12 @@ def disk_findings(demand: Demand, store: Path) -> list[Finding]:
     "Room for files and bytes where layers are kept; and mounts, of which a workspace has two."
     while not store.exists():
         store = store.parent
-    told = os.statvfs(store)
+    disk = os.statvfs(store)
     mounts = _number_in(Path("/proc/sys/fs/mount-max"))
     found = [
         limit_finding(
             "inodes",
-            told.f_favail if told.f_files else math.inf,
+            disk.f_favail if disk.f_files else math.inf,
             demand,
             "files free where snapshots are kept, one each",
             "put the store elsewhere, or remove old ones",
@@ -196,9 +197,9 @@ def disk_findings(demand: Demand, store: Path) -> list[Finding]:
         ),
         limit_finding(
             "disk",
-            told.f_bavail * told.f_frsize / (demand.limits.disk_mb << 20),
+            disk.f_bavail * disk.f_frsize / (demand.limits.disk_mb << 20),
             demand,
-            f"{told.f_bavail * told.f_frsize / 2**30:.1f} GiB free where snapshots are kept",
+            f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free where snapshots are kept",
             "put the store elsewhere, or lower disk_mb",
             hard=False,
         ),

@@ -59,15 +59,15 @@ def token_of(name: str) -> str:
     return found
 
 
-def ask_server(url: str, told: Mapping | None, token: str = "", timeout: float = 30.0) -> dict:
+def ask_server(url: str, body: Mapping | None, token: str = "", timeout: float = 30.0) -> dict:
     "POST an object (GET for None) and return the object in the answer. Fault for everything else."
     host = urlsplit(url).hostname
     try:
-        said = exchange(url, None if told is None else json.dumps(told).encode(), token, timeout, MOST_LINE)
+        answer = exchange(url, None if body is None else json.dumps(body).encode(), token, timeout, MOST_LINE)
     except Unanswered as error:
         raise Fault(REFUSED.get(error.status, End.BACKEND_LOST), f"{host}: {error}") from None
     try:
-        found = json.loads(said)
+        found = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"{host}: an answer that cannot be read: {error}"[:300]) from None
     if not isinstance(found, dict):
@@ -171,7 +171,7 @@ print("\\n" + json.dumps(said))
 def fusion_request(order: Order, language: str) -> dict:
     "The body for `/run_code`. Fault(start_failed) for what SandboxFusion cannot do."
     program, limits = order.program, order.limits
-    told = {
+    job = {
         "code": program.code,
         "argv": list(program.argv),
         "stdin": b64encode(program.stdin).decode(),
@@ -185,7 +185,7 @@ def fusion_request(order: Order, language: str) -> dict:
         return {
             **body,
             "language": "python",
-            "code": f"TOLD = {b64encode(json.dumps(told).encode()).decode()!r}\n{RUNNER}",
+            "code": f"TOLD = {b64encode(json.dumps(job).encode()).decode()!r}\n{RUNNER}",
         }
     if program.argv or program.calls or program.environ:
         raise Fault(
@@ -202,12 +202,12 @@ def fusion_request(order: Order, language: str) -> dict:
     }
 
 # %% ../../nbs/sandbox/23_remote.ipynb #remote-fusion-part-2
-def fusion_execution(told: Mapping, order: Order, language: str) -> Execution:
+def fusion_execution(answer: Mapping, order: Order, language: str) -> Execution:
     "The execution in an answer of `/run_code`. Fault(protocol_error) if it cannot be read."
     try:
-        status, run = told["status"], told.get("run_result") or told.get("compile_result") or {}
+        status, run = answer["status"], answer.get("run_result") or answer.get("compile_result") or {}
         if status == "SandboxError" or run.get("status") == "Error":
-            raise Fault(End.BACKEND_LOST, f"SandboxFusion: {str(told.get('message') or run.get('stderr'))[:200]}")
+            raise Fault(End.BACKEND_LOST, f"SandboxFusion: {str(answer.get('message') or run.get('stderr'))[:200]}")
         out = str(run.get("stdout") or "").encode("utf-8", "replace")
         err = str(run.get("stderr") or "").encode("utf-8", "replace")
         wall = float(run.get("execution_time") or 0.0)
