@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRANSIENT', 'NEEDS', 'ENVIRONMENT', 'SYSTEM', 'SEALS', 'ADD_SEALS', 'LIMITS', 'BEGIN', 'START', 'ZYGOTE_PARTS',
-           'OWN_IMPORT', 'REMEDIES', 'unprivileged_user', 'as_user', 'Python', 'find_python', 'bwrap_command',
-           'readable_paths', 'sealed_file', 'payload_part', 'payload_of', 'code_of', 'exec_packet', 'execution_of',
-           'zygote_source', 'start_zygote', 'make_scratch', 'remove_scratch', 'JailStep', 'Capabilities', 'choose_tier',
-           'receive_one', 'try_tier', 'self_test']
+           'OWN_IMPORT', 'REMEDIES', 'TEST_SECONDS', 'unprivileged_user', 'as_user', 'Python', 'find_python',
+           'bwrap_command', 'readable_paths', 'sealed_file', 'payload_part', 'payload_of', 'code_of', 'exec_packet',
+           'execution_of', 'zygote_source', 'start_zygote', 'make_scratch', 'remove_scratch', 'JailStep',
+           'Capabilities', 'choose_tier', 'receive_one', 'try_tier', 'self_test']
 
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-start-imports
 # How a zygote is started, and what this machine allows.
@@ -479,7 +479,10 @@ def receive_one(channel: socket.socket, seconds: float) -> tuple[dict[str, str],
     return head, body
 
 
-def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, patience: float = 20.0) -> list[JailStep]:
+TEST_SECONDS = 20.0  # for each answer of a zygote that is tested
+
+
+def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes) -> list[JailStep]:
     "Start a zygote in a tier, and a program in it."
     is_bwrap = tier == Tier.BWRAP
     scratch = "" if is_bwrap else make_scratch(user)
@@ -489,7 +492,7 @@ def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, pati
     try:
         process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, command)
         try:
-            _, body = receive_one(channel, patience)
+            _, body = receive_one(channel, TEST_SECONDS)
             found, _ = decode_packet(body)
             for name, answer in found.items():
                 is_ok = answer == "ok"
@@ -498,7 +501,7 @@ def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, pati
             send_packet(channel, [encode_head(head)], fds)
             for fd in fds:
                 os.close(fd)
-            execution = execution_of(*receive_one(channel, patience), tier, "self-test")
+            execution = execution_of(*receive_one(channel, TEST_SECONDS), tier, "self-test")
             is_right = execution.ok and execution.stdout == b"42\n"
             words = f"{1e3 * execution.wall_s:.1f} ms"
             if not is_right:
