@@ -122,7 +122,7 @@ EVALUATION_COLUMNS = (
     "after_failure",
 )
 
-
+# %% ../../nbs/views/14_report_tables.ipynb #reptab-evals-table
 MOST_EVALUATIONS = 60  # rows of the table of evaluations
 
 
