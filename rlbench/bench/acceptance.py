@@ -405,11 +405,11 @@ HELD_BACK = tuple(("hold", rho, q) for rho in (1.1, 1.5) for q in (1, 2))
 POINTS = PUSHED_OUT + HELD_BACK
 
 
-def staleness_at(backlog: str, rho: float, q: int, seeds: Sequence[int], versions: int = VERSIONS) -> Figure:
+def staleness_at(backlog: str, rho: float, q: int, seeds: Sequence[int]) -> Figure:
     "Mean staleness in the loop at a point, beside the form of its discipline."
     config = loop_alone(batch=120, group=1, concurrency=120, staleness=64, backlog=backlog, queue_batches=q)
     world = World(latency=Spread(100.0, 0.5), train_s=100.0 * rho)
-    runs = [simulate(config, world, seed, until=versions).steps for seed in seeds]
+    runs = [simulate(config, world, seed, until=VERSIONS).steps for seed in seeds]
     form = hold_form(120, 120, q) if backlog == "hold" else drop_oldest_form(rho, 120, 120, q)
     return Figure(f"{backlog} {rho:g} q{q}", form, mean_summary(runs, "staleness"), 0.05 * form)
 

@@ -53,11 +53,11 @@ class OverheadBench:
         return "\n".join([*lines, f"{overhead}   {publish}"])
 
 
-def shares_of_time(steps: "pl.DataFrame", skip: int = SKIPPED) -> dict[str, dict[str, float]]:
-    "Actor -> part -> share of the seconds after the first `skip` versions. ValueError if nothing is left."
-    counted = steps.filter(steps["version"] > skip)
+def shares_of_time(steps: "pl.DataFrame") -> dict[str, dict[str, float]]:
+    "Actor -> part -> share of the seconds after the first `SKIPPED` versions. ValueError if nothing is left."
+    counted = steps.filter(steps["version"] > SKIPPED)
     if not len(counted):
-        raise ValueError(f"run: {len(steps)} versions are too few to leave out the first {skip}; give a longer run")
+        raise ValueError(f"run: {len(steps)} versions are too few to leave out the first {SKIPPED}; give a longer run")
     seconds = counted["seconds"].sum()
     return {actor: {part: float(counted[f"{actor}_{part}"].sum() / seconds) for part in PARTS} for actor in ACTORS}
 

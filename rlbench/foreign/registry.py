@@ -29,6 +29,7 @@ from .areal import AREAL
 from .art import ART
 from .formats import FileTree, ForeignFormat, SourceFile
 from .inspect_logs import INSPECT_LOGS
+from .miles import MILES
 from .plain import PLAIN, plain_format
 from .prime_rl import PRIME_RL_APRIL, PRIME_RL_AUTUMN, PRIME_RL_JULY, PRIME_RL_SEPTEMBER
 from .rllm import RLLM
@@ -56,6 +57,7 @@ FORMATS: dict[str, ForeignFormat] = {
     "inspect": INSPECT_LOGS,
     "areal": AREAL,
     "skyrl": SKYRL,
+    "miles": MILES,
     "slime": SLIME,
     "plain": PLAIN,
 }  # by the name that `kind` takes

@@ -283,12 +283,11 @@ def forecast_simulated(
     plan: PlanFile,
     seed: int = 0,
     look: int = VIEWED_VERSIONS,
-    skip: int = SKIPPED_VERSIONS,
     on_version: OnVersion | None = None,
 ) -> Forecast:
-    "The forecast by a simulation of the loop itself, over `look` versions after the first `skip`."
-    simulated = simulate_plan(plan, seed, skip + look, on_version=on_version)
-    return forecast_of_steps(plan, simulated.steps, skip)
+    "The forecast by a simulation of the loop itself, over `look` versions after the first `SKIPPED_VERSIONS`."
+    simulated = simulate_plan(plan, seed, SKIPPED_VERSIONS + look, on_version=on_version)
+    return forecast_of_steps(plan, simulated.steps, SKIPPED_VERSIONS)
 
 
 def useful_share(amounts: Mapping[str, float]) -> float:

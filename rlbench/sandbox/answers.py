@@ -235,13 +235,7 @@ def _text_pieces(found: Tree, most: int) -> Iterator[str]:
     "A value as Python writes it, piece by piece."
     tag, rest = found[0], found[1:]
     if tag not in _AROUND:
-        yield (
-            f"<{rest[0]}>"
-            if tag == "x"
-            else rest[0]
-            if tag == "i" and len(rest[0]) > 60
-            else repr(value_of((tag, *(text[: 2 * most + 2] if tag in "sy" else text for text in rest))))
-        )
+        yield _plain_text(tag, rest, most)
         return
     if not rest[0] and tag in "SF":
         yield "set()" if tag == "S" else "frozenset()"
@@ -253,6 +247,17 @@ def _text_pieces(found: Tree, most: int) -> Iterator[str]:
             yield before
             yield from _text_pieces(part, most)
     yield ("," if tag == "t" and len(rest[0]) == 1 else "") + _AROUND[tag][1]
+
+
+def _plain_text(tag: str, rest: tuple, most: int) -> str:
+    "A value without parts as Python writes it; of a long text or number only the beginning is read."
+    if tag == "x":
+        return f"<{rest[0]}>"
+    if tag == "i" and len(rest[0]) > 60:
+        return rest[0]
+    if tag in "sy":
+        rest = tuple(text[: 2 * most + 2] for text in rest)
+    return repr(value_of((tag, *rest)))
 
 
 def value_text(found: Tree, most: int = 80) -> str:

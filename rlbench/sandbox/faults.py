@@ -133,12 +133,10 @@ class FakeWorker:
         self.armed_s, self.cold_s = armed_s, cold_s
         self.ready = self.lost = self.closed = False
         self.armed = self._wanted = self._asked = 0
-        self._begun = draw_fault(
-            {name: getattr(faults, name) for name in ("dead", "mute", "slow")}, seed, name, "start"
-        )
-        self._starts = clock() + (
-            ENDLESS if self._begun == "mute" else faults.slow_s if self._begun == "slow" else start_s
-        )
+        shares = {kind: getattr(faults, kind) for kind in ("dead", "mute", "slow")}
+        self._begun = draw_fault(shares, seed, name, "start")
+        start_times = {"mute": ENDLESS, "slow": faults.slow_s}
+        self._starts = clock() + start_times.get(self._begun, start_s)
         self._owed: dict[int, tuple[float, Order, str, bool]] = {}
         self._sessions: dict[str, dict[str, bytes]] = {}
         self._below: dict[str, tuple[str, ...]] = {}  # layers that a session lies on
@@ -210,10 +208,10 @@ def _replies_due(worker: FakeWorker, now: float) -> list[Reply]:
     "The replies that are due by now."
     if not worker.ready and now >= worker._starts:
         worker.ready, worker.lost, worker.armed = worker._begun != "dead", worker._begun == "dead", worker._wanted
-    said = [ticket for ticket, (when, *_) in sorted(worker._owed.items(), key=lambda item: item[1][0]) if when <= now]
-    if worker.lost or any(worker._owed[ticket][2] == "lost" for ticket in said):
+    due = [ticket for ticket, (when, *_) in sorted(worker._owed.items(), key=lambda item: item[1][0]) if when <= now]
+    if worker.lost or any(worker._owed[ticket][2] == "lost" for ticket in due):
         return _lose_worker(worker)
-    return [_reply_to(worker, *worker._owed.pop(ticket)[1:]) for ticket in said]
+    return [_reply_to(worker, *worker._owed.pop(ticket)[1:]) for ticket in due]
 
 
 def _fate_of(worker: FakeWorker, order: Order) -> str:
@@ -233,20 +231,14 @@ def _seconds_until_answer(worker: FakeWorker, order: Order, happens: str, warm: 
     if happens in ("hangs", "lost"):
         return ENDLESS if happens == "hangs" else worker.cold_s
     late = worker.faults.late_s if happens == "late" else 0.0
-    if order.kind == "exec":
-        started = worker.armed_s if warm else worker.cold_s
-        return (
-            late
-            + started
-            + (
-                order.limits.wall_s
-                if happens == End.WALL_TIMEOUT
-                else 0.0
-                if happens
-                else worker.play(order.program, order.limits).wall_s
-            )
-        )
-    return late + (LAYER_S if order.kind in ("snapshot", "restore", "open") else FILE_S)
+    if order.kind != "exec":
+        return late + (LAYER_S if order.kind in ("snapshot", "restore", "open") else FILE_S)
+    seconds = late + (worker.armed_s if warm else worker.cold_s)
+    if happens == End.WALL_TIMEOUT:
+        seconds += order.limits.wall_s
+    elif not happens:
+        seconds += worker.play(order.program, order.limits).wall_s
+    return seconds
 
 
 def _lose_worker(worker: FakeWorker) -> list[Reply]:
@@ -258,34 +250,32 @@ def _lose_worker(worker: FakeWorker) -> list[Reply]:
 # %% ../../nbs/sandbox/11_faults.ipynb #fake-answer
 def _reply_to(worker: FakeWorker, order: Order, happens: str, warm: bool) -> Reply:
     "The reply to an order, with what was drawn for it."
-    failed = happens if happens in set(End) else End.BACKEND_LOST if happens == "kill" else ""
+    end = None
+    if happens in set(End):
+        end = End(happens)
+    elif happens == "kill":
+        end = End.BACKEND_LOST
     if order.kind == "exec":
-        worker.armed = worker._wanted
-        if failed:
-            wall = order.limits.wall_s if failed == End.WALL_TIMEOUT else 0.0
-            return Reply(
-                order.ticket,
-                Execution(End(failed), tier=worker.tier, worker=worker.name, wall_s=wall, message="played"),
-            )
-        made = worker.play(order.program, order.limits)
-        files = worker._sessions.get(order.session, {})
-        files |= dict(order.program.files)
-        if path := directives_in(order.program.code).get("write"):
-            files[path] = made.stdout or b"x"
-        started = worker.armed_s if warm else worker.cold_s
-        return Reply(
-            order.ticket,
-            replace(
-                made,
-                tier=worker.tier,
-                worker=worker.name,
-                warm=warm,
-                phases=(("started", started), ("ran", made.wall_s)),
-            ),
-        )
-    if failed:
-        return Reply(order.ticket, fault=Fault(End(failed), "played"))
+        return Reply(order.ticket, _execution_played(worker, order, end, warm))
+    if end:
+        return Reply(order.ticket, fault=Fault(end, "played"))
     return _change_workspace(worker, order)
+
+
+def _execution_played(worker: FakeWorker, order: Order, end: End | None, warm: bool) -> Execution:
+    "What became of a program; `end`: the failure that was drawn for it."
+    worker.armed = worker._wanted
+    if end:
+        wall = order.limits.wall_s if end is End.WALL_TIMEOUT else 0.0
+        return Execution(end, tier=worker.tier, worker=worker.name, wall_s=wall, message="played")
+    made = worker.play(order.program, order.limits)
+    files = worker._sessions.get(order.session, {})
+    files |= dict(order.program.files)
+    if path := directives_in(order.program.code).get("write"):
+        files[path] = made.stdout or b"x"
+    started = worker.armed_s if warm else worker.cold_s
+    phases = (("started", started), ("ran", made.wall_s))
+    return replace(made, tier=worker.tier, worker=worker.name, warm=warm, phases=phases)
 
 # %% ../../nbs/sandbox/11_faults.ipynb #fake-answer-part-2
 def _change_workspace(worker: FakeWorker, order: Order) -> Reply:
@@ -310,20 +300,8 @@ def _change_workspace(worker: FakeWorker, order: Order) -> Reply:
         digest = blake2b(repr(sorted(files.items())).encode(), digest_size=16).hexdigest()
         worker.layers[digest] = dict(files)
         below = worker._below[order.session]
-        return Reply(
-            ticket,
-            Layer(
-                digest,
-                below[-1] if below else "",
-                order.base,
-                worker.name,
-                order.turn,
-                order.version,
-                worker.tier,
-                0,
-                sum(map(len, files.values())),
-                len(files),
-                below,
-            ),
-        )
+        parent = below[-1] if below else ""
+        size = sum(map(len, files.values()))
+        made_by = (order.base, worker.name, order.turn, order.version, worker.tier)
+        return Reply(ticket, Layer(digest, parent, *made_by, 0, size, len(files), below))
     return Reply(ticket)

@@ -153,8 +153,8 @@ class Jail:
     def poll(self) -> list[Reply]:
         "What has been answered since the last time."
         listen_to_zygote(self)
-        said, self.replies = self.replies, []
-        return said
+        replies, self.replies = self.replies, []
+        return replies
 
     def arm(self, number: int) -> None:
         "Keep so many children ready for a program."
@@ -222,15 +222,17 @@ def lose_zygote(jail: Jail, why: str) -> None:
     except subprocess.TimeoutExpired:
         jail.process.kill()
         jail.process.wait()
-    said = jail.said = os.pread(jail.errors, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2][-300:]
+    last_line = os.pread(jail.errors, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
+    jail.said = last_line[-300:]
+    if jail.said:
+        why += f" ({jail.said})"
     for _, fds in jail.backlog:
         for fd in fds:
             os.close(fd)
     jail.backlog.clear()
     for ticket in list(jail.owed):
-        answer_order(
-            jail, Reply(ticket, fault=Fault(End.BACKEND_LOST, f"{jail.name}: {why}" + f" ({said})" * bool(said)))
-        )
+        fault = Fault(End.BACKEND_LOST, f"{jail.name}: {why}")
+        answer_order(jail, Reply(ticket, fault=fault))
 
 # %% ../../nbs/sandbox/14_jail.ipynb #jail-listen
 def listen_to_zygote(jail: Jail) -> None:

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRANSIENT', 'NEEDS', 'ENVIRONMENT', 'SYSTEM', 'SEALS', 'ADD_SEALS', 'LIMITS', 'BEGIN', 'START', 'ZYGOTE_PARTS',
-           'OWN_IMPORT', 'REMEDIES', 'unprivileged_user', 'as_user', 'Python', 'find_python', 'bwrap_command',
-           'readable_paths', 'sealed_file', 'payload_part', 'payload_of', 'code_of', 'exec_packet', 'execution_of',
-           'zygote_source', 'start_zygote', 'make_scratch', 'remove_scratch', 'JailStep', 'Capabilities', 'choose_tier',
-           'receive_one', 'try_tier', 'self_test']
+           'OWN_IMPORT', 'REMEDIES', 'TEST_SECONDS', 'unprivileged_user', 'as_user', 'Python', 'find_python',
+           'bwrap_command', 'readable_paths', 'sealed_file', 'payload_part', 'payload_of', 'code_of', 'exec_packet',
+           'execution_of', 'zygote_source', 'start_zygote', 'make_scratch', 'remove_scratch', 'JailStep',
+           'Capabilities', 'choose_tier', 'receive_one', 'try_tier', 'self_test']
 
 # %% ../../nbs/sandbox/13_jail_start.ipynb #jail-start-imports
 # How a zygote is started, and what this machine allows.
@@ -92,7 +92,7 @@ class Python:
 def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python:
     """The first interpreter that a user can start: the one that runs here, then the system's. Fault(start_failed) if
     there is none, with what each said."""
-    said = []
+    reasons = []
     for path in candidates or dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
         try:
             done = subprocess.run(
@@ -107,13 +107,13 @@ def find_python(user: tuple[int, int], candidates: Sequence[str] = ()) -> Python
             major, minor, prefix = done.stdout.split(None, 2) if done.returncode == 0 else ("0", "0", "")
             if (int(major), int(minor)) >= (3, 9):
                 return Python(os.path.realpath(path), prefix.strip())
-            said.append(f"{path}: {done.stderr.strip()[-200:] or 'older than Python 3.9'}")
+            reasons.append(f"{path}: {done.stderr.strip()[-200:] or 'older than Python 3.9'}")
         except (OSError, subprocess.SubprocessError) as error:
-            said.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+            reasons.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
     raise Fault(
         End.START_FAILED,
         (
-            f"no Python that user {user[0]} can start ({'; '.join(said)}); install Debian's package "
+            f"no Python that user {user[0]} can start ({'; '.join(reasons)}); install Debian's package "
             "python3, or make the folder of one readable for everybody"
         ),
     )
@@ -221,7 +221,7 @@ LIMITS = tuple(each.name for each in fields(SandboxLimits))
 
 def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
     "Head and files of an order to run a program. `tree`: the number of its session."
-    program, told = order.program, {name: getattr(order.limits, name) for name in LIMITS}
+    program, limits = order.program, {name: getattr(order.limits, name) for name in LIMITS}
     source = (
         b"" if program.argv or program.files or program.environ else code_of(program)
     )  # nothing but code, the usual case
@@ -239,7 +239,7 @@ def exec_packet(order: Order, tier: str, tree: str) -> tuple[dict, list[int]]:
         "fds": ",".join(found),
         "tree": tree,
         "writable": writes,
-        **told,
+        **limits,
         **own,
         **plain,
     }, list(found.values())
@@ -321,7 +321,7 @@ def start_zygote(
     the first packet of the zygote is `hello`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, errors = sealed_file(zygote_source(), "zygote"), os.memfd_create("errors", os.MFD_CLOEXEC)
-    told = "\n".join((tier, scratch, str(layers_mb), *(readable_paths(python) if tier == Tier.LANDLOCK else ())))
+    settings = "\n".join((tier, scratch, str(layers_mb), *(readable_paths(python) if tier == Tier.LANDLOCK else ())))
     mark = (
         {MARK: os.environ[MARK]} if MARK in os.environ else {}
     )  # nothing else of our environment, in which there may be keys
@@ -334,7 +334,7 @@ def start_zygote(
         "utf8",
         "-c",
     ]  # without -I and -E: of the environment, which is ours, it has to read PYTHONHASHSEED
-    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), told)]
+    command = [*bwrap, *bare, BEGIN % source, *bare, START % (theirs.fileno(), settings)]
     try:
         process = subprocess.Popen(
             command,
@@ -409,7 +409,9 @@ class Capabilities:
 
     def profile(self, tier: str) -> str:
         "The filter of a tier."
-        return "zygote" if tier != Tier.LANDLOCK else "landlock" if self.signals else "landlock-quiet"
+        if tier != Tier.LANDLOCK:
+            return "zygote"
+        return "landlock" if self.signals else "landlock-quiet"
 
     def works(self, tier: str) -> bool:
         "True if a program ran in a tier."
@@ -477,50 +479,48 @@ def receive_one(channel: socket.socket, seconds: float) -> tuple[dict[str, str],
     return head, body
 
 
-def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes, patience: float = 20.0) -> list[JailStep]:
+TEST_SECONDS = 20.0  # for each answer of a zygote that is tested
+
+
+def try_tier(tier: Tier, python: Python, user: tuple[int, int], bpf: bytes) -> list[JailStep]:
     "Start a zygote in a tier, and a program in it."
-    scratch, steps, errors = make_scratch(user) if tier != Tier.BWRAP else "", [], -1
+    is_bwrap = tier == Tier.BWRAP
+    scratch = "" if is_bwrap else make_scratch(user)
+    command = bwrap_command(python, False) if is_bwrap else ()
+    steps = []
+    errors = -1
     try:
-        process, channel, errors = start_zygote(
-            tier, python, user, bpf, 64, scratch, bwrap_command(python, False) if tier == Tier.BWRAP else ()
-        )
+        process, channel, errors = start_zygote(tier, python, user, bpf, 64, scratch, command)
         try:
-            _, body = receive_one(channel, patience)
-            steps = [
-                JailStep(tier, name, said == "ok" or said.startswith("version"), "" if said == "ok" else said)
-                for name, said in decode_packet(body)[0].items()
-            ]
+            _, body = receive_one(channel, TEST_SECONDS)
+            found, _ = decode_packet(body)
+            for name, answer in found.items():
+                is_ok = answer == "ok"
+                steps.append(JailStep(tier, name, is_ok or answer.startswith("version"), "" if is_ok else answer))
             head, fds = exec_packet(Order(1, "exec", program=Program("print(6 * 7)")), tier, "")
             send_packet(channel, [encode_head(head)], fds)
             for fd in fds:
                 os.close(fd)
-            execution = execution_of(*receive_one(channel, patience), tier, "self-test")
-            good = execution.ok and execution.stdout == b"42\n"
-            steps.append(
-                JailStep(
-                    tier,
-                    "program",
-                    good,
-                    f"{1e3 * execution.wall_s:.1f} ms"
-                    if good
-                    else f"{execution.end}: {execution.message} {execution.stderr.decode(errors='replace')[-200:]}",
-                )
-            )
+            execution = execution_of(*receive_one(channel, TEST_SECONDS), tier, "self-test")
+            is_right = execution.ok and execution.stdout == b"42\n"
+            words = f"{1e3 * execution.wall_s:.1f} ms"
+            if not is_right:
+                last_words = execution.stderr.decode(errors="replace")[-200:]
+                words = f"{execution.end}: {execution.message} {last_words}"
+            steps.append(JailStep(tier, "program", is_right, words))
         finally:
             channel.close()
             process.kill()
             process.wait()
     except (Fault, OSError, EOFError, ValueError, KeyError) as error:
-        said = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2] if errors >= 0 else ""
-        name = tier.value if tier != Tier.BWRAP else "bwrap" if isinstance(error, Fault) else "jail"
-        steps.append(
-            JailStep(
-                tier,
-                name,
-                False,
-                "; ".join(filter(None, (said or f"{type(error).__name__}: {error}", REMEDIES.get(name, "")))),
-            )
-        )
+        last_line = ""
+        if errors >= 0:
+            last_line = os.pread(errors, 1 << 14, 0).decode(errors="replace").strip().rpartition("\n")[2]
+        name = tier.value
+        if is_bwrap:
+            name = "bwrap" if isinstance(error, Fault) else "jail"
+        reasons = (last_line or f"{type(error).__name__}: {error}", REMEDIES.get(name, ""))
+        steps.append(JailStep(tier, name, False, "; ".join(filter(None, reasons))))
     finally:
         if errors >= 0:
             os.close(errors)
@@ -536,16 +536,15 @@ def self_test() -> Capabilities:
     user = unprivileged_user()
     python = find_python(user)
     version = landlock_version(Kernel())
-    steps = (
-        try_tier(Tier.BWRAP, python, user, load_filter("zygote"))
-        if shutil.which("bwrap")
-        else [JailStep(Tier.BWRAP, "bwrap", False, REMEDIES["bwrap"])]
-    )
-    steps += (
-        try_tier(Tier.LANDLOCK, python, user, load_filter("landlock" if version >= 6 else "landlock-quiet"))
-        if version
-        else [JailStep(Tier.LANDLOCK, "landlock", False, REMEDIES["landlock"])]
-    )
-    steps += try_tier(Tier.RLIMITS, python, user, load_filter("zygote"))
-    found = Capabilities("", python, user[0], tuple(steps), version >= 6)
-    return replace(found, tier=next((tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)), ""))
+    found = Capabilities("", python, user[0], (), version >= 6)
+    there = {Tier.BWRAP: shutil.which("bwrap"), Tier.LANDLOCK: version, Tier.RLIMITS: True}
+    steps = []
+    for tier, is_there in there.items():
+        if is_there:
+            steps += try_tier(tier, python, user, load_filter(found.profile(tier)))
+        else:
+            name = "bwrap" if tier == Tier.BWRAP else tier.value
+            steps.append(JailStep(tier, name, False, REMEDIES[name]))
+    found = replace(found, steps=tuple(steps))
+    working = [tier.value for tier in (Tier.BWRAP, Tier.LANDLOCK) if found.works(tier)]
+    return replace(found, tier=working[0] if working else "")

@@ -113,7 +113,7 @@ class Attempt:
     ticket: int
     order: Order
     seat: Seat
-    told: float
+    sent_at: float
     job: Job | None = None
     lease: Lease | None = None
     idle: float = 0.0
@@ -428,9 +428,9 @@ def finish_opening(desk: Desk, attempt: Attempt, reply: Reply, now: float) -> No
         seat.leases.pop(lease.id, None)
         return retry_opening(desk, lease, seat, reply.fault, now)
     lease.seat = seat
-    took = now - attempt.told
+    took = now - attempt.sent_at
     note_latency(desk, "open", took)
-    note_slow_start(desk, lease.id, (("queued", attempt.told - lease.job.asked), ("open", took)))
+    note_slow_start(desk, lease.id, (("queued", attempt.sent_at - lease.job.asked), ("open", took)))
     change_state(desk, lease, "idle", now)
     if not lease.opened:
         lease.opened = True

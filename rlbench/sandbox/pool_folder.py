@@ -59,9 +59,9 @@ SOCKET = "socket"
 MOST_LINE = 64 << 20  # bytes
 
 
-def pack_line(told: Mapping) -> bytes:
+def pack_line(message: Mapping) -> bytes:
     "An object as one line."
-    return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 class Lines:
@@ -89,17 +89,17 @@ class Lines:
     def _read(self, line: bytes) -> dict:
         "The object in a line."
         try:
-            told = json.loads(line)
+            message = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise Fault(End.PROTOCOL_ERROR, f"no JSON ({type(error).__name__})") from None
-        if not isinstance(told, dict):
-            raise Fault(End.PROTOCOL_ERROR, f"not an object but {type(told).__name__}")
-        return told
+        if not isinstance(message, dict):
+            raise Fault(End.PROTOCOL_ERROR, f"not an object but {type(message).__name__}")
+        return message
 
 # %% ../../nbs/sandbox/17_pool_folder.ipynb #wire-orders
 def order_json(order: Order) -> dict:
     "An order as JSON values; what is empty is left out."
-    told = {
+    message = {
         "kind": order.kind,
         "ticket": order.ticket,
         "session": order.session,
@@ -111,23 +111,23 @@ def order_json(order: Order) -> dict:
         "turn": order.turn,
         "version": order.version,
     }
-    told |= {"program": to_json(order.program)} if order.program else {}
-    told |= {"limits": to_json(order.limits)} if order.kind in ("exec", "open") else {}
-    return {name: value for name, value in told.items() if value not in ("", [])}
+    message |= {"program": to_json(order.program)} if order.program else {}
+    message |= {"limits": to_json(order.limits)} if order.kind in ("exec", "open") else {}
+    return {name: value for name, value in message.items() if value not in ("", [])}
 
 
-def order_of(told: Mapping) -> Order:
+def order_of(message: Mapping) -> Order:
     "The order in a JSON object. Fault(protocol_error) if it is none."
     try:
-        found = {name: str(told[name]) for name in ("session", "base", "path") if name in told}
-        found |= {name: int(told[name]) for name in ("most", "turn", "version") if name in told}
-        if "program" in told:
-            found["program"] = from_json(Program, told["program"])
-        if "limits" in told:
-            found["limits"] = from_json(SandboxLimits, told["limits"])
-        found["layers"] = tuple(map(str, told.get("layers", ())))
-        found["data"] = b64decode(told.get("data", ""))
-        return Order(int(told.get("ticket", 0)), str(told["kind"]), **found)
+        found = {name: str(message[name]) for name in ("session", "base", "path") if name in message}
+        found |= {name: int(message[name]) for name in ("most", "turn", "version") if name in message}
+        if "program" in message:
+            found["program"] = from_json(Program, message["program"])
+        if "limits" in message:
+            found["limits"] = from_json(SandboxLimits, message["limits"])
+        found["layers"] = tuple(map(str, message.get("layers", ())))
+        found["data"] = b64decode(message.get("data", ""))
+        return Order(int(message.get("ticket", 0)), str(message["kind"]), **found)
     except (TypeError, ValueError, KeyError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no order: {type(error).__name__}: {error}"[:300]) from None
 
@@ -147,16 +147,18 @@ def reply_json(reply: Reply) -> dict:
     return {"bytes": b64encode(reply.value).decode()}
 
 
-def reply_of(told: Mapping, ticket: int = 0) -> Reply:
+def reply_of(message: Mapping, ticket: int = 0) -> Reply:
     "The reply that was told. Fault(protocol_error) if it is none."
     try:
-        if "fault" in told:
-            return Reply(ticket, fault=Fault(End(told["fault"]["end"]), str(told["fault"]["message"])))
-        if "execution" in told:
-            return Reply(ticket, from_json(Execution, told["execution"]))
-        if "layer" in told:
-            return Reply(ticket, from_json(Layer, told["layer"]))
-        return Reply(ticket, b64decode(told["bytes"]) if "bytes" in told else None, missing=bool(told.get("missing")))
+        if "fault" in message:
+            return Reply(ticket, fault=Fault(End(message["fault"]["end"]), str(message["fault"]["message"])))
+        if "execution" in message:
+            return Reply(ticket, from_json(Execution, message["execution"]))
+        if "layer" in message:
+            return Reply(ticket, from_json(Layer, message["layer"]))
+        return Reply(
+            ticket, b64decode(message["bytes"]) if "bytes" in message else None, missing=bool(message.get("missing"))
+        )
     except (TypeError, ValueError, KeyError) as error:
         raise Fault(End.PROTOCOL_ERROR, f"no reply: {type(error).__name__}: {error}"[:300]) from None
 
@@ -230,23 +232,21 @@ def mark_of(folder: Path) -> str:
 def remember_processes(folder: Path, pids: Iterable[int], generation: int, places: Iterable[str] = ()) -> None:
     """Write down the processes that a controller has started, their folders outside, and the number of this
     controller."""
-    told = []
+    processes = []
     for pid in pids:
         with suppress(psutil.Error):  # gone already
-            told.append([pid, psutil.Process(pid).create_time()])
-    write_json(
-        folder / PROCESSES,
-        {"generation": generation, "controller": os.getpid(), "processes": told, "places": sorted(places)},
-        sync=False,
-    )
+            processes.append([pid, psutil.Process(pid).create_time()])
+    table = {"generation": generation, "controller": os.getpid()}
+    table |= {"processes": processes, "places": sorted(places)}
+    write_json(folder / PROCESSES, table, sync=False)
 
 
 def remembered_processes(folder: Path) -> tuple[int, list[psutil.Process]]:
     """(number of the last controller, its processes that are still there). A file that cannot be read gives (0, [])."""
     try:
-        told = read_json(folder / PROCESSES)
-        pairs = [(int(pid), float(began)) for pid, began in told["processes"]]
-        generation = int(told["generation"])
+        table = read_json(folder / PROCESSES)
+        pairs = [(int(pid), float(began)) for pid, began in table["processes"]]
+        generation = int(table["generation"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return 0, []
     found = []

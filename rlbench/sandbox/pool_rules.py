@@ -142,10 +142,10 @@ def settle_lateness(
     seen = run(lateness_witness(limits), limits)
     if not seen.end.of_model or seen.end is End.WALL_LIMIT:
         return execution
-    told = (
+    reason = (
         f"late, while a known-good program computed for {seen.cpu_s:.1f} s in the same place within {seen.wall_s:.1f} s"
     )
-    return replace(execution, end=End.WALL_LIMIT, message=told)
+    return replace(execution, end=End.WALL_LIMIT, message=reason)
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-pause
 def retry_pause_s(end: End, tries: int, policy: PoolRules, seed: int = 0) -> float:
@@ -234,17 +234,17 @@ class PoolSpec:
             raise ValueError(f"sandbox: workers: {self.workers} is below 0; give 0 for one a core")
 
 
-def spec_of(told: Mapping) -> PoolSpec:
+def spec_of(table: Mapping) -> PoolSpec:
     "The spec in a JSON object. ValueError for an unknown name."
     names = {f.name for f in fields(PoolSpec)}
-    if unknown := sorted({*told} - names):
+    if unknown := sorted({*table} - names):
         raise ValueError(f"sandbox: {unknown[0]}: a pool has no such field; there are {', '.join(sorted(names))}")
-    knobs = dict(told.get("policy", {}))
+    knobs = dict(table.get("policy", {}))
     if unknown := sorted({*knobs} - {f.name for f in fields(PoolRules)}):
         raise ValueError(
             f"sandbox: policy.{unknown[0]}: no such knob; there are {', '.join(f.name for f in fields(PoolRules))}"
         )
-    return PoolSpec(**{**told, "policy": PoolRules(**knobs)})
+    return PoolSpec(**{**table, "policy": PoolRules(**knobs)})
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-status
 @dataclass(frozen=True)
@@ -308,12 +308,12 @@ class PoolStatus:
         return "\n".join(lines)
 
 # %% ../../nbs/sandbox/16_pool_rules.ipynb #policy-seen
-def status_of(told: Mapping) -> PoolStatus:
+def status_of(table: Mapping) -> PoolStatus:
     "The status in a JSON object."
-    known = {field.name: told[field.name] for field in fields(PoolStatus) if field.name in told}
-    known["latency"] = {name: tuple(pair) for name, pair in told.get("latency", {}).items()}
+    known = {field.name: table[field.name] for field in fields(PoolStatus) if field.name in table}
+    known["latency"] = {name: tuple(pair) for name, pair in table.get("latency", {}).items()}
     slowest = []
-    for seconds, name, phases in told.get("slowest", ()):
+    for seconds, name, phases in table.get("slowest", ()):
         took = tuple((str(phase), float(part)) for phase, part in phases)
         slowest.append((float(seconds), str(name), took))
     known["slowest"] = tuple(slowest)

@@ -158,9 +158,9 @@ def _finish_attempt(desk: Desk, attempt: Attempt, reply: Reply, now: float) -> N
         seat.failed = 0
     elif not attempt.fate:
         seat.failed += 1
-    idle = (desk.idle() - attempt.idle) / max(now - attempt.told, 1e-3)
+    idle = (desk.idle() - attempt.idle) / max(now - attempt.sent_at, 1e-3)
     following, e = verdict_on_attempt(e, policy, job.tries, job.alone, bool(lease) and not attempt.clean, idle)
-    e = replace(e, tries=job.tries, phases=(("queued", attempt.told - job.asked), *e.phases))
+    e = replace(e, tries=job.tries, phases=(("queued", attempt.sent_at - job.asked), *e.phases))
     if not job.done:
         _note_latencies(desk, attempt, e, now)
     if lease:
@@ -197,7 +197,7 @@ def _note_latencies(desk: Desk, attempt: Attempt, e: Execution, now: float) -> N
     for name, seconds in phases:
         note_latency(desk, name, seconds)
     if e.end.of_model:
-        note_latency(desk, "overhead", max(0.0, now - attempt.told - e.wall_s))
+        note_latency(desk, "overhead", max(0.0, now - attempt.sent_at - e.wall_s))
     note_slow_start(desk, f"{attempt.seat.name}/{attempt.job.number}", phases)
 
 
@@ -350,14 +350,14 @@ def _look_at_clock(desk: Desk, now: float) -> None:
             _look_at_program(desk, attempt, slow, now)
         elif kind == "open":
             _look_at_opening(desk, attempt, slow_open, now)
-        elif now - attempt.told > limit:
+        elif now - attempt.sent_at > limit:
             why = f"hangs: asked to {kind}, no answer for {limit:g} s (policy.operation_s)"
             _lose_seat(desk, attempt.seat, why, now)
 
 
 def _look_at_program(desk: Desk, attempt: Attempt, slow: float, now: float) -> None:
     "End a program that is late, then its worker; hedge it before if it is slower than most."
-    late = now - attempt.told - attempt.order.limits.wall_s
+    late = now - attempt.sent_at - attempt.order.limits.wall_s
     patience = max(desk.policy.grace_s, 2 * slow)
     job = attempt.job
     if late > patience and not attempt.stopped:
@@ -371,7 +371,7 @@ def _look_at_program(desk: Desk, attempt: Attempt, slow: float, now: float) -> N
 
 def _look_at_opening(desk: Desk, attempt: Attempt, slow: float, now: float) -> None:
     "Try a sandbox elsewhere that is not open in time; hedge it before if it is slower than most."
-    late = now - attempt.told
+    late = now - attempt.sent_at
     limit = desk.policy.start_s
     if late > limit and not attempt.fate:
         attempt.fate = "late"

@@ -293,19 +293,20 @@ def to_json(record: Program | SandboxLimits | Execution | Layer) -> dict:
     return found
 
 
-def from_json(kind: type, told: Mapping) -> Program | SandboxLimits | Execution | Layer:
+def from_json(kind: type, values: Mapping) -> Program | SandboxLimits | Execution | Layer:
     "The record of a kind from JSON values. Fault(protocol_error) if they are no such record."
     try:
-        made = {
-            name: b64decode(value) if name in _BYTES else tuple(value) if isinstance(value, list) else value
-            for name, value in told.items()
-        }
+        made = {}
+        for name, value in values.items():
+            made[name] = tuple(value) if isinstance(value, list) else value
+            if name in _BYTES:
+                made[name] = b64decode(value)
         if kind is Program:
-            made["files"] = {path: b64decode(data) for path, data in told["files"].items()}
+            made["files"] = {path: b64decode(data) for path, data in values["files"].items()}
         if kind is Execution:
             made |= {
-                "end": End(told["end"]),
-                "phases": tuple((str(name), float(seconds)) for name, seconds in told["phases"]),
+                "end": End(values["end"]),
+                "phases": tuple((str(name), float(seconds)) for name, seconds in values["phases"]),
             }
         return kind(**made)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -146,8 +146,7 @@ def verdict_to_row(verdict: Verdict) -> dict:
 def verdict_from_row(row: Mapping) -> Verdict:
     "The verdict in a row of `verdict_to_row`."
     ids = row["test_ids"] or ()
-    given = row.get("test_given") or [""] * len(ids)
-    tests = zip(ids, row["test_passed"] or (), row["test_why"] or (), given)
+    tests = zip(ids, row["test_passed"] or (), row["test_why"] or (), row["test_given"] or ())
     plain = {name: row[name] for name in COLUMNS if name not in ("ends", "tripwires")}
     return Verdict(
         checks=tuple(CheckedTest(id, bool(passed), why, given=text) for id, passed, why, text in tests),
@@ -435,7 +434,8 @@ class Reading:
         "What stands beside the tests: counts, ends, CPU time, tripwires, tier."
         found = []
         if self.of:
-            found.append(f"{self.of - len(self.failed)} of {self.of} test{'s' * (self.of != 1)} passed")
+            plural = "" if self.of == 1 else "s"
+            found.append(f"{self.of - len(self.failed)} of {self.of} test{plural} passed")
         found.append(self.ends)
         found.append(f"CPU {self.cpu_s:.2f} s" if self.cpu_s >= 1 else f"CPU {1000 * self.cpu_s:.1f} ms")
         if self.tripwires:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CARD_STYLE', 'STRIP_STYLE', 'LIGHT', 'NUMBERS', 'LEGEND', 'LINE_POINTS', 'CARD_WIDTH', 'WITH_SUBTITLE',
-           'INLINE_STYLE', 'FIGURE', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html', 'numbers_html',
-           'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas', 'absent_card_html',
-           'run_card_html', 'still_cards_html']
+           'INLINE_STYLE', 'FIGURE', 'WIDTHS', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html',
+           'numbers_html', 'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas',
+           'absent_card_html', 'run_card_html', 'still_cards_html']
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-imports
 # The frame of the panel as HTML.
@@ -257,6 +257,8 @@ FIGURE = """
 </figure>
 """
 
+WIDTHS = {1: "", 2: " rl-two"}  # by charts beside each other; more take the width of the panel
+
 CARD = """
 <div class='rl-face{{ kind }}'>
   {% if titled %}<header><b>{{ title }}</b><span>{{ note }}</span>{{ legend }}</header>{% endif %}
@@ -288,7 +290,7 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
     charts = spec.charts(s)
     return fill_template(
         CARD,
-        kind=" rl-whole" if spec.across > 2 else " rl-two" if spec.across > 1 else "",
+        kind=WIDTHS.get(spec.across, " rl-whole"),
         titled=charts[0].title != spec.title,
         title=spec.title,
         note=spec.note(s),

@@ -286,11 +286,11 @@ DRAWS = 1000
 
 
 def try_sampler(
-    function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: CallLimits, count: int = DRAWS
+    function: Callable, old: Callable, curriculum: Curriculum, config: RunConfig, limits: CallLimits
 ) -> list[dict]:
     "A row per level: its tasks, their estimated solve rate, and the shares of draws that old and new sampler give it."
-    before, _ = _draw_shares(old, curriculum, config, limits, count)
-    after, message = _draw_shares(function, curriculum, config, limits, count)
+    before, _ = _draw_shares(old, curriculum, config, limits, DRAWS)
+    after, message = _draw_shares(function, curriculum, config, limits, DRAWS)
     rows = []
     for level in sorted(set(curriculum.levels)):
         tasks = [i for i, each in enumerate(curriculum.levels) if each == level]

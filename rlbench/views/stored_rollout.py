@@ -143,14 +143,12 @@ def tests_of(
     return read_verdict(verdict, answer)
 
 
-def rollout_html(
-    folder: str | Path | RunReader, rollout: int, attempt: int | None = None, most: int | None = MOST_TOKENS
-) -> str:
+def rollout_html(folder: str | Path | RunReader, rollout: int, attempt: int | None = None) -> str:
     """One rollout as HTML with its styles: verdict, prompt, response token by token, answer, reward parts, fate,
     lag. Raises ValueError if there is none of that id."""
     reader = reader_of(folder)
     r = read_rollout(reader, rollout, attempt)
-    return framed_rollout(rollout_card_html(r, load_decoder(reader), most))
+    return framed_rollout(rollout_card_html(r, load_decoder(reader), MOST_TOKENS))
 
 # %% ../../nbs/views/53_stored_rollout.ipynb #stored-rollout-other
 def other_version(folder: str | Path | RunReader, r: RolloutRecord) -> StoredRollout | None:

@@ -242,7 +242,7 @@ def _neighbours(s: RunSnapshot) -> tuple[CostCause, ...]:
     cause = neighbours_cause(s)
     return (cause,) if cause else ()
 
-
+# %% ../../nbs/views/90_why.ipynb #why-explain-rate
 def explain_rate(s: RunSnapshot, f: WindowFacts, learning: Diagnosis) -> Why:
     "What limits the rate of a running run."
     limit = rate_limit(s, f)
