@@ -16,7 +16,14 @@ def append(path, *records):
 
 
 def event(kind, at, index, turn=-1, group=-1, version=""):
-    return {"ts": at, "kind": kind, "sample_index": index, "group_index": group, "turn": turn, "weight_version": version}
+    return {
+        "ts": at,
+        "kind": kind,
+        "sample_index": index,
+        "group_index": group,
+        "turn": turn,
+        "weight_version": version,
+    }
 
 
 def test_the_example_has_its_means_groups_and_staleness():
@@ -82,7 +89,9 @@ def test_the_key_of_the_reward_is_read_from_the_arguments(tmp_path):
     sample = {"index": 30, "group_index": 9, "reward": {"score": 5.0, "exact": 0.25}, "response_length": 0}
     (place / "dump/rollout_data").mkdir()
     torch.save({"rollout_id": 3, "metadata": {}, "samples": [sample]}, place / "dump/rollout_data/3.pt")
-    append(place / "dump/dashboard/metrics.jsonl", {"step_key": "train/step", "step": 7, "metrics": {"train/loss": 1.0}})
+    append(
+        place / "dump/dashboard/metrics.jsonl", {"step_key": "train/step", "step": 7, "metrics": {"train/loss": 1.0}}
+    )
     run = open_only_run(place)
     assert run.steps.filter(run.steps["step"] == 3).select("reward_mean", "loss").rows() == [(0.25, 1.0)]
     assert not any("`score`" in guess for guess in run.source.guesses)
@@ -91,7 +100,9 @@ def test_the_key_of_the_reward_is_read_from_the_arguments(tmp_path):
 def test_open_phases_torn_lines_and_odd_records_do_not_stop_the_rest(tmp_path):
     dashboard = copy_example("miles", tmp_path) / "dump/dashboard"
     append(next(dashboard.glob("phases/*.jsonl")), {"name": "rollout", "t0": 1790000040.0, "t1": -1, "gpus": None})
-    append(dashboard / "trajectories.jsonl", {"kind": 3, "sample_index": "x"}, {"ts": "soon"}, event("gen_end", 5.0, 99))
+    append(
+        dashboard / "trajectories.jsonl", {"kind": 3, "sample_index": "x"}, {"ts": "soon"}, event("gen_end", 5.0, 99)
+    )
     append(dashboard / "topology.jsonl", {"ts": 1.0, "engines": [3, {"gpus": [[1]]}]}, {"ts": 2.0, "engines": None})
     append(dashboard / "metrics.jsonl", {"step_key": None, "metrics": 3}, {"metrics": {"x": "y"}})
     append(dashboard.parent / "trajectory/2.jsonl", {"sample_index": 24, "messages": "none"}, {"messages": [3]})
