@@ -47,19 +47,21 @@ def write_groups(
     "A group of `size` judged rollouts for each task, at temperature 1. Another `seed` draws other responses."
     prompts = [encode_prompt(policy, task.prompt) for task in tasks]
     sampling = Sampling(max_tokens=max_tokens)
-    generator.submit(
-        Request((i * size + k, 0), prompts[i], sampling, stream_key(seed, task.id, k), policy.stop_ids)
-        for i, task in enumerate(tasks)
-        for k in range(size)
-    )
+    requests = []
+    for i, task in enumerate(tasks):
+        for k in range(size):
+            stream = stream_key(seed, task.id, k)
+            requests.append(Request((i * size + k, 0), prompts[i], sampling, stream, policy.stop_ids))
+    generator.submit(requests)
     results = []
     while not generator.idle:
         results += generator.step(64)
-    rollouts = [
-        judged_rollout(policy, tasks[result.key[0] // size], prompts[result.key[0] // size], size, result)
-        for result in sorted(results, key=lambda result: result.key)
-    ]
-    return [Group(i, task, tuple(rollouts[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
+
+    members: list[list[Rollout]] = [[] for _ in tasks]
+    for result in sorted(results, key=lambda result: result.key):
+        i = result.key[0] // size
+        members[i].append(judged_rollout(policy, tasks[i], prompts[i], size, result))
+    return [Group(i, task, tuple(members[i])) for i, task in enumerate(tasks)]
 
 
 def mean_solve_rate(groups: Sequence[Group]) -> float:
