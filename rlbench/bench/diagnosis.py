@@ -213,11 +213,8 @@ def usual_range(healthy: Sequence[RecordedArm], figure: str, version: int) -> tu
 
 def usual_solve_rate(healthy: Sequence[RecordedArm], version: int) -> tuple[float, float]:
     "The same for the solve rate in an evaluation of a version."
-    rates = []
-    for arm in healthy:
-        evaluated = arm.course.exams
-        rates.append(evaluated.mean[evaluated.versions == version])
-    return widened_range(rates)
+    evaluated = [arm.course.exams for arm in healthy]
+    return widened_range([each.mean[each.versions == version] for each in evaluated])
 
 
 def figure_sign(arm: RecordedArm, healthy: Sequence[RecordedArm], figure: str) -> int | None:

@@ -226,7 +226,8 @@ class Alone:
 
     def norm(self, tensors: Sequence[torch.Tensor]) -> float:
         "The norm of all tensors together."
-        return float(torch.stack([t.norm() for t in tensors]).norm())
+        norms = [tensor.norm() for tensor in tensors]
+        return float(torch.stack(norms).norm())
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         "A tensor with the parts of all processes."

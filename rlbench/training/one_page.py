@@ -32,7 +32,7 @@ from .trainer import NothingLeft, Trainer
 def judged_rollout(policy: Policy, task: Task, prompt_ids: Sequence[int], size: int, result: Result) -> Rollout:
     """The rollout of a finished response in groups of `size`: its text, whether the answer is right, and the reward,
     1 or 0."""
-    number = result.key[0]
+    number, _ = result.key
     group, place = divmod(number, size)
     segments = (prompt_segment(prompt_ids), result.segment)
     text = decode_response(policy, result.segment.tokens)
@@ -66,8 +66,11 @@ def write_groups(
 
 def mean_solve_rate(groups: Sequence[Group]) -> float:
     "The share of right responses among all rollouts."
-    verdicts = [bool(rollout.correct) for group in groups for rollout in group.rollouts]
-    return sum(verdicts) / len(verdicts)
+    right, count = 0, 0
+    for group in groups:
+        right += sum(bool(rollout.correct) for rollout in group.rollouts)
+        count += len(group.rollouts)
+    return right / count
 
 # %% ../../nbs/one_page.ipynb #one-train
 @dataclass(frozen=True)

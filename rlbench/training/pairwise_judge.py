@@ -75,7 +75,8 @@ class Opinion:
     @property
     def contradicts(self) -> bool:
         "True if the judge preferred a place: the same letter in both orders."
-        return self.forth == self.back and self.forth in ("A", "B")
+        is_clear = self.forth in ("A", "B")
+        return is_clear and self.forth == self.back
 
     @property
     def is_readable(self) -> bool:
@@ -108,7 +109,9 @@ def summarize_opinions(opinions: Sequence[Opinion]) -> JudgeFigures:
     kept = sum(opinion.winner > 0 for opinion in opinions)
     contradicted = sum(opinion.contradicts for opinion in opinions)
     unreadable = sum(not opinion.is_readable for opinion in opinions)
-    verdicts = [opinion.forth for opinion in opinions] + [opinion.back for opinion in opinions]
+    verdicts = []
+    for opinion in opinions:
+        verdicts += [opinion.forth, opinion.back]
     first = verdicts.count("A")
     clear = first + verdicts.count("B")
     return JudgeFigures(

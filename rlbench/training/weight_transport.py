@@ -57,7 +57,9 @@ def hash_weights(named: Mapping[str, torch.Tensor]) -> str:
     def line(name: str) -> str:
         tensor = named[name].detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy()
-        return f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+        shape = tuple(tensor.shape)
+        digest = hashlib.sha256(data).hexdigest()
+        return f"{name} {tensor.dtype} {shape} {digest}"
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         lines = "\n".join(pool.map(line, sorted(named)))
@@ -67,7 +69,8 @@ def hash_weights(named: Mapping[str, torch.Tensor]) -> str:
 def hand_over(model: torch.nn.Module, generator: Generator, version: int, cache: str = "keep") -> None:
     """Give the model's weights to a generator of the same process as `version`. ValueError from the generator if
     names or shapes do not fit."""
-    generator.load(version, served_weights(model, moving_weights(model)), cache)
+    weights = served_weights(model, moving_weights(model))
+    generator.load(version, weights, cache)
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-layout
 HEADER = 4096  # bytes: one page, so the buffers begin on a page
@@ -85,7 +88,8 @@ def buffer_layout(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], in
         offsets[name] = end
         units = math.ceil(tensor.numel() * tensor.element_size() / ALIGN)
         end += units * ALIGN
-    words = str([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()])
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()]
+    words = str(facts)
     digest = hashlib.blake2b(words.encode(), digest_size=7).digest()
     return offsets, end, int.from_bytes(digest, "little")
 
@@ -97,8 +101,9 @@ def buffer_views(
     views = {}
     for name, tensor in named.items():
         start = offsets[name]
-        size = tensor.numel() * tensor.element_size()
-        flat = raw[start : start + size].view(tensor.dtype)
+        end = start + tensor.numel() * tensor.element_size()
+        part = raw[start:end]
+        flat = part.view(tensor.dtype)
         views[name] = flat.view(tensor.shape)
     return views
 
