@@ -38,7 +38,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def describe_failed_test(task: CodeTask, checks: tuple[CheckedTest, ...], most: int = 200) -> str:
-    "What the policy reads: the first shown test that its program fails."
+    "The text for the policy: the first shown test that its program fails."
     test, check = next((test, check) for test, check in zip(task.tests, checks) if not check.passed)
     asked, wanted = asked_and_wanted(task, test, most)
     reason = check.why.strip().rstrip(":")
@@ -79,7 +79,7 @@ class WorkspacePool:
 
 
 def files_of(task: CodeTask, program: str | Mapping[str, str]) -> dict[str, bytes]:
-    "What a program is in a workspace: one file, or a project with its changes. Nothing of what its tests want."
+    "The files of a program in a workspace: one file, or a project with its changes. No expected values of tests."
     if isinstance(program, str):
         texts = {PROGRAM: program}
     else:
@@ -178,7 +178,7 @@ class CodeEpisode:
 
 # %% ../../nbs/environments/16_code_episodes.ipynb #coding-grade
 def grade_in_workspace(sandbox, task: CodeTask, response: str, limits: SandboxLimits) -> Verdict:
-    "What comes of a response's program in a workspace. Fault if the machine failed."
+    "The verdict on a response's program in a workspace. Fault if the machine failed."
     program = program_in(task, response)
     verdict = grade(WorkspacePool(sandbox, files_of(task, program)), task, program, limits)
     if verdict.score is None:

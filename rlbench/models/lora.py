@@ -9,10 +9,10 @@ __all__ = ['ALL', 'A', 'B', 'linear_layers', 'chosen_layers', 'add_adapters', 'a
 # %% ../../nbs/models/04_lora.ipynb #adapter-imports
 # Low-rank adapters (LoRA).
 #
-# Owns: which layers get adapters, putting them beside a model, and what becomes of them: merged weights or peft's files.
+# Owns: which layers get adapters, adding them to a model, and storing them as merged weights or peft's files.
 #
 # What always holds:
-#   * With adapters on, they alone are trained; the weights beside them are frozen.
+#   * With adapters on, they alone are trained; the weights under them are frozen.
 #   * Merging adds scale * B A in float32 and goes back to the weight's own type.
 #   * A saved policy is a whole one: its weights are merged, and the adapters lie beside it in `adapter/`.
 #
@@ -31,7 +31,7 @@ ALL = "all-linear"
 
 
 def linear_layers(model: torch.nn.Module) -> tuple[str, ...]:
-    "Names that adapters can be put beside: the last part of the name of every linear layer of the body, sorted."
+    "Layers that adapters can be added to: the last part of the name of every linear layer of the body, sorted."
     found = set()
     for name, module in model.base_model.named_modules():
         if type(module) is torch.nn.Linear:
@@ -62,7 +62,7 @@ def add_adapters(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> torch.nn.Module:
-    """Put adapters beside linear layers of a Hugging Face model, in place, and freeze the rest; returns the model.
+    """Add adapters to linear layers of a Hugging Face model, in place, and freeze the rest; returns the model.
     ValueError for an unknown layer."""
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -142,7 +142,7 @@ SHAPINGS: dict[str, Callable] = {
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-facts
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    "What is known of a group's R rollouts besides their rewards; K names of reward parts."
+    "Facts about a group's R rollouts besides their rewards; K names of reward parts."
 
     lengths_R: np.ndarray  # int64: response tokens
     correct_R: np.ndarray  # bool: the verifier said yes
@@ -213,7 +213,7 @@ def shape_rewards(shaping: Callable, rewards_R, known: GroupFacts) -> np.ndarray
 
 
 def describe_bad_shaping(shaping: Callable, value, count: int) -> str:
-    "What is wrong with a value that a shaping returned for this many rewards."
+    "The fault of a value that a shaping returned for this many rewards."
     text = repr(value)
     if len(text) > 80:
         text = text[:77] + "..."

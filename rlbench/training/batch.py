@@ -403,7 +403,7 @@ class Demonstrations:
 # %% ../../nbs/training/01_batch.ipynb #batch-prepare
 @dataclass(frozen=True)
 class Context:
-    """What a batch is prepared with besides its groups: a critic's `values` (arrays -> values_RT), the token places
+    """The inputs of a batch besides its groups: a critic's `values` (arrays -> values_RT), the token places
     of step rewards, numbers that last over batches, and this batch's weights of KL and entropy."""
 
     version: int = 0

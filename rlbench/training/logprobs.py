@@ -244,7 +244,7 @@ def packed_logprobs(
     prefix_R: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "What `token_logprobs` gives, computed on rows laid end to end. For models that pass `check_packing`."
+    "The result of `token_logprobs`, computed on rows laid end to end. For models that pass `check_packing`."
     column_T = torch.arange(tokens_RT.shape[1], device=tokens_RT.device)
     held_RT = column_T < lengths_R[:, None]
     rows_N, columns_N = held_RT.nonzero(as_tuple=True)

@@ -221,7 +221,7 @@ class Alone:
         "An error that ends a batch: end the process if the others do not have it, since they would wait."
 
     def merge(self, seen: list) -> list:
-        "What all processes saw, in order of their ranks."
+        "The measurements of all processes, in order of their ranks."
         return seen
 
     def norm(self, tensors: Sequence[torch.Tensor]) -> float:

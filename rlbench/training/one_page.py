@@ -11,7 +11,8 @@ __all__ = ['judged_rollout', 'write_groups', 'mean_solve_rate', 'TrainedVersion'
 # What always holds:
 # - Every response of a version is written by the weights that were loaded for it, so no token is stale
 #   unless the caller loads older weights on purpose.
-# - Equal weights and seeds give equal responses: a random stream depends on the seed, the task and the place in its group alone.
+# - Equal weights and seeds give equal responses: a random stream depends on the seed, the task and the place in its
+#   group alone.
 # - Groups without an advantage are the caller's to leave out; a version without any group to train keeps its weights.
 #
 # What it does not do: it has no queue, no processes, no clock and no files. Studies that need a training whose every

@@ -28,7 +28,8 @@ from .reward_model import Preference, prefer
 from .sft import JudgedResponse
 
 # %% ../../nbs/training/12_pairwise_judge.ipynb #judge-prompt
-QUESTION = """Two responses to the same prompt follow. Say which one is better: correct first, then clear and complete. Length and style do not count by themselves.
+QUESTION = """Two responses to the same prompt follow. Say which one is better: correct first, then clear and \
+complete. Length and style do not count by themselves.
 
 [Prompt]
 {prompt}
@@ -39,7 +40,8 @@ QUESTION = """Two responses to the same prompt follow. Say which one is better: 
 [Response B]
 {b}
 
-Think if you need to, then write on a last line by itself: A if response A is better, B if response B is better, or C if neither is."""
+Think if you need to, then write on a last line by itself: A if response A is better, B if response B is better, \
+or C if neither is."""
 
 
 def read_verdict(text: str) -> str:

@@ -327,7 +327,7 @@ def train_reward_model(
     )
     return RewardModel(policy.name, model, policy.tokenizer, policy.stop_ids, policy.pad_id, policy.context), result
 
-
+# %% ../../nbs/training/11_reward_model.ipynb #preference-measure
 @torch.no_grad()
 def measure_trust(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: int, at_once: int = 64) -> Trust:
     "Trust in the model on these pairs."

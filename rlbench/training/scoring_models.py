@@ -12,8 +12,8 @@ __all__ = ['TEMPLATE', 'PLACES', 'REFERENCE_FILE', 'whole_tokens', 'trace_rollou
 # %% ../../nbs/training/09_scoring_models.ipynb #scorer-imports
 # Scoring models: what other models say about a finished rollout.
 #
-# Owns: forward passes of reference and teacher (traces), a judge's question and its number (scores), the scorer's queue,
-# and the file from which the scorer reads a reference that follows the policy.
+# Owns: forward passes of reference and teacher (traces), a judge's question and its number (scores), the scorer's
+# queue, and the file from which the scorer reads a reference that follows the policy.
 #
 # What always holds:
 #   * A failure belongs to one rollout: others in the same pass keep their values.
@@ -256,8 +256,8 @@ class ScoringModels:
 
 
 class ScorerActor:
-    """Scores finished rollouts, oldest first. A unit of work takes at most `tokens` tokens and `most` rollouts; `alone`: each
-    has forward passes of its own."""
+    """Scores finished rollouts, oldest first. A unit of work takes at most `tokens` tokens and `most` rollouts;
+    `alone`: each has forward passes of its own."""
 
     def __init__(self, models: ScoringModels, tokens: int = 16_384, most: int = 10**9, alone: bool = False):
         self.models = models

@@ -87,7 +87,7 @@ def start_logprobs(
 # %% ../../nbs/training/05_trainer.ipynb #trainer-judge
 @dataclass(frozen=True)
 class StepCounts:
-    "What one optimizer step holds: the policy's own rollouts, and the tokens of demonstrations with their weight."
+    "Counts of one optimizer step: the policy's own rollouts, and the tokens of demonstrations with their weight."
 
     own: Totals
     shown: int = 0
@@ -120,8 +120,8 @@ def objective_tokens(
 def differentiate_micro(
     objective: Objective, micro: Micro, tokens: Tokens, counts: StepCounts, weights: PenaltyWeights, rows: np.ndarray
 ) -> tuple[MicroMetrics, torch.Tensor, torch.Tensor]:
-    """What a micro-batch showed, and the slopes of its loss along log-probs and entropies [R, T]. The tensors of
-    `tokens` carry no gradient."""
+    """The measurements of a micro-batch, and the slopes of its loss along log-probs and entropies [R, T]. The
+    tensors of `tokens` carry no gradient."""
     leaf_RT = tokens.logprobs_RT.clone().requires_grad_()
     entropy_RT = tokens.entropy_RT.clone().requires_grad_()
     leaves = replace(tokens, logprobs_RT=leaf_RT, entropy_RT=entropy_RT)
@@ -136,7 +136,7 @@ def differentiate_micro(
 
 
 def note_micro(tokens: Tokens, value: ObjectiveValue, shown: torch.Tensor, rows: np.ndarray) -> MicroMetrics:
-    "What a micro-batch showed, flat over its tokens that carry weight. `shown`: the demonstrations' loss."
+    "The measurements of a micro-batch, flat over its tokens that carry weight. `shown`: the demonstrations' loss."
     mask_RT = tokens.mask_RT
     reference_RT = tokens.reference_RT
     if reference_RT is None:
@@ -158,7 +158,7 @@ def note_micro(tokens: Tokens, value: ObjectiveValue, shown: torch.Tensor, rows:
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-accumulate
 def count_step(arrays: Arrays, rows: np.ndarray, shown_weight: float) -> StepCounts:
-    "What an optimizer step holds."
+    "The counts of an optimizer step."
     is_shown_R = arrays.shown_R[rows]
     own, shown = rows[~is_shown_R], rows[is_shown_R]
     own_tokens = arrays.mask_RT[own].sum()
@@ -432,7 +432,7 @@ class ReplayBuffer:
 
 @dataclass
 class TrainerExtras:
-    """What a trainer has besides model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout ->
+    """Parts of a trainer besides model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout ->
     rewards at its tokens; `shown`: demonstrations."""
 
     critic: Critic | None = None

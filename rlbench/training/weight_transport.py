@@ -9,8 +9,8 @@ __all__ = ['HEADER', 'ALIGN', 'WRITING', 'ON_GPU', 'moving_weights', 'served_wei
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-imports
 # Handing new weights to a generator.
 #
-# Owns: which tensors training moves (`moving_weights`), what a generator loads of them, and the file or the GPU buffers in
-# which versions travel between processes (`SharedWeights`).
+# Owns: which tensors training moves (`moving_weights`), what a generator loads of them, and the file or the GPU
+# buffers in which versions travel between processes (`SharedWeights`).
 #
 # What always holds:
 #   * There are two buffers; the writer overwrites the older one, so the newest whole version is always readable.
@@ -36,15 +36,16 @@ from ..models.model import base_weights
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-weights
 def moving_weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """What training moves, name -> tensor, each once: the adapters if there are any, else all weights. They are the
-    model's own, without gradient: copy them before the model moves.
+    """The tensors that training moves, name -> tensor, each once: the adapters if there are any, else all weights.
+    They are the model's own, without gradient: copy them before the model moves.
 
     `state`: in place of the model's state dict, for one that holds only parts of its tensors."""
     return adapter_weights(model, state) or base_weights(model, state)
 
 
 def served_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "What a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are `model`'s."
+    """The weights that a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are
+    `model`'s."""
     if not adapter_weights(model):
         return dict(named)
     return merge_adapters(base_weights(model), named, scale_of(model))
@@ -109,8 +110,8 @@ def buffer_views(
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-gpu
 def share_gpu(buffers: list[torch.Tensor], gpus: Sequence[str]) -> bytes:
-    """What another process of this machine needs to open buffers on this process's first GPU; `gpus`: names of those
-    it sees."""
+    """The keys with which another process of this machine opens buffers on this process's first GPU; `gpus`: names
+    of those it sees."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     owner = gpus[0] if gpus else "0"
