@@ -63,5 +63,5 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    "What is public, and no module that happens to be imported."
+    "The public names, without the modules that happen to be imported."
     return [*_HOMES, "__all__", "__doc__", "__version__"]

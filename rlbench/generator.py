@@ -66,7 +66,8 @@ class Request:
             raise ValueError(f"sampling: {sampling} needs temperature >= 0, 0 < top_p <= 1, top_k >= 0")
         if sampling.top_k > MOST_KEPT:
             raise ValueError(
-                f"top_k: {sampling.top_k} keeps more tokens than travel with a response; use {MOST_KEPT} or less, or 0 for all"
+                f"top_k: {sampling.top_k} keeps more tokens than travel with a response; "
+                f"use {MOST_KEPT} or less, or 0 for all"
             )
 
     @property
@@ -318,7 +319,7 @@ class PlayedSequence:
         return len(self.request.prompt) + self.request.done + now - self.start
 
     def written_segment(self, now: int, loads: list[tuple[int, int]]) -> Segment:
-        "What it has written by step `now`; `loads` holds (step, version), oldest first."
+        "Its response as of step `now`; `loads` holds (step, version), oldest first."
         partial = self.request.partial
         done = self.request.done
         new = now - self.start
@@ -490,8 +491,8 @@ class PlayedGenerator:
 
 # %% ../nbs/03_generator.ipynb #generator-scripted
 class ScriptedGenerator(PlayedGenerator):
-    """Responses from the random stream alone; see `script_response` for mean, tail, vocab and hardship, `PlayedGenerator`
-    for the rest."""
+    """Responses from the random stream alone; see `script_response` for mean, tail, vocab and hardship,
+    `PlayedGenerator` for the rest."""
 
     def __init__(self, mean: float = 24.0, tail: float = 0.5, vocab: int = 32, hardship: float = 1.0, **slots):
         script = partial(script_response, mean=mean, tail=tail, vocab=vocab, hardship=hardship)

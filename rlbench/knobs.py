@@ -161,7 +161,7 @@ class Named:
 
 # %% ../nbs/02_knobs.ipynb #knobs-resolve
 def key_of(table: Mapping) -> str:
-    "What a table's function is known by: the stem of its source (NAME-HASH) if it has one, else its name."
+    "The key of a table's function: the stem of its source (NAME-HASH) if it has one, else its name."
     return PurePath(table["source"]).stem if table.get("source") else table["name"]
 
 

@@ -276,7 +276,7 @@ def _atom_size(tokens: list[str], depth: int) -> float:
 
 # %% ../nbs/04_reward.ipynb #reward-math
 def _formulas(text: str) -> list:
-    "What math-verify reads in `text`: a bare formula is read as a whole, prose is searched."
+    "The formulas that math-verify reads in `text`: it reads a bare formula as a whole, and searches prose."
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-out is off; ours is on
@@ -306,7 +306,7 @@ _MARKED = re.compile(r"####(?P<line>[^\n]*)|\\boxed\{")
 
 
 def marked_answer(response: str) -> str | None:
-    """What the last mark with a number in it holds: the rest of a #### line, or a \\boxed{...}. None without such a
+    """The text at the last mark with a number: the rest of a #### line, or a \\boxed{...}. None without such a
     mark."""
     end = len(response)
     for mark in reversed(list(_MARKED.finditer(response))):
@@ -471,7 +471,7 @@ def finite_number(value) -> float | None:
 
 
 def split_reward(value) -> tuple[object, Mapping, Sequence]:
-    "What a reward function returned, as its number, its named parts and the rewards of its steps."
+    "The value of a reward function as its number, its named parts and the rewards of its steps."
     has_parts = isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[1], Mapping)
     if has_parts and len(value) == 2:
         return value[0], value[1], ()
@@ -526,7 +526,7 @@ def _show(value) -> str:
 
 
 def _remedy(value) -> str:
-    "What to return instead of a value that is no reward."
+    "Advice what to return instead of a value that is no reward."
     if value is None:
         return "return a number on every path through the function"
     if isinstance(value, Real):

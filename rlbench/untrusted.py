@@ -77,7 +77,7 @@ def _sign_of(found: re.Match) -> str:
 
 
 def make_json_visible(text: str) -> str:
-    "The same for a JSON document, by JSON's own escapes: it says what it said."
+    "The same for a JSON document, by JSON's own escapes, so that its content stays the same."
     return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 # %% ../nbs/01_untrusted.ipynb #untrusted-secret

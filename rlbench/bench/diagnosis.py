@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['EASY', 'FAULTY', 'HEALTHY_STEPS', 'EASY_STEPS', 'HEALTHY', 'WATCHED', 'MARGIN', 'ALARMS', 'Verdicts', 'ARM_SECONDS',
-           'EXAMS', 'pay_length', 'pay_plus_signs', 'pay_wrong_answers', 'FaultyArm', 'RecordedArm', 'record_arm',
-           'plain_numbers', 'number_array', 'plain_arm', 'read_arm', 'widened_range', 'usual_range', 'usual_exam',
-           'figure_sign', 'exam_sign', 'first_sign', 'ArmRow', 'verdicts_by_version', 'named_from', 'verdict_words',
-           'changes_of_verdict', 'is_alarm', 'judge_arm', 'DiagnosisBench', 'judge_arms', 'newest_run_folder',
-           'arm_knobs', 'run_arm', 'bench_diagnosis', 'shown_arm', 'arm_table']
+           'EVALUATIONS', 'pay_length', 'pay_plus_signs', 'pay_wrong_answers', 'FaultyArm', 'RecordedArm', 'record_arm',
+           'plain_numbers', 'number_array', 'plain_arm', 'read_arm', 'widened_range', 'usual_range', 'usual_solve_rate',
+           'figure_sign', 'evaluation_sign', 'first_sign', 'ArmRow', 'verdicts_by_version', 'named_from',
+           'verdict_words', 'changes_of_verdict', 'is_alarm', 'judge_arm', 'DiagnosisBench', 'judge_arms',
+           'newest_run_folder', 'arm_knobs', 'run_arm', 'bench_diagnosis', 'shown_arm', 'arm_table']
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-imports
 # The diagnosis of runs whose fault is known.
@@ -103,7 +103,7 @@ HEALTHY: dict[str, dict[str, object]] = {
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-record
 @dataclass(frozen=True)
 class RecordedArm:
-    """A run as it was: its course, when versions and examinations came (seconds), and its alerts as (version,
+    """A run as it was: its course, when versions and evaluations came (seconds), and its alerts as (version,
     condition)."""
 
     name: str
@@ -111,12 +111,12 @@ class RecordedArm:
     state: str
     course: RunHistory
     at: np.ndarray
-    exams_at: np.ndarray
+    evaluations_at: np.ndarray
     alerts: tuple[tuple[int, str], ...]
 
     def until(self, row: int) -> RunHistory:
         "The course as it was known when a row of the steps table was written."
-        seen = self.exams_at <= self.at[row]
+        seen = self.evaluations_at <= self.at[row]
         exams = self.course.exams
         known = Exams(exams.versions[seen], exams.mean[seen], exams.low[seen], exams.high[seen])
         figures = {name: values[: row + 1] for name, values in self.course.figures.items()}
@@ -150,7 +150,7 @@ def plain_arm(arm: RecordedArm) -> dict:
     "An arm as JSON data."
     course = arm.course
     exams = {name: plain_numbers(values) for name, values in vars(course.exams).items()}
-    exams["at"] = plain_numbers(arm.exams_at)
+    exams["at"] = plain_numbers(arm.evaluations_at)
     return {
         "name": arm.name,
         "seed": arm.seed,
@@ -211,10 +211,10 @@ def usual_range(healthy: Sequence[RecordedArm], figure: str, version: int) -> tu
     return widened_range(parts)
 
 
-def usual_exam(healthy: Sequence[RecordedArm], version: int) -> tuple[float, float]:
-    "The same for the solve rate in an examination of a version."
-    exams = [arm.course.exams for arm in healthy]
-    return widened_range([exam.mean[exam.versions == version] for exam in exams])
+def usual_solve_rate(healthy: Sequence[RecordedArm], version: int) -> tuple[float, float]:
+    "The same for the solve rate in an evaluation of a version."
+    evaluated = [arm.course.exams for arm in healthy]
+    return widened_range([each.mean[each.versions == version] for each in evaluated])
 
 
 def figure_sign(arm: RecordedArm, healthy: Sequence[RecordedArm], figure: str) -> int | None:
@@ -230,11 +230,11 @@ def figure_sign(arm: RecordedArm, healthy: Sequence[RecordedArm], figure: str) -
     return None
 
 
-def exam_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> int | None:
-    "The first trained version whose examination is outside of what is usual; None if there is none."
+def evaluation_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> int | None:
+    "The first trained version whose evaluation lies outside the usual range; None if there is none."
     exams = arm.course.exams
     for version, mean in zip(exams.versions.tolist(), exams.mean.tolist(), strict=True):
-        low, high = usual_exam(healthy, version)
+        low, high = usual_solve_rate(healthy, version)
         if version and (mean < low or mean > high):
             return version
     return None
@@ -243,7 +243,7 @@ def exam_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> int | None:
 def first_sign(arm: RecordedArm, healthy: Sequence[RecordedArm]) -> tuple[int, str]:
     "(version, figure) of the first sign; (1, '') if no figure shows one, (0, '') of a run that trained nothing."
     signs = {figure: figure_sign(arm, healthy, figure) for figure in WATCHED}
-    signs["held-out"] = exam_sign(arm, healthy)
+    signs["held-out"] = evaluation_sign(arm, healthy)
     found = [(version, figure) for figure, version in signs.items() if version is not None]
     if found:
         return min(found)
@@ -389,7 +389,7 @@ def judge_arms(arms: Sequence[RecordedArm], where: Mapping[str, str]) -> Diagnos
 
 # %% ../../nbs/bench/07_diagnosis.ipynb #diagnosing-run
 ARM_SECONDS = 1800  # after which an arm counts as hung
-EXAMS = [{"name": "held_out", "count": 256, "every": 5}]
+EVALUATIONS = [{"name": "held_out", "count": 256, "every": 5}]
 
 
 def newest_run_folder(name: str, folder: Path) -> Path:
@@ -419,7 +419,7 @@ def run_arm(name: str, seed: int, folder: Path) -> RecordedArm:
     runs = folder / "runs"
 
     def run_now() -> dict:
-        knobs = {"preflight": 0, "eval": EXAMS, "seed": seed, **arm_knobs(name, folder)}
+        knobs = {"preflight": 0, "eval": EVALUATIONS, "seed": seed, **arm_knobs(name, folder)}
         started = run("tiny", runs=runs, name=free_name(runs, stem), **knobs)
         with ending(started) as ended:
             wait(ended, ARM_SECONDS)

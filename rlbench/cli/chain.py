@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SFT_FIGURES', 'Say', 'check_folder', 'load_start', 'make_demonstrations', 'AnswerChoice', 'HeldOutRate',
-           'TunedPolicy', 'exam_config', 'held_out_rate', 'fine_tune', 'CollectedPairs', 'make_pairs', 'count_sources',
-           'FittedRewardModel', 'make_reward_model', 'tuned_text', 'collected_text', 'reward_model_text']
+           'TunedPolicy', 'held_out_config', 'held_out_rate', 'fine_tune', 'CollectedPairs', 'make_pairs',
+           'count_sources', 'FittedRewardModel', 'make_reward_model', 'tuned_text', 'collected_text',
+           'reward_model_text']
 
 # %% ../../nbs/cli/13_chain.ipynb #chain-imports
 # The classic chain as functions: demonstrations, supervised fine-tuning, preference pairs, a reward model.
@@ -116,8 +117,8 @@ class TunedPolicy:
     after: HeldOutRate | None
 
 # %% ../../nbs/cli/13_chain.ipynb #chain-exam
-def exam_config(run: Run | None, model: str, exam: str | Mapping) -> RunConfig | None:
-    "The configuration whose held-out tasks are the examination: a run's own, or with tasks `exam`; None for none."
+def held_out_config(run: Run | None, model: str, exam: str | Mapping) -> RunConfig | None:
+    "The configuration that gives the held-out tasks: a run's own, or one with tasks `exam`; None without both."
     if not run and not exam:
         return None
     changes = {"model": model, "tasks": exam} if exam else {"model": model}
@@ -150,7 +151,7 @@ def fine_tune(
     run = attach(str(source), runs=runs) if answers else None
     examples = right_answers(run.folder, **asdict(answers)) if answers else read_demonstrations(source)
     model = model or (run.config.model if run else "tiny")
-    config = exam_config(run, model, exam)
+    config = held_out_config(run, model, exam)
     say(f"{len(examples)} demonstrations of {len({each.prompt for each in examples})} prompts from {source}")
     policy = load_start(model, device)
     before = held_out_rate(config, model) if config else None

@@ -116,7 +116,7 @@ READ = (  # fields that are served
 
 @dataclass(frozen=True)
 class ResponseWish:
-    """What a request asks for, beside its prompt. `stop`: texts that end a response; `stop_ids`: tokens that do,
+    """The settings of a request besides its prompt. `stop`: texts that end a response; `stop_ids`: tokens that do,
     beside the policy's own, which `endless` takes away."""
 
     sampling: Sampling

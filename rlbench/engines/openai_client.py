@@ -433,7 +433,7 @@ def tokenize_table(c: Client, body: Mapping) -> dict:
 
 
 async def answer_route(c: Client, path: str, body: dict) -> dict:
-    "What a server would answer, as a table."
+    "A server's answer, as a table."
     model = body.pop("model", "") or ""
     if path == "/tokenize":
         return tokenize_table(c, body)

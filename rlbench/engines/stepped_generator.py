@@ -198,7 +198,7 @@ class SteppedGenerator(ABC):
         return SequenceState(request)
 
     def waiting_response(self, sequence: SequenceState) -> Segment:
-        "What a waiting sequence has written."
+        "The response so far of a waiting sequence."
         return sequence.request.partial or EMPTY
 
     @abstractmethod

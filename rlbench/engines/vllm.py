@@ -93,7 +93,7 @@ def sequence_of(request: Request, version: int) -> VllmSequence:
 
 # %% ../../nbs/engines/09_vllm.ipynb #vllmgen-params
 def sampling_params(sequence: VllmSequence):
-    "What vLLM is told of a sequence: to be greedy, since the logits processor draws, and when to stop."
+    "The sampling settings of a sequence for vLLM: greedy, since the logits processor draws, and when to stop."
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -159,7 +159,7 @@ class VllmGenerator(SteppedGenerator):
         return sequence_of(request, self.version)
 
     def waiting_response(self, sequence: VllmSequence) -> Segment:
-        "What a waiting sequence has written."
+        "The response so far of a waiting sequence."
         return sequence.response
 
     def hand_over(self, sequence: VllmSequence) -> None:

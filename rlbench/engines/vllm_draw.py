@@ -28,8 +28,8 @@ from ..records import uniform_numbers
 # %% ../../nbs/engines/07_vllm_draw.ipynb #vllmdraw-draw
 @dataclass(eq=False)
 class Drawing:
-    """What a sequence's next token depends on beside the logits. `written`: response tokens so far, a list that vLLM
-    keeps up to date; `done`: how many came before it."""
+    """Everything that a sequence's next token depends on besides the logits. `written`: response tokens so far, a
+    list that vLLM keeps up to date; `done`: how many came before it."""
 
     stream: int
     done: int

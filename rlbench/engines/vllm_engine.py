@@ -144,7 +144,7 @@ def check_options(options: Mapping[str, object], known: Iterable[str]) -> None:
 # %% ../../nbs/engines/08_vllm_engine.ipynb #vllmengine-recorder
 @dataclass
 class Recorder:
-    "What vLLM reports after every step: share of the cache in use, preemptions so far."
+    "The figures that vLLM reports after every step: share of the cache in use, preemptions so far."
 
     kv_used: float = 0.0
     preempted: int = 0

@@ -55,7 +55,7 @@ class Endpoint:
         return f"{self.model!r} at {urlsplit(self.url).netloc.rpartition('@')[2]}"
 
     def reply(self, text: str) -> str:
-        "What the model answers to a text. NoAnswer if it does not."
+        "The model's answer to a text. NoAnswer if there is none."
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
             raise NoAnswer(f"url: {self.url!r} is no address; give one like http://localhost:8000/v1")
         for number in range(1, self.tries):
@@ -69,7 +69,7 @@ class Endpoint:
 
 # %% ../../nbs/environments/01_chat_endpoint.ipynb #endpoint-once
 def ask_once(at: Endpoint, text: str) -> str:
-    "What the model answers to one request. NoAnswer if it does not."
+    "The model's answer to one request. NoAnswer if there is none."
     body = {
         "model": at.model,
         "messages": [{"role": "user", "content": text}],

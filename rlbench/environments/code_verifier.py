@@ -23,7 +23,7 @@ from ..sandbox.verdict import SCORES, Verdict
 
 # %% ../../nbs/environments/06_code_verifier.ipynb #code-verifier-grade
 def program_in(task: CodeTask, response: str) -> str | dict[str, str]:
-    "What of a response is run: a program, or the changes to a project."
+    "The part of a response that runs: a program, or the changes to a project."
     if task.kind == "repository":
         return changes_in(response)
     return wrapped_code(task, response, final_answer(response))

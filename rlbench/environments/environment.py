@@ -63,7 +63,7 @@ class Bell:
             return
 
     def fileno(self) -> int:
-        "What `wait` needs."
+        "The file descriptor that `wait` needs."
         return self.heard.fileno()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class RunningWork:
             wait([future])
 
     def judging(self) -> list[ScoringWork]:
-        "What is judged in sandboxes."
+        "The work that is judged in sandboxes."
         return [work for work in self.by_future.values() if work.is_judging]
 
     def keys_judged(self) -> list[tuple[int, int]]:
@@ -99,7 +99,7 @@ class RunningWork:
         return [work.request.key for work in self.judging()]
 
     def playing(self) -> list[ScoringWork]:
-        "What waits in an episode's turn."
+        "The work that waits in an episode's turn."
         return [work for work in self.by_future.values() if not work.is_judging]
 
     def drop(self, keys: set[tuple[int, int]]) -> None:
@@ -195,7 +195,7 @@ class EnvironmentActor:
 
     @property
     def waits(self) -> Bell | None:
-        "What rings when something under way has ended; None while there is anything else to do."
+        "The bell that rings when something under way has ended; None while there is anything else to do."
         is_waiting = (self.running or self.doubted) and not self.answers and not self.can_begin()
         return self.running.bell if is_waiting else None
 

@@ -29,7 +29,7 @@ from ..sandbox.verdict import Verdict
 # %% ../../nbs/environments/07_episode.ipynb #episode-protocol
 @dataclass(frozen=True)
 class Judged:
-    """What became of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier
+    """The result of judging one rollout. `reward` is None unless `outcome` is ok; `correct` is None if the verifier
     gave no verdict. `seconds` is wall time; `steps` are rewards inside the response."""
 
     correct: bool | None = None
@@ -51,7 +51,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Observation:
-    "What the policy sees next; it will be asked for another response."
+    "The text that the policy sees next; it will be asked for another response."
 
     text: str
 
@@ -90,7 +90,7 @@ class SingleTurn:
 # %% ../../nbs/environments/07_episode.ipynb #episode-state
 @dataclass(frozen=True)
 class State:
-    """What an environment is in: a name for its content, and the policy version that issued the newest writes in it
+    """The state of an environment: a name for its content, and the policy version that issued the newest writes in it
     (-1: nobody wrote)."""
 
     id: str = ""
@@ -112,7 +112,7 @@ Step = Generator[Awaitable, object, object]
 
 
 def wait_for_value(result) -> Step:
-    "What a method returned; if that is awaitable, what came of waiting for it."
+    "The value that a method returned; if it is awaitable, the awaited value."
     if inspect.isawaitable(result):
         return (yield result)
     return result

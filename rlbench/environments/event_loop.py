@@ -143,7 +143,7 @@ def close_unstarted(awaitable: Awaitable) -> None:
 
 
 def error_of(future: Future) -> BaseException | None:
-    "What a finished future raised. A future that was cancelled from within has an error, too."
+    "The error that a finished future raised. A future that was cancelled from within has an error, too."
     if future.cancelled():
         return RuntimeError("was cancelled before its end")
     return future.exception()
@@ -232,7 +232,7 @@ EPISODE_FRAMES = HIDDEN_FRAMES | frozenset(  # their functions on that way
 
 
 def describe_episode_failure(environment: Callable, error: BaseException, deadline: float, turns: int = 1) -> str:
-    "What an episode did wrong, and the remedy. `deadline`: seconds for each of so many `turns`."
+    "The fault of an episode, and the remedy. `deadline`: seconds for each of so many `turns`."
     if isinstance(error, DeadlinePassed):
         each = f" for each of {turns} turns" if turns > 1 else ""
         reason = f"passed its deadline of {deadline:g} s{each}; make it faster or raise score_deadline"

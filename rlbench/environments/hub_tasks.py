@@ -152,7 +152,7 @@ def column_path(names: Mapping, column: str) -> list[str]:
 
 
 def find_feature(field: str, features: Mapping, column: str):
-    "What a column holds, as `datasets` describes it. ValueError with the nearest known name if it is not there."
+    "The type of a column, as `datasets` describes it. ValueError with the nearest known name if it is not there."
     feature = features
     parent = features
     before = ""

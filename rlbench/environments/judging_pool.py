@@ -120,7 +120,7 @@ class JudgingPool:
         return done
 
     def gauges(self, now: float, every: float = 1.0) -> list[Gauges]:
-        "What the pool is doing, at most once in so many seconds."
+        "The state of the pool, at most once in so many seconds."
         if self.at_once == 1 or now - self.looked < every or not hasattr(self.pool, "status"):
             return []
         self.looked = now

@@ -150,7 +150,7 @@ class Chain:
 
 
 def text_of(store: Store) -> str:
-    "What the verifier reads: `x=42;y=50`."
+    "The store as the verifier reads it: `x=42;y=50`."
     return ";".join(f"{key}={value}" for key, value in store.state.entries)
 
 # %% ../../nbs/environments/15_kv_store.ipynb #store-scripted

@@ -118,7 +118,7 @@ def inputs_of(takes: str) -> tuple[tuple[tuple, ...], int]:
 
 
 def run_body(takes: str, body: str, inputs: Sequence[tuple]) -> tuple:
-    "What a function returns for each of the argument lists."
+    "The values that a function returns, one for each argument list."
     scope: dict = {}
     exec(source_of(takes, body), scope)
     return tuple(scope["f"](*args) for args in inputs)

@@ -51,7 +51,7 @@ def split_open_turn(rollout: Rollout) -> tuple[tuple[Segment, ...], Segment]:
 
 
 def prompt_so_far(rollout: Rollout) -> tuple[str, np.ndarray]:
-    """What a generator has to read for a later turn: the text that the environment shows, and the tokens before it,
+    """The prompt of a later turn: the text that the environment shows, and the tokens before it,
     int32 [T]."""
     before, observation = split_open_turn(rollout)
     return observation.text, np.concatenate([s.tokens for s in before])
@@ -149,13 +149,13 @@ def first_turns(rollout: Rollout, n: int) -> Rollout:
 
 
 def later_turns(rollout: Rollout, n: int) -> Rollout:
-    "What `first_turns` leaves out."
+    "The turns that `first_turns` leaves out."
     segments = tuple(segment for segment in rollout.segments if not belongs_before(segment, n))
     return replace(rollout, segments=segments)
 
 # %% ../../nbs/environments/17_rollout_turns.ipynb #episode-columns
 def turn_columns(rollout: Rollout) -> dict:
-    """Columns of the rollout table for an episode of several turns: what was said, and of each response the state
+    """Columns of the rollout table for an episode of several turns: its texts, and of each response the state
     and the newest writer it began in."""
     responses = rollout.responses
     texts = [segment.text for segment in rollout.segments if segment.kind != "prompt"]
@@ -171,7 +171,7 @@ def turn_columns(rollout: Rollout) -> dict:
 
 
 def token_weights(response: Segment) -> np.ndarray:
-    "What each token counts in training, int [T]."
+    "The weight of each token in training, int [T]."
     weights = response.trained if response.mask is None else response.mask
     return weights.astype(int)
 

@@ -87,7 +87,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Gauges:
-    "What a pool of sandboxes is doing: how many sandboxes start, are free, are busy; how many were lost so far."
+    "The state of a pool of sandboxes: how many sandboxes start, are free, are busy; how many were lost so far."
 
     starting: int
     ready: int

@@ -86,7 +86,7 @@ class WorkingStep:
 
 
 def working_text(response: str) -> str:
-    "What stands before the last colon; all of it if there is none."
+    "The text before the last colon; all of it if there is none."
     return response.rpartition(":")[0] if ":" in response else response
 
 
@@ -133,7 +133,7 @@ def share_right(steps: Sequence[WorkingStep], prompt: str) -> float:
 
 # %% ../../nbs/environments/05_step_verifier.ipynb #steps-agree
 def concluded_answer(response: str, prompt: str) -> str | None:
-    "What the working arrives at as it is written, right or wrong; None if it is not complete."
+    "The result of the working as it is written, right or wrong; None if it is not complete."
     steps = steps_of(response, prompt)
     counts = bool(_COUNT.search(prompt))
     columns = has_columns(steps) and not counts
@@ -194,7 +194,7 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
 
 # %% ../../nbs/environments/05_step_verifier.ipynb #steps-reward
 def process_worth(rollout: Rollout, scale: float, wrong: float) -> tuple[float, StepRewards]:
-    """What the working is worth: `scale` for all of it, evenly over the steps it should have, less `wrong` for its
+    """The reward of the working: `scale` for all of it, evenly over the steps it should have, less `wrong` for its
     first wrong step; in one number, and where each part fell due."""
     steps = steps_of(rollout.text, rollout.prompt)
     wanted = len(expected_steps(rollout.prompt, has_columns(steps)))

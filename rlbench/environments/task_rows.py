@@ -69,7 +69,7 @@ MARKS = {"whole": "text", "####": "text after ####", "boxed": "\\boxed{...}"}
 
 
 def resolve_extract(extract: str, answers: Sequence) -> str:
-    "What `auto` means for these answers; any other rule is itself."
+    "The rule that `auto` stands for with these answers; any other rule stays."
     if extract != "auto":
         return extract
     has_mark = any(isinstance(answer, str) and "####" in answer for answer in answers)
@@ -77,7 +77,7 @@ def resolve_extract(extract: str, answers: Sequence) -> str:
 
 
 def answer_after_mark(text: str) -> str:
-    "What follows the last ####, without commas between thousands; empty without the mark."
+    "The text after the last ####, without commas between thousands; empty without the mark."
     if "####" not in text:
         return ""
     return THOUSANDS.sub("", text.rpartition("####")[2].strip())
@@ -117,7 +117,7 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def read_json_row(place: str, line: str) -> object:
-    "What a line of JSON holds. ValueError naming the place."
+    "The value of a line of JSON. ValueError naming the place."
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -175,7 +175,7 @@ def check_value(field: str, value: object, kinds: type | tuple[type, ...]) -> No
 
 # %% ../../nbs/environments/02_task_rows.ipynb #task-rows-tasks
 class TaskNote(UserWarning):
-    "What a task set did with its rows; a run says it when it starts."
+    "A report of what a task set did with its rows; a run prints it when it starts."
 
 
 def warn_of_repeats(field: str, repeated: int, rows: int) -> None:

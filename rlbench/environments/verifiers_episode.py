@@ -42,7 +42,7 @@ from ..records import Outcome, Task
 
 # %% ../../nbs/environments/19_verifiers_episode.ipynb #verifiers-episode-known
 def visible_parts(message: Mapping) -> tuple:
-    "What the policy can see of a message: role, text, calls, and which call it answers."
+    "The parts of a message that the policy can see: role, text, calls, and which call it answers."
     calls = []
     for call in message.get("tool_calls") or ():
         calls.append((call["id"], call["function"]["name"], call["function"]["arguments"]))
@@ -145,7 +145,7 @@ def chat_loop(vf, client):
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
     class ChatLoop(vf.Harness):
-        "What an agent of the package runs."
+        "The loop that an agent of the package runs."
 
         APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = True
         EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -181,7 +181,7 @@ def chat_loop(vf, client):
 
 
 async def call_tool(use: Callable, known: Mapping, call: Mapping):
-    "What a tool answers, or why it could not be called."
+    "A tool's answer, or the reason why it could not be called."
     try:
         arguments = json.loads(call["arguments"] or "{}")
     except ValueError as error:
@@ -356,7 +356,7 @@ class VerifiersEpisode:
         return await self.answer
 
     def output(self) -> Mapping:
-        """What the package says of a rollout that is over. Raises what the environment raised, and RuntimeError for one
+        """The package's result of a rollout that is over. Raises what the environment raised, and RuntimeError for one
         that was cancelled by its own code."""
         if self.running.cancelled():
             raise RuntimeError("its rollout was cancelled from within; nothing here had asked for that")

@@ -228,13 +228,13 @@ NAMES_OF_ROWS = ("example_id", "key", "idx", "id", "name")  # they tell rows apa
 
 
 def stated_problem(prompt: str) -> str:
-    "What the messages of a prompt say, with single blanks."
+    "The text of the messages of a prompt, with single blanks."
     texts = [content_text(message.get("content")) for message in read_chat(prompt).messages]
     return canonical_prompt(" ".join(texts))
 
 
 def identity_of(task: Task) -> tuple[str, str]:
-    "What a row asks and how it is judged. Rows of one prompt with different answers are different tasks."
+    "The question of a row and how it is judged. Rows of one prompt with different answers are different tasks."
     row = {}
     for key, value in json.loads(task.answer).items():
         if key not in NAMES_OF_ROWS:

@@ -523,8 +523,12 @@ def mismatch_columns(rollouts: "pl.DataFrame") -> "pl.DataFrame":
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-metrics
 def newest_metrics(metrics: "pl.DataFrame") -> "pl.DataFrame":
-    "One row for each step and name: the last that was written."
-    return metrics.unique(["step", "name"], keep="last", maintain_order=True)
+    "One row for each step and name, or time and name for those sampled by the clock: the last that was written."
+    import polars as pl
+
+    time = pl.when(pl.col("step").is_null()).then("at").alias("time")
+    newest = metrics.with_columns(time).unique(["step", "time", "name"], keep="last", maintain_order=True)
+    return newest.drop("time")
 
 
 def metric_columns(metrics: "pl.DataFrame", names: Mapping[str, str | tuple[str, ...]]) -> "pl.DataFrame":

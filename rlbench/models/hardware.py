@@ -134,7 +134,7 @@ SECTIONS = {
 # %% ../../nbs/models/01_hardware.ipynb #capacity-tables-read
 @dataclass(frozen=True)
 class Tables:
-    "What is known by name: GPUs, models, prices of tokens, transports, sandboxes."
+    "Tables by name: GPUs, models, prices of tokens, transports, sandboxes."
 
     gpu: Mapping[str, Hardware] = field(default_factory=dict)
     model: Mapping[str, ModelShape] = field(default_factory=dict)
@@ -249,7 +249,7 @@ def resident_tokens(prompt: float, response: float) -> float:
 # %% ../../nbs/models/01_hardware.ipynb #capacity-engine
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine holds, in bytes: weights, activations, cache. `sequence`: bytes of cache for a sequence of so
+    """Memory of an engine in bytes: weights, activations, cache. `sequence`: bytes of cache for a sequence of so
     many tokens."""
 
     weights: float
@@ -296,7 +296,7 @@ class EngineMemory:
 def memory_refusal(
     hardware: Hardware, gpus: int, used: float, activations: float, weights: float, number: float
 ) -> str:
-    "What to say of a model that does not fit; `number`: bytes a number of its weights."
+    "The error text for a model that does not fit; `number`: bytes a number of its weights."
     each = hardware.memory * used - activations
     there = max(0.0, gpus * each) / 1e9
     if each > 0:
@@ -322,7 +322,7 @@ def engine_of(
     kv_dtype_bytes: int = 2,
     by_sequence: bool = False,
 ) -> EngineMemory:
-    """What an engine of `gpus` GPUs holds: `used` of their memory, `activations` bytes on each, weights of
+    """Memory of an engine of `gpus` GPUs: `used` of their memory, `activations` bytes on each, weights of
     `dtype_bytes` a number.
     With attention `by_sequence` no key is stored twice. ValueError where the model does not fit, with what would."""
     if gpus < 1:
@@ -463,7 +463,7 @@ def publish_seconds(shape: ModelShape, transport: Transport, dtype_bytes: float 
 
 
 def dollars_per_million(hardware: Hardware, tokens_per_second: float, count: int = 1) -> float:
-    "What a million tokens cost at a rate."
+    "The price of a million tokens at a rate."
     if not tokens_per_second:
         return inf
     dollars_per_second = count * hardware.dollars_per_hour / 3600
@@ -581,7 +581,7 @@ VLLM_CPU_FLAGS = frozenset({"avx512f", "avx2"})  # vLLM's CPU build has kernels 
 
 
 def cpu_flags(path: str | Path = "/proc/cpuinfo") -> frozenset[str] | None:
-    "What the processor says it can do; None where the system does not tell."
+    "The features that the processor reports; None where the system does not list them."
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -384,7 +384,8 @@ def apply_mask(logits_NV: torch.Tensor, place_M: torch.Tensor, ids_M: torch.Tens
 def chunk_logprobs(
     model, hidden_NH: torch.Tensor, tokens_N: torch.Tensor, temperature_N: torch.Tensor, place_M=None, ids_M=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "Log-probability and entropy [N] of tokens, each from its hidden vector; over the tokens (place, id) that were kept."
+    """Log-probability and entropy [N] of tokens, each from its hidden vector; over the tokens (place, id) that were
+    kept."""
     logits_NV = head_logits(model, hidden_NH) / temperature_N[:, None]
     if place_M is not None:
         logits_NV = apply_mask(logits_NV, place_M, ids_M)

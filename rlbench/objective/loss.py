@@ -35,7 +35,7 @@ class LossTerms:
 
 # %% ../../nbs/objective/02_loss.ipynb #loss-unsound
 def describe_bad_loss(terms, logprobs_RT) -> str:
-    "What is wrong with the terms that a loss returned; empty if nothing is."
+    "The fault of the terms that a loss returned; empty if there is none."
     if not isinstance(terms, LossTerms):
         kind = type(terms).__name__
         return f"returned a {kind}; return rlbench.objective.loss.LossTerms(loss_RT, clipped_low_RT, clipped_high_RT)"
@@ -57,7 +57,7 @@ def describe_bad_loss(terms, logprobs_RT) -> str:
 
 
 def describe_bad_weights(weight_RT, like_RT) -> str:
-    "What is wrong with token weights [R, T] or [R, 1] that a function returned; empty if nothing is."
+    "The fault of token weights [R, T] or [R, 1] that a function returned; empty if there is none."
     if not hasattr(weight_RT, "isfinite"):
         return f"returned a {type(weight_RT).__name__}; return a tensor with a number per token"
     weight_shape = tuple(weight_RT.shape)

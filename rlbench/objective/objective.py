@@ -128,7 +128,8 @@ def check_choice(field: str, value: str, known: tuple[str, ...]) -> str:
     "The value, if it is known; else ValueError."
     if value not in known:
         choices = ", ".join(map(repr, known))
-        raise ValueError(f"{field}: {value!r} is not one of {choices}{did_you_mean(value, known)}")
+        hint = did_you_mean(value, known)
+        raise ValueError(f"{field}: {value!r} is not one of {choices}{hint}")
     return value
 
 

@@ -46,7 +46,8 @@ def sapo(
     ratio_RT = (logprobs_RT - old_RT.detach()).exp()
 
     def gate(temperature):
-        return (temperature * (ratio_RT - 1)).sigmoid() * 4 / temperature
+        step_RT = (temperature * (ratio_RT - 1)).sigmoid()
+        return step_RT * 4 / temperature
 
     gate_RT = gate(positive).where(advantages_RT > 0, gate(negative))
     return without_clipping(-gate_RT * advantages_RT)
@@ -161,8 +162,10 @@ def vespo(
     mean_R1 = mean_over_sequence((logprobs_RT - old_RT).detach(), mask_RT)
     log_R1 = (mean_R1 * tokens_R1).clamp(max=80)  # e^80 is finite
 
+    ratio_R1 = log_R1.exp()
+
     def weight_of(k, decay):
-        return (decay + k * log_R1 - decay * log_R1.exp()).exp()
+        return (decay + k * log_R1 - decay * ratio_R1).exp()
 
     weight_RT = weight_of(good_k, good_lambda).where(advantages_RT >= 0, weight_of(bad_k, bad_lambda))
     return without_clipping(-weight_RT * advantages_RT * logprobs_RT)
@@ -183,8 +186,8 @@ def opsm(
 ):
     """0 at the tokens with negative advantage of a sequence whose mean of log mu - log pi_old is above delta, else 1
     (off-policy sequence masking, arXiv 2512.02556)."""
-    far_R1 = mean_over_sequence(sampler_RT - old_RT.detach(), mask_RT) > delta
-    drop_RT = far_R1 & (advantages_RT < 0)
+    fall_R1 = mean_over_sequence(sampler_RT - old_RT.detach(), mask_RT)
+    drop_RT = (fall_R1 > delta) & (advantages_RT < 0)
     return keep_sequences(~drop_RT, old_RT)
 
 # %% ../../nbs/objective/05_rare_objectives.ipynb #zoo-rae

@@ -142,7 +142,7 @@ SHAPINGS: dict[str, Callable] = {
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-facts
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    "What is known of a group's R rollouts besides their rewards; K names of reward parts."
+    "Facts about a group's R rollouts besides their rewards; K names of reward parts."
 
     lengths_R: np.ndarray  # int64: response tokens
     correct_R: np.ndarray  # bool: the verifier said yes
@@ -163,14 +163,16 @@ def make_group_facts(
     parts: Sequence[Sequence[tuple[str, float]]],
 ) -> GroupFacts:
     "The record of a group from one entry per rollout; `parts`: (name, value) pairs of each."
-    names_K = tuple(dict.fromkeys(name for row in parts for name, _ in row))
+    names = [name for row in parts for name, _ in row]
+    names_K = tuple(dict.fromkeys(names))
+    verdicts = [bool(verdict) for verdict in correct]
     return GroupFacts(
-        np.array(lengths, np.int64),
-        np.array([bool(verdict) for verdict in correct], bool),
-        np.array(truncated, bool),
-        np.array(turns, np.int64),
-        parts_table(parts, names_K),
-        names_K,
+        lengths_R=np.array(lengths, np.int64),
+        correct_R=np.array(verdicts, bool),
+        truncated_R=np.array(truncated, bool),
+        turns_R=np.array(turns, np.int64),
+        parts_RK=parts_table(parts, names_K),
+        names_K=names_K,
     )
 
 
@@ -187,11 +189,11 @@ def parts_table(parts: Sequence[Sequence[tuple[str, float]]], names_K: tuple[str
 def facts_of(rollouts: Sequence[Rollout]) -> GroupFacts:
     "The record of these rollouts."
     return make_group_facts(
-        [rollout.length for rollout in rollouts],
-        [rollout.correct for rollout in rollouts],
-        [rollout.reason is StopReason.LENGTH for rollout in rollouts],
-        [len(rollout.responses) for rollout in rollouts],
-        [rollout.parts for rollout in rollouts],
+        lengths=[rollout.length for rollout in rollouts],
+        correct=[rollout.correct for rollout in rollouts],
+        truncated=[rollout.reason is StopReason.LENGTH for rollout in rollouts],
+        turns=[len(rollout.responses) for rollout in rollouts],
+        parts=[rollout.parts for rollout in rollouts],
     )
 
 # %% ../../nbs/objective/01_shaping.ipynb #shaping-shaped
@@ -205,12 +207,13 @@ def shape_rewards(shaping: Callable, rewards_R, known: GroupFacts) -> np.ndarray
     except (TypeError, ValueError):
         after_R = np.zeros(0)
     if after_R.shape != before_R.shape or np.isinf(after_R).any():
-        raise FunctionFailed("shaping", describe_bad_shaping(shaping, value, len(before_R)))
+        reason = describe_bad_shaping(shaping, value, len(before_R))
+        raise FunctionFailed("shaping", reason)
     return np.where(np.isnan(before_R), np.nan, after_R)
 
 
 def describe_bad_shaping(shaping: Callable, value, count: int) -> str:
-    "What is wrong with a value that a shaping returned for this many rewards."
+    "The fault of a value that a shaping returned for this many rewards."
     text = repr(value)
     if len(text) > 80:
         text = text[:77] + "..."

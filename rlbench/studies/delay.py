@@ -43,13 +43,15 @@ CAP = 5.0  # largest weight of a token
 
 def delay_arms() -> dict[str, Objective]:
     "The two objectives by name."
-    return {"naive": make_objective(old="sampler"), "decoupled": make_objective(correction={"name": "tis", "cap": CAP})}
+    correction = {"name": "tis", "cap": CAP}
+    naive = make_objective(old="sampler")
+    return {"naive": naive, "decoupled": make_objective(correction=correction)}
 
 
 @dataclass(frozen=True)
 class DelaySizes:
-    """Of one run: versions, tasks of a batch, responses to each, optimizer steps of a batch, held-out tasks,
-    versions between two examinations."""
+    """Of one run: versions, tasks of a batch, responses to each, optimizer steps of a batch, held-out tasks of an
+    evaluation, versions between two evaluations."""
 
     updates: int = 20
     tasks: int = 8
@@ -104,7 +106,8 @@ def by_trainer(
     set_weights(policy, now)
     by_rollout = {}
     for row, rollout in enumerate(arrays.rollouts_R):
-        by_rollout[int(rollout)] = logprobs_RT[row][arrays.mask_RT[row]]
+        mask_T = arrays.mask_RT[row]
+        by_rollout[int(rollout)] = logprobs_RT[row][mask_T]
     return [with_logprobs(group, by_rollout) for group in groups]
 
 # %% ../../nbs/studies/02_delay.ipynb #delay-run
@@ -129,16 +132,17 @@ class Delayed:
 def mean_metric(values: Iterable[float]) -> float:
     "Their mean; NaN of none."
     values = list(values)
-    return float(np.mean(values)) if values else float("nan")
+    if not values:
+        return float("nan")
+    return float(np.mean(values))
 
 
 def check_delay(arm: str, delay: int) -> None:
     "ValueError for an unknown arm or a negative delay."
     known = delay_arms()
     if arm not in known or delay < 0:
-        raise ValueError(
-            f"delay: no arm {arm!r} with a delay of {delay}; arms are {', '.join(known)}, delays 0 or more"
-        )
+        arms = ", ".join(known)
+        raise ValueError(f"delay: no arm {arm!r} with a delay of {delay}; arms are {arms}, delays 0 or more")
 
 
 def train_delayed(arm: str, delay: int, seed: int, sizes: DelaySizes = DelaySizes()) -> Delayed:
@@ -148,7 +152,7 @@ def train_delayed(arm: str, delay: int, seed: int, sizes: DelaySizes = DelaySize
     policy = load_policy("tiny")
     draw = random.Random(seed)
     pool = arithmetic(seed=seed)
-    exam = arithmetic(split="held_out", count=sizes.exam, seed=7)
+    held_out = arithmetic(split="held_out", count=sizes.exam, seed=7)
     config = TrainerConfig(learning_rate=sizes.learning_rate, optimizer_steps=sizes.steps, device="cpu")
     trainer = Trainer(policy.model, config, delay_arms()[arm], policy.pad_id)
     slots = max(64, sizes.tasks * sizes.group)
@@ -170,7 +174,7 @@ def train_delayed(arm: str, delay: int, seed: int, sizes: DelaySizes = DelaySize
         shelf.append(copy_weights(policy))
         if version.number % sizes.every == 0 or version.number == sizes.updates:
             generator.load(version.number, shelf[-1])
-            written = write_groups(policy, generator, exam, 1, 10**6 + seed, sizes.max_tokens)
+            written = write_groups(policy, generator, held_out, 1, 10**6 + seed, sizes.max_tokens)
             rates[version.number] = mean_solve_rate(written)
     seen = [version.metrics for version in finished if version.metrics]
     served = [mean_solve_rate(version.written) for version in finished]

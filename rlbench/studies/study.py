@@ -72,14 +72,15 @@ class Setup:
     updates: int = 20  # versions
     tokens: int = 0  # or end with the version that reaches so many response tokens
     max_tokens: int = 64
-    exam: int = 256  # held-out tasks at the end
+    exam: int = 256  # held-out tasks of an evaluation
     draw: int = 0
 
     @property
     def hash(self) -> str:
-        "By which a stored run is known."
+        "12 hexadecimal digits, under which a stored run is found."
         text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return digest[:12]
 
 # %% ../../nbs/studies/03_study.ipynb #study-round
 def round_weights(shelf: Mapping[str, torch.Tensor], bits: int) -> Mapping[str, torch.Tensor]:
@@ -178,17 +179,21 @@ METRICS = {  # curves that the trainer's metrics give
 
 def plain_number(value: float) -> float | None:
     "A number to six digits; None for NaN."
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 def measure_version(
     written: Sequence[Group], kept: Sequence[Group], is_useful: Callable[[Group], bool], metrics
 ) -> dict[str, float | None]:
     "A version's numbers; None for what it does not have (nothing correct, nothing trained)."
-    rollouts = [rollout for group in written for rollout in group.rollouts]
-    right = [rollout.length for rollout in rollouts if rollout.correct]
-    wrong = [rollout.length for rollout in rollouts if not rollout.correct]
-    truncated = [rollout.reason == StopReason.LENGTH for rollout in rollouts]
+    right, wrong, truncated = [], [], []
+    for group in written:
+        for rollout in group.rollouts:
+            lengths = right if rollout.correct else wrong
+            lengths.append(rollout.length)
+            truncated.append(rollout.reason == StopReason.LENGTH)
     found = {
         "served": mean_solve_rate(written),
         "informative": mean_metric(is_useful(group) for group in kept),
@@ -229,9 +234,10 @@ class TrainedArm:
 # %% ../../nbs/studies/03_study.ipynb #study-train-part-2
 def setup_functions(setup: Setup) -> tuple[Objective, Callable, Callable]:
     "Objective, reward and shaping of a setup. ValueError for one that is not there."
-    reward = bind_knobs(ALL_REWARDS, resolve_named("reward", ALL_REWARDS, setup.reward))
-    shaping = bind_knobs(SHAPINGS, resolve_named("shaping", SHAPINGS, setup.shaping))
-    return make_objective(**setup.objective), reward, shaping
+    reward = resolve_named("reward", ALL_REWARDS, setup.reward)
+    shaping = resolve_named("shaping", SHAPINGS, setup.shaping)
+    objective = make_objective(**setup.objective)
+    return objective, bind_knobs(ALL_REWARDS, reward), bind_knobs(SHAPINGS, shaping)
 
 
 def train_arm(arm: str, setup: Setup, seed: int) -> TrainedArm:
@@ -242,7 +248,7 @@ def train_arm(arm: str, setup: Setup, seed: int) -> TrainedArm:
     policy = load_policy("tiny")
     draw = random.Random(seed)
     pool = arithmetic(seed=seed)
-    exam = arithmetic(split="held_out", count=setup.exam, seed=7)
+    held_out = arithmetic(split="held_out", count=setup.exam, seed=7)
     config = TrainerConfig(learning_rate=setup.learning_rate, optimizer_steps=setup.steps, device="cpu")
     trainer = Trainer(policy.model, config, goal, policy.pad_id)
     slots = max(64, setup.tasks * setup.group)
@@ -252,36 +258,42 @@ def train_arm(arm: str, setup: Setup, seed: int) -> TrainedArm:
     def is_useful(group: Group) -> bool:
         return is_informative(group.rewards, goal.advantage)
 
-    def examine(version: int, bits: int = 23) -> float:
-        weights = round_weights(copy_weights(policy), bits)
-        generator.load(version, weights)
-        written = write_groups(policy, generator, exam, 1, 10**6 + seed, setup.max_tokens)
+    def evaluate(version: int, bits: int = 23) -> float:
+        weights = copy_weights(policy)
+        generator.load(version, round_weights(weights, bits))
+        stream = 10**6 + seed
+        written = write_groups(policy, generator, held_out, 1, stream, setup.max_tokens)
         return mean_solve_rate(written)
 
     def write_batch(number: int, weights: Mapping[str, torch.Tensor]) -> tuple[list[Group], list[Group]]:
+        stream = 10**7 * setup.draw + 1000 * seed + number
+
         def write(count: int) -> list[Group]:
-            stream = 10**7 * setup.draw + 1000 * seed + number
             tasks = draw.sample(pool, count)
             groups = write_groups(policy, generator, tasks, setup.group, stream, setup.max_tokens)
             return [reward_group(group, reward, shaping) for group in groups]
 
         written = write_and_refill(setup, write, is_useful)
         kept = groups_of_batch(setup, written, is_useful)
-        has_advantage = any(map(is_useful, kept))
-        return written, by_trainer(trainer, policy, renumber_groups(kept, goal), weights) if has_advantage else []
+        if not any(map(is_useful, kept)):
+            return written, []
+        numbered = renumber_groups(kept, goal)
+        return written, by_trainer(trainer, policy, numbered, weights)
 
     def sampler_weights() -> Mapping[str, torch.Tensor]:
         weights = copy_weights(policy)
         return round_weights(weights, setup.bits)
 
-    before = examine(0)
+    before = evaluate(0)
     for version in train_versions(trainer, generator, setup.updates, sampler_weights, write_batch):
         kept = groups_of_batch(setup, version.written, is_useful)
         rows.append(measure_version(version.written, kept, is_useful, version.metrics))
         if setup.tokens and sum(row["tokens"] for row in rows) >= setup.tokens:
             break
-    after = examine(setup.updates + 1)
-    after_rounded = after if setup.bits == 23 else examine(setup.updates + 2, setup.bits)
+    after = evaluate(setup.updates + 1)
+    after_rounded = after
+    if setup.bits != 23:
+        after_rounded = evaluate(setup.updates + 2, setup.bits)
     curves = {name: tuple(row[name] for row in rows) for name in CURVES}
     return TrainedArm(arm, seed, before, after, after_rounded, curves)
 
@@ -292,8 +304,11 @@ STUDY_SEEDS = 5
 def group_arms() -> dict[str, Setup]:
     "Group sizes at equal tokens."
     base = Setup(objective={"advantage": "rloo"}, tokens=24_000, updates=60)
-    arms = {f"G = {size}": replace(base, group=size, tasks=64 // size) for size in (2, 4, 8, 16)}
-    return {**arms, "G = 8 again": replace(base, draw=1)}
+    arms = {}
+    for size in (2, 4, 8, 16):
+        arms[f"G = {size}"] = replace(base, group=size, tasks=64 // size)
+    arms["G = 8 again"] = replace(base, draw=1)
+    return arms
 
 # %% ../../nbs/studies/03_study.ipynb #study-mismatch
 CORRECTIONS = {
@@ -306,16 +321,13 @@ def mismatch_arms() -> dict[str, Setup]:
     "Corrections of a coarse sampler."
     base = Setup(updates=40)
     coarse = replace(base, bits=1)
-    corrected = {
-        name: replace(coarse, objective={"correction": correction}) for name, correction in CORRECTIONS.items()
-    }
-    return {
-        "none": coarse,
-        **corrected,
-        "exact": base,
-        "none again": replace(coarse, draw=1),
-        "control": replace(coarse, learning_rate=0.0, updates=12),
-    }
+    arms = {"none": coarse}
+    for name, correction in CORRECTIONS.items():
+        arms[name] = replace(coarse, objective={"correction": correction})
+    arms["exact"] = base
+    arms["none again"] = replace(coarse, draw=1)
+    arms["control"] = replace(coarse, learning_rate=0.0, updates=12)
+    return arms
 
 # %% ../../nbs/studies/03_study.ipynb #study-switches
 SWITCHES: Mapping[str, Mapping[str, object]] = {
@@ -458,5 +470,7 @@ def mean_line(
     "A line: the mean over seeds (`rows`, one each) with its standard error around it."
     values = np.array(rows, float)
     mean = np.nanmean(values, 0)
-    error = np.nanstd(values, 0, ddof=1) / math.sqrt(len(values))
-    return Line(name, x, mean, role, dash, mean - error, mean + error, dots=whiskers, whiskers=whiskers)
+    deviation = np.nanstd(values, 0, ddof=1)
+    error = deviation / math.sqrt(len(values))
+    low, high = mean - error, mean + error
+    return Line(name, x, mean, role, dash, low, high, dots=whiskers, whiskers=whiskers)

@@ -38,15 +38,18 @@ def every_response(words: int, length: int):
 
 def every_group(responses: int, group: int):
     "All groups without order: members int64 [M, group], and in how many orders each can be drawn, float64 [M]."
-    members_MG = torch.tensor(list(combinations_with_replacement(range(responses), group)))
+    groups = list(combinations_with_replacement(range(responses), group))
+    members_MG = torch.tensor(groups)
     counts_MN = torch.nn.functional.one_hot(members_MG, responses).sum(1)
-    same_orders_M = torch.lgamma(counts_MN + 1.0).sum(1).double()
-    return members_MG, torch.exp(math.lgamma(group + 1) - same_orders_M).round()
+    log_equal_M = torch.lgamma(counts_MN + 1.0).sum(1).double()
+    log_orders_M = math.lgamma(group + 1) - log_equal_M
+    return members_MG, log_orders_M.exp().round()
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-loss
 def token_losses(goal: Objective, logprobs_RT, old_RT, sampler_RT, advantages_RT, mask_RT=None):
     "(loss x correction, correction), both [R, T]: what the objective minimises at each token before it is added up."
-    mask_RT = torch.ones_like(old_RT, dtype=torch.bool) if mask_RT is None else mask_RT
+    if mask_RT is None:
+        mask_RT = torch.ones_like(old_RT, dtype=torch.bool)
     there = {"mask_RT": mask_RT, "sampler_RT": sampler_RT, "start_RT": old_RT, "whole_RT": mask_RT}
     base_RT = sampler_RT if goal.old == "sampler" else old_RT
     terms = call_with_ingredients(goal.loss, logprobs_RT, base_RT, advantages_RT, **there)
@@ -71,5 +74,7 @@ def gradient_moments(chance, gradients):
     """(expectation [..., P], variance summed over parameters [...]) of gradients [..., N, P] drawn with
     probabilities [..., N]."""
     mean = (chance[..., None] * gradients).sum(-2)
-    mean_square = (chance * gradients.square().sum(-1)).sum(-1)
-    return mean, mean_square - mean.square().sum(-1)
+    squares = gradients.square().sum(-1)
+    mean_square = (chance * squares).sum(-1)
+    square_of_mean = mean.square().sum(-1)
+    return mean, mean_square - square_of_mean

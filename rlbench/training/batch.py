@@ -67,12 +67,18 @@ def make_row(rollout: Rollout, reward: float, advantage: float | None) -> Rollou
     if not any(segment.trained.any() for segment in rollout.segments):
         return None
     mask_T = np.concatenate([segment.trained for segment in rollout.segments])
-    sampler_T = np.where(mask_T, segment_values(rollout, "logprobs", np.nan, np.float32), 0).astype(np.float32)
+    logprobs_T = segment_values(rollout, "logprobs", np.nan, np.float32)
+    sampler_T = np.where(mask_T, logprobs_T, 0).astype(np.float32)
     _check_trainable(rollout, mask_T, sampler_T)
     tokens_T = np.concatenate([segment.tokens for segment in rollout.segments])
     partial_T = np.concatenate([segment.corrected for segment in rollout.segments])
     versions_T = segment_values(rollout, "versions", 0, np.int32)
-    end = mask_T.nonzero()[0][-1] + 1
+    weighted = mask_T.nonzero()[0]
+    end = weighted[-1] + 1
+    traces = {}
+    for name, trace in rollout.traces:
+        trace_T = np.where(mask_T, trace, 0)
+        traces[name] = trace_T[:end]
     sampling_mask = rollout.sampling_mask
     if sampling_mask is not None:
         _check_kept(rollout, tokens_T, sampling_mask)
@@ -84,7 +90,7 @@ def make_row(rollout: Rollout, reward: float, advantage: float | None) -> Rollou
         partial_T[:end],
         sampler_T[:end],
         versions_T[:end],
-        {name: np.where(mask_T, trace, 0)[:end] for name, trace in rollout.traces},
+        traces,
         reward,
         advantage,
         sampling_mask,
@@ -105,7 +111,8 @@ def segment_values(rollout: Rollout, name: str, fill: float, dtype) -> np.ndarra
 def _check_kept(rollout: Rollout, tokens_T: np.ndarray, mask: SamplingMask) -> None:
     "Every sampled token must be among the tokens that its sampling mask kept."
     place_M = np.repeat(np.arange(len(mask)), mask.counts)
-    place_of_drawn = place_M[mask.ids == tokens_T[place_M]]
+    is_drawn_M = mask.ids == tokens_T[place_M]
+    place_of_drawn = place_M[is_drawn_M]
     found_T = np.bincount(place_of_drawn, minlength=len(mask))
     is_missing_T = (mask.counts > 0) & (found_T == 0)
     if is_missing_T.any():
@@ -244,10 +251,10 @@ def rows_by_group(
 ) -> list[RolloutArrays]:
     "Rows of all rollouts with an advantage of their group; `rewards` are shaped."
     if objective.kl is not None and objective.kl_in == "reward":
-        rewards = [
-            rewards_R - kl_weight * np.array([kl_to_reference(rollout) for rollout in group.rollouts])
-            for group, rewards_R in zip(groups, rewards)
-        ]
+        before, rewards = rewards, []
+        for group, rewards_R in zip(groups, before):
+            kl_R = np.array([kl_to_reference(rollout) for rollout in group.rollouts])
+            rewards.append(rewards_R - kl_weight * kl_R)
     batch_R = np.concatenate(rewards) if rewards else np.zeros(0)
     rows = []
     for group, rewards_R in zip(groups, rewards):
@@ -264,9 +271,10 @@ def rows_without_advantage(groups: Sequence[Group], rewards: Sequence[np.ndarray
     rows = []
     for group, rewards_R in zip(groups, rewards):
         for rollout, reward in zip(group.rollouts, rewards_R):
-            if not math.isnan(reward):
-                rows.append(make_row(rollout, float(reward), None))
-    return [row for row in rows if row is not None]
+            row = None if math.isnan(reward) else make_row(rollout, float(reward), None)
+            if row is not None:
+                rows.append(row)
+    return rows
 
 # %% ../../nbs/training/01_batch.ipynb #batch-advantage-batch
 def whole_batch_advantages(
@@ -377,20 +385,25 @@ class Demonstrations:
         if not self.rows or not self.count:
             return ()
         chosen = []
-        for place in range((version - 1) * self.count, version * self.count):
+        first = (version - 1) * self.count
+        for place in range(first, first + self.count):
             done_passes, position = divmod(place, len(self.rows))
-            chosen.append(self.rows[int(self._order(done_passes)[position])])
+            order = self._order(done_passes)
+            chosen.append(self.rows[order[position]])
         return tuple(chosen)
 
     def _order(self, done_passes: int) -> np.ndarray:
+        "Places of the rows in a pass."
+        count = len(self.rows)
         stream = stream_key(self.seed, "demonstrations", done_passes)
-        keys = np.full(len(self.rows), stream, np.uint64)
-        return np.argsort(uniform_numbers(keys, np.arange(len(self.rows))), kind="stable")
+        keys = np.full(count, stream, np.uint64)
+        drawn = uniform_numbers(keys, np.arange(count))
+        return np.argsort(drawn, kind="stable")
 
 # %% ../../nbs/training/01_batch.ipynb #batch-prepare
 @dataclass(frozen=True)
 class Context:
-    """What a batch is prepared with besides its groups: a critic's `values` (arrays -> values_RT), the token places
+    """The inputs of a batch besides its groups: a critic's `values` (arrays -> values_RT), the token places
     of step rewards, numbers that last over batches, and this batch's weights of KL and entropy."""
 
     version: int = 0
@@ -455,7 +468,9 @@ def value_batch(
 
 def step_rewards(arrays: Arrays, rows: Sequence[RolloutArrays], steps: Callable[[Rollout], np.ndarray]) -> np.ndarray:
     "Rewards of the steps, [R, T], at the tokens where they end; NaN elsewhere."
-    by_rollout = {row.rollout.id: steps(row.rollout) for row in rows}
+    by_rollout = {}
+    for row in rows:
+        by_rollout[row.rollout.id] = steps(row.rollout)
     steps_RT = np.full(arrays.mask_RT.shape, np.nan)
     width = steps_RT.shape[1]
     for row, rollout in enumerate(arrays.rollouts_R):

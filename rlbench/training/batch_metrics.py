@@ -32,8 +32,8 @@ from .batch import Arrays
 # %% ../../nbs/training/04_batch_metrics.ipynb #metrics-seen
 @dataclass(frozen=True, eq=False)
 class MicroMetrics:
-    """What one micro-batch showed: its share of the loss and of the demonstrations' loss, flat tensors [N] over its
-    tokens that carry weight, and which rows these are."""
+    """The measurements of one micro-batch: its share of the loss and of the demonstrations' loss, flat tensors [N]
+    over its tokens that carry weight, and which rows these are."""
 
     loss: torch.Tensor
     shown: torch.Tensor
@@ -51,7 +51,7 @@ class MicroMetrics:
 # %% ../../nbs/training/04_batch_metrics.ipynb #metrics-measure
 @dataclass(frozen=True, eq=False)
 class TokenNotes:
-    """What training made of a rollout's tokens; float32 [T] up to the last that carries weight, NaN where one does
+    """Numbers that training gave a rollout's tokens; float32 [T] up to the last that carries weight, NaN where one does
     not. `step_T` is None after a single optimizer step, `advantages_T` where all are equal, `reference_T` without a
     reference."""
 
@@ -63,7 +63,7 @@ class TokenNotes:
 
 @dataclass(frozen=True, eq=False)
 class TrainedBatch:
-    """What one finished batch gives: metrics, the advantage of each trained rollout by id (mean over its tokens),
+    """The results of one finished batch: metrics, the advantage of each trained rollout by id (mean over its tokens),
     and the seconds it took; `compute` of them in forward, backward and optimizer. `token_notes`: by rollout."""
 
     version: int
@@ -120,7 +120,7 @@ def measure_batch(
 
 # %% ../../nbs/training/04_batch_metrics.ipynb #metrics-told
 def note_tokens(seen: Sequence[MicroMetrics], arrays: Arrays, steps: int) -> dict[int, TokenNotes]:
-    "What training made of the tokens of every rollout, demonstrations and replayed ones left out."
+    "The token notes of every rollout, demonstrations and replayed ones left out."
     start_RT = np.full(arrays.mask_RT.shape, np.nan, np.float32)
     step_RT = start_RT.copy()
     for micro in seen:

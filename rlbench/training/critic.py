@@ -74,7 +74,8 @@ def batch_values(model: ValueModel, arrays: Arrays, config: CriticConfig, device
     values_RT = np.zeros(arrays.mask_RT.shape, np.float32)
     for rows in split_rows(arrays.lengths_R, config.micro_tokens):
         found_RT = values_at(model, arrays, rows, config.precision, device)
-        values_RT[rows, : found_RT.shape[1]] = found_RT.cpu().numpy()
+        width = found_RT.shape[1]
+        values_RT[rows, :width] = found_RT.cpu().numpy()
     return values_RT * arrays.mask_RT
 
 # %% ../../nbs/training/08_critic.ipynb #critic-explained
@@ -86,7 +87,8 @@ def explained_share(values_RT: np.ndarray, returns_RT: np.ndarray, mask_RT: np.n
     spread = returns_N.var() if len(returns_N) else 0.0
     if not spread > 0:
         return None
-    return float(1 - (returns_N - values_N).var() / spread)
+    unexplained = (returns_N - values_N).var()
+    return float(1 - unexplained / spread)
 
 # %% ../../nbs/training/08_critic.ipynb #critic-accumulate
 def critic_mask(arrays: Arrays) -> np.ndarray:

@@ -147,9 +147,10 @@ class Team(Alone):
 
     def norm(self, tensors: Sequence[torch.Tensor]) -> float:
         "Of all parts of all tensors."
-        squares = torch.stack([tensor.to_local().norm() ** 2 for tensor in tensors]).sum()
-        torch.distributed.all_reduce(squares)
-        return float(squares.sqrt())
+        squares = [tensor.to_local().norm() ** 2 for tensor in tensors]
+        total = torch.stack(squares).sum()
+        torch.distributed.all_reduce(total)
+        return float(total.sqrt())
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         "The parts of all ranks joined; on the CPU, and in rank 0 only, unless it is a number."

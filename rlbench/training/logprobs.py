@@ -108,8 +108,10 @@ def split_blocks(x_NHD: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, tor
 
 def join_blocks(x_PHSD: torch.Tensor, x_RHTD: torch.Tensor) -> torch.Tensor:
     "[N, H D]: the inverse of `split_blocks`, heads side by side."
-    flat = [part.transpose(1, 2).flatten(0, 1) for part in (x_PHSD, x_RHTD)]
-    return torch.cat(flat).flatten(1)
+    prefixes = x_PHSD.transpose(1, 2).flatten(0, 1)
+    rests = x_RHTD.transpose(1, 2).flatten(0, 1)
+    joined = torch.cat([prefixes, rests])
+    return joined.flatten(1)
 
 
 def attend_blocks(q_NHD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -242,7 +244,7 @@ def packed_logprobs(
     prefix_R: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "What `token_logprobs` gives, computed on rows laid end to end. For models that pass `check_packing`."
+    "The result of `token_logprobs`, computed on rows laid end to end. For models that pass `check_packing`."
     column_T = torch.arange(tokens_RT.shape[1], device=tokens_RT.device)
     held_RT = column_T < lengths_R[:, None]
     rows_N, columns_N = held_RT.nonzero(as_tuple=True)
@@ -254,8 +256,11 @@ def packed_logprobs(
 
 def has_sliding_window(config) -> bool:
     "True for a model configuration in which a layer attends through a window."
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return False
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
+    return "sliding_attention" in kinds
 
 
 @torch.no_grad()

@@ -221,12 +221,13 @@ class Alone:
         "An error that ends a batch: end the process if the others do not have it, since they would wait."
 
     def merge(self, seen: list) -> list:
-        "What all processes saw, in order of their ranks."
+        "The measurements of all processes, in order of their ranks."
         return seen
 
     def norm(self, tensors: Sequence[torch.Tensor]) -> float:
         "The norm of all tensors together."
-        return float(torch.stack([t.norm() for t in tensors]).norm())
+        norms = [tensor.norm() for tensor in tensors]
+        return float(torch.stack(norms).norm())
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         "A tensor with the parts of all processes."

@@ -11,7 +11,8 @@ __all__ = ['judged_rollout', 'write_groups', 'mean_solve_rate', 'TrainedVersion'
 # What always holds:
 # - Every response of a version is written by the weights that were loaded for it, so no token is stale
 #   unless the caller loads older weights on purpose.
-# - Equal weights and seeds give equal responses: a random stream depends on the seed, the task and the place in its group alone.
+# - Equal weights and seeds give equal responses: a random stream depends on the seed, the task and the place in its
+#   group alone.
 # - Groups without an advantage are the caller's to leave out; a version without any group to train keeps its weights.
 #
 # What it does not do: it has no queue, no processes, no clock and no files. Studies that need a training whose every
@@ -32,7 +33,7 @@ from .trainer import NothingLeft, Trainer
 def judged_rollout(policy: Policy, task: Task, prompt_ids: Sequence[int], size: int, result: Result) -> Rollout:
     """The rollout of a finished response in groups of `size`: its text, whether the answer is right, and the reward,
     1 or 0."""
-    number = result.key[0]
+    number, _ = result.key
     group, place = divmod(number, size)
     segments = (prompt_segment(prompt_ids), result.segment)
     text = decode_response(policy, result.segment.tokens)
@@ -47,25 +48,30 @@ def write_groups(
     "A group of `size` judged rollouts for each task, at temperature 1. Another `seed` draws other responses."
     prompts = [encode_prompt(policy, task.prompt) for task in tasks]
     sampling = Sampling(max_tokens=max_tokens)
-    generator.submit(
-        Request((i * size + k, 0), prompts[i], sampling, stream_key(seed, task.id, k), policy.stop_ids)
-        for i, task in enumerate(tasks)
-        for k in range(size)
-    )
+    requests = []
+    for i, task in enumerate(tasks):
+        for k in range(size):
+            stream = stream_key(seed, task.id, k)
+            requests.append(Request((i * size + k, 0), prompts[i], sampling, stream, policy.stop_ids))
+    generator.submit(requests)
     results = []
     while not generator.idle:
         results += generator.step(64)
-    rollouts = [
-        judged_rollout(policy, tasks[result.key[0] // size], prompts[result.key[0] // size], size, result)
-        for result in sorted(results, key=lambda result: result.key)
-    ]
-    return [Group(i, task, tuple(rollouts[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
+
+    members: list[list[Rollout]] = [[] for _ in tasks]
+    for result in sorted(results, key=lambda result: result.key):
+        i = result.key[0] // size
+        members[i].append(judged_rollout(policy, tasks[i], prompts[i], size, result))
+    return [Group(i, task, tuple(members[i])) for i, task in enumerate(tasks)]
 
 
 def mean_solve_rate(groups: Sequence[Group]) -> float:
     "The share of right responses among all rollouts."
-    verdicts = [bool(rollout.correct) for group in groups for rollout in group.rollouts]
-    return sum(verdicts) / len(verdicts)
+    right, count = 0, 0
+    for group in groups:
+        right += sum(bool(rollout.correct) for rollout in group.rollouts)
+        count += len(group.rollouts)
+    return right / count
 
 # %% ../../nbs/one_page.ipynb #one-train
 @dataclass(frozen=True)

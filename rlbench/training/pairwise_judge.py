@@ -28,7 +28,8 @@ from .reward_model import Preference, prefer
 from .sft import JudgedResponse
 
 # %% ../../nbs/training/12_pairwise_judge.ipynb #judge-prompt
-QUESTION = """Two responses to the same prompt follow. Say which one is better: correct first, then clear and complete. Length and style do not count by themselves.
+QUESTION = """Two responses to the same prompt follow. Say which one is better: correct first, then clear and \
+complete. Length and style do not count by themselves.
 
 [Prompt]
 {prompt}
@@ -39,7 +40,8 @@ QUESTION = """Two responses to the same prompt follow. Say which one is better: 
 [Response B]
 {b}
 
-Think if you need to, then write on a last line by itself: A if response A is better, B if response B is better, or C if neither is."""
+Think if you need to, then write on a last line by itself: A if response A is better, B if response B is better, \
+or C if neither is."""
 
 
 def read_verdict(text: str) -> str:
@@ -75,7 +77,8 @@ class Opinion:
     @property
     def contradicts(self) -> bool:
         "True if the judge preferred a place: the same letter in both orders."
-        return self.forth == self.back and self.forth in ("A", "B")
+        is_clear = self.forth in ("A", "B")
+        return is_clear and self.forth == self.back
 
     @property
     def is_readable(self) -> bool:
@@ -108,7 +111,9 @@ def summarize_opinions(opinions: Sequence[Opinion]) -> JudgeFigures:
     kept = sum(opinion.winner > 0 for opinion in opinions)
     contradicted = sum(opinion.contradicts for opinion in opinions)
     unreadable = sum(not opinion.is_readable for opinion in opinions)
-    verdicts = [opinion.forth for opinion in opinions] + [opinion.back for opinion in opinions]
+    verdicts = []
+    for opinion in opinions:
+        verdicts += [opinion.forth, opinion.back]
     first = verdicts.count("A")
     clear = first + verdicts.count("B")
     return JudgeFigures(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIGURES', 'Preference', 'read_pairs', 'preference_of', 'verifier_pairs', 'prefer', 'bradley_terry', 'ReliabilityBin',
            'reliability_bins', 'win_or_half', 'calibration_error', 'Trust', 'trust_of', 'clustered_error',
-           'PairExample', 'encode_pairs', 'pair_scores', 'RewardFit', 'train_reward_model', 'examine_model',
+           'PairExample', 'encode_pairs', 'pair_scores', 'RewardFit', 'train_reward_model', 'measure_trust',
            'save_reward_model']
 
 # %% ../../nbs/training/11_reward_model.ipynb #preference-imports
@@ -150,7 +150,8 @@ def reliability_bins(differences_N: np.ndarray, bins: int = 5) -> tuple[Reliabil
     confidence_N = 1 / (1 + np.exp(-np.abs(differences_N)))
     right_N = win_or_half(differences_N)
     edges = np.linspace(0.5, 1.0, bins + 1)
-    place_N = np.clip(np.searchsorted(edges, confidence_N, side="right") - 1, 0, bins - 1)
+    last_edge_N = np.searchsorted(edges, confidence_N, side="right") - 1
+    place_N = np.clip(last_edge_N, 0, bins - 1)
     found = []
     for place in range(bins):
         inside = place_N == place
@@ -198,15 +199,18 @@ def trust_of(differences_N: np.ndarray, longer_N: np.ndarray, prompts_N: Sequenc
     if not count:
         return Trust(0, *[math.nan] * 6, ())
     right_N = win_or_half(differences_N)
+    longer_right_N = win_or_half(np.asarray(longer_N))
+    losses_N = np.logaddexp(0, -differences_N)
+    clusters_N = range(count) if prompts_N is None else prompts_N
     bins = reliability_bins(differences_N)
     return Trust(
         pairs=count,
         accuracy=float(right_N.mean()),
-        accuracy_se=clustered_error(right_N, range(count) if prompts_N is None else prompts_N),
-        log_loss=float(np.logaddexp(0, -differences_N).mean()),
+        accuracy_se=clustered_error(right_N, clusters_N),
+        log_loss=float(losses_N.mean()),
         ece=calibration_error(bins),
         difference=float(differences_N.mean()),
-        longer_wins=float(win_or_half(np.asarray(longer_N)).mean()),
+        longer_wins=float(longer_right_N.mean()),
         bins=bins,
     )
 
@@ -214,9 +218,11 @@ def trust_of(differences_N: np.ndarray, longer_N: np.ndarray, prompts_N: Sequenc
 def clustered_error(right_N: np.ndarray, clusters_N: Sequence) -> float:
     "Standard error of a mean whose members come in clusters: the clusters are independent, their members need not be."
     sums: dict = {}
-    for off, cluster in zip(right_N - right_N.mean(), clusters_N, strict=True):
-        sums[cluster] = sums.get(cluster, 0.0) + off
-    return math.sqrt(sum(s * s for s in sums.values())) / len(right_N)
+    deviations_N = right_N - right_N.mean()
+    for deviation, cluster in zip(deviations_N, clusters_N, strict=True):
+        sums[cluster] = sums.get(cluster, 0.0) + deviation
+    squares = sum(value * value for value in sums.values())
+    return math.sqrt(squares) / len(right_N)
 
 # %% ../../nbs/training/11_reward_model.ipynb #preference-train
 @dataclass(frozen=True, eq=False)
@@ -289,17 +295,22 @@ def train_reward_model(
     def loss(part: Sequence[PairExample]) -> tuple[torch.Tensor, int]:
         chosen_R, rejected_R = pair_scores(model, part, policy.pad_id)
         penalty_R = center * (chosen_R + rejected_R) ** 2
-        return (bradley_terry(chosen_R, rejected_R) + penalty_R).sum(), len(part)
+        loss_R = bradley_terry(chosen_R, rejected_R) + penalty_R
+        return loss_R.sum(), len(part)
 
-    def examine() -> float:
-        return examine_model(model, held_out, policy.pad_id).log_loss
+    def measure_held_out() -> float:
+        return measure_trust(model, held_out, policy.pad_id).log_loss
 
-    padded_lengths = [2 * max(len(pair.chosen.tokens_T), len(pair.rejected.tokens_T)) for pair in train]
-    losses, examined, kept = fit_model(model, train, padded_lengths, loss, examine, settings, say)
-    tokens = sum(len(pair.chosen.tokens_T) + len(pair.rejected.tokens_T) for pair in train)
+    padded_lengths = []
+    tokens = 0
+    for pair in train:
+        chosen, rejected = len(pair.chosen.tokens_T), len(pair.rejected.tokens_T)
+        padded_lengths.append(2 * max(chosen, rejected))
+        tokens += chosen + rejected
+    losses, held_out_losses, kept = fit_model(model, train, padded_lengths, loss, measure_held_out, settings, say)
     fit = FitResult(
         losses=tuple(losses),
-        held_out=tuple(examined),
+        held_out=tuple(held_out_losses),
         kept=kept,
         trained_on=len(train),
         examined_on=len(held_out),
@@ -310,22 +321,25 @@ def train_reward_model(
     sources = Counter(pair.source for pair in pairs)
     result = RewardFit(
         fit,
-        examine_model(model, held_out, policy.pad_id),
-        examine_model(model, train, policy.pad_id),
+        measure_trust(model, held_out, policy.pad_id),
+        measure_trust(model, train, policy.pad_id),
         tuple(sorted(sources.items())),
     )
     return RewardModel(policy.name, model, policy.tokenizer, policy.stop_ids, policy.pad_id, policy.context), result
 
-
+# %% ../../nbs/training/11_reward_model.ipynb #preference-measure
 @torch.no_grad()
-def examine_model(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: int, at_once: int = 64) -> Trust:
+def measure_trust(model: torch.nn.Module, pairs: Sequence[PairExample], pad_id: int, at_once: int = 64) -> Trust:
     "Trust in the model on these pairs."
     differences = [np.zeros(0)]
     for start in range(0, len(pairs), at_once):
-        chosen_R, rejected_R = pair_scores(model, pairs[start : start + at_once], pad_id)
+        part = pairs[start : start + at_once]
+        chosen_R, rejected_R = pair_scores(model, part, pad_id)
         differences.append((chosen_R - rejected_R).cpu().numpy())
+    differences_N = np.concatenate(differences)
     longer_N = np.array([len(pair.chosen.tokens_T) - len(pair.rejected.tokens_T) for pair in pairs])
-    return trust_of(np.concatenate(differences), longer_N, [pair.prompt for pair in pairs])
+    prompts_N = [pair.prompt for pair in pairs]
+    return trust_of(differences_N, longer_N, prompts_N)
 
 # %% ../../nbs/training/11_reward_model.ipynb #preference-save
 FIGURES = "reward_model.json"

@@ -12,8 +12,8 @@ __all__ = ['TEMPLATE', 'PLACES', 'REFERENCE_FILE', 'whole_tokens', 'trace_rollou
 # %% ../../nbs/training/09_scoring_models.ipynb #scorer-imports
 # Scoring models: what other models say about a finished rollout.
 #
-# Owns: forward passes of reference and teacher (traces), a judge's question and its number (scores), the scorer's queue,
-# and the file from which the scorer reads a reference that follows the policy.
+# Owns: forward passes of reference and teacher (traces), a judge's question and its number (scores), the scorer's
+# queue, and the file from which the scorer reads a reference that follows the policy.
 #
 # What always holds:
 #   * A failure belongs to one rollout: others in the same pass keep their values.
@@ -45,9 +45,11 @@ from ..records import Rollout, Segment, stream_key, uniform_numbers
 # %% ../../nbs/training/09_scoring_models.ipynb #scorer-whole
 def whole_tokens(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
     "The tokens of all segments, int32 [T], and which of them the policy wrote, boolean [T]."
-    tokens_T = np.concatenate([np.asarray(segment.tokens, np.int32) for segment in rollout.segments])
-    is_response_T = np.concatenate([np.full(len(segment), segment.kind == "response") for segment in rollout.segments])
-    return tokens_T, is_response_T
+    tokens, is_response = [], []
+    for segment in rollout.segments:
+        tokens.append(np.asarray(segment.tokens, np.int32))
+        is_response.append(np.full(len(segment), segment.kind == "response"))
+    return np.concatenate(tokens), np.concatenate(is_response)
 
 # %% ../../nbs/training/09_scoring_models.ipynb #scorer-trace
 def trace_rollouts(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> list[np.ndarray]:
@@ -55,11 +57,14 @@ def trace_rollouts(model, rollouts: Sequence[Rollout], budget: int = 16_384) -> 
     over all its segments, 0 at the others, and over the tokens that could be drawn where a rollout says which.
     ValueError for a temperature of 0."""
     wholes = [whole_tokens(rollout) for rollout in rollouts]
+    lengths = [len(tokens_T) for tokens_T, _ in wholes]
     traces: list = [None] * len(rollouts)
-    for places in batch_by_length([len(tokens_T) for tokens_T, _ in wholes], budget):
-        logprobs_RT = trace_batch(model, [rollouts[i] for i in places], [wholes[i] for i in places])
+    for places in batch_by_length(lengths, budget):
+        chosen = [rollouts[i] for i in places]
+        logprobs_RT = trace_batch(model, chosen, [wholes[i] for i in places])
         for row, i in enumerate(places):
-            traces[i] = logprobs_RT[row, : len(wholes[i][0])].copy()
+            trace_T = logprobs_RT[row, : lengths[i]]
+            traces[i] = trace_T.copy()
     return traces
 
 
@@ -101,18 +106,17 @@ class JudgeFailed(ValueError):
 def read_number(reply: str) -> float:
     """The first number in the last line of a judge's reply that has one, from 0 to 1; 7/10 counts as 0.7. ValueError
     if there is none."""
+    remedy = "have the template ask for one number from 0 to 1"
     found = list(filter(None, map(_NUMBER.search, reply.splitlines())))
     if not found:
-        raise ValueError(
-            f"it named no number: {reply.strip()[:80]!r}; have the template ask for one number from 0 to 1"
-        )
-    top, bottom = found[-1].groups()
+        raise ValueError(f"it named no number: {reply.strip()[:80]!r}; {remedy}")
+    last = found[-1]
+    top, bottom = last.groups()
     divisor = float(bottom or 1)
-    if not divisor or not 0 <= float(top) / divisor <= 1:
-        raise ValueError(
-            f"it said {found[-1][0]}, which is not from 0 to 1; have the template ask for one number from 0 to 1"
-        )
-    return float(top) / divisor
+    number = float(top) / divisor if divisor else math.inf
+    if not 0 <= number <= 1:
+        raise ValueError(f"it said {last[0]}, which is not from 0 to 1; {remedy}")
+    return number
 
 
 def fill_template(template: str, rollout: Rollout) -> str:
@@ -252,8 +256,8 @@ class ScoringModels:
 
 
 class ScorerActor:
-    """Scores finished rollouts, oldest first. A unit of work takes at most `tokens` tokens and `most` rollouts; `alone`: each
-    has forward passes of its own."""
+    """Scores finished rollouts, oldest first. A unit of work takes at most `tokens` tokens and `most` rollouts;
+    `alone`: each has forward passes of its own."""
 
     def __init__(self, models: ScoringModels, tokens: int = 16_384, most: int = 10**9, alone: bool = False):
         self.models = models
@@ -361,8 +365,10 @@ def read_reference(file: str | Path, model) -> int:
 
 def drop_reference(folder: str | Path) -> None:
     "Remove a run's reference file, finished or not; nothing if there is none."
-    for name in (REFERENCE_FILE, Path(REFERENCE_FILE).with_suffix(".making")):
-        (Path(folder) / name).unlink(missing_ok=True)
+    finished = Path(folder) / REFERENCE_FILE
+    finished.unlink(missing_ok=True)
+    unfinished = finished.with_suffix(".making")
+    unfinished.unlink(missing_ok=True)
 
 # %% ../../nbs/training/09_scoring_models.ipynb #scorer-tokens
 def check_vocabulary(field: str, name: str, mine: Mapping[str, int], theirs: Mapping[str, int]) -> None:

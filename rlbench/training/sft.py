@@ -89,9 +89,11 @@ def text_field(where: str, row: Mapping, field: str, needed: bool = True) -> str
     if value is None and not needed:
         return ""
     if field not in row:
-        names = ", ".join(map(repr, list(row)[:6])) or "none"
+        first_names = list(row)[:6]
+        names = ", ".join(map(repr, first_names)) or "none"
         raise ValueError(f"{where}: has no field {field!r} (it has {names}); give a text")
-    if not isinstance(value, str) or needed and not value:
+    is_empty = needed and not value
+    if is_empty or not isinstance(value, str):
         raise ValueError(f"{where}: {field} is {value!r}, not a text with something in it; give a text")
     return value
 
@@ -186,9 +188,12 @@ def slip_digit(draw: random.Random, answer: str) -> str:
     "The answer with one digit off by 1 to 3, without making a leading zero."
     while True:
         at = draw.randrange(len(answer))
-        digit = (int(answer[at]) + draw.choice((-3, -2, -1, 1, 2, 3))) % 10
-        if not (at == 0 and digit == 0 and len(answer) > 1):
-            return answer[:at] + str(digit) + answer[at + 1 :]
+        slip = draw.choice((-3, -2, -1, 1, 2, 3))
+        digit = (int(answer[at]) + slip) % 10
+        leads = at == 0 and len(answer) > 1
+        if digit or not leads:
+            before, after = answer[:at], answer[at + 1 :]
+            return f"{before}{digit}{after}"
 
 
 def demonstrate_tasks(
@@ -428,11 +433,11 @@ def fit_model(
     items: Sequence,
     lengths: Sequence[int],
     loss: Loss,
-    examine: Callable[[], float],
+    measure_held_out: Callable[[], float],
     settings: FitSettings,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[float], list[float], int]:
-    """Train in place; returns (loss of each step, examined loss before and after each epoch, epoch kept). ValueError
+    """Train in place; returns (loss of each step, held-out loss before and after each epoch, epoch kept). ValueError
     without items, or if the loss is not finite."""
     if not items:
         raise ValueError("nothing is left to train on; hold less out, or give more")
@@ -442,7 +447,7 @@ def fit_model(
     steps_per_epoch = math.ceil(len(items) / settings.batch)
     steps = steps_per_epoch * settings.epochs
     losses = []
-    examined = [examine()]
+    held_out = [measure_held_out()]
     best = None
     kept = 0
     for epoch in range(1, settings.epochs + 1):
@@ -454,15 +459,16 @@ def fit_model(
             batch_lengths = [length_of_item[id(item)] for item in batch]
             pieces = length_pieces(batch, batch_lengths, settings.micro_tokens)
             losses.append(take_step(model, optimizer, pieces, loss, settings))
-        examined.append(examine())
+        newest = measure_held_out()
+        held_out.append(newest)
         mean_loss = sum(losses[-steps_per_epoch:]) / steps_per_epoch
-        say(f"epoch {epoch} of {settings.epochs}: loss {mean_loss:.4f}, held out {examined[-1]:.4f}")
-        if math.isnan(examined[-1]) or examined[-1] <= min(examined[1:]):
+        say(f"epoch {epoch} of {settings.epochs}: loss {mean_loss:.4f}, held out {newest:.4f}")
+        if math.isnan(newest) or newest <= min(held_out[1:]):
             best = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
             kept = epoch
     if kept != settings.epochs:
         model.load_state_dict(best)
-    return losses, examined, kept
+    return losses, held_out, kept
 
 
 def make_optimizer(model: torch.nn.Module, settings: FitSettings) -> torch.optim.AdamW:
@@ -480,8 +486,9 @@ def make_optimizer(model: torch.nn.Module, settings: FitSettings) -> torch.optim
 def rate_of_step(step: int, steps: int, settings: FitSettings) -> float:
     "Learning rate of a step: a linear rise over the warm-up, then a linear fall that ends at 0 after the last step."
     rise = math.ceil(settings.warmup * steps)
+    fall = max(1, steps - rise)
     risen = min(1.0, (step + 1) / (rise + 1))
-    left = min(1.0, (steps - step) / max(1, steps - rise))
+    left = min(1.0, (steps - step) / fall)
     return settings.learning_rate * risen * left
 
 
@@ -522,14 +529,15 @@ def tune_policy(
     def loss(part: Sequence[Example]) -> tuple[torch.Tensor, int]:
         return response_loss(policy, part)
 
-    def examine() -> float:
+    def measure_held_out() -> float:
         return held_out_loss(policy, held_out, settings.micro_tokens)
 
-    losses, examined, kept = fit_model(policy.model, train, token_counts(train), loss, examine, settings, say)
+    lengths = token_counts(train)
+    losses, held_out_losses, kept = fit_model(policy.model, train, lengths, loss, measure_held_out, settings, say)
     learned_tokens = sum(len(example.tokens_T) - example.start for example in train)
     return FitResult(
         losses=tuple(losses),
-        held_out=tuple(examined),
+        held_out=tuple(held_out_losses),
         kept=kept,
         trained_on=len(train),
         examined_on=len(held_out),
@@ -542,7 +550,9 @@ def tune_policy(
 def write_figures(folder: Path, name: str, result, **more) -> None:
     "Write a result as JSON next to the weights in `folder`; numbers that are not finite become null."
     figures = without_nan({**more, **asdict(result)})
-    (Path(folder) / name).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(figures, indent=1)
+    path = Path(folder) / name
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def without_nan(value):

@@ -87,7 +87,7 @@ def start_logprobs(
 # %% ../../nbs/training/05_trainer.ipynb #trainer-judge
 @dataclass(frozen=True)
 class StepCounts:
-    "What one optimizer step holds: the policy's own rollouts, and the tokens of demonstrations with their weight."
+    "Counts of one optimizer step: the policy's own rollouts, and the tokens of demonstrations with their weight."
 
     own: Totals
     shown: int = 0
@@ -120,8 +120,8 @@ def objective_tokens(
 def differentiate_micro(
     objective: Objective, micro: Micro, tokens: Tokens, counts: StepCounts, weights: PenaltyWeights, rows: np.ndarray
 ) -> tuple[MicroMetrics, torch.Tensor, torch.Tensor]:
-    """What a micro-batch showed, and the slopes of its loss along log-probs and entropies [R, T]. The tensors of
-    `tokens` carry no gradient."""
+    """The measurements of a micro-batch, and the slopes of its loss along log-probs and entropies [R, T]. The
+    tensors of `tokens` carry no gradient."""
     leaf_RT = tokens.logprobs_RT.clone().requires_grad_()
     entropy_RT = tokens.entropy_RT.clone().requires_grad_()
     leaves = replace(tokens, logprobs_RT=leaf_RT, entropy_RT=entropy_RT)
@@ -136,7 +136,7 @@ def differentiate_micro(
 
 
 def note_micro(tokens: Tokens, value: ObjectiveValue, shown: torch.Tensor, rows: np.ndarray) -> MicroMetrics:
-    "What a micro-batch showed, flat over its tokens that carry weight. `shown`: the demonstrations' loss."
+    "The measurements of a micro-batch, flat over its tokens that carry weight. `shown`: the demonstrations' loss."
     mask_RT = tokens.mask_RT
     reference_RT = tokens.reference_RT
     if reference_RT is None:
@@ -158,11 +158,13 @@ def note_micro(tokens: Tokens, value: ObjectiveValue, shown: torch.Tensor, rows:
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-accumulate
 def count_step(arrays: Arrays, rows: np.ndarray, shown_weight: float) -> StepCounts:
-    "What an optimizer step holds."
+    "The counts of an optimizer step."
     is_shown_R = arrays.shown_R[rows]
     own, shown = rows[~is_shown_R], rows[is_shown_R]
-    totals = Totals(tokens=int(arrays.mask_RT[own].sum()), sequences=len(own))
-    return StepCounts(totals, int(arrays.mask_RT[shown].sum()), shown_weight)
+    own_tokens = arrays.mask_RT[own].sum()
+    shown_tokens = arrays.mask_RT[shown].sum()
+    totals = Totals(tokens=int(own_tokens), sequences=len(own))
+    return StepCounts(totals, int(shown_tokens), shown_weight)
 
 
 def accumulate_gradients(
@@ -230,7 +232,10 @@ def correction_before(
         return None
     micro = cut_rows(arrays, np.arange(len(arrays)), device, objective.old)
     tokens = objective_tokens(micro, start_RT, torch.zeros_like(start_RT), start_RT, None)
-    part = Tokens(*(None if whole_RT is None else whole_RT[rows] for whole_RT in vars(tokens).values()))
+    columns = {}
+    for name, whole_RT in vars(tokens).items():
+        columns[name] = None if whole_RT is None else whole_RT[rows]
+    part = Tokens(**columns)
     weight_RT = torch.ones_like(start_RT)
     weight_RT[rows] = correction_weights(objective, part, part.start_RT)
     return weight_RT
@@ -238,8 +243,10 @@ def correction_before(
 
 def check_tokens_left(seen: Sequence[MicroMetrics], advantages_RT: np.ndarray) -> None:
     "NothingLeft if the correction took away all tokens of an optimizer step."
-    tokens = sum(len(micro.weight_N) for micro in seen)
-    has_weight = any(bool(micro.weight_N.any()) for micro in seen)
+    tokens, has_weight = 0, False
+    for micro in seen:
+        tokens += len(micro.weight_N)
+        has_weight = has_weight or bool(micro.weight_N.any())
     if tokens and not has_weight:
         raise NothingLeft(
             f"correction: leaves none of the {tokens} tokens of this step any weight, so there is nothing "
@@ -281,7 +288,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, step
 # %% ../../nbs/training/05_trainer.ipynb #trainer-batch
 def needs_start_pass(objective: Objective, steps: int) -> bool:
     "True when log-probabilities of the batch's start need a forward pass of their own."
-    return objective.before_cut or steps > 1 and objective.old == "recomputed"
+    compares_with_start = steps > 1 and objective.old == "recomputed"
+    return objective.before_cut or compares_with_start
 
 
 def train_arrays(
@@ -346,7 +354,8 @@ def train_arrays(
 def undo_steps(optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:
     "Drop the gradients and put the weights back."
     optimizer.zero_grad(set_to_none=True)
-    for parameter, old in zip(optimized_parameters(optimizer), before):
+    parameters = optimized_parameters(optimizer)
+    for parameter, old in zip(parameters, before):
         parameter.copy_(old)
 
 # %% ../../nbs/training/05_trainer.ipynb #trainer-forward
@@ -406,21 +415,24 @@ class ReplayBuffer:
 
     def pick(self, count: int, version: int) -> list[Group]:
         "Groups to go with a batch of `count`; which ones depends on the version alone."
-        wanted = min(round(self.share * count), len(self.groups))
-        places = np.arange(len(self.groups))
-        streams = np.full(len(self.groups), stream_key(version, "replay", 0), np.uint64)
-        order = np.argsort(uniform_numbers(streams, places), kind="stable")
-        return [self.groups[i] for i in sorted(order[:wanted])]
+        there = len(self.groups)
+        wanted = min(round(self.share * count), there)
+        stream = stream_key(version, "replay", 0)
+        drawn = uniform_numbers(np.full(there, stream, np.uint64), np.arange(there))
+        order = np.argsort(drawn, kind="stable")
+        chosen = sorted(order[:wanted])
+        return [self.groups[i] for i in chosen]
 
     def keep(self, groups: Sequence[Group]) -> None:
         "Remember what was trained."
         newest_last = [*self.groups, *groups]
-        self.groups = newest_last[-self.size :] if self.size else []
+        surplus = max(0, len(newest_last) - self.size)
+        self.groups = newest_last[surplus:]
 
 
 @dataclass
 class TrainerExtras:
-    """What a trainer has besides model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout ->
+    """Parts of a trainer besides model and optimizer. `memory`: numbers that last over batches; `steps`: a rollout ->
     rewards at its tokens; `shown`: demonstrations."""
 
     critic: Critic | None = None
@@ -484,7 +496,11 @@ def mean_advantages(arrays: Arrays) -> dict[int, float]:
     is_own_R = ~(arrays.shown_R | arrays.replayed_R)
     tokens_R = arrays.mask_RT.sum(1).clip(1)
     means_R = arrays.advantages_RT.sum(1) / tokens_R
-    return {int(arrays.rollouts_R[row]): float(means_R[row]) for row in is_own_R.nonzero()[0]}
+    means = {}
+    for row in is_own_R.nonzero()[0]:
+        rollout = int(arrays.rollouts_R[row])
+        means[rollout] = float(means_R[row])
+    return means
 
 
 def gather_moments(trainer: "Trainer") -> dict:

@@ -9,8 +9,8 @@ __all__ = ['HEADER', 'ALIGN', 'WRITING', 'ON_GPU', 'moving_weights', 'served_wei
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-imports
 # Handing new weights to a generator.
 #
-# Owns: which tensors training moves (`moving_weights`), what a generator loads of them, and the file or the GPU buffers in
-# which versions travel between processes (`SharedWeights`).
+# Owns: which tensors training moves (`moving_weights`), what a generator loads of them, and the file or the GPU
+# buffers in which versions travel between processes (`SharedWeights`).
 #
 # What always holds:
 #   * There are two buffers; the writer overwrites the older one, so the newest whole version is always readable.
@@ -36,15 +36,16 @@ from ..models.model import base_weights
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-weights
 def moving_weights(model: torch.nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """What training moves, name -> tensor, each once: the adapters if there are any, else all weights. They are the
-    model's own, without gradient: copy them before the model moves.
+    """The tensors that training moves, name -> tensor, each once: the adapters if there are any, else all weights.
+    They are the model's own, without gradient: copy them before the model moves.
 
     `state`: in place of the model's state dict, for one that holds only parts of its tensors."""
     return adapter_weights(model, state) or base_weights(model, state)
 
 
 def served_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "What a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are `model`'s."
+    """The weights that a generator loads, Hugging Face name -> tensor, when `named` arrived; the base weights are
+    `model`'s."""
     if not adapter_weights(model):
         return dict(named)
     return merge_adapters(base_weights(model), named, scale_of(model))
@@ -57,7 +58,9 @@ def hash_weights(named: Mapping[str, torch.Tensor]) -> str:
     def line(name: str) -> str:
         tensor = named[name].detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy()
-        return f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
+        shape = tuple(tensor.shape)
+        digest = hashlib.sha256(data).hexdigest()
+        return f"{name} {tensor.dtype} {shape} {digest}"
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         lines = "\n".join(pool.map(line, sorted(named)))
@@ -67,7 +70,8 @@ def hash_weights(named: Mapping[str, torch.Tensor]) -> str:
 def hand_over(model: torch.nn.Module, generator: Generator, version: int, cache: str = "keep") -> None:
     """Give the model's weights to a generator of the same process as `version`. ValueError from the generator if
     names or shapes do not fit."""
-    generator.load(version, served_weights(model, moving_weights(model)), cache)
+    weights = served_weights(model, moving_weights(model))
+    generator.load(version, weights, cache)
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-layout
 HEADER = 4096  # bytes: one page, so the buffers begin on a page
@@ -85,7 +89,8 @@ def buffer_layout(named: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], in
         offsets[name] = end
         units = math.ceil(tensor.numel() * tensor.element_size() / ALIGN)
         end += units * ALIGN
-    words = str([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()])
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named.items()]
+    words = str(facts)
     digest = hashlib.blake2b(words.encode(), digest_size=7).digest()
     return offsets, end, int.from_bytes(digest, "little")
 
@@ -97,15 +102,16 @@ def buffer_views(
     views = {}
     for name, tensor in named.items():
         start = offsets[name]
-        size = tensor.numel() * tensor.element_size()
-        flat = raw[start : start + size].view(tensor.dtype)
+        end = start + tensor.numel() * tensor.element_size()
+        part = raw[start:end]
+        flat = part.view(tensor.dtype)
         views[name] = flat.view(tensor.shape)
     return views
 
 # %% ../../nbs/training/06_weight_transport.ipynb #publish-gpu
 def share_gpu(buffers: list[torch.Tensor], gpus: Sequence[str]) -> bytes:
-    """What another process of this machine needs to open buffers on this process's first GPU; `gpus`: names of those
-    it sees."""
+    """The keys with which another process of this machine opens buffers on this process's first GPU; `gpus`: names
+    of those it sees."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     owner = gpus[0] if gpus else "0"
