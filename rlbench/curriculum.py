@@ -41,6 +41,11 @@ class Curriculum:
         self.seen = self.seen or [0.0] * len(self.levels)
         self.solved = self.solved or [0.0] * len(self.levels)
 
+    def __deepcopy__(self, memo: dict) -> "Curriculum":
+        "Lists of numbers are copied at once; a checkpoint copies them for every task."
+        copied = {name: value.copy() for name, value in vars(self).items() if name != "draws"}
+        return Curriculum(**copied, draws=self.draws)
+
 # %% ../nbs/06_curriculum.ipynb #curriculum-observe
 TASK_MEMORY = 64.0  # rollouts remembered of a task
 LEVEL_MEMORY = 512.0  # rollouts remembered of a level
