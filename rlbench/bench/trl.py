@@ -67,8 +67,8 @@ SOLVED_ROW = 5  # batches in a row that must be solved
 
 
 def time_to_solve(arm: TrlArm, rate: float = 0.6) -> float | None:
-    """Seconds from the first step's begin to the end of the first of `SOLVED_ROW` batches in a row at `rate` or above; None
-    if that never was."""
+    """Seconds from the first step's begin to the end of the first of `SOLVED_ROW` batches in a row at `rate` or above;
+    None if that never was."""
     good = arm.solve_rates >= rate
     for first in range(len(good) - SOLVED_ROW + 1):
         if good[first : first + SOLVED_ROW].all():

@@ -137,7 +137,8 @@ NUMBERS = """
 
 def light_html(light: Light) -> Markup:
     "The light: shape, word, reason and advice."
-    return fill_template(LIGHT, light=light, colour=css_colour(light.role), judged=light.word in RATE_WORDS)
+    colour = css_colour(light.role)
+    return fill_template(LIGHT, light=light, colour=colour, judged=light.word in RATE_WORDS)
 
 
 def numbers_html(s: RunSnapshot) -> Markup:
@@ -173,9 +174,11 @@ LEGEND = """
 <i>
   <svg class='k' width='{{ 12 if label.fill else 16 }}' height='10' aria-hidden='true'>
     {% if label.fill %}
-    <rect y='1' width='12' height='8' fill='{{ colour(label.role) }}' fill-opacity='{{ "%.2g" | format(label.opacity) }}'/>
+    <rect y='1' width='12' height='8'
+      fill='{{ colour(label.role) }}' fill-opacity='{{ "%.2g" | format(label.opacity) }}'/>
     {% else %}
-    <path d='M0 5h16' stroke='{{ colour(label.role) }}' stroke-width='2' stroke-opacity='{{ "%g" | format(label.opacity) }}'
+    <path d='M0 5h16'
+      stroke='{{ colour(label.role) }}' stroke-width='2' stroke-opacity='{{ "%g" | format(label.opacity) }}'
     {% if label.dash %} stroke-dasharray='{{ label.dash }}'{% endif %}/>
     {% endif %}
   </svg>{{ label.text }}
@@ -190,7 +193,8 @@ def legend_html(chart: Chart) -> Markup:
     for label in series_labels(chart):
         opacity = min(1.0, 1.6 * label.opacity) if label.fill else label.opacity
         shown = replace(label, opacity=opacity, y=math.nan)
-        labels.setdefault((label.text, label.role, label.fill, label.dash, opacity), shown)
+        swatch = (label.text, label.role, label.fill, label.dash, opacity)
+        labels.setdefault(swatch, shown)
     return fill_template(LEGEND, labels=labels.values(), colour=css_colour)
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-bare
@@ -270,7 +274,9 @@ CARD = """
 ABSENT = """
 <div class='rl-face rl-absent'>
   <header><b>{{ spec.title }}</b><span>not recorded by {{ source.system }}</span></header>
-  {% if remedies %}<p>{% for remedy in remedies %}{{ remedy }}{% if not loop.last %}; {% endif %}{% endfor %}</p>{% endif %}
+  {% if remedies %}
+  <p>{% for remedy in remedies %}{{ remedy }}{% if not loop.last %}; {% endif %}{% endfor %}</p>
+  {% endif %}
 </div>
 """
 

@@ -70,8 +70,10 @@ def merge_marks(marks: Sequence[VerticalMark], versions: float = 0.0) -> list[Ve
     for together in stretches.values():
         knobs = [mark for mark in together if _names_knob(mark)]
         chief = knobs[-1] if knobs else together[-1]
-        others = len(together) - 1
-        merged.append(VerticalMark(chief.x, f"{chief.label} +{others}" if others else chief.label))
+        label = chief.label
+        if len(together) > 1:
+            label += f" +{len(together) - 1}"
+        merged.append(VerticalMark(chief.x, label))
     return merged
 
 # %% ../../nbs/views/22_card_marks.ipynb #cardmarks-lines

@@ -77,7 +77,8 @@ PAIRS_OF_TASK = 12  # pairs of a task or group
 
 
 def draw_pairs(folder: str | Path, seed: int = 0, last: int | None = 10_000) -> Iterator[ResponsePair]:
-    "Pairs to rank in their order, those of one group first; at most `PAIRS_OF_TASK` of a group, and of a task across groups."
+    """Pairs to rank in their order, those of one group first; at most `PAIRS_OF_TASK` of a group, and of a task across
+    groups."""
     within = []
     across = []
     for (task, prompt), responses in read_responses(folder, last).items():
