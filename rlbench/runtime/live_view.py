@@ -333,9 +333,11 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
     version = int(trained["trained_at"].max())
     batch = trained.filter(pl.col("trained_at") == version)
     rows = batch.join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
+    rows = rows.filter(pl.col("versions").list.len() > 0)  # another system may keep tokens without their versions
     if not len(rows):
         return NewestBatch()
-    pairs = rows.select("versions", "mask").explode("versions", "mask")
+    every_token = pl.col("versions") * 0 + 1
+    pairs = rows.select("versions", pl.coalesce("mask", every_token)).explode("versions", "mask")
     written_by = pairs.filter(pl.col("mask") > 0)["versions"].drop_nulls().to_numpy()
     lags = np.bincount(np.maximum(0, version - 1 - written_by)) * every if len(written_by) else np.zeros(0, int)
     return NewestBatch(version, lags, choose_ribbons(rows, shown))

@@ -206,7 +206,7 @@ def last_batch_staleness(s: RunSnapshot) -> Chart:
         x_label="versions old",
         y_label="tokens",
         y_range=(0, None),
-        empty="no batch trained yet",
+        empty="no batch trained yet" if s.source is None else "the version of each token is not recorded",
     )
     if not s.knows("staleness"):
         return _with_lag_bars(chart, s, len(s.lags))
