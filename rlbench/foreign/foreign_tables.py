@@ -532,7 +532,7 @@ def newest_metrics(metrics: "pl.DataFrame") -> "pl.DataFrame":
 
 
 def metric_columns(metrics: "pl.DataFrame", names: Mapping[str, str | tuple[str, ...]]) -> "pl.DataFrame":
-    "By step: our columns from the system's figures, null where a step does not have them."
+    "By step: our columns from the system's figures, of several names the first that a step has."
     import polars as pl
 
     known = metrics.filter(pl.col("step").is_not_null() & ~pl.col("evaluation"))
@@ -540,11 +540,11 @@ def metric_columns(metrics: "pl.DataFrame", names: Mapping[str, str | tuple[str,
     at_step = known.group_by("step").agg(pl.col("at").max())
     found = found.join(at_step, on="step", how="left")
     for column, candidates in names.items():
-        for name in (candidates,) if isinstance(candidates, str) else candidates:
-            values = known.filter(pl.col("name") == name).select("step", pl.col("value").alias(column))
-            if len(values):
-                found = found.join(values, on="step", how="left")
-                break
+        names_in_order = (candidates,) if isinstance(candidates, str) else candidates
+        by_name = [known.filter(pl.col("name") == name) for name in names_in_order]
+        values = pl.concat(by_name).unique("step", keep="first", maintain_order=True)
+        if len(values):
+            found = found.join(values.select("step", pl.col("value").alias(column)), on="step", how="left")
     return found
 
 

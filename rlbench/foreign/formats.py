@@ -28,7 +28,7 @@ from typing import Literal, get_args, get_origin
 import msgspec
 
 from .rows import Row
-from .source_files import LINE_BYTES, MIB, ForeignError, is_json, list_files, zstd_lines
+from .source_files import LINE_BYTES, MIB, decode_json, is_json, list_files, zstd_lines
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-files
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ForeignFormat:
     group_scope: Literal["run", "step"] = "step"  # where a group's name is unique
     guess_groups: Literal["", "equal prompts", "equal neighbours"] = ""  # where no group is written
     guess_rewards: bool = False  # where only the parts of a reward are written, take their sum
-    holds_many: bool = False  # one file can hold several runs
+    names_runs: bool = False  # the path of a run is a name: a file, or a folder's files, can hold several runs
     samples_only: bool = False  # the responses are a few examples of a step: no figure of a step is computed from them
     reward_part: str = ""  # part that is taken for the reward, where a response has parts and no reward
     counts_anew: bool = False  # a restarted system gives ids of responses again, and counts versions from its start
@@ -104,11 +104,18 @@ class FileTree:
         self.paths = list_files(root)
         self._records: dict[Path, dict] = {}
         self._columns: dict[Path, tuple[str, ...]] = {}
+        self._made: dict[Callable, object] = {}
 
     def leave_out(self, paths: Iterable[Path]) -> None:
         "Forget some files: a format has claimed them."
         claimed = set(paths)
         self.paths = [path for path in self.paths if path not in claimed]
+
+    def once(self, make: Callable[["FileTree"], object]):
+        "What a function makes of this tree, made once."
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     def below(self, folder: Path) -> list[Path]:
         "The files below a folder of the tree; a file gives itself."
@@ -164,8 +171,8 @@ def _parquet_columns(path: Path) -> tuple[str, ...]:
 def _first_record(path: Path) -> dict:
     try:
         line = next(zstd_lines(path)) if path.suffix == ".zst" else _first_line(path)
-        found = msgspec.json.decode(line)
-    except (OSError, ForeignError, StopIteration, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = decode_json(line)
+    except (OSError, ValueError, StopIteration, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -188,8 +195,8 @@ def has_keys(record: Mapping, *keys: str) -> bool:
 def json_object(path: Path) -> dict:
     "A small JSON file as a table; empty if it is none."
     try:
-        found = msgspec.json.decode(path.read_bytes()) if path.stat().st_size < 64 * MIB else {}
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = decode_json(path.read_bytes()) if path.stat().st_size < 64 * MIB else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

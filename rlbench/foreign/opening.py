@@ -50,7 +50,15 @@ from .formats import ForeignFormat, SourceFile, WholeFile, lenient_record
 from .registry import FoundRun, find_foreign_runs, found_again
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source
-from .source_files import MIB, ForeignError, cache_root, named_faults, piece_lines, zstd_lines
+from rlbench.foreign.source_files import (
+    MIB,
+    ForeignError,
+    cache_root,
+    decode_json,
+    named_faults,
+    piece_lines,
+    zstd_lines,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -103,7 +111,8 @@ def _whole_piece(file: SourceFile) -> Piece:
     "The piece of a file, or of several small ones, that are read at once."
     members = file.members or (file.path,)
     with named_faults(file.path):
-        facts = [path.stat() for path in members]
+        logs = [path.with_name(f"{path.name}-wal") for path in members if path.suffix == ".db"]  # of SQLite databases
+        facts = [path.stat() for path in (*members, *(log for log in logs if log.is_file()))]
     size = sum(fact.st_size for fact in facts)
     newest = max(fact.st_mtime_ns for fact in facts)
     return Piece(file, 0, size, f"{len(facts)}|{size}|{newest}")
@@ -152,8 +161,13 @@ def _decoded_record(decode: Callable[[bytes], object], line: bytes, record: type
     "A record of a line; of one with fields of another type, all that can be read."
     try:
         return decode(line)
-    except msgspec.ValidationError:
-        return lenient_record(msgspec.json.decode(line), record)
+    except msgspec.DecodeError:
+        found = decode_json(line)
+    if record is not dict:
+        return lenient_record(found, record)
+    if not isinstance(found, dict):
+        raise ValueError("a record that is no table")
+    return found
 
 
 def _whole_rows(file: WholeFile, damaged: list[int]) -> Iterator[Row]:

@@ -27,8 +27,6 @@ from itertools import islice
 from pathlib import Path
 from typing import get_type_hints
 
-import msgspec
-
 from rlbench.foreign.formats import (
     FileTree,
     ForeignFormat,
@@ -47,7 +45,7 @@ from rlbench.foreign.formats import (
     cut_conversation,
 )
 from .rows import Response
-from .source_files import ForeignError, named_faults, read_bytes, read_parquet
+from .source_files import ForeignError, decode_json, named_faults, read_bytes, read_parquet
 from ..knobs import nearest_names, unknown_name_error
 
 # %% ../../nbs/foreign/19_plain.ipynb #plain-names
@@ -142,8 +140,8 @@ def first_records(path: Path) -> Iterator[dict]:
 def json_record(line: bytes) -> dict:
     "A line of JSON as a table; empty if it is none."
     try:
-        return as_table(msgspec.json.decode(line))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return as_table(decode_json(line))
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -151,7 +149,7 @@ def json_records(path: Path) -> list[dict]:
     "The records of a JSON file: a list of them, or the only list of a table. Raises ForeignError."
     data = read_bytes(path)
     with named_faults(path):
-        found = msgspec.json.decode(data)
+        found = decode_json(data)
     lists = (
         [found] if isinstance(found, list) else [value for value in as_table(found).values() if isinstance(value, list)]
     )

@@ -30,6 +30,9 @@ from .art import ART
 from .formats import FileTree, ForeignFormat, SourceFile
 from .inspect_logs import INSPECT_LOGS
 from .miles import MILES
+from .nemo_rl import NEMO_RL
+from .open_instruct import OPEN_INSTRUCT
+from .openrlhf import OPENRLHF, TENSORBOARD
 from .plain import PLAIN, plain_format
 from .prime_rl import PRIME_RL_APRIL, PRIME_RL_AUTUMN, PRIME_RL_JULY, PRIME_RL_SEPTEMBER
 from .rllm import RLLM
@@ -37,6 +40,8 @@ from .skyrl import SKYRL
 from .slime import SLIME
 from .source_files import ForeignError, cache_root, is_archive, named_faults, unpack_archive
 from .tinker_cookbook import TINKER_COOKBOOK
+from .trackio import TRACKIO
+from .trl import TRL
 from .verifiers_legacy import VERIFIERS_LEGACY
 from .verifiers_v1 import VERIFIERS_V1
 from .verl import VERL
@@ -59,6 +64,12 @@ FORMATS: dict[str, ForeignFormat] = {
     "skyrl": SKYRL,
     "miles": MILES,
     "slime": SLIME,
+    "nemo-rl": NEMO_RL,
+    "open-instruct": OPEN_INSTRUCT,
+    "trackio": TRACKIO,
+    "trl": TRL,
+    "openrlhf": OPENRLHF,
+    "tensorboard": TENSORBOARD,
     "plain": PLAIN,
 }  # by the name that `kind` takes
 
@@ -138,7 +149,7 @@ def find_foreign_runs(path: Path, kind: str | None = None, columns: Mapping[str,
     if not found:
         raise ForeignError(_nothing_found(path, tree, formats))
     runs = [
-        FoundRun(run, key, columns or None, root if archive or not run.exists() else None, archive)
+        FoundRun(run, key, columns or None, root if archive or formats[key].names_runs else None, archive)
         for run, key in found.items()
     ]
     return sorted(runs, key=lambda run: str(run.path))
@@ -152,7 +163,7 @@ def _runs_in(tree: FileTree, formats: Mapping[str, ForeignFormat]) -> dict[Path,
         for run in form.find(tree):
             with named_faults(run):
                 files = _source_paths(form.files(tree, run))
-            is_free = form.holds_many or not files & claimed
+            is_free = form.names_runs or not files & claimed
             if files and is_free and run not in found:
                 found[run] = key
                 claimed |= files

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MIB', 'LINE_BYTES', 'WHOLE_BYTES', 'ARCHIVE_BYTES', 'MEMBERS', 'DEPTH', 'CACHE_VARIABLE', 'ZSTD_METHOD', 'ARCHIVES',
-           'ForeignError', 'named_faults', 'cache_root', 'list_files', 'piece_lines', 'is_json', 'zstd_lines',
-           'read_bytes', 'read_json', 'read_parquet', 'read_torch', 'ZipMembers', 'opened_database', 'database_tables',
-           'is_archive', 'unpack_archive']
+           'ForeignError', 'named_faults', 'cache_root', 'list_files', 'piece_lines', 'is_json', 'decode_json',
+           'zstd_lines', 'read_bytes', 'read_json', 'read_parquet', 'read_torch', 'ZipMembers', 'opened_database',
+           'database_tables', 'is_archive', 'unpack_archive']
 
 # %% ../../nbs/foreign/01_source_files.ipynb #source-files-imports
 # Foreign files.
@@ -21,6 +21,7 @@ __all__ = ['MIB', 'LINE_BYTES', 'WHOLE_BYTES', 'ARCHIVE_BYTES', 'MEMBERS', 'DEPT
 #
 # It knows no format.
 import io
+import json
 import os
 import shutil
 import sqlite3
@@ -144,10 +145,18 @@ def piece_lines(path: Path, start: int, end: int) -> Iterator[bytes]:
 def is_json(text: bytes) -> bool:
     "True for text that is one JSON value."
     try:
-        msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        decode_json(text)
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def decode_json(text: bytes) -> object:
+    "One JSON value; NaN and Infinity, which some systems write, are taken too. ValueError for anything else."
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(text)
 
 # %% ../../nbs/foreign/01_source_files.ipynb #source-files-zstd
 def zstd_lines(path: Path) -> Iterator[bytes]:

@@ -332,12 +332,13 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
         return NewestBatch()
     version = int(trained["trained_at"].max())
     batch = trained.filter(pl.col("trained_at") == version)
-    rows = batch.join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
-    rows = rows.filter(pl.col("versions").list.len() > 0)  # another system may keep tokens without their versions
+    joined = batch.join(tokens, on=["rollout", "try"], how="inner").sort("rollout")
+    rows = joined.filter(pl.col("versions").list.len() > 0)  # an opened run may not have those of every rollout
     if not len(rows):
         return NewestBatch()
-    every_token = pl.col("versions") * 0 + 1
-    pairs = rows.select("versions", pl.coalesce("mask", every_token)).explode("versions", "mask")
+    has_mask = pl.col("mask").list.len() == pl.col("versions").list.len()
+    weights = pl.when(has_mask).then("mask").otherwise(pl.col("versions") * 0 + 1).alias("mask")
+    pairs = rows.select("versions", weights).explode("versions", "mask")
     written_by = pairs.filter(pl.col("mask") > 0)["versions"].drop_nulls().to_numpy()
     lags = np.bincount(np.maximum(0, version - 1 - written_by)) * every if len(written_by) else np.zeros(0, int)
     return NewestBatch(version, lags, choose_ribbons(rows, shown))
