@@ -19,6 +19,8 @@ from rlbench.sandbox.pool_folder import kill_all
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = "::test_notebook_runs["
+# notebooks that take longest come before the others, so that all workers end at about the same time
+LONGEST = "sandbox/33_hacks studies/solved_groups studies/tool_drift which_mode workbench workbench/10_drill workbench/16_ablation".split()
 AVX512F = "vLLM's CPU build needs the CPU flag avx512f, and this CPU lacks it"
 
 
@@ -33,10 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    "The notebooks come last: they are many and fill what is left of either worker. A name with an address in it would be another one in each worker."
+    "The notebooks come last: they are many and fill what is left of each worker. A name with an address in it would be another one in each worker."
     if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"tests whose names change from process to process, name their parameters: {adrift[0]}")
-    items.sort(key=lambda item: NOTEBOOK in item.nodeid)
+    longest = [f"{NOTEBOOK}{name}]" for name in LONGEST]
+    items.sort(key=lambda item: (NOTEBOOK in item.nodeid, not item.nodeid.endswith(tuple(longest))))
 
 
 def pytest_collection_finish() -> None:

@@ -674,9 +674,7 @@ def _write_rollouts(
     for _, part in rollouts.with_columns(home.alias("home")).group_by("home", maintain_order=True):
         long = long_columns(kept, part)
         if form.counts_anew:
-            shift = long.join(part.select("rollout", "version_shift"), on="rollout", how="left", maintain_order="left")
-            long = shift.with_columns(pl.col("versions") - pl.col("version_shift")).drop("version_shift")
-            part = part.drop("version_shift")
+            part, long = part.drop("version_shift"), _with_shifted_versions(part, long)
         part = with_fates(with_lengths(part.drop("home"), long), form)
         shown = part.drop("places", "prompt_hash", *SUMS).join(long.select("rollout", *TEXTS), on="rollout", how="left")
         write_segment(folder, "rollouts", without_absent(shown), written, columns)
@@ -689,15 +687,28 @@ def _write_rollouts(
     return with_fates(with_lengths(rollouts, long_columns(kept, rollouts)), form).drop("places")
 
 
+def _with_shifted_versions(part: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFrame":
+    "Long columns with the versions of tokens as the run counts them."
+    import polars as pl
+
+    shifts = part.select("rollout", "version_shift")
+    joined = long.join(shifts, on="rollout", how="left", maintain_order="left")
+    return joined.with_columns(pl.col("versions") - pl.col("version_shift")).drop("version_shift")
+
+
 def token_table(part: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFrame":
-    "A row for each response whose tokens, log-probabilities or versions are there."
+    """A row for each response whose tokens, log-probabilities or versions are there. Where all tokens are known to have
+    the same version, it stands at each."""
     import polars as pl
 
     there = pl.any_horizontal(pl.col(name).is_not_null() for name in ("tokens", "logprobs", "versions", "advantages"))
     found = long.filter(there).rename(TOKEN_COLUMNS).drop(*TEXTS, "positions")
-    return part.select("rollout", "try", "advantage", "at").join(
-        found, on="rollout", how="inner", maintain_order="left"
-    )
+    only_version = pl.when(pl.col("oldest") == pl.col("newest")).then("oldest").alias("only_version")
+    facts = part.select("rollout", "try", "advantage", "at", only_version)
+    joined = facts.join(found, on="rollout", how="inner", maintain_order="left")
+    count = pl.coalesce(pl.col("tokens").list.len(), pl.col("logprobs").list.len())
+    even = pl.when(pl.col("only_version").is_not_null()).then(pl.col("only_version").repeat_by(count))
+    return joined.with_columns(pl.coalesce("versions", even)).drop("only_version")
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-segment
 def write_segment(folder: Path, name: str, table: "pl.DataFrame", first: int, columns: dict[str, set[str]]) -> None:

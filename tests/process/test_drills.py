@@ -57,7 +57,7 @@ def coded(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, coded):
     "A live run without sandboxes. It begins when the other one has ended."
-    run = live(tmp_path_factory, "tiny", **WITHOUT_MODEL)
+    run = live(tmp_path_factory, "tiny", generator="scripted", virtual={"scripted_pace": 0.6})  # versions each second
     yield run
     if run.state == "running":
         run.stop()
