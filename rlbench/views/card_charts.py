@@ -54,7 +54,7 @@ from rlbench.base.run_charts import (
     zero_signal,
 )
 from ..runtime.drop_bias import describe_bias
-from ..runtime.live_view import RunSnapshot, value_in_force
+from ..runtime.live_view import Ribbon, RunSnapshot, value_in_force
 from .bottleneck import most_live_groups, window_rows
 from .card_marks import card_marks, predicted_lines, setting_lines
 
@@ -240,9 +240,16 @@ def _with_lag_bars(chart: Chart, s: RunSnapshot, bound: int) -> Chart:
     return replace(chart, series=(bars,), subtitle=f"of v{s.batch}", aria=aria)
 
 
+def _ribbon_name(ribbon: Ribbon, has_level: bool) -> str:
+    "Difficulty level and verdict of a response, as far as they are known."
+    verdict = {True: "✓", False: "✗", None: "?"}[ribbon.correct]
+    return f"level {ribbon.level} {verdict}" if has_level else f"{ribbon.rollout} {verdict}"
+
+
 def ribbon_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "Which policy version wrote which part of the newest responses."
-    names = [f"level {ribbon.level} {'✓' if ribbon.correct else '✗'}" for ribbon in s.ribbons]
+    has_levels = s.source is None or s.source.has("rollouts.level")
+    names = [_ribbon_name(ribbon, has_levels) for ribbon in s.ribbons]
     chart = version_ribbons(names, [ribbon.versions for ribbon in s.ribbons], [ribbon.turns for ribbon in s.ribbons])
     if not s.ribbons:
         return (replace(chart, title="Version ribbons", aria="", subtitle=""),)
@@ -268,7 +275,9 @@ HEALTH_COLUMNS = {
 def discard_charts(s: RunSnapshot) -> tuple[Chart, ...]:
     "The three discard meters, the gaps between what is trained and what is generated, and the levels that lose."
     marks = card_marks(s)
-    return discard_chart(s.steps, marks), drop_bias(s.steps, marks), dropped_by_level(s.lost)
+    has_levels = s.source is None or s.source.has("rollouts.level")
+    levels = dropped_by_level(s.lost if has_levels else {})
+    return discard_chart(s.steps, marks), drop_bias(s.steps, marks), levels
 
 
 def drop_bias_note(s: RunSnapshot) -> str:

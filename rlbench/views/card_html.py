@@ -6,7 +6,7 @@
 __all__ = ['CARD_STYLE', 'STRIP_STYLE', 'LIGHT', 'NUMBERS', 'LEGEND', 'LINE_POINTS', 'CARD_WIDTH', 'WITH_SUBTITLE',
            'INLINE_STYLE', 'FIGURE', 'WIDTHS', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html',
            'numbers_html', 'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas',
-           'absent_card_html', 'run_card_html', 'still_cards_html']
+           'absent_card_html', 'run_card_html', 'chart_heights', 'still_cards_html']
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-imports
 # The frame of the panel as HTML.
@@ -294,6 +294,11 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
     if not is_recorded(key, s.source):
         return absent_card_html(key, s.source)
     charts = spec.charts(s)
+    heights = chart_heights(key, len(charts))
+    if s.source is not None:
+        recorded = [i for i, chart in enumerate(charts) if chart.series] or [0]
+        charts = tuple(charts[i] for i in recorded)
+        heights = tuple(heights[i] for i in recorded)
     return fill_template(
         CARD,
         kind=WIDTHS.get(spec.across, " rl-whole"),
@@ -301,20 +306,23 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
         title=spec.title,
         note=spec.note(s),
         legend=legend_html(charts[0]) if key == "time" else "",
-        figures=_card_figures(key, charts, width or CARD_WIDTH),
+        figures=_card_figures(key, charts, heights, width or CARD_WIDTH),
     )
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-figures
-def _card_figures(key: str, charts: tuple[Chart, ...], width: float) -> list[Markup]:
+def chart_heights(key: str, count: int) -> tuple[int, ...]:
+    "The heights of a card's charts, in pixels; the last of the card of time has the axis."
+    heights = CARDS[key].heights
+    return (*heights[: count - 1], heights[-1]) if key == "time" else heights[:count]
+
+
+def _card_figures(key: str, charts: tuple[Chart, ...], heights: tuple[int, ...], width: float) -> list[Markup]:
     "The charts of a card with their captions."
     spec = CARDS[key]
     whole_width = spec.across > 2
     if not whole_width:
         width = width / spec.across - 6 * (spec.across - 1)
     last = len(charts) - 1
-    heights = list(spec.heights[: len(charts)])
-    if key == "time":
-        heights[last] = spec.heights[-1]
     figures = []
     for i, (chart, height) in enumerate(zip(charts, heights, strict=False)):
         has_ticks = i == last or key != "time"

@@ -182,7 +182,7 @@ CARDS: dict[str, CardSpec] = {
     ),
     "turns": CardSpec(
         title="Turns and tools",
-        shows=("steps.turns", "steps.tool_calls"),
+        shows=("steps.length_first", "steps.tool_calls"),
         charts=turns_charts,
         frame=step_table(
             "turns",
