@@ -7,6 +7,17 @@ __all__ = ['OVERDUE', 'STRAGGLERS', 'STRAGGLER_UNITS', 'OLD_TOKENS', 'is_fresh',
            'drains_generator', 'stops_running', 'count_surplus_groups']
 
 # %% ../nbs/07_staleness.ipynb #staleness-imports
+# How old a rollout may be when it is trained.
+#
+# Owns: the exact check of freshness, the number of groups that may be started, the rule that holds a batch for
+# unfinished groups, and the strategies for stragglers.
+#
+# What always holds:
+#   * Staleness counts versions, that is finished training batches, from a group's oldest token that carries weight.
+#   * A run that starts no more than `allowed_groups` trains nothing older than the bound, unless groups overtake.
+#   * Every function depends on a few integers alone: no clock, no state, no counter to repair.
+#
+# Does not: know rollouts, tokens or queues. The loop counts, and asks.
 from collections.abc import Iterable
 from math import ceil
 

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['FolderOption', 'ArmSeedsOption', 'VersionsOption', 'PlacementOption', 'MomentSeedOption', 'LengthsRunOption',
            'PairsOption', 'PresetPlacementOption', 'SizeOption', 'LengthOption', 'RealRunsOption', 'RoundsOption',
-           'ObjectiveSeedsOption', 'ObjectivesOption', 'TopPOption', 'TopKOption', 'EnginesOption', 'ModeSeedsOption',
-           'DelayPairsOption', 'StudyArgument', 'PreferencePairsOption', 'TeachersOption', 'StrikesOption',
-           'KillsOption', 'FirstSeedOption', 'ArmsOption', 'StartsOption', 'BurstOption', 'WorkspacesOption',
-           'BalancePairsOption', 'RunSecondsOption', 'ObservationOption', 'VirtualOption', 'VirtualRunsOption',
-           'MillionOption', 'LengthSeedOption', 'WindowsOption', 'WindowSecondsOption', 'run_bench', 'measure_engines',
-           'compare_with_trl', 'measure_overhead', 'measure_starts', 'compare_objectives', 'measure_mismatch',
+           'OpenStepsOption', 'OpenRolloutsOption', 'OpenFolderOption', 'ObjectiveSeedsOption', 'ObjectivesOption',
+           'TopPOption', 'TopKOption', 'EnginesOption', 'ModeSeedsOption', 'DelayPairsOption', 'StudyArgument',
+           'PreferencePairsOption', 'TeachersOption', 'StrikesOption', 'KillsOption', 'FirstSeedOption', 'ArmsOption',
+           'StartsOption', 'BurstOption', 'WorkspacesOption', 'BalancePairsOption', 'RunSecondsOption',
+           'ObservationOption', 'VirtualOption', 'VirtualRunsOption', 'MillionOption', 'LengthSeedOption',
+           'WindowsOption', 'WindowSecondsOption', 'run_bench', 'measure_engines', 'compare_with_trl',
+           'measure_overhead', 'measure_starts', 'open_large_run', 'compare_objectives', 'measure_mismatch',
            'compare_modes', 'compare_delays', 'run_study', 'measure_proxy_reward', 'compare_distillation',
            'compare_step_rewards', 'strike_processes', 'kill_and_resume', 'diagnose_faults', 'measure_sandbox',
            'measure_environment', 'measure_balance', 'check_predictions', 'measure_staleness', 'measure_simulator',
@@ -67,6 +68,11 @@ SizeOption = Annotated[
 LengthOption = Annotated[int, typer.Option(help="with --size: length of every response")]
 RealRunsOption = Annotated[int, typer.Option(help="real runs of the preset")]
 RoundsOption = Annotated[int, typer.Option(help="fresh interpreters")]
+OpenStepsOption = Annotated[int, typer.Option("--steps", help="steps of the run that is made")]
+OpenRolloutsOption = Annotated[int, typer.Option("--rollouts", help="rollouts of each step")]
+OpenFolderOption = Annotated[
+    str, typer.Option("--folder", help="folder in which the run is made, and used again; empty: a temporary one")
+]
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-speed
 def measure_engines(
@@ -117,6 +123,18 @@ def measure_starts(rounds: RoundsOption = 3, folder: FolderOption = "bench-start
     from rlbench.bench.start import bench_start
 
     run_bench(bench_start, folder, rounds, as_json=as_json)
+
+
+def open_large_run(
+    steps: OpenStepsOption = 1000,
+    rollouts: OpenRolloutsOption = 512,
+    folder: OpenFolderOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    "How long a large run of another system takes to its first cards, and to open again."
+    from rlbench.bench.opened import bench_opened
+
+    run_bench(bench_opened, folder, steps, rollouts, as_json=as_json)
 
 # %% ../../nbs/cli/15_benches.ipynb #benches-learning-options
 ObjectiveSeedsOption = Annotated[int, typer.Option(help="runs per objective")]

@@ -102,6 +102,7 @@ BENCH_VERBS: Mapping[str, Callable] = {
     "distill": benches.compare_distillation,
     "process": benches.compare_step_rewards,
     "panel": benches.measure_panel,
+    "open": benches.open_large_run,
 }
 
 # %% ../../nbs/cli/17_main.ipynb #main-app

@@ -103,33 +103,39 @@ def token_versions(versions: list[int] | None, mask: list[int] | None, length: i
 def read_response(record: dict, folder: str = "", evaluation: str | None = None) -> Iterator[Response]:
     "The response in a line. `folder`: the name of the folder of its version; `evaluation`: the name of its set."
     task = as_text(record.get("task_id"))
+    place = as_whole(record.get("sample_idx"))
     version = as_whole(folder)
     newest = known_version(record.get("tail_version"))
     oldest = known_version(record.get("head_version"))
     length = response_length(record)
-    turns = [as_table(segment) for segment in as_list(record.get("segments"))]
-    said = [segment for segment in turns if segment.get("role") != "prompt"]
+    segments = [as_table(segment) for segment in as_list(record.get("segments"))]
+    said = [segment for segment in segments if segment.get("role") != "prompt"]
+    texts = [as_text(segment.get("text")) or "" for segment in said]
+    turns = sum(segment.get("role") == "gen" for segment in said)
     mask = segment_mask(said, length)
-    original, reward = as_number(record.get("original_reward")), as_number(record.get("reward"))
+    versions = generated_versions(record.get("version_rle"), length or 0)
+    original = as_number(record.get("original_reward"))
+    reward = as_number(record.get("reward"))
+    is_normalized = original is not None and reward is not None
     yield Response(
-        key=response_key(task, as_whole(record.get("sample_idx")), evaluation),
+        key=response_key(task, place, evaluation),
         step=newest if version is None else version,
         evaluation=evaluation,
         group=task,
-        k=as_whole(record.get("sample_idx")),
+        k=place,
         task=task,
         prompt=as_text(record.get("prompt")),
-        text=as_text(said[-1].get("text")) if said else as_text(record.get("completion")),
-        said=[as_text(segment.get("text")) or "" for segment in said] or None,
+        text=texts[-1] if texts else as_text(record.get("completion")),
+        said=texts or None,
         reward=reward if original is None else original,
-        parts=None if None in (original, reward) else {"normalized": reward},
+        parts={"normalized": reward} if is_normalized else None,
         length=length,
-        turns=sum(segment.get("role") == "gen" for segment in said) or 1,  # segments are written of several turns only
+        turns=turns or 1,  # segments are written of several turns only
         dispatched=oldest,
         oldest=oldest,
         newest=newest,
         mask=mask,
-        versions=token_versions(generated_versions(record.get("version_rle"), length or 0), mask, length),
+        versions=token_versions(versions, mask, length),
     )
 
 
@@ -170,16 +176,23 @@ def read_sessions(records: Iterable[dict]) -> Iterator[Response | Phase]:
 
 def session_times(record: Mapping, key: str | None) -> Response:
     "When the response of a session was begun, generated, judged and finished."
+    status = as_text(record.get("status"))
+    reason = as_text(record.get("reason"))
+    began = as_number(record.get("submit_ts"))
+    ended = as_number(record.get("finalized_ts"))
+    seconds = as_number(record.get("generate_s"))
+    score_seconds = as_number(record.get("reward_s"))
+    tool_seconds = as_number(record.get("toolcall_s"))
     return Response(
         key=key,
         addition=True,
-        fate=FATES.get(as_text(record.get("status")) or ""),
-        message=as_text(record.get("reason")),
-        began=as_number(record.get("submit_ts")),
-        ended=as_number(record.get("finalized_ts")),
-        seconds=as_number(record.get("generate_s")),
-        score_seconds=as_number(record.get("reward_s")),
-        tool_seconds=as_number(record.get("toolcall_s")),
+        fate=FATES.get(status or ""),
+        message=reason,
+        began=began,
+        ended=ended,
+        seconds=seconds,
+        score_seconds=score_seconds,
+        tool_seconds=tool_seconds,
     )
 
 
@@ -187,7 +200,9 @@ def session_phases(record: Mapping, key: str | None) -> Iterator[Phase]:
     "What a session did, and when. Times of phases are seconds since 1970."
     for name, spans in as_table(record.get("phases")).items():
         for span in as_list(spans):
-            began, ended = as_number(as_table(span).get("start_ts")), as_number(as_table(span).get("end_ts"))
+            times = as_table(span)
+            began = as_number(times.get("start_ts"))
+            ended = as_number(times.get("end_ts"))
             if began is not None:
                 seconds = None if ended is None else ended - began
                 yield Phase(name=name, seconds=seconds, began=began, ended=ended, key=key, role="session")
@@ -201,7 +216,7 @@ AREAL = ForeignFormat(
     first_step=0,
     counts_anew=True,
     assumptions={
-        "rollouts.seconds": "times: the sessions of a task are taken for its responses in their order; only the task is written",
+        "rollouts.seconds": "times: a task's sessions are taken for its responses in order; only the task is written",
     },
     settings={
         "rollouts": "rollout.dump_to_file=true and rollout.tokenizer_path=PATH",
@@ -211,7 +226,7 @@ AREAL = ForeignFormat(
         "tokens.advantages": "AReaL writes no advantages to files",
         "rollouts.seconds": "perf_tracer.enabled=true and perf_tracer.session_tracer.enabled=true",
         "phases": "perf_tracer.enabled=true and perf_tracer.session_tracer.enabled=true",
-        "metrics": "stats_logger.wandb, .swanlab, .tensorboard or .trackio; AReaL writes no figures to files of its own",
+        "metrics": "stats_logger.wandb, .swanlab, .tensorboard or .trackio; AReaL has no file of figures",
     },
     knobs={
         "temperature": "gconfig.temperature",

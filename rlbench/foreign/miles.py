@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RECORDS', 'COLUMNS', 'MILES', 'file_kind', 'run_folder', 'find_runs', 'list_sources', 'read_settings', 'train_steps',
            'read_metrics', 'read_queue', 'read_phase', 'read_engines', 'read_events', 'event_group', 'event_spans',
-           'sample_times', 'dump_numbers', 'read_columns', 'read_conversation']
+           'is_turn', 'span_phase', 'times_of', 'total_seconds', 'sample_times', 'dump_numbers', 'read_columns',
+           'read_conversation']
 
 # %% ../../nbs/foreign/21_miles.ipynb #miles-imports
 # The files of miles.
@@ -23,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from rlbench.foreign.formats import (
@@ -193,13 +195,13 @@ def read_events(records: Iterable[dict]) -> Iterator[Response | Phase]:
         index = as_whole(record.get("sample_index"))
         if index is not None and index >= 0 and as_number(record.get("ts")) is not None:
             samples.setdefault(index, []).append(record)
-    groups = {index: [event_group(event) for event in events] for index, events in samples.items()}
-    has_groups = any(group is not None for found in groups.values() for group in found)
+    all_events = chain.from_iterable(samples.values())
+    has_groups = any(event_group(event) is not None for event in all_events)
     for index, events in samples.items():
         known = [event for event in events if event_group(event) is not None] if has_groups else events
         ordered = sorted(known, key=lambda event: as_number(event["ts"]))
+        spans = event_spans(ordered, str(index))
         if ordered:
-            spans = event_spans(ordered, str(index))
             yield sample_times(ordered, spans, str(index))
             yield from spans
 
@@ -215,43 +217,62 @@ def event_spans(events: Iterable[Mapping], key: str) -> list[Phase]:
     open_since: dict[tuple[str, int], float] = {}
     spans: list[tuple[str, int, float, float]] = []
     for event in events:
-        at, turn = as_number(event["ts"]), as_whole(event.get("turn")) or 0
+        at = as_number(event["ts"])
         kind, _, edge = str(event.get("kind")).rpartition("_")
-        if kind == "attempt":
-            spans += [(*what, began, at) for what, began in open_since.items() if edge == "end"]
+        what = (kind, as_whole(event.get("turn")) or 0)
+        if edge == "start" and kind != "attempt":
+            open_since[what] = at
+        elif what in open_since:
+            spans.append((*what, open_since.pop(what), at))
+        elif kind == "attempt":
+            spans += [(*left, began, at) for left, began in open_since.items() if edge == "end"]
             open_since.clear()
-        elif edge == "start":
-            open_since[kind, turn] = at
-        elif (kind, turn) in open_since:
-            spans.append((kind, turn, open_since.pop((kind, turn)), at))
-    has_turns = any(kind == "gen" and turn > 0 for kind, turn, _, _ in spans)
-    names = {"gen": "generate", "tool": "tool"}
-    return [
-        Phase(name=names.get(kind, kind), began=began, ended=ended, seconds=ended - began, key=key, role="sample")
-        for kind, turn, began, ended in spans
-        if turn > 0 or kind != "gen" or not has_turns
-    ]
+    has_turns = any(is_turn(span) for span in spans)
+    kept = [span for span in spans if span[0] != "gen" or is_turn(span) or not has_turns]
+    return [span_phase(span, key) for span in kept]
 
 
-def sample_times(events: list[dict], spans: Iterable[Phase], key: str) -> Response:
+def is_turn(span: tuple[str, int, float, float]) -> bool:
+    "True for the generation of one turn."
+    kind, turn, _, _ = span
+    return kind == "gen" and turn > 0
+
+
+def span_phase(span: tuple[str, int, float, float], key: str) -> Phase:
+    "A span of a sample's work as a phase."
+    kind, _, began, ended = span
+    name = "generate" if kind == "gen" else kind
+    return Phase(name=name, began=began, ended=ended, seconds=ended - began, key=key, role="sample")
+
+
+def times_of(events: Iterable[Mapping], kind: str) -> list[float]:
+    "When the events of a kind happened."
+    return [as_number(event["ts"]) for event in events if event.get("kind") == kind]
+
+
+def total_seconds(spans: Iterable[Phase], name: str) -> float | None:
+    "How long the phases of a name took together; None if there is none."
+    found = [span.seconds for span in spans if span.name == name]
+    return sum(found) if found else None
+
+
+def sample_times(events: list[dict], spans: list[Phase], key: str) -> Response:
     "When a sample was begun and finished, how long it was generated and waited for tools, and its versions."
-    began = [as_number(event["ts"]) for event in events if event.get("kind") == "attempt_start"]
-    ended = [as_number(event["ts"]) for event in events if event.get("kind") == "attempt_end"]
     versions = [as_whole(event.get("weight_version")) for event in events]
     known = [version for version in versions if version is not None]
-    generated = [span.seconds for span in spans if span.name == "generate"]
-    waited = [span.seconds for span in spans if span.name == "tool"]
+    groups = [event_group(event) for event in events]
+    named = [group for group in groups if group is not None]
     return Response(
         key=key,
         addition=True,
-        group=next((group for group in map(event_group, events) if group is not None), None),
+        group=named[0] if named else None,
         dispatched=known[0] if known else None,
         oldest=min(known, default=None),
         newest=max(known, default=None),
-        began=min(began, default=None),
-        ended=max(ended, default=None),
-        seconds=sum(generated) if generated else None,
-        tool_seconds=sum(waited) if waited else None,
+        began=min(times_of(events, "attempt_start"), default=None),
+        ended=max(times_of(events, "attempt_end"), default=None),
+        seconds=total_seconds(spans, "generate"),
+        tool_seconds=total_seconds(spans, "tool"),
     )
 
 # %% ../../nbs/foreign/21_miles.ipynb #miles-columns

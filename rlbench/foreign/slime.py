@@ -45,8 +45,8 @@ HEAD_BYTES = 4096
 
 
 def dump_kind(path: Path) -> str:
-    """What a file of torch holds: "samples", "miles samples" (with `metadata` before them), "training", or "" for anything
-    else."""
+    """What a file of torch holds: "samples", "miles samples" (with `metadata` before them), "training", or "" for
+    anything else."""
     if path.suffix not in (".pt", ".pth"):
         return ""
     head = _first_bytes(path)
@@ -227,6 +227,9 @@ def sample_response(
     mask = response_values(sample.get("loss_mask"), length)
     turns = trained_runs(mask)
     versions = request_versions(sample.get("weight_versions"))
+    reward = sample.get("reward")
+    waited = as_number(sample.get("non_generation_time"))
+    is_masked = sample.get("remove_sample") is True and evaluation is None
     return Response(
         key=key,
         step=step,
@@ -235,13 +238,13 @@ def sample_response(
         prompt=prompt_text(sample.get("prompt")),
         text=as_text(sample.get("response")),
         answer=as_text(sample.get("label")),
-        reward=trained_reward(sample.get("reward"), reward_key),
-        parts=reward_parts(sample.get("reward")),
-        fate="masked" if sample.get("remove_sample") is True and evaluation is None else None,
+        reward=trained_reward(reward, reward_key),
+        parts=reward_parts(reward),
+        fate="masked" if is_masked else None,
         reason=as_text(sample.get("status")),
         length=length,
         turns=len(turns) if turns else None,
-        tool_seconds=as_number(sample.get("non_generation_time")) or None,  # 0 is what it begins with
+        tool_seconds=waited or None,  # 0 is what it begins with
         dispatched=versions[0] if versions else None,
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
@@ -292,11 +295,12 @@ def trained_response(sample: Mapping, key: str | None, step: int | None, reward:
     mask = as_values(sample.get("loss_masks"))
     length = as_whole(plain_number(sample.get("response_lengths")))
     prompt_tokens, tokens = cut_tokens(sample.get("tokens"), length)
+    is_truncated = as_whole(plain_number(sample.get("truncated"))) == 1
     return Response(
         key=key,
         step=step,
         reward=reward,
-        reason="truncated" if as_whole(plain_number(sample.get("truncated"))) == 1 else None,
+        reason="truncated" if is_truncated else None,
         length=length,
         prompt_tokens=prompt_tokens,
         tokens=tokens,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from .formats import FileTree, ForeignFormat, LinesFile, as_number, as_table, as_text, as_whole
+from .formats import FileTree, ForeignFormat, LinesFile, as_number, as_table, as_text, as_whole, has_keys
 from .rows import Metric, Response
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-find
@@ -29,7 +29,7 @@ def is_responses(tree: FileTree, path: Path) -> bool:
 def is_metrics(tree: FileTree, path: Path) -> bool:
     "True for a file of verl's file logger."
     record = tree.first_record(path) if path.suffix == ".jsonl" else {}
-    return set(record) == {"step", "data"} and isinstance(record["data"], dict)
+    return has_keys(record, "step", "data") and isinstance(record["data"], dict)
 
 
 def find_runs(tree: FileTree) -> list[Path]:

@@ -15,7 +15,8 @@ __all__ = ['FEWEST_STEPS', 'NEEDED', 'TRIES', 'CLOSE', 'WAITING', 'check_columns
 #   * Every parameter follows from columns that are there; the number of sequences at work follows from Little's law.
 #   * What cannot be seen is an estimate whose source is "assumed".
 #   * The pace of a token is set so that the simulated run trains as many rollouts a minute as the one that was seen.
-# It refuses a run without the seconds of its steps and of its training, or without lengths, and names what records them.
+# It refuses a run without the seconds of its steps and of its training, or without lengths, and names what records
+# them.
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ def counted_config(folder: Path, steps: "pl.DataFrame", groups: "pl.DataFrame", 
 
 # %% ../../nbs/planning/19_foreign_fit.ipynb #foreign-fit-fit
 def fit_foreign(folder: str | Path) -> Fitted:
-    "The world of an opened run. ValueError for one whose files do not have what is needed, or for fewer than three steps."
+    "The world of an opened run. ValueError if its files do not have what is needed, or for fewer than three steps."
     folder = Path(folder)
     check_columns(read_source(folder))
     steps = opened_table(folder, "steps").drop_nulls(["seconds", "trainer_compute", "trained_rollouts"])

@@ -7,6 +7,16 @@ __all__ = ['word_logprobs', 'draw_words', 'every_response', 'every_group', 'toke
            'gradient_moments']
 
 # %% ../../nbs/studies/01_tabular.ipynb #tabular-imports
+# A policy that is a table of logits, for studies whose expectations are sums.
+#
+# Owns: its log-probabilities and samples, all responses and groups that it can write, and the mean and variance of an
+# objective's gradient over them.
+#
+# What always holds:
+#   * Nothing is estimated: expectations run over every response or group, weighted by its probability.
+#   * Losses, corrections and advantages are rlbench's own functions, as a run calls them.
+#
+# Does not: train a language model, or scale beyond a few words. Axes: R rollouts, T tokens, W words, M groups.
 import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement

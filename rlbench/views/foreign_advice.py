@@ -117,7 +117,8 @@ def find_waiting(source: ForeignSource, steps: "pl.DataFrame") -> ForeignFinding
     advice = f"more rollouts at once ({setting_name(source, 'concurrency')}), a looser bound on staleness "
     advice += f"({setting_name(source, 'staleness')}), or more GPUs for the engines"
     kind = "waited" if waits is not None else "did not compute"
-    text = f"The generator limits this run: the trainer {kind} for {percent(share)} of a step of {seconds:.1f} s. What helps: {advice}."
+    text = f"The generator limits this run: the trainer {kind} for {percent(share)} of a step of {seconds:.1f} s. "
+    text += f"What helps: {advice}."
     return ForeignFinding(
         "generator", text, share, {"trainer_waits": share, "seconds": seconds}, ("concurrency", "staleness")
     )
@@ -157,7 +158,8 @@ def find_stale(source: ForeignSource, steps: "pl.DataFrame") -> ForeignFinding |
     share = mean_of(steps, "discard_count")
     if share is None or share < STALE_SHARE:
         return None
-    advice = f"fewer rollouts at once ({setting_name(source, 'concurrency')}) or a looser bound ({setting_name(source, 'staleness')})"
+    advice = f"fewer rollouts at once ({setting_name(source, 'concurrency')}) or a looser bound "
+    advice += f"({setting_name(source, 'staleness')})"
     text = f"{percent(share)} of the rollouts were thrown away. What helps: {advice}."
     return ForeignFinding("drops", text, share, {"dropped": share}, ("concurrency", "staleness"))
 

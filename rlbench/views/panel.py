@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PICTURE_STYLE', 'PICTURE', 'PICTURE_SECONDS', 'OPENED', 'picture_html', 'CellPictures', 'opened_html', 'Panel',
-           'panel_of']
+           'ramp_box', 'panel_of']
 
 # %% ../../nbs/views/48_panel.ipynb #panel-imports
 # The live panel of a run folder.
@@ -138,7 +138,7 @@ def opened_html(folder: Path) -> Markup:
 # %% ../../nbs/views/48_panel.ipynb #panel-class
 class Panel:
     """The live panel of a run folder. `period`: seconds between two frames; `readonly`: look, and ask for nothing;
-    `fork`: as `Run.fork`, called with `at`; `before_frame`: what brings the folder up to date, if that is not the run."""
+    `fork`: as `Run.fork`, called with `at`; `before_frame`: brings the folder up to date, if the run does not."""
 
     def __init__(
         self,
@@ -198,20 +198,12 @@ class Panel:
         "What stays in view: the main knobs, the buttons, and the box for a ramp."
         import ipywidgets as w
 
-        tooltip = "Spread the next change of a number over this many versions; 0: at once"
-        over = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", tooltip=tooltip).add_class("rl-over")
-        over.style.description_width = "68px"
-        over.observe(self._set_over, "value")
         self.knobs.more.observe(lambda _: self.frame(), "value")
-        row = w.HBox([self.buttons.widget, over, self.knobs.more, self.fork_offer.button]).add_class("rl-row")
-        return [self.knobs.main, row]
-
-    def _set_over(self, change) -> None:
-        self.over = change["new"]
+        row = w.HBox([self.buttons.widget, ramp_box(self), self.knobs.more, self.fork_offer.button])
+        return [self.knobs.main, row.add_class("rl-row")]
 
     def send(self, field: str, value) -> str:
-        """Ask for a change, over as many versions as the box says. Returns the command's id; raises ValueError with
-        the reason it cannot be."""
+        "Ask for a change, over as many versions as the box says; the command's id. ValueError says why it cannot be."
         is_number = isinstance(value, (int, float, list)) and not isinstance(value, bool)
         return send_request(self.folder, field, value, self.over if is_number else 0, self.author)
 
@@ -235,8 +227,7 @@ class Panel:
             self.trace = traceback.format_exc()
 
     def _check_folder(self) -> None:
-        """Make sure that the folder is there, and still that of the same run: a name may be used again. Raises
-        FileNotFoundError."""
+        "Begin anew if the folder is another run's now: a name may be used again. FileNotFoundError if it is gone."
         try:
             made = (self.folder / "config.toml").stat().st_mtime_ns
         except FileNotFoundError:
@@ -310,6 +301,17 @@ class Panel:
         display(self.widget)
         self.pictures.add(self.snapshot, self.light)
         self.start()
+
+# %% ../../nbs/views/48_panel.ipynb #panel-ramp
+def ramp_box(panel: Panel):
+    "The box for the number of versions over which the next change of a number is spread."
+    import ipywidgets as w
+
+    tooltip = "Spread the next change of a number over this many versions; 0: at once"
+    box = w.BoundedIntText(0, min=0, max=100_000, description="ramp over", tooltip=tooltip).add_class("rl-over")
+    box.style.description_width = "68px"
+    box.observe(lambda change: setattr(panel, "over", change["new"]), "value")
+    return box
 
 # %% ../../nbs/views/48_panel.ipynb #panel-once
 @lru_cache(16)
