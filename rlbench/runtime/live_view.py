@@ -96,7 +96,9 @@ class RunSnapshot:
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
-    neighbours: Neighbours = Neighbours()  # what else uses this machine; nothing if the run is elsewhere or over
+    neighbours: Neighbours = (
+        Neighbours()
+    )  # other users of this machine; empty for a run of another machine, or an ended one
     source: ForeignSource | None = None  # of a run that another system has made
 
     @property
@@ -520,7 +522,7 @@ class LiveView:
         return self.predicted[1]
 
     def _look_for_neighbours(self, status: Status | None) -> Neighbours:
-        "What else uses the machine of a run that is alive on this one; nothing for a run elsewhere, or one that ended."
+        "Other users of the machine, for a live run on this one; nothing for other runs."
         if status is None or status.host != platform.node() or state_of(status) in (*ENDED, "dead"):
             return Neighbours()
         return self.looker.look()
