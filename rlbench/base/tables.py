@@ -164,13 +164,16 @@ memory_train | float | bytes | most memory that the trainer held (its process; o
 """)
 
 
-def _actor_columns(actor: str) -> tuple[Column, ...]:
-    return parse_columns(f"""
+_ACTOR_COLUMNS = """
 {actor}_compute | float | s | {actor}: forward, backward, sampling, scoring itself
 {actor}_wait | float | s | {actor}: waiting for work, weights or the end of a pause; in a colocated run also the other's turn
 {actor}_publish | float | s | {actor}: moving weights
 {actor}_overhead | float | s | {actor}: the rest (packing, records, transport)
-""")
+"""
+
+
+def _actor_columns(actor: str) -> tuple[Column, ...]:
+    return parse_columns(_ACTOR_COLUMNS.replace("{actor}", actor))
 
 
 STEPS = (

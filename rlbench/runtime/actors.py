@@ -15,7 +15,7 @@ __all__ = ['STAYS', 'BEAT_SECONDS', 'CLOSE_SECONDS', 'layout_of', 'kind_of', 'gp
 #
 # What always holds:
 #   * `submit` never blocks. `poll` blocks only while a worker is in the middle of sending a message.
-#   * A worker that is lost says so exactly once, as Refused or Gone.
+#   * A lost worker is reported exactly once, as Refused or Gone.
 #   * A worker ends as soon as its pipe is closed, so a killed run leaves no process behind.
 #   * In a layout the trainer comes before the generators: when a worker with both is lost, the loop hears of the
 #     trainer first. Otherwise it would start the generator again.
@@ -99,7 +99,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class ActorWork:
-    "What came of one unit of work; `idle`: seconds before it in which the actor had nothing to do."
+    "The outcome of one unit of work; `idle`: seconds before it in which the actor had nothing to do."
 
     results: tuple = ()
     spent: tuple[Spent, ...] = ()
@@ -129,7 +129,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Refused:
-    "An actor cannot do what the configuration asks; it says so before any work."
+    "An actor cannot do what the configuration asks; it is sent before any work."
 
     message: str
 
@@ -147,7 +147,7 @@ class InlineHandle:
         self._time = ActorTime()
 
     def wake(self, now: float) -> None:
-        "Begin a unit without a request: an actor first reports that it is there."
+        "Begin a unit without a request: an actor first reports that it is ready."
         self._begin(now)
 
     def submit(self, request, now: float) -> None:
@@ -247,7 +247,7 @@ def serve(connection, build: Callable[[], Actor]) -> None:
 
 
 def serve_unit(pipe: WorkerPipe, actor: Actor) -> None:
-    "Take the requests that are there, do a unit of work, and send its results with all of the time booked."
+    "Take the waiting requests, do a unit of work, and send its results with all of the time booked."
     began = time.perf_counter()
     is_blocked = actor.idle
     waited = wait_for_bell(pipe, actor)

@@ -54,7 +54,8 @@ class Bins:
             self.high = self._with_column(self.high, -math.inf)
 
     def _with_column(self, values: np.ndarray, fill: float) -> np.ndarray:
-        return np.column_stack([values, np.full(len(values), fill)])
+        column = np.full(len(values), fill)
+        return np.column_stack([values, column])
 
     def add(self, rows: np.ndarray) -> None:
         "float64 [rows, columns], newer than all before."
@@ -112,4 +113,7 @@ class Bins:
         return mean | {name: newest[name] for name in self.names if name in self.last}, low, high
 
     def _by_name(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: values[:, index] for index, name in enumerate(self.names)}
+        columns = {}
+        for index, name in enumerate(self.names):
+            columns[name] = values[:, index]
+        return columns

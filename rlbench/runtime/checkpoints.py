@@ -14,7 +14,7 @@ __all__ = ['KEPT_PLACES', 'Kept', 'Checkpoints', 'upgrade_kept', 'kept_in']
 # What always holds:
 #   * A checkpoint is renamed to its name only when both halves are whole and of one version.
 #   * One is under way at a time; a result of one that was dropped changes nothing.
-#   * The checkpoint that the workers were started from stays, whatever its age.
+#   * The checkpoint from which the workers were started stays, also if it is old.
 #
 # The files themselves are the matter of `checkpoint`.
 import time
@@ -106,7 +106,7 @@ class Checkpoints:
             self.drop(action.version, error.strerror or str(error))
 
     def hear_checkpoint(self, worker: str, result: CheckpointResult) -> Iterable[Checkpointed]:
-        "The trainer's half is there: make one of both."
+        "The trainer's half is written: join the two."
         if self.under_way is None or result.folder != str(self.under_way[0] / TRAINER):
             return []  # dropped meanwhile
         aside, manifest = self.under_way
@@ -130,7 +130,7 @@ class Checkpoints:
         return Checkpointed(manifest.version, folder.name, weights=manifest.weights)
 
     def drop(self, version: int, message: str) -> None:
-        "The run goes on without this checkpoint; the loop hears of it."
+        "The run continues without this checkpoint, and the loop learns that it failed."
         drop_aside(self.run.folder)
         self.under_way = None
         text = f"the checkpoint of version {version} is dropped: {message}"
@@ -169,7 +169,7 @@ class Checkpoints:
         self.run.workers.submit(action.actor, SaveRequest(action.version, str(self.run.folder / "policy")))
 
     def hear_saved(self, worker: str, result: SaveResult) -> list[Saved]:
-        "The policy is on disk: write beside it what it is worth, and remember the warning for the status."
+        "The policy is on disk: write its held-out rate into a note with it, and keep the warning for the status."
         self.policy_warning = ""
         with suppress(OSError):  # a full disk takes no note
             if (self.run.folder / "policy").is_dir():

@@ -14,7 +14,7 @@ __all__ = ['CALLED', 'values_of', 'ramp_targets', 'command_columns', 'UncheckedT
 #
 # What always holds:
 #   * A command file is moved away when it is read, so it is heard once.
-#   * Whatever is in a file, the run goes on: what cannot be read is refused in the journal.
+#   * No file can stop the run: a file that cannot be read is refused in the journal.
 #   * Commands come to the loop alone, between two other events, and with the number of their event, so that a replay
 #     can put them between the same two.
 import json
@@ -148,7 +148,7 @@ class ScriptReader:
 
 # %% ../../nbs/runtime/24_commands.ipynb #commands-half-class
 class Commands:
-    "Hears commands and gives the workers a changed configuration."
+    "Takes commands and gives the workers a changed configuration."
 
     def __init__(self, run: RunContext, prompts: Prompts, script: Script | None, changed: dict[str, list]):
         self.run = run
@@ -198,7 +198,7 @@ class Commands:
         return events
 
     def may_still_stop(self) -> bool:
-        "True while the run goes on and nobody has asked it to stop."
+        "True while the run is live and nobody has asked it to stop."
         state = self.run.state
         if not is_active(state):
             return False
@@ -211,7 +211,7 @@ class Commands:
             self.read_function(field, command.value)
             if field == "tasks" and not command.over and is_active(self.run.state):
                 return self.prepare_tasks(command)
-        except Exception as error:  # whatever somebody put into the folder
+        except Exception as error:  # the folder may hold any file
             is_worded = isinstance(error, ValueError)
             self.refuse(command, str(error) if is_worded else f"{command.knob}: {type(error).__name__}: {error}")
             return []
@@ -272,7 +272,7 @@ class Commands:
         return f"train-{number}"
 
     def hear_prompts(self, worker: str, result: PromptsResult) -> list[Commanded]:
-        "A generator has looked at the prompts of a command: if they fit, the loop is told."
+        "A generator has looked at the prompts of a command: if they fit, the loop gets the command."
         unchecked = self.unchecked.pop(result.id, None)
         if unchecked is None:
             return []

@@ -103,7 +103,7 @@ def serve_forks(control: int, modules: Iterable[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=control) as asked:
         reason = import_ahead(modules)
-        with suppress(BrokenPipeError):  # whoever started it is gone, and may have asked for a program before
+        with suppress(BrokenPipeError):  # the process that started it is gone; it may have asked for a program before
             asked.send(f"unfit: {reason}".encode() if reason else b"fit")
         serve_requests(asked, can_fork=not reason)
 
@@ -151,7 +151,7 @@ def _report_ends(waiting: dict[int, int]) -> None:
 
 
 def _send_number(pipe: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # whoever asked is gone
+    with suppress(BrokenPipeError):  # the process that asked is gone
         forkserver.write_signed(pipe, number)
 
 # %% ../../nbs/runtime/04_fork_server.ipynb #fork-child
@@ -490,7 +490,7 @@ def _made_server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...
 
 
 def is_listening(control: socket.socket) -> bool:
-    "True if the other end of a server's socket is open. What the server has said is left to be read."
+    "True if the other end of a server's socket is open. Messages stay in the socket."
     if not select.select([control], [], [], 0)[0]:
         return True
     try:

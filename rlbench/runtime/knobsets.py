@@ -45,7 +45,7 @@ def knob_file(runs: str | Path, name: str) -> Path:
 
 
 def knob_presets(runs: str | Path | None = None) -> list[str]:
-    "Names under which knobs were saved beside the runs of a folder."
+    "Names under which knobs were saved in a folder of runs."
     return sorted(path.stem for path in (find_runs_folder(runs) / ".knobs").glob("[!.]*.toml"))
 
 # %% ../../nbs/runtime/33_knobsets.ipynb #knobsets-save
@@ -118,35 +118,35 @@ def differing(config: RunConfig, saved: Mapping[str, object]) -> dict[str, objec
 # %% ../../nbs/runtime/33_knobsets.ipynb #knobsets-apply
 @dataclass(frozen=True)
 class Applied:
-    """What became of a set of knobs. `sent`: field -> id of its command; `refused`: field -> why; knobs that had the
-    value already are in neither."""
+    """The outcome of applying a set of knobs. `sent`: id of the command by field; `refused`: reason by field; knobs
+    that had the value already are in neither."""
 
     sent: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [
-            f"asked for {', '.join(self.sent)}"
-            if self.sent
-            else "nothing to ask for"
-            if self.refused
-            else "all of it is in force already"
-        ]
-        return "\n".join([*lines, *(f"refused {field}: {why}" for field, why in self.refused.items())])
+        first = "all of it is in force already"
+        if self.sent:
+            first = f"asked for {', '.join(self.sent)}"
+        elif self.refused:
+            first = "nothing to ask for"
+        refusals = [f"refused {field}: {why}" for field, why in self.refused.items()]
+        return "\n".join([first, *refusals])
 
 
 def apply_knobs(folder: Path, name: str, author: str = "") -> Applied:
-    """Ask a live run for every saved setting that differs from what is in force. Raises FileNotFoundError,
-    ValueError if the run takes no commands."""
+    """Request every stored setting that differs from the one in force. FileNotFoundError; ValueError if the run takes
+    no commands."""
     folder = Path(folder)
     check_live(folder, "knobs")
     config = in_force(folder)
     wanted = differing(config, read_knobs(folder.parent, name))
-    order, refused = order_changes(folder, dict(sorted(wanted.items(), key=lambda item: _soonest(item[0], config))))
-    return Applied(
-        {field_: send_command(folder, author or current_user(), field_, value) for field_, value in order.items()},
-        {field_: str(error) for field_, error in refused.items()},
-    )
+    soonest_first = sorted(wanted, key=lambda knob: _soonest(knob, config))
+    order, refused = order_changes(folder, {knob: wanted[knob] for knob in soonest_first})
+    author = author or current_user()
+    sent = {knob: send_command(folder, author, knob, value) for knob, value in order.items()}
+    reasons = {knob: str(error) for knob, error in refused.items()}
+    return Applied(sent, reasons)
 
 
 def _soonest(field_: str, config: RunConfig) -> int:

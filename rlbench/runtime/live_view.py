@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ACTOR_COLUMNS', 'STEP_COLUMNS', 'TABLE_COLUMNS', 'RECENT', 'COMMANDS', 'GROUPS', 'ROLLOUTS', 'TOKENS', 'KEEP',
-           'Ribbon', 'RunSnapshot', 'value_in_force', 'corners_of', 'configured_value', 'default_value',
-           'position_before', 'step_rows', 'level_rates', 'NewestBatch', 'newest_batch', 'choose_ribbons',
-           'read_last_batch', 'rollouts_since_batch', 'read_toml', 'last_sign', 'held_out', 'LiveView']
+           'SERVED_COLUMNS', 'Ribbon', 'RunSnapshot', 'value_in_force', 'corners_of', 'configured_value',
+           'default_value', 'position_before', 'step_rows', 'level_rates', 'NewestBatch', 'newest_batch',
+           'choose_ribbons', 'read_last_batch', 'rollouts_since_batch', 'served_rollouts', 'read_toml', 'last_sign',
+           'held_out', 'LiveView', 'take_snapshot']
 
 # %% ../../nbs/runtime/36_live_view.ipynb #view-imports
 # A run that is watched.
@@ -84,7 +85,7 @@ class RunSnapshot:
     eval_times: tuple[float, ...]  # `at` of the newest evaluations of any set
     commands: "pl.DataFrame"
     groups: "pl.DataFrame"  # the newest: at, fate, size, solved, tokens
-    rollouts: "pl.DataFrame"  # the newest that were not evaluated: version, trained_at, correct, reward, length, part_names, part_values
+    rollouts: "pl.DataFrame"  # the newest that were not evaluated; columns as in `SERVED_COLUMNS`, and version
     batch: int  # the version that the newest batch made, -1 if there is none
     lags: np.ndarray  # int [lag]: its trained tokens by staleness
     sampled: int  # of so many rollouts of that batch one was counted
@@ -95,7 +96,9 @@ class RunSnapshot:
     verdicts: "pl.DataFrame | None" = None  # the newest on code
     prediction: Prediction | None = None  # the newest
     begun: Mapping[str, int] = field(default_factory=dict)  # events by kind, while the run is starting
-    neighbours: Neighbours = Neighbours()  # what else uses this machine; nothing if the run is elsewhere or over
+    neighbours: Neighbours = (
+        Neighbours()
+    )  # other users of this machine; empty for a run of another machine, or an ended one
     source: ForeignSource | None = None  # of a run that another system has made
 
     @property
@@ -347,11 +350,12 @@ def newest_batch(rollouts: "pl.DataFrame", tokens: "pl.DataFrame", every: int, s
 def choose_ribbons(rows: "pl.DataFrame", shown: int) -> tuple[Ribbon, ...]:
     "Evenly chosen rollouts of a batch with the versions of their tokens."
     chosen = rows[sorted({len(rows) * index // shown for index in range(shown)})]
-    columns = chosen.select("rollout", "level", "correct", "versions", "turn")
-    return tuple(
-        Ribbon(rollout, level or 0, correct, np.array(versions, int), np.array(turns or (), int))
-        for rollout, level, correct, versions, turns in columns.iter_rows()
-    )
+    ribbons = []
+    for row in chosen.select("rollout", "level", "correct", "versions", "turn").iter_rows(named=True):
+        versions = np.array(row["versions"], int)
+        turns = np.array(row["turn"] or (), int)
+        ribbons.append(Ribbon(row["rollout"], row["level"] or 0, row["correct"], versions, turns))
+    return tuple(ribbons)
 
 # %% ../../nbs/runtime/36_live_view.ipynb #view-last-batch
 def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
@@ -360,11 +364,13 @@ def read_last_batch(folder: str | Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
     import polars as pl
 
     rollouts = read_table(folder, "rollouts", ["rollout", "try", "level", "fate", "correct", "length", "trained_at"])
-    trained = rollouts.filter((pl.col("fate") == "trained") & (pl.col("trained_at") >= 0))
-    batch = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
-    batch = batch.filter(pl.col("length").cum_sum() - pl.col("length") < TOKENS)
-    keys = read_table(folder, "tokens", ["seq", "rollout"]).filter(pl.col("rollout").is_in(batch["rollout"].to_list()))
-    return batch, read_rows(folder, "tokens", keys["seq"].to_list(), ["rollout", "try", "versions", "mask", "turn"])
+    trained = rollouts.filter(pl.col("fate") == "trained", pl.col("trained_at") >= 0)
+    newest = trained.filter(pl.col("trained_at") == pl.col("trained_at").max())
+    tokens_before = pl.col("length").cum_sum() - pl.col("length")
+    batch = newest.filter(tokens_before < TOKENS)
+    of_tokens = read_table(folder, "tokens", ["seq", "rollout"])
+    keys = of_tokens.filter(pl.col("rollout").is_in(batch["rollout"].to_list()))["seq"].to_list()
+    return batch, read_rows(folder, "tokens", keys, ["rollout", "try", "versions", "mask", "turn"])
 
 
 def rollouts_since_batch(folder: Path) -> int:
@@ -376,6 +382,18 @@ def rollouts_since_batch(folder: Path) -> int:
     if not len(trained_at) or trained_at.max() < 0:
         return 0
     return len(trained_at) - int(np.argmax(trained_at == trained_at.max()))
+
+# %% ../../nbs/runtime/36_live_view.ipynb #view-served
+SERVED_COLUMNS = ("trained_at", "correct", "reward", "length", "part_names", "part_values")
+
+
+def served_rollouts(rollouts: "pl.DataFrame") -> "pl.DataFrame":
+    "The scored training rollouts among some rows, with a column `version`."
+    import polars as pl
+
+    served = rollouts.filter(pl.col("fate") != "evaluated", pl.col("reward").is_not_null())
+    version = pl.max_horizontal("newest", "trained_at").alias("version")
+    return served.select(version, *SERVED_COLUMNS)
 
 # %% ../../nbs/runtime/36_live_view.ipynb #view-parts
 def read_toml(path: Path) -> dict[str, object]:
@@ -429,7 +447,7 @@ class LiveView:
         self.looker = Looker(self.folder)
 
     def poll(self) -> RunSnapshot:
-        "Read what is new and say how things are."
+        "Read the new rows, and return the snapshot of now."
         now = time.time()
         if self.follower.resumed():  # rows that were added up are lost
             self.__init__(self.folder, self.bins.limit)
@@ -504,18 +522,15 @@ class LiveView:
         return self.predicted[1]
 
     def _look_for_neighbours(self, status: Status | None) -> Neighbours:
-        "What else uses the machine of a run that is alive on this one; nothing for a run elsewhere, or one that ended."
+        "Other users of the machine, for a live run on this one; nothing for other runs."
         if status is None or status.host != platform.node() or state_of(status) in (*ENDED, "dead"):
             return Neighbours()
         return self.looker.look()
 
     def _make_snapshot(self, now: float, status: Status | None, alive_at: float) -> RunSnapshot:
-        import polars as pl
-
         mean, low, high = self.bins.columns()
         frames = self.frames
         name, evals = held_out(frames["evals"], self.config)
-        served = frames["rollouts"].filter((pl.col("fate") != "evaluated") & pl.col("reward").is_not_null())
         state = state_of(status)
         kinds = read_table(self.folder, "events", ["kind"])["kind"].to_list() if state == "starting" else []
         places = self.follower.places | self.tokens.places
@@ -537,15 +552,7 @@ class LiveView:
             eval_times=tuple(frames["evals"]["at"].drop_nulls().tail(RECENT).to_list()),
             commands=frames["commands"],
             groups=frames["groups"],
-            rollouts=served.select(
-                pl.max_horizontal("newest", "trained_at").alias("version"),
-                "trained_at",
-                "correct",
-                "reward",
-                "length",
-                "part_names",
-                "part_values",
-            ),
+            rollouts=served_rollouts(frames["rollouts"]),
             batch=self.batch.version,
             lags=self.batch.lags,
             sampled=self.tokens.every,
@@ -556,3 +563,8 @@ class LiveView:
             neighbours=self._look_for_neighbours(status),
             source=read_source(self.folder),
         )
+
+# %% ../../nbs/runtime/36_live_view.ipynb #view-once
+def take_snapshot(folder: str | Path) -> RunSnapshot:
+    "The snapshot of a run as it is now. FileNotFoundError without the folder; ValueError for a newer ledger."
+    return LiveView(folder).poll()

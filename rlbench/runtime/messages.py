@@ -16,7 +16,7 @@ __all__ = ['ResponseRequest', 'GenerateRequest', 'GenerateResult', 'AbortRequest
 #   * A request is answered by the result of the same name, with these exceptions: `ReferenceRequest` by
 #     `ReferenceWriteResult` or `ReferenceReadResult`; `PublishRequest` by `LoadResult` where generator and trainer share
 #     a worker; a batch that could not be trained by `TrainFailure`.
-#   * A result carries what the request named (key, version, folder or id), so that a late one can be told apart.
+#   * A result carries what the request named (key, version, folder or id), so that a late one can be recognised.
 #   * `key` is (rollout, attempt). Seconds are of the worker's own work.
 #   * Requests to stop or to take a configuration have no answer of their own: stopped responses come back as
 #     `GenerateResult` with the reason "aborted".
@@ -86,7 +86,7 @@ class PromptsResult:
 
 @dataclass(frozen=True)
 class GeneratorLoad:
-    "How full a generator is, and what its cache did since it last said so."
+    "The load of a generator, and the work of its cache since the last such message."
 
     running: int
     kv_used: float
@@ -138,7 +138,7 @@ class PublishResult:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    "To a generator of another worker: load this version or a newer one; it is there."
+    "To a generator of another worker: load this version or a newer one, which is in the file."
 
     version: int
 
@@ -178,7 +178,7 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class CheckpointResult:
-    "The trainer's half is there, or is not."
+    "The trainer's half is written, or has failed."
 
     version: int  # of the policy that was written
     folder: str
@@ -196,7 +196,7 @@ class ReferenceRequest:
 
 @dataclass(frozen=True)
 class ReferenceWriteResult:
-    "The file of the reference is there, or is not."
+    "The file of the reference is written, or has failed."
 
     version: int
     message: str = ""  # why it is not there

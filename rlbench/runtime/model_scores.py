@@ -12,7 +12,7 @@ __all__ = ['ModelScores']
 #
 # What always holds:
 #   * A request waits while the reference is written or read, and is sent in order afterwards.
-#   * A rollout of which no model said anything has no reward: it is scored once more, or counted as a failure of the
+#   * A rollout without an answer of any model has no reward: it is scored once more, or counted as a failure of the
 #     machine.
 from collections.abc import Iterable
 from dataclasses import replace
@@ -66,7 +66,7 @@ class ModelScores:
             self.run.workers.submit("scorer", asked)
 
     def hear_answer(self, worker: str, answer: AskAnswer) -> Iterable[Scored]:
-        "Keep what the models said. With scores the rollout goes on to its reward, else the loop is told."
+        "Keep the answers of the models. With scores the rollout is sent for its reward; else it is scored."
         request, live = self.requests.pop(answer.key, None), self.live
         if request is None or answer.key not in live.rollouts:
             return
@@ -85,7 +85,7 @@ class ModelScores:
             yield Scored(*answer.key, rollout.reward, rollout.correct, rollout.outcome, seconds, parts=rollout.parts)
 
     def fail_request(self, key: tuple[int, int], message: str, seconds: float = 0.0) -> Scored:
-        "The event of a rollout of which no model said anything: that is no reward."
+        "The event of a rollout without an answer of any model: it has no reward."
         old = self.live.rollouts[key]
         failed = replace(old, reward=None, parts=(), steps=(), outcome=Outcome.ENVIRONMENT_ERROR)
         self.live.rollouts[key] = failed
@@ -126,7 +126,7 @@ class ModelScores:
         return ()
 
     def hear_reference_read(self, worker: str, result: ReferenceReadResult) -> Iterable:
-        "The new reference is there."
+        "The new reference is written."
         if result.version == self.reading:
             self.reading = -1
             self.send_held()

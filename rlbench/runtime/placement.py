@@ -12,7 +12,7 @@ __all__ = ['Relocation', 'Placement', 'start_inline', 'start_process', 'may_be_f
 # Hears: `WorkerReady`.
 #
 # What always holds:
-#   * A process is started from the run's folder, with the configuration of its beginning, then told the one in force.
+#   * A process starts with the first configuration of the run's folder, and then gets the one in force.
 #   * While workers are under way to another placement, the loss of one of them is no event: it means that the old
 #     placement is started again, once.
 #   * Environment and scorer are not touched by a change of placement.
@@ -84,7 +84,7 @@ class Placement:
             self.run.workers.submit(action.actor, ConfigureRequest(self.run.config))
 
     def hear_ready(self, worker: str, ready: WorkerReady) -> Iterable:
-        "A worker with a policy is there, and so are the actors it hosts."
+        "A worker with a policy is ready, and so are the actors it hosts."
         self.refusal = ""
         started = [self.started_event(actor, ready) for actor in self.run.workers.layout[worker]]
         if self.relocation is None:
@@ -92,7 +92,7 @@ class Placement:
         return self.arrive(worker, started)
 
     def started_event(self, actor: str, ready: WorkerReady) -> Started:
-        "The event of an actor that is there. A generator started again has loaded the newest weights by itself."
+        "The event of an actor that is ready. A restarted generator has loaded the newest weights by itself."
         kind = kind_of(actor)
         if kind == "generator":
             return Started(actor, kind, ready.slots, ready.version)
@@ -139,7 +139,7 @@ class Placement:
         self.relocate(self.relocation.before)
 
     def arrive(self, worker: str, started: list[Started]) -> Iterable:
-        "One of the new workers is there; the last one completes the change."
+        "One of the new workers is ready; the last one completes the change."
         move = self.relocation
         move.started += started
         move.waiting.discard(worker)

@@ -78,7 +78,7 @@ class Publishing:
         self.run.workers.submit(generator, LoadRequest(version))
 
     def hear_published(self, worker: str, result: PublishResult) -> Iterable:
-        "The weights are there: the generators that wait for them load them."
+        "The weights are written: the generators that wait for them load them."
         self.written = result.version
         waiting, self.waiting = self.waiting, []
         for generator in waiting:

@@ -34,7 +34,7 @@ from .run_context import RunContext
 from ..training.scoring_models import REFERENCE_FILE, drop_reference
 
 # %% ../../nbs/runtime/28_resumed.ipynb #resumed-after
-UNDOES_NOTHING = ("stop", "checkpoint", "alert")  # commands whose loss nobody has to hear of
+UNDOES_NOTHING = ("stop", "checkpoint", "alert")  # commands whose loss changes nothing
 
 
 @dataclass
@@ -59,12 +59,16 @@ class RowsAfter:
         return free
 
     def lost(self, alive: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int, float]]:
-        "(row or -1, tokens, seconds) of the attempts that are not alive in the checkpoint."
-        return {key: self.ended.get(key, (-1, self.tokens.get(key, 0), 0.0)) for key in self.keys - alive}
+        "(row or -1, tokens, seconds) of the attempts that are not live in the checkpoint."
+        found = {}
+        for key in self.keys - alive:
+            without_row = (-1, self.tokens.get(key, 0), 0.0)
+            found[key] = self.ended.get(key, without_row)
+        return found
 
 
 def read_rows_after(folder: Path, last: Mapping[str, int], alive: set[tuple[int, int]]) -> RowsAfter:
-    "What lies after the rows `last`, for a checkpoint in which the attempts `alive` were alive."
+    "The work after the rows `last`, for a checkpoint with the live attempts `alive`."
     found = RowsAfter()
     for kind, text in read_table(folder, "events", ["kind", "fields"], last["events"]).iter_rows():
         told = json.loads(text)

@@ -9,7 +9,7 @@ __all__ = ['to_log', 'RunLog']
 # The log of a run.
 #
 # What always holds:
-#   * Control characters in a message are made visible: whoever reads the log in a terminal sees what is there.
+#   * Control characters in a message are made visible: a person who reads the log in a terminal sees them.
 #   * A full disk takes no line, and stops nobody.
 #   * A failure is of the same kind as another one if their first lines are equal.
 #

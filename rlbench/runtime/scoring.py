@@ -75,7 +75,7 @@ class Episodes:
 
     def forget_all(self) -> tuple[tuple[int, int], ...]:
         """The environment is lost: what it had is asked for again. Returns what the loss is put down to, the oldest
-        request; where episodes wait beside each other that is a guess."""
+        request; if several episodes wait at the same time, this is a guess."""
         first = tuple(self.requests)[:1]
         self.requests.clear()
         self.open.clear()

@@ -6,17 +6,21 @@
 __all__ = ['START_ROWS', 'LARGE_KL', 'FEW_WEIGHTS', 'GROWN_GRADIENT', 'LOST_ENTROPY', 'GROWN_ENTROPY', 'GROWN_LENGTH', 'CUT',
            'WORSE_EXAM', 'WORSE_SERVED', 'PARTED_EXAM', 'PARTED_SERVED', 'PARTED_REWARD', 'SERVED_ERRORS', 'Exams',
            'Change', 'Unused', 'RunHistory', 'start_level', 'first_in_a_row', 'recent_mean', 'moving_mean',
-           'FigureSign', 'sign_of', 'signs_of', 'Fall', 'exam_fall', 'served_fall', 'parted_fall', 'fall_of',
-           'reward_parts', 'is_recovered']
+           'FigureSign', 'sign_of', 'signs_of', 'Fall', 'exam_fall', 'describe_fall', 'served_fall', 'parted_fall',
+           'fall_of', 'is_refuted', 'reward_parts', 'is_recovered']
 
 # %% ../../nbs/runtime/38_signs.ipynb #signs-imports
 # Signs in the course of a run.
+#
+# Owns: `RunHistory`, and the signs and falls that are found in it.
 #
 # What always holds:
 #   * Every function is pure: it gets a `RunHistory` and touches no file.
 #   * Most limits are multiples of the run's own start, so they hold for small and large policies.
 #   * A sign says at which version a figure left its range; it says nothing about the cause.
-#   * A policy counts as worse only where an interval, or several versions, say so.
+#   * A policy counts as worse only where an interval, or several versions, show it.
+#
+# It does not say why (`diagnosis`), and gives no advice.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +52,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Unused:
-    """Groups that were filtered since the newest version: how many batches they would have made, and shares that were
-    all right, all wrong."""
+    """Groups that were filtered since the newest version. `batches`: they would have filled so many; `all_pass`,
+    `all_fail`: shares of groups with only correct, only wrong responses."""
 
     batches: float
     all_pass: float
@@ -59,8 +63,7 @@ class Unused:
 @dataclass(frozen=True)
 class RunHistory:
     """A run as a diagnosis sees it. `figures`: columns of the steps table, float64 [V]; `settings`: knobs in force;
-    `unused`: groups
-    that no version has trained on, None where there are none; `ended`: nothing can be paused any more."""
+    `unused`: groups that no version has trained on, None without any; `ended`: the run cannot be paused any more."""
 
     versions: np.ndarray
     figures: Mapping[str, np.ndarray]
@@ -85,12 +88,12 @@ def start_level(values_V: np.ndarray) -> float:
 
 
 def first_in_a_row(holds_V: np.ndarray, rows: int) -> int | None:
-    "Index at which a condition begins to hold for the first time for so many rows in a row."
-    run = 0
-    for i, holds in enumerate(holds_V):
-        run = run + 1 if holds else 0
-        if run == rows:
-            return i - rows + 1
+    "Index of the first of so many rows in a row for which a condition holds; None if there are none."
+    in_a_row = 0
+    for index, holds in enumerate(holds_V):
+        in_a_row = in_a_row + 1 if holds else 0
+        if in_a_row == rows:
+            return index - rows + 1
     return None
 
 
@@ -103,9 +106,16 @@ def recent_mean(values_V: np.ndarray, rows: int = 8) -> float:
 def moving_mean(values_V: np.ndarray, rows: int = 3) -> np.ndarray:
     "Mean of each value and those before it, `rows` at most; unknown ones are left out. float64 [V]."
     known = np.isfinite(values_V)
-    total, count = np.cumsum(np.where(known, values_V, 0.0)), np.cumsum(known)
-    total, count = (x - np.concatenate([np.zeros(min(rows, len(x))), x[:-rows]]) for x in (total, count))
+    total = _moving_sum(np.where(known, values_V, 0.0), rows)
+    count = _moving_sum(known, rows)
     return np.where(count > 0, total / np.maximum(count, 1), math.nan)
+
+
+def _moving_sum(values_V: np.ndarray, rows: int) -> np.ndarray:
+    "Sum of each value and those before it, `rows` at most."
+    sums = np.cumsum(values_V)
+    before = np.concatenate([np.zeros(min(rows, len(sums))), sums[:-rows]])
+    return sums - before
 
 # %% ../../nbs/runtime/38_signs.ipynb #signs-signs
 @dataclass(frozen=True)
@@ -117,83 +127,78 @@ class FigureSign:
     text: str
 
 
-LARGE_KL = 0.1  # nats between sampler and trainer: healthy runs stay below 0.05, with rollouts of the newest weights below 0.001
-
-
+# nats between sampler and trainer: healthy runs stay below 0.05, with rollouts of the newest weights below 0.001
+LARGE_KL = 0.1
 FEW_WEIGHTS = 0.5  # effective sample size, as a share of the batch
-
-
 GROWN_GRADIENT = 3.0  # times the start
-
-
-LOST_ENTROPY, GROWN_ENTROPY = 0.1, 1.5  # times the start
-
-
-GROWN_LENGTH, CUT = 2.0, 0.1  # times the start; share of responses that are cut off
+LOST_ENTROPY = 0.1  # times the start
+GROWN_ENTROPY = 1.5  # times the start
+GROWN_LENGTH = 2.0  # times the start
+CUT = 0.1  # share of responses that are cut off
 
 
 def sign_of(course: RunHistory, figure: str, holds_V: np.ndarray, rows: int, text: str) -> FigureSign | None:
-    """The sign of a figure from the rows in which a condition holds; `{}` in the text is the figure's value when it
-    began."""
+    """The sign of a figure, if a condition holds for so many rows in a row; `{}` in the text is the figure's value in
+    the first of them."""
     first = first_in_a_row(holds_V, rows)
     if first is None:
         return None
     version = int(course.versions[first])
-    return FigureSign(
-        figure, version, text.format(f"{course.column(figure)[first]:.3g}") + f" from version {version} on"
-    )
+    value = f"{course.column(figure)[first]:.3g}"
+    return FigureSign(figure, version, f"{text.format(value)} from version {version} on")
 
 # %% ../../nbs/runtime/38_signs.ipynb #signs-signs-part-2
 def signs_of(course: RunHistory) -> list[FigureSign]:
     "All signs, the first one first."
-    column = course.column
-    entropy, length, gradient = (start_level(column(name)) for name in ("entropy", "length_mean", "grad_norm"))
-    cut, longer = moving_mean(column("truncated")) > CUT, moving_mean(column("length_mean")) > GROWN_LENGTH * length
-    found = [
-        sign_of(
-            course,
-            "kl_sampler",
-            column("kl_sampler") > LARGE_KL,
-            2,
-            "the trainer's probabilities are {} nats away from the sampler's",
-        ),
-        sign_of(course, "ess", column("ess") < FEW_WEIGHTS, 2, "importance weights make a batch worth {} of its size"),
-        sign_of(
-            course,
-            "grad_norm",
-            column("grad_norm") > GROWN_GRADIENT * gradient,
-            2,
-            f"the gradient norm is {{}}, {gradient:.3g} at the start",
-        ),
-        sign_of(
-            course,
-            "entropy",
-            column("entropy") < LOST_ENTROPY * entropy,
-            2,
-            f"entropy is {{}} nats, {entropy:.3g} at the start",
-        ),
-        sign_of(
-            course,
-            "entropy",
-            column("entropy") > GROWN_ENTROPY * entropy,
-            3,
-            f"entropy is {{}} nats, {entropy:.3g} at the start",
-        ),
-        sign_of(
-            course,
-            "length_mean",
-            longer & cut,
-            2,
-            f"responses are {{}} tokens long and {CUT:.0%} are cut off; {length:.3g} at the start",
-        ),
-    ]
+    found = [*_distance_signs(course), *_entropy_signs(course), _gradient_sign(course), _length_sign(course)]
     return sorted((sign for sign in found if sign), key=lambda sign: sign.version)
 
+
+def _distance_signs(course: RunHistory) -> list[FigureSign | None]:
+    "Sampler and trainer are far apart."
+    kl = course.column("kl_sampler")
+    ess = course.column("ess")
+    kl_text = "the trainer's probabilities are {} nats away from the sampler's"
+    ess_text = "importance weights make a batch worth {} of its size"
+    return [
+        sign_of(course, "kl_sampler", kl > LARGE_KL, 2, kl_text),
+        sign_of(course, "ess", ess < FEW_WEIGHTS, 2, ess_text),
+    ]
+
+
+def _gradient_sign(course: RunHistory) -> FigureSign | None:
+    gradient = course.column("grad_norm")
+    start = start_level(gradient)
+    text = f"the gradient norm is {{}}, {start:.3g} at the start"
+    return sign_of(course, "grad_norm", gradient > GROWN_GRADIENT * start, 2, text)
+
+
+def _entropy_signs(course: RunHistory) -> list[FigureSign | None]:
+    "Entropy is lost, or has grown."
+    entropy = course.column("entropy")
+    start = start_level(entropy)
+    text = f"entropy is {{}} nats, {start:.3g} at the start"
+    return [
+        sign_of(course, "entropy", entropy < LOST_ENTROPY * start, 2, text),
+        sign_of(course, "entropy", entropy > GROWN_ENTROPY * start, 3, text),
+    ]
+
+
+def _length_sign(course: RunHistory) -> FigureSign | None:
+    length = course.column("length_mean")
+    start = start_level(length)
+    is_cut = moving_mean(course.column("truncated")) > CUT
+    is_longer = moving_mean(length) > GROWN_LENGTH * start
+    text = f"responses are {{}} tokens long and {CUT:.0%} are cut off; {start:.3g} at the start"
+    return sign_of(course, "length_mean", is_longer & is_cut, 2, text)
+
 # %% ../../nbs/runtime/38_signs.ipynb #signs-worse
-WORSE_EXAM, WORSE_SERVED = 0.75, 0.5  # share of the best
-PARTED_EXAM, PARTED_SERVED = 0.9, 0.85  # share of the best while the reward rises
-PARTED_REWARD = 0.05  # by which it has risen
-SERVED_ERRORS = 3.0
+WORSE_EXAM = 0.75  # share of the best evaluation below which a policy is worse
+WORSE_SERVED = 0.5  # share of the best served solve rate below which a policy is worse
+PARTED_EXAM = 0.9  # the same for evaluations, while the reward rises
+PARTED_SERVED = 0.85  # the same for the served solve rate, while the reward rises
+PARTED_REWARD = 0.05  # a reward has risen if it is higher by this
+SERVED_ERRORS = 3.0  # standard errors by which a served solve rate must be lower
 
 
 @dataclass(frozen=True)
@@ -206,82 +211,90 @@ class Fall:
 
 
 def exam_fall(exams: Exams, share: float = WORSE_EXAM) -> Fall | None:
-    """The first evaluation that is worse than the best before it: its interval lies below, and it has less than a
+    """The first evaluation that is worse than the best before it: its interval lies below, and its rate is less than a
     share of the best."""
-    for i in range(1, len(exams.versions)):
-        best = int(np.argmax(exams.mean[:i]))
-        if exams.high[i] < exams.low[best] and exams.mean[i] < share * exams.mean[best]:
-            said = (
-                f"held-out {exams.mean[best]:.2f} at version {exams.versions[best]}, {exams.mean[i]:.2f} "
-                f"at version {exams.versions[i]}"
-            )
-            return Fall(int(exams.versions[best]), int(exams.versions[i]), said)
+    for index in range(1, len(exams.versions)):
+        best = int(np.argmax(exams.mean[:index]))
+        is_below = exams.high[index] < exams.low[best]
+        if is_below and exams.mean[index] < share * exams.mean[best]:
+            return describe_fall("held-out", exams.mean, exams.versions, best, index)
     return None
 
 
+def describe_fall(name: str, rates: np.ndarray, versions: np.ndarray, best: int, worse: int) -> Fall:
+    "A fall from the rate at index `best` to that at index `worse`, in words."
+    best_version = int(versions[best])
+    worse_version = int(versions[worse])
+    before = f"{name} {rates[best]:.2f} at version {best_version}"
+    return Fall(best_version, worse_version, f"{before}, {rates[worse]:.2f} at version {worse_version}")
+
+
 def served_fall(course: RunHistory) -> Fall | None:
-    """The first version at which the served solve rate is half of its best for three rows, and further from it than
-    groups scatter:
-    `SERVED_ERRORS` standard errors of three batches, as if all rollouts of a group were of one mind."""
+    """The first version at which the served solve rate is half of its best for three rows, and lower by more than
+    groups scatter: by `SERVED_ERRORS` standard errors of three batches, as if all rollouts of a group were equal."""
     rate = moving_mean(course.column("solve_rate"))
     best = np.fmax.accumulate(rate) if len(rate) else rate
     groups = 3 * course.settings.get("batch", 256) / course.settings.get("group", 16)
     error = np.sqrt(best * (1 - best) / groups)
-    first = first_in_a_row((rate < WORSE_SERVED * best) & (rate < best - SERVED_ERRORS * error), 3)
+    is_half = rate < WORSE_SERVED * best
+    is_certain = rate < best - SERVED_ERRORS * error
+    first = first_in_a_row(is_half & is_certain, 3)
     if first is None:
         return None
     top = int(np.nanargmax(rate[: first + 1]))
-    said = (
-        f"served solve rate {rate[top]:.2f} at version {course.versions[top]}, {rate[first]:.2f} at "
-        f"version {course.versions[first]}"
-    )
-    return Fall(int(course.versions[top]), int(course.versions[first]), said)
+    return describe_fall("served solve rate", rate, course.versions, top, first)
 
 # %% ../../nbs/runtime/38_signs.ipynb #signs-parted
 def parted_fall(course: RunHistory) -> Fall | None:
-    """The first fall of a policy whose reward rises meanwhile: then less of a fall counts. Reward and solve rate are
-    means of
-    three versions."""
-    solved, reward = moving_mean(course.column("solve_rate")), moving_mean(course.column("reward_mean"))
+    """The first fall of a policy whose reward rises meanwhile; a smaller fall counts then. Reward and solve rate are
+    means of three versions."""
+    solved = moving_mean(course.column("solve_rate"))
+    reward = moving_mean(course.column("reward_mean"))
     if not np.isfinite(solved).any():
         return None
     best = int(np.nanargmax(solved))
-    parted = (solved < PARTED_SERVED * solved[best]) & (reward > reward[best] + PARTED_REWARD)
-    first = first_in_a_row(parted & (np.arange(len(solved)) > best), 2)
+    is_lower = solved < PARTED_SERVED * solved[best]
+    is_paid_more = reward > reward[best] + PARTED_REWARD
+    is_later = np.arange(len(solved)) > best
+    first = first_in_a_row(is_lower & is_paid_more & is_later, 2)
     if first is not None:
-        then = f"served solve rate {solved[best]:.2f} at version {course.versions[best]}"
-        said = f"{then}, {solved[first]:.2f} at version {course.versions[first]}"
-        return Fall(int(course.versions[best]), int(course.versions[first]), said)
-    rises = recent_mean(reward, 1) > np.nanmin(reward) + PARTED_REWARD and recent_mean(solved, 1) < solved[best]
-    return exam_fall(course.exams, PARTED_EXAM) if rises else None
+        return describe_fall("served solve rate", solved, course.versions, best, first)
+    has_risen = recent_mean(reward, 1) > np.nanmin(reward) + PARTED_REWARD
+    if has_risen and recent_mean(solved, 1) < solved[best]:
+        return exam_fall(course.exams, PARTED_EXAM)
+    return None
 
 
 def fall_of(course: RunHistory) -> Fall | None:
-    """The first fall that was not made good since. Where there are two evaluations, the served rate alone does not
-    count
-    against a newest evaluation that is as good as any."""
-    exams, served = exam_fall(course.exams), served_fall(course)
+    """The first fall from which the policy has not recovered. The served rate alone does not count against a newest
+    evaluation that is as good as any, if there are two evaluations."""
+    falls = []
+    exams = exam_fall(course.exams)
+    if exams and not is_recovered(course.exams, exams):
+        falls.append(exams)
+    served = served_fall(course)
+    if served and not is_refuted(course.exams, served):
+        falls.append(served)
     parted = parted_fall(course) if reward_parts(course) else None
-    if exams and is_recovered(course.exams, exams):
-        exams = None
-    if (
-        served
-        and len(course.exams.mean) > 1
-        and course.exams.high[-1] >= course.exams.mean.max()
-        and course.exams.versions[-1] >= served.version
-    ):
-        served = None
-    found = [fall for fall in (exams, served, parted) if fall]
-    return min(found, key=lambda fall: fall.version) if found else None
+    if parted:
+        falls.append(parted)
+    return min(falls, key=lambda fall: fall.version, default=None)
+
+
+def is_refuted(exams: Exams, served: Fall) -> bool:
+    "True if the newest of several evaluations came after a fall of the served rate and is as good as any."
+    if len(exams.mean) < 2:
+        return False
+    return bool(exams.high[-1] >= exams.mean.max() and exams.versions[-1] >= served.version)
 
 
 def reward_parts(course: RunHistory) -> bool:
-    "Whether the reward is something else than the share of right answers."
+    "True if the reward is not the same as the share of correct answers."
     apart = np.abs(course.column("reward_mean") - course.column("solve_rate"))
     return bool((apart > PARTED_REWARD).any())
 
 
 def is_recovered(exams: Exams, fall: Fall) -> bool:
-    "Whether the newest evaluation is as good as the one that the fall was from."
+    "True if the newest evaluation is as good as the one before the fall."
     best = int(np.flatnonzero(exams.versions == fall.best)[0])
     return bool(exams.high[-1] >= exams.mean[best])

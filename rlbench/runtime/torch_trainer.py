@@ -14,7 +14,7 @@ __all__ = ['CHECKED', 'objective_of', 'trainer_settings', 'critic_settings', 'ne
 #   * Every rank has the same objective and settings: rank 0 sends the others each configuration before it trains on.
 #   * A user's function of the objective raises FunctionFailed, naming its field, for an error and for a value that
 #     cannot be trained with.
-#   * A trainer that goes on from a checkpoint has read all of its state before it says that it is ready.
+#   * A trainer that continues from a checkpoint has read all of its state before it reports that it is ready.
 #
 # Refused before a run starts: more trainer processes than devices, demonstrations that the policy cannot express.
 from collections.abc import Callable
@@ -41,7 +41,7 @@ CHECKED = ("loss", "correction", "aggregation", "kl", "replay_correction")  # pa
 
 
 def objective_of(config: RunConfig, functions: Functions) -> Objective:
-    "The objective that a configuration names; a function of it that raises says which one it is."
+    "The objective that a configuration names; an error of one of its functions names the function."
     bound = {field: guarded(field, functions.bound(config, field)) for field in (*PARTS, "replay_correction")}
     for field in CHECKED:
         bound[field] = check_values(field, bound[field])
@@ -123,7 +123,7 @@ def count_demonstrations(config: RunConfig) -> int:
 
 
 def new_beside(config: RunConfig, policy):
-    """What is trained beside the batch: critic, replay, demonstrations, and how the ends of steps are found among
+    """The trained extras of a batch: critic, replay, demonstrations, and how the ends of steps are found among
     tokens. Raises ValueError for demonstrations that the policy cannot express."""
     from rlbench.models.model import decode_response
     from rlbench.training.batch import Demonstrations, demonstration_row

@@ -98,7 +98,7 @@ class WorkReport:
         self.spent.append(Spent(part, kind, time.perf_counter() - began, work, units))
 
     def finish(self) -> ActorWork:
-        "The report as it goes to the driver."
+        "The report that is sent to the driver."
         return ActorWork(tuple(self.results), tuple(self.spent))
 
 # %% ../../nbs/runtime/12_worker.ipynb #worker-memory
@@ -192,7 +192,7 @@ class Worker:
         HANDLERS[type(request)](self, request, report)
 
     def introduce(self) -> WorkerReady:
-        "The first result of a worker: that it is there, and with what."
+        "The first result of a worker: it is ready, with these parts."
         half = self.generator_half
         if half is None:
             return WorkerReady(model=self.trainer_half.name)
@@ -300,7 +300,7 @@ def check_new_prompts(worker: Worker, request: PromptsRequest, report: WorkRepor
 # %% ../../nbs/runtime/12_worker.ipynb #worker-training
 @contextmanager
 def cache_asleep(worker: Worker, report: WorkReport) -> Iterator[None]:
-    "The generator's memory is free inside this block, if the configuration says so."
+    "Inside this block the generator's memory is free, if the configuration has `sleep`."
     generator = worker.generator_half.generator if worker.generator_half and worker.config.sleep else None
     if generator is None:
         yield
@@ -550,7 +550,7 @@ def checkpoint_version(start: Path | None) -> int:
 def worker_main(
     connection, folder: str, parts: tuple[str, ...], prompts: list[str], start: str = "", trainers: int = 1
 ) -> None:
-    """Main function of a worker that hosts `parts`; `start`: the checkpoint it goes on from; `trainers`: the
+    """Main function of a worker that hosts `parts`; `start`: the checkpoint to continue from; `trainers`: the
     processes that its trainer consists of."""
 
     def build() -> Worker:
