@@ -244,7 +244,7 @@ def span_phase(span: tuple[str, int, float, float], key: str) -> Phase:
     name = "generate" if kind == "gen" else kind
     return Phase(name=name, began=began, ended=ended, seconds=ended - began, key=key, role="sample")
 
-
+# %% ../../nbs/foreign/21_miles.ipynb #miles-times
 def times_of(events: Iterable[Mapping], kind: str) -> list[float]:
     "When the events of a kind happened."
     return [as_number(event["ts"]) for event in events if event.get("kind") == kind]

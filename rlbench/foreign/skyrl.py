@@ -6,7 +6,7 @@
 __all__ = ['BATCH_MODULE', 'KNOWN_NAMES', 'LOGGER', 'NO_VERSIONS', 'SKYRL', 'is_evaluation', 'is_summary', 'is_batch',
            'find_runs', 'list_sources', 'numbered_step', 'read_evaluation', 'total_score', 'read_summary',
            'LastArgument', 'BatchUnpickler', 'unpickled_batch', 'read_array', 'response_places', 'row_values',
-           'read_batch', 'batch_responses', 'prompt_groups', 'row_tokens']
+           'prompt_groups', 'row_tokens', 'read_batch', 'batch_responses']
 
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-imports
 # The files of SkyRL.
@@ -198,6 +198,33 @@ def row_values(array: "np.ndarray | None", row: int, places: "np.ndarray") -> li
         return None
     return array[row][places].tolist()
 
+# %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-rows
+def prompt_groups(boundaries: object) -> dict[int, tuple[str, int]]:
+    "Row of a batch -> the name of its group, and the first row of that."
+    found: dict[int, tuple[str, int]] = {}
+    for number, bounds in enumerate(as_list(boundaries)):
+        if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+            continue
+        start, end = (as_whole(bound) for bound in bounds)
+        if start is not None and end is not None and 0 <= start < end < 2**24:
+            found |= {row: (str(number), start) for row in range(start, end)}
+    return found
+
+
+def row_tokens(arrays: "Mapping[str, np.ndarray]", row: int, here: "np.ndarray") -> tuple[list | None, list | None]:
+    "Token ids of prompt and response of a row; None for what does not fit."
+    sequences, attended = arrays.get("sequences"), arrays.get("attention_mask")
+    width = len(here)
+    if sequences is None or sequences.ndim != 2 or row >= len(sequences) or sequences.shape[1] < width:
+        return None, None
+    sequence = sequences[row]
+    tokens = sequence[len(sequence) - width :][here].tolist()
+    if attended is None or attended.shape != sequences.shape:
+        return None, tokens
+    is_prompt = attended[row] > 0
+    is_prompt[len(sequence) - width :] &= ~here
+    return sequence[is_prompt].tolist(), tokens
+
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-batch
 def read_batch(path: Path) -> Iterator[Response | Metric]:
     "The responses of a batch, and the means that its metadata has. Raises ForeignError."
@@ -238,35 +265,6 @@ def batch_responses(arrays: "Mapping[str, np.ndarray]", metadata: Mapping, step:
             reference=row_values(arrays.get("base_action_log_probs"), row, here),
             advantages=row_values(arrays.get("advantages"), row, here),
         )
-
-
-def prompt_groups(boundaries: object) -> dict[int, tuple[str, int]]:
-    "Row of a batch -> the name of its group, and the first row of that."
-    found: dict[int, tuple[str, int]] = {}
-    for number, bounds in enumerate(as_list(boundaries)):
-        start, end = (
-            (as_whole(bound) for bound in bounds)
-            if isinstance(bounds, (tuple, list)) and len(bounds) == 2
-            else (None, None)
-        )
-        if start is not None and end is not None and 0 <= start < end < 2**24:
-            found |= {row: (str(number), start) for row in range(start, end)}
-    return found
-
-
-def row_tokens(arrays: "Mapping[str, np.ndarray]", row: int, here: "np.ndarray") -> tuple[list | None, list | None]:
-    "Token ids of prompt and response of a row; None for what does not fit."
-    sequences, attended = arrays.get("sequences"), arrays.get("attention_mask")
-    width = len(here)
-    if sequences is None or sequences.ndim != 2 or row >= len(sequences) or sequences.shape[1] < width:
-        return None, None
-    sequence = sequences[row]
-    tokens = sequence[len(sequence) - width :][here].tolist()
-    if attended is None or attended.shape != sequences.shape:
-        return None, tokens
-    is_prompt = attended[row] > 0
-    is_prompt[len(sequence) - width :] &= ~here
-    return sequence[is_prompt].tolist(), tokens
 
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-format
 LOGGER = "trainer.logger=wandb, mlflow, swanlab or tensorboard; SkyRL writes no such figures to files of its own"
