@@ -155,7 +155,7 @@ def completion_frame(rows: list[Response], is_chat: bool) -> "pl.DataFrame":
         columns["advantage"] = pl.Series([row.advantage for row in rows], dtype=pl.Float64)
     return pl.DataFrame(columns)
 
-
+# %% ../../nbs/views/82_export_tables.ipynb #export-tables-trainer-state
 def write_trainer_state(reader: RunReader, folder: Path) -> None:
     "The figures of all steps, as the trainer keeps them in its newest checkpoint."
     import polars as pl
@@ -228,15 +228,16 @@ def without_none(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def verifiers_work(response: Response) -> dict[str, object]:
-    "Step and policy versions of a response, as far as they are known."
+    "Step and policy versions of a response. One that was never trained on has the step at which it could have been."
     first = response.dispatched if response.oldest is None else response.oldest
     last = first if response.newest is None else response.newest
-    work: dict[str, object] = {"type": "eval" if response.evaluation else "train", "step": response.step or 0}
+    step = (first or 0) + 1 if response.step is None else response.step
+    work: dict[str, object] = {"type": "eval" if response.evaluation else "train", "step": step}
     if first is not None and last >= first:
         work["policy"] = {"start": first if response.dispatched is None else response.dispatched, "end": last}
     return work
 
-
+# %% ../../nbs/views/82_export_tables.ipynb #export-tables-trace
 def verifiers_trace(response: Response, task: dict, run: str) -> dict[str, object]:
     "The trace of a response."
     rewards = {name: {"score": value, "weight": 0.0} for name, value in (response.parts or {}).items()}
@@ -338,7 +339,7 @@ def sample_name(response: Response) -> str:
         return f"step {response.step} {group}"
     return f"group {group}" if response.step is None else f"step {response.step} group {group}"
 
-
+# %% ../../nbs/views/82_export_tables.ipynb #export-tables-header
 def inspect_header(task: str, run: str, samples: int, names: list[str], epochs: int) -> dict[str, object]:
     "What a log says about its evaluation."
     identity = sha256(f"{run} {task}".encode()).hexdigest()[:22]
