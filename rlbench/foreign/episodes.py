@@ -98,6 +98,7 @@ class InfoRecord(msgspec.Struct):
 
     kind: Any = None  # train or eval
     effective: Any = None  # it was trained on
+    fate: Any = None  # of an episode that rlbench exported
     advantage: Any = None
     dispatch: StampRecord | None = None
     arrival: StampRecord | None = None

@@ -6,7 +6,7 @@
 __all__ = ['HEADER', 'START', 'UPDATES', 'SAMPLES', 'JSON_KEYS', 'LETTERS', 'ATTACHMENT', 'INSPECT_LOGS', 'is_log', 'find_runs',
            'list_sources', 'read_json_log', 'read_zip_log', 'read_member', 'header_rows', 'result_metrics',
            'update_changes', 'score_number', 'score_parts', 'verdict', 'sample_rows', 'answer_text', 'output_tokens',
-           'choice_logprobs', 'conversation_fields', 'full_message', 'full_text', 'input_text', 'event_phases']
+           'token_fields', 'conversation_fields', 'full_message', 'full_text', 'input_text', 'event_phases']
 
 # %% ../../nbs/foreign/27_inspect_logs.ipynb #inspect-logs-imports
 # The logs of inspect-ai.
@@ -33,6 +33,7 @@ from rlbench.foreign.formats import (
     as_table,
     as_text,
     as_time,
+    as_token_id,
     as_whole,
     chat_text,
     cut_conversation,
@@ -154,12 +155,14 @@ def score_parts(scores: dict) -> dict[str, float]:
 
 
 def verdict(scores: dict) -> bool | None:
-    "Whether the first scorer says right or wrong; None for anything between, and for numbers."
-    first = next(iter(scores.values()), None)
-    value = as_table(first).get("value")
-    if value in ("C", "I"):
-        return value == "C"
-    return value if isinstance(value, bool) else None
+    "Whether the first scorer that says right or wrong says right; None where all say numbers, or something between."
+    for score in scores.values():
+        value = as_table(score).get("value")
+        if value in ("C", "I"):
+            return value == "C"
+        if isinstance(value, bool):
+            return value
+    return None
 
 # %% ../../nbs/foreign/27_inspect_logs.ipynb #inspect-logs-sample
 ATTACHMENT = "attachment://"
@@ -171,7 +174,7 @@ def sample_rows(sample: dict, about: dict) -> Iterator[Row]:
         return
     name = f"{as_text(sample['id'])} {as_whole(sample.get('epoch'))}"
     key = as_text(sample.get("uuid")) or name
-    metadata = as_table(about.get("metadata"))
+    metadata = as_table(about.get("metadata")) | as_table(sample.get("metadata"))
     scores = as_table(sample.get("scores"))
     parts = score_parts(scores)
     epoch = as_whole(sample.get("epoch"))
@@ -196,7 +199,7 @@ def sample_rows(sample: dict, about: dict) -> Iterator[Row]:
         dispatched=as_whole(metadata.get("policy_version")),
         began=as_time(sample.get("started_at")),
         ended=as_time(sample.get("completed_at")),
-        logprobs=choice_logprobs(choice),
+        **token_fields(choice),
     )
     yield from event_phases(as_list(sample.get("events")), key)
 
@@ -215,11 +218,13 @@ def output_tokens(sample: dict, output: dict) -> int | None:
     return as_whole(as_table(output.get("usage")).get("output_tokens"))
 
 
-def choice_logprobs(choice: dict) -> list[float] | None:
-    "Log-probabilities of the last answer's tokens; None if they were not asked for."
-    entries = as_list(as_table(choice.get("logprobs")).get("content"))
-    values = [as_number(as_table(entry).get("logprob")) for entry in entries]
-    return None if not values or None in values else values
+def token_fields(choice: dict) -> dict[str, list]:
+    "Log-probabilities of the last answer's tokens where they were asked for, and ids where the tokens are named by them."
+    entries = [as_table(entry) for entry in as_list(as_table(choice.get("logprobs")).get("content"))]
+    logprobs = [as_number(entry.get("logprob")) for entry in entries]
+    tokens = [as_token_id(entry.get("token")) for entry in entries]
+    lists = {"logprobs": logprobs, "tokens": tokens}
+    return {name: values for name, values in lists.items() if values and None not in values}
 
 # %% ../../nbs/foreign/27_inspect_logs.ipynb #inspect-logs-conversation
 def conversation_fields(sample: dict, output: dict, choice: dict) -> dict[str, object]:
@@ -284,8 +289,8 @@ INSPECT_LOGS = ForeignFormat(
     settings={
         "rollouts": "log_samples=True",
         "rollouts.step": "metadata={'step': STEP} of eval()",
-        "tokens": "logprobs=True of GenerateConfig; inspect-ai writes no token ids",
-        "tokens.tokens": "inspect-ai writes no token ids",
+        "tokens": "logprobs=True of GenerateConfig",
+        "tokens.tokens": "logprobs=True of GenerateConfig, and a server that names tokens by id (vLLM: --return-tokens-as-token-ids)",
         "tokens.start_logprobs": "inspect-ai evaluates and does not train",
         "changes": "inspect ctl config, while the evaluation runs",
         "steps": "inspect-ai evaluates and does not train",

@@ -6,7 +6,7 @@
 __all__ = ['PIECE_BYTES', 'FIRST_BYTES', 'PIECE_FACTS', 'UNFINISHED', 'ALIVE_SECONDS', 'FIRST_COLUMNS', 'Piece', 'cut_pieces',
            'read_piece', 'first_pieces', 'cached_folder', 'keep_piece', 'is_kept', 'kept_keys', 'drop_old_pieces',
            'refresh', 'pieces_of', 'missing_columns', 'known_settings', 'write_known_settings', 'read_rest',
-           'start_reading_rest', 'open_folder', 'find_or_open', 'opened_table', 'ordered_columns']
+           'start_reading_rest', 'open_folder', 'find_or_open', 'opened_table', 'scan_opened', 'ordered_columns']
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-imports
 # The cached run folder of a foreign run.
@@ -409,15 +409,19 @@ def find_or_open(name: str | Path, runs: str | Path | None = None) -> Path:
 # %% ../../nbs/foreign/42_opening.ipynb #opening-table
 def opened_table(folder: Path, name: str) -> "pl.DataFrame":
     "A table of an opened run, with the columns that are there; empty for a table that is not."
+    return scan_opened(folder, name).collect()
+
+
+def scan_opened(folder: Path, name: str) -> "pl.LazyFrame":
+    "A table of an opened run, to be filtered and collected; without columns if it is not there."
     import polars as pl
 
     columns = read_source(folder).columns.get(name, ())
     segments = sealed_segments(folder / "ledger" / name) if columns else []
     if not segments:
-        return pl.DataFrame()
-    paths = [path for _, _, path in segments]
-    frames = [pl.scan_parquet(path, glob=False) for path in paths]
-    return pl.concat(frames, how="diagonal").select(ordered_columns(name, columns)).collect()
+        return pl.LazyFrame()
+    frames = [pl.scan_parquet(path, glob=False) for _, _, path in segments]
+    return pl.concat(frames, how="diagonal").select(ordered_columns(name, columns))
 
 
 FIRST_COLUMNS = ("step", "rollout", "group", "k", "task", "prompt", "text", "reward", "name", "value")

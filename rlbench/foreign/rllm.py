@@ -127,7 +127,7 @@ def episode_rows(episode: dict, evaluation: str | None) -> Iterator[Row]:
         yield trajectory_response(trajectory, task, {**common, **own})
     yield from timing_phases(timing, key, common["step"])
 
-
+# %% ../../nbs/foreign/26_rllm.ipynb #rllm-trajectory
 def first_text(table: Mapping[str, object], names: tuple[str, ...]) -> str | None:
     "The text under the first of some names."
     return next((as_text(table[name]) for name in names if table.get(name) is not None), None)

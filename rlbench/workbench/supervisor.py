@@ -268,7 +268,7 @@ def _save_policy(folder: Path) -> int:
 
 # %% ../../nbs/workbench/04_supervisor.ipynb #process-clear
 def clear_weights(folder: Path) -> None:
-    "Save the newest weights of a failed run, published or from a checkpoint, as its policy, and remove the mapped file."
+    "Save the newest weights of a failed run, published or of a checkpoint, as its policy; remove the mapped file."
     has_mapped_file = (folder / WEIGHTS_FILE).exists()
     has_failed = read_status(folder).state == "failed"
     if not has_mapped_file and not (has_failed and has_saved_weights(folder)):
