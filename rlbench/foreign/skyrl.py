@@ -169,7 +169,7 @@ def unpickled_batch(path: Path) -> dict:
 
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-arrays
 def read_array(entry: object) -> "np.ndarray | None":
-    "An array of a batch; None for none, or for a list of arrays. Raises ValueError for bytes that do not fit the shape."
+    "An array of a batch; None for a list of arrays, or none. ValueError for bytes that do not fit the shape."
     import numpy as np
 
     stored = as_table(entry)

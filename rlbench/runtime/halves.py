@@ -94,7 +94,7 @@ def scripted_generator_half(
         generator,
         stop=(0,),
         encode=lambda prompt: np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
-        decode=lambda tokens: " ".join(map(str, tokens)),
+        decode=lambda tokens: " ".join(map(str, np.asarray(tokens).tolist())),
         load=load,
         name="scripted",
     )
@@ -131,7 +131,7 @@ def wait_stated(config: RunConfig, work: str, units: float) -> float:
 def scripted_text(seed: int, task: Task, rollout: int, tokens: np.ndarray) -> str:
     """The text of a scripted response: its token ids, and the task's answer if the script has it right. A task on
     code is answered with its reference solution."""
-    is_right, ids = is_scripted_right(seed, task, rollout), " ".join(map(str, tokens))
+    is_right, ids = is_scripted_right(seed, task, rollout), " ".join(map(str, tokens.tolist()))
     code = read_code_answer(task.answer)
     if code is not None and code.wrap != CodeTask.wrap:  # the whole text is the body of a function
         return f"{code.reference if is_right else 'return None'}  # {ids}"

@@ -6,7 +6,7 @@
 __all__ = ['CARD_STYLE', 'STRIP_STYLE', 'LIGHT', 'NUMBERS', 'LEGEND', 'LINE_POINTS', 'CARD_WIDTH', 'WITH_SUBTITLE',
            'INLINE_STYLE', 'FIGURE', 'WIDTHS', 'CARD', 'ABSENT', 'STILL', 'card_style_html', 'light_html',
            'numbers_html', 'state_strip_html', 'legend_html', 'bare_chart', 'thin_series', 'stack_areas',
-           'absent_card_html', 'run_card_html', 'chart_heights', 'still_cards_html']
+           'absent_card_html', 'run_card_html', 'has_points', 'chart_heights', 'still_cards_html']
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-imports
 # The frame of the panel as HTML.
@@ -296,7 +296,7 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
     charts = spec.charts(s)
     heights = chart_heights(key, len(charts))
     if s.source is not None:
-        recorded = [i for i, chart in enumerate(charts) if chart.series] or [0]
+        recorded = [i for i, chart in enumerate(charts) if any(map(has_points, chart.series))] or [0]
         charts = tuple(charts[i] for i in recorded)
         heights = tuple(heights[i] for i in recorded)
     return fill_template(
@@ -310,6 +310,14 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
     )
 
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-figures
+def has_points(series) -> bool:
+    "True for a series with a number in it."
+    values = [getattr(series, name, None) for name in ("y", "lo")]
+    values += getattr(series, "ys", ())
+    found = [np.isfinite(np.asarray(each, float)).any() for each in values if each is not None and len(each)]
+    return any(found) if values != [None, None] else True
+
+
 def chart_heights(key: str, count: int) -> tuple[int, ...]:
     "The heights of a card's charts, in pixels; the last of the card of time has the axis."
     heights = CARDS[key].heights

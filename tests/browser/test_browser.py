@@ -163,6 +163,7 @@ def test_a_run_is_watched_and_steered_from_a_notebook(lab, shot):
     page = opened(lab)
     run = attached(lab, "tiny-1")
     versions(page, run, 3)
+    run.set(batch=64, group=8)  # what is asked by mouse below is seen some versions later
     expect(panel(page).locator(".rl-word")).to_have_text(
         re.compile("generation-bound|balanced|trainer-bound"), timeout=1000 * SLOW
     )
@@ -537,7 +538,7 @@ def test_a_saved_notebook_shows_the_last_picture(lab, shot):
 
 
 COLLAPSING = """import rlbench as rl
-rl.run("tiny", name="worse", runs="runs", steps=200, learning_rate=2e-2, staleness=8, correction="none", preflight=0, eval=[{"every": 5}])"""
+rl.run("tiny", name="worse", runs="runs", steps=200, batch=64, group=8, learning_rate=2e-2, staleness=8, correction="none", preflight=0, eval=[{"every": 5}])"""
 
 
 def test_a_collapse_is_named_and_left_with_one_click(lab, shot):

@@ -126,7 +126,8 @@ def test_a_pool_with_others_is_left_alone(coded):
         assert other.status().clients >= 2
         refused = {each.name: why for each, why in list_drills(coded.folder)}
         with pytest.raises(
-            ValueError, match="serves 1 others, who would be struck as well; start the run with a pool of its own"
+            ValueError,
+            match="serves 1 others, and the drill would strike them as well; start the run with a pool of its own",
         ):
             coded.drill(*OF_POOLS)
     assert all(("serves 1 others" in refused[name]) == (name in OF_POOLS) for name in DRILLS)
