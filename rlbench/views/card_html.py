@@ -312,10 +312,10 @@ def run_card_html(key: str, s: RunSnapshot, width: float = 0) -> Markup:
 # %% ../../nbs/views/27_card_html.ipynb #cardhtml-figures
 def has_points(series) -> bool:
     "True for a series with a number in it."
-    values = [getattr(series, name, None) for name in ("y", "lo")]
-    values += getattr(series, "ys", ())
-    found = [np.isfinite(np.asarray(each, float)).any() for each in values if each is not None and len(each)]
-    return any(found) if values != [None, None] else True
+    if isinstance(series, Stack):
+        return any(np.isfinite(np.asarray(y, float)).any() for y in series.ys)
+    values = getattr(series, "y", getattr(series, "lo", None))  # bars and ribbons have neither, and are drawn
+    return values is None or bool(np.isfinite(np.asarray(values, float)).any())
 
 
 def chart_heights(key: str, count: int) -> tuple[int, ...]:
