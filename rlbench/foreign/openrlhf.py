@@ -100,7 +100,7 @@ OPENRLHF = ForeignFormat(
         "trainer_compute": "train/timing/ppo_train",
     },
     settings={
-        "rollouts": "OpenRLHF writes one example a step, with --logger.tensorboard_dir PATH; it has no file of all responses",
+        "rollouts": "OpenRLHF writes one example a step only, with --logger.tensorboard_dir PATH",
         "rollouts.prompt": "OpenRLHF writes prompt and response as one text",
         "rollouts.dispatched": "OpenRLHF writes no versions to files",
         "groups": "OpenRLHF writes one example a step; it has no file of all responses",

@@ -6,8 +6,8 @@
 __all__ = ['PART', 'MAGIC', 'TABLES', 'TRACE', 'Index', 'TRACKIO', 'Trace', 'trace_response', 'trace_shift', 'json_value',
            'figure_rows', 'setting_rows', 'KnownRun', 'is_database', 'database_runs', 'run_rows', 'read_database',
            'rollouts_of', 'is_fragment', 'json_tables', 'read_fragment', 'run_value', 'fragment_traces',
-           'fragments_shift', 'session_trace', 'read_session', 'run_path', 'index_runs', 'find_runs', 'list_sources',
-           'with_train']
+           'fragments_shift', 'session_trace', 'read_trace_file', 'run_path', 'index_runs', 'find_trackio',
+           'list_trackio', 'with_train']
 
 # %% ../../nbs/foreign/15_trackio.ipynb #trackio-imports
 # The files of Trackio.
@@ -195,8 +195,13 @@ def read_database(path: Path, run: KnownRun) -> Iterator[Row]:
 
 
 def _stored_trace(row: Mapping) -> Trace:
-    messages, facts = as_list(json_value(row.get("messages"))), as_table(json_value(row.get("metadata")))
-    return Trace(as_text(row.get("id")), as_whole(row.get("step")), as_time(row.get("timestamp")), messages, facts)
+    return Trace(
+        key=as_text(row.get("id")),
+        step=as_whole(row.get("step")),
+        at=as_time(row.get("timestamp")),
+        messages=as_list(json_value(row.get("messages"))),
+        facts=as_table(json_value(row.get("metadata"))),
+    )
 
 
 def rollouts_of(traces: Iterable[Trace]) -> list[Response]:
@@ -269,7 +274,7 @@ def session_trace(head: Mapping, messages: list) -> Trace:
     return Trace(key, as_whole(about.get("step")), at, messages, as_table(about.get("metadata")))
 
 
-def read_session(path: Path, shift: int) -> Iterator[Response]:
+def read_trace_file(path: Path, shift: int) -> Iterator[Response]:
     "The rollout in a file of a trace. Raises ForeignError."
     records = list(json_tables(path))
     if not records:
@@ -286,10 +291,10 @@ Index = dict[Path, list[SourceFile]]
 def run_path(home: Path, project: str, name: str, value: str, names: Iterable[str]) -> Path:
     "The name of a run as a path; with its id where it shares its name with another run."
     label = name if list(names).count(name) <= 1 else f"{name} ({value})"
-    return home / _part(project) / _part(label)
+    return home / _path_part(project) / _path_part(label)
 
 
-def _part(name: str) -> str:
+def _path_part(name: str) -> str:
     "A name as one part of a path."
     return name.replace("/", "_").replace("\0", "_").strip(".") or "run"
 
@@ -341,15 +346,15 @@ def _add_sessions(found: Index, tree: FileTree, projects: set[Path]) -> None:
         name = run_path(tree.holding(paths[0], 4), project, run, "", ())
         if name.parent not in projects and not found.get(name):
             shift = trace_shift(session_trace(tree.first_record(path), []) for path in paths)
-            found[name] = [WholeFile(folder, partial(read_session, shift=shift), members=tuple(paths))]
+            found[name] = [WholeFile(folder, partial(read_trace_file, shift=shift), members=tuple(paths))]
 
 
-def find_runs(tree: FileTree) -> list[Path]:
+def find_trackio(tree: FileTree) -> list[Path]:
     "The runs of a tree."
     return sorted(tree.once(index_runs))
 
 
-def list_sources(tree: FileTree, run: Path) -> list[SourceFile]:
+def list_trackio(tree: FileTree, run: Path) -> list[SourceFile]:
     "The files of a run."
     return tree.once(index_runs).get(run, [])
 
@@ -362,8 +367,8 @@ def with_train(*names: str) -> tuple[str, ...]:
 TRACKIO = ForeignFormat(
     name="Trackio",
     layout="project database, inbox or traces, 0.43",
-    find=find_runs,
-    files=list_sources,
+    find=find_trackio,
+    files=list_trackio,
     names_runs=True,
     group_scope="run",
     metrics={

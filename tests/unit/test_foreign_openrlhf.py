@@ -28,11 +28,11 @@ def open_only(path: Path, kind: str) -> Path:
 
 def write_scalars(folder: Path, scalars: dict[str, float], step: int) -> Path:
     "An event file that the package writes."
-    writer_module = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer = writer_module.EventFileWriter(str(folder))
+    writer = EventFileWriter(str(folder))
     for name, value in scalars.items():
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
         writer.add_event(Event(wall_time=1.5e9 + step, step=step, summary=summary))
@@ -56,9 +56,10 @@ def test_tables(run: Path) -> None:
 
 
 def test_values_as_the_package_reads_them(run: Path) -> None:
-    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     (path,) = run.glob("*tfevents*")
-    package = module.EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    package = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     theirs = [
         (tag, event.step, event.wall_time, event.value)
         for tag in package.Tags()["scalars"]
@@ -73,7 +74,6 @@ def test_values_as_the_package_reads_them(run: Path) -> None:
 
 
 def test_newer_writers_put_scalars_into_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto

@@ -133,7 +133,6 @@ def test_inbox(home: Path) -> None:
 
 
 def test_what_trackio_itself_writes(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
     from trackio import utils
     from trackio.sqlite_storage import SQLiteStorage
 
