@@ -36,6 +36,7 @@ GUIDE = (  # pages of nbs/guide in the order of the site
     "objectives",
     "code_and_environments",
     "planning",
+    "foreign_runs",
     "recovery",
     "many_hosts",
     "security",
