@@ -75,8 +75,8 @@ def only_value(record: dict, name: str) -> object:
 
 def response_span(mask: Sequence[object], length: int) -> slice | None:
     "Where the response lies: from the first token of the model to the end of the text. None if the mask names none."
-    first = next((place for place, flag in enumerate(mask) if flag == 1), None)
-    return None if first is None or first >= length else slice(first, length)
+    first = mask.index(1) if 1 in mask else length
+    return slice(first, length) if first < length else None
 
 
 def span_of(record: dict, name: str, span: slice, length: int) -> list | None:
@@ -87,6 +87,8 @@ def span_of(record: dict, name: str, span: slice, length: int) -> list | None:
 
 def count_said(mask: Sequence[object]) -> int:
     "How many messages there are from the model's first on, by the borders in the mask of the response."
+    if 0 not in mask:
+        return 1
     changes = sum(before != after for before, after in zip(mask, mask[1:], strict=False))
     return changes + 1
 

@@ -181,7 +181,7 @@ def list_layout(tree: FileTree, run: Path, layout: str) -> Iterator[SourceFile]:
 def reading_order(entry: tuple[Path, TracePlace]) -> tuple:
     "The key by which the files of a run are sorted."
     path, place = entry
-    return place.annotates, place.subset if place.annotates else "", place.step or 0, place.subset, str(path)
+    return place.annotates, place.subset, place.kind or "", place.step or 0, str(path)
 
 
 def common_files(tree: FileTree, run: Path) -> list[Path]:

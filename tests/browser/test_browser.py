@@ -44,7 +44,7 @@ def lab(tmp_path_factory):
 
 
 # small batches, a few each second: what surrounds the browser leaves it the machine, and forecasts are made at once
-SLOW_RUN = {"generator": "scripted", "batch": 32, "group": 4, "eval": []}
+SLOW_RUN = {"generator": "scripted", "batch": 32, "group": 4}
 
 
 @pytest.fixture(scope="module")
@@ -583,6 +583,7 @@ def served(tmp_path):
         name="shown",
         steps=100_000,
         preflight=0,
+        eval=[],
         **SLOW_RUN,
     )
     port, home = free_port(), tmp_path / "home"

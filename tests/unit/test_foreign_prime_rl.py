@@ -9,8 +9,10 @@ import pytest
 import zstandard
 from verifiers_records import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
 
+from rlbench.foreign import opening
 from rlbench.foreign.episodes import NodeRecord, last_branch, response_positions, written_values
-from rlbench.foreign.opening import first_pieces, refresh
+from rlbench.foreign.opening import refresh
+from rlbench.foreign.registry import find_foreign_runs
 
 STEPS = [0.75, 0.5, 0.625]
 STREAM = "monitors/file/traces"
@@ -221,22 +223,30 @@ def test_the_last_branch_and_its_positions():
     assert written_values(NodeRecord(token_ids=[1, 2], mask=[True, True]), ["a"]) is None
 
 
-def test_a_first_look_takes_the_same_parts_of_each_stream(copy):
-    "With files of metrics whole, and the last part of every stream."
-    from rlbench.foreign.formats import FileTree
-    from rlbench.foreign.opening import cut_pieces
-
+def test_a_first_look_takes_the_same_parts_of_each_stream(copy, monkeypatch):
+    "With files of metrics whole, and the last part of every stream. Small files are read together."
+    monkeypatch.setattr(opening, "PIECE_BYTES", 110_000)
     run = copy("july")
-    for step in range(4, 24):
-        shutil.copytree(run / "rollouts/step_1", run / f"rollouts/step_{step}")
-    tree = FileTree(run)
+    for step in range(4, 44):
+        shutil.copytree(run / "rollouts/step_2", run / f"rollouts/step_{step}")
+    (found,) = find_foreign_runs(run)
+    pieces = opening.pieces_of(found)
+    chosen = opening.first_pieces(pieces, 900_000)
+    assert len(pieces) < 30 and "metrics.jsonl" in [piece.file.path.name for piece in chosen]
+    steps: dict[str, set[str]] = {"all": set(), "effective": set()}
+    for piece in chosen:
+        for file in (*piece.before, piece.file):
+            if "train" in file.path.parts:
+                steps[file.path.parts[-2]].add(file.path.parts[-4])
+    assert "step_43" in steps["all"] & steps["effective"]
+    assert 8 <= len(steps["all"] & steps["effective"]) < 40
+
+
+def test_a_piece_of_small_files_is_read_again_when_one_of_them_changes(copy):
+    run = copy("july")
     tables = Tables(run)
-    pieces = cut_pieces(tables.found.form.files(tree, run))
-    chosen = first_pieces(pieces, 250_000)
-    steps = {
-        subset: [p.file.path.parts[-4] for p in chosen if p.file.path.parts[-2] == subset]
-        for subset in ("all", "effective")
-    }
-    training = {s: [step for step in found if "eval" not in step] for s, found in steps.items()}
-    assert training["all"][-1] == "step_23" and set(training["all"]) >= set(training["effective"])
-    assert 4 <= len(training["effective"]) < 23 and "metrics.jsonl" in [p.file.path.name for p in chosen]
+    before = tables.source.keys
+    with open(run / "rollouts/step_1/train/effective/traces.jsonl", "a") as file:
+        file.write("torn")
+    assert opening.refresh(tables.found)
+    assert len(set(tables.source.keys) - set(before)) == 1 and by_step(tables, "reward_mean") == STEPS
