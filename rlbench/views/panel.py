@@ -252,7 +252,8 @@ class Panel:
         set_html(self.parts["neighbours"], neighbours_html(s.neighbours))
         self.cards.draw(s)
         commands = [] if s.commands is None else s.commands.tail(200).to_dicts()
-        set_html(self.parts["log"], journal_html(commands))
+        if s.source is None:  # nobody can ask another system's run for anything
+            set_html(self.parts["log"], journal_html(commands))
         message = self.fork_offer.message or self.about
         if not self.readonly:
             self.buttons.update(s.state)

@@ -488,6 +488,29 @@ FITS = """() => {
     return [...new Set(told)] }"""
 
 
+def test_another_systems_run_is_shown_and_followed(lab, shot):
+    "A run of prime-rl in its own panel: cards that have data, what limits it, no controls; a new step is drawn by itself."
+    theirs = lab.notebooks / "theirs"
+    shutil.copytree(Path(__file__).parents[1] / "foreign" / "prime_rl" / "july", theirs)
+    (theirs / "metrics.jsonl").touch()  # written just now: it goes on
+    code = "import os\nos.environ['RLBENCH_CACHE'] = 'cache'\nimport rlbench as rl\nrl.open('theirs')"
+    write_notebook(lab.notebooks / "theirs.ipynb", code)
+    page = lab.open_notebook("theirs.ipynb")
+    cell = run_cell(page, 0)
+    panel = cell.locator(".jupyter-widgets.rl-panel")
+    expect(panel.locator(".rl-word")).to_have_text("read-only", timeout=1000 * SLOW)
+    expect(panel.locator(".rl-opened-run")).to_contain_text("The generator limits this run")
+    expect(panel.locator(".rl-card-reward svg").first).to_be_visible()
+    assert not panel.locator(".widget-slider").count() and not panel.get_by_role("button", name="Stop").count()
+    shot(page, "opened")
+    metrics = theirs / "metrics.jsonl"
+    last = [json.loads(line) for line in metrics.read_text().splitlines()][-2:]
+    with open(metrics, "a") as file:
+        file.writelines(json.dumps(row | {"step": 4}) + "\n" for row in last)
+    expect(panel.locator(".rl-numbers").first).to_contain_text(re.compile(r"version of \d+\s*4"), timeout=1000 * SLOW)
+    lab.leave(page)
+
+
 def test_the_panel_fits_narrow_and_wide_light_and_dark(lab, shared, shot):
     "At 760, 1280 and 1920 pixels, in both themes: nothing cut, nothing over another, text large enough, in the frames that are drawn there."
     write_notebook(lab.notebooks / "wide.ipynb", "import rlbench as rl", 'rl.attach("shared")')
