@@ -102,15 +102,18 @@ def read_trained(record: dict, step: int | None) -> Iterator[Response]:
     span = response_span(mask, length) if fits else None
     values = token_values(record, ids, span, length) if span else {}
     messages = [as_text(each) or "" for each in as_list(only_value(record, "content"))]
-    said = messages[-count_said(mask[span]) :] if span else messages[-1:]
+    count = count_said(mask[span]) if span else 1
+    before, said = messages[:-count], messages[-count:]
+    agent = as_table(only_value(record, "agent_ref"))
+    is_masked = as_number(only_value(record, "sample_loss_mask")) == 0
     yield Response(
         step=step,
-        prompt="\n".join(messages[: len(messages) - len(said)]) or None,
+        prompt="\n".join(before) or None,
         text=last_response(said),
         said=said if len(said) > 1 else None,
-        environment=as_text(as_table(only_value(record, "agent_ref")).get("name")),
+        environment=as_text(agent.get("name")),
         reward=as_number(only_value(record, "rewards")),
-        fate="masked" if as_number(only_value(record, "sample_loss_mask")) == 0 else None,
+        fate="masked" if is_masked else None,
         **values,
     )
 

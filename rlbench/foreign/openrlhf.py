@@ -9,7 +9,7 @@ __all__ = ['TELLING', 'EXAMPLE', 'BREAK', 'SHAPE', 'OPENRLHF', 'TENSORBOARD', 'e
 # %% ../../nbs/foreign/18_openrlhf.ipynb #openrlhf-imports
 # Event files of OpenRLHF and of others.
 #
-# Owns: how OpenRLHF's event files are told from those of others, its example of each step, and the names of its figures.
+# Owns: how OpenRLHF's event files are recognised, its example of each step, and the names of its figures.
 #
 # What always holds:
 #   * A folder with event files is one run, as TensorBoard has it.

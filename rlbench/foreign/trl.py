@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLUMNS', 'STATE', 'MEAN', 'NOT_FIGURES', 'TRL', 'is_completions', 'is_state', 'folder_of', 'find_trl', 'list_trl',
            'newest_state', 'reward_functions', 'reward_weights', 'number_columns', 'read_completions',
-           'read_completion', 'said_of', 'read_state']
+           'read_completion', 'weighted_sum', 'said_of', 'read_state']
 
 # %% ../../nbs/foreign/14_trl.ipynb #trl-imports
 # The files of TRL.
@@ -142,18 +142,25 @@ def read_completion(record: dict, parts: Sequence[str], weights: Mapping[str, fl
     "The response of a row. `parts`: the columns of the reward functions; `weights`: empty where they are not known."
     values = {name: as_number(record.get(name)) for name in parts}
     known = {name: value for name, value in values.items() if value is not None}
-    is_weighted = known and all(name in weights for name in known)
     said = said_of(record.get("completion"))
+    responses = said[::2]
     prompt = record.get("prompt")
     return Response(
         step=as_whole(record.get("step")),
         prompt=chat_text(prompt) if isinstance(prompt, list) else as_text(prompt),
-        text=(said[::2] or [None])[-1],
+        text=responses[-1] if responses else None,
         said=said if len(said) > 1 else None,
-        reward=sum(weights[name] * value for name, value in known.items()) if is_weighted else None,
+        reward=weighted_sum(known, weights),
         parts=known or None,
         advantage=as_number(record.get("advantage")),
     )
+
+
+def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
+    "The reward of parts whose weights are all known; None for others, and without parts."
+    if not parts or not parts.keys() <= weights.keys():
+        return None
+    return sum(weights[name] * value for name, value in parts.items())
 
 
 def said_of(completion: object) -> list[str]:
