@@ -21,8 +21,8 @@ __all__ = ['MIB', 'LINE_BYTES', 'WHOLE_BYTES', 'ARCHIVE_BYTES', 'MEMBERS', 'DEPT
 #
 # It knows no format.
 import io
-import math
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -279,11 +279,15 @@ class ZipMembers:
         member = self.members[name]
         if member.file_size > WHOLE_BYTES:
             raise ForeignError(f"{self.path}: member {name!r} is larger than {WHOLE_BYTES // MIB:,} MiB")
-        if member.compress_type != ZSTD_METHOD:
+        if member.compress_type not in (ZSTD_METHOD, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             with named_faults(self.path), zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return file.read(WHOLE_BYTES)
         with named_faults(self.path):
             packed = self._packed_bytes(member)
+            if member.compress_type == zipfile.ZIP_STORED:
+                return packed
+            if member.compress_type == zipfile.ZIP_DEFLATED:
+                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, member.file_size + 1)[: member.file_size]
             reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
             return reader.read(member.file_size + 1)[: member.file_size]
 
