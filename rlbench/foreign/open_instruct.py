@@ -35,7 +35,9 @@ ROLLOUTS, METADATA = "_rollouts_", "_metadata"
 
 def is_rollouts(tree: FileTree, path: Path) -> bool:
     "True for a file of open-instruct's rollouts."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "prompt_tokens", "response_tokens", "sample_idx", "reward")
+    if path.suffix != ".jsonl" or not tree.has_keys(path, "prompt_tokens", "response_tokens"):
+        return False
+    return tree.has_keys(path, "sample_idx") or tree.has_keys(path, "prompt_idx")
 
 
 def run_of(path: Path, border: str) -> Path:

@@ -40,7 +40,8 @@ def event_files(tree: FileTree, folder: Path) -> list[Path]:
 
 def find_openrlhf(tree: FileTree) -> list[Path]:
     "The runs of OpenRLHF in a tree."
-    return [folder for folder in event_folders(tree) if first_tags(event_files(tree, folder)[0]) >= TELLING]
+    firsts = {folder: event_files(tree, folder)[0] for folder in event_folders(tree)}
+    return [folder for folder, path in firsts.items() if len(first_tags(path) & TELLING) >= 2]
 
 
 def list_openrlhf(tree: FileTree, run: Path) -> Iterator[WholeFile]:
