@@ -126,11 +126,8 @@ class MadeRollout:
             "ok": True,
             "errors": [],
         }
-        spans = {
-            "start": start,
-            "agent": {"start": start, "end": start + 5, "model": {"duration": 4.9}},
-            "scoring": {"start": start + 5, "end": start + 5.1},
-        }
+        agent = {"start": start, "end": start + 5, "model": {"duration": 4.9}}
+        spans = {"start": start, "agent": agent, "scoring": {"start": start + 5, "end": start + 5.1}}
         trace = {
             "version": 1,
             "id": self.key,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROLLOUTS', 'METADATA', 'OPEN_INSTRUCT', 'is_rollouts', 'run_of', 'find_open_instruct', 'list_open_instruct',
-           'tokenizer_file', 'load_tokenizer', 'decoded_text', 'read_rollout', 'read_metadata']
+           'tokenizer_file', 'load_tokenizer', 'decoded_text', 'read_rollout', 'tool_figures', 'read_metadata']
 
 # %% ../../nbs/foreign/16_open_instruct.ipynb #open-instruct-imports
 # The files of open-instruct.
@@ -35,7 +35,9 @@ ROLLOUTS, METADATA = "_rollouts_", "_metadata"
 
 def is_rollouts(tree: FileTree, path: Path) -> bool:
     "True for a file of open-instruct's rollouts."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "prompt_tokens", "response_tokens", "sample_idx", "reward")
+    if path.suffix != ".jsonl" or not tree.has_keys(path, "prompt_tokens", "response_tokens"):
+        return False
+    return tree.has_keys(path, "sample_idx") or tree.has_keys(path, "prompt_idx")
 
 
 def run_of(path: Path, border: str) -> Path:
@@ -91,25 +93,32 @@ def read_rollout(record: dict, tokenizer: str | None = None) -> Iterator[Respons
     "The response in one line."
     prompt = as_list(record.get("prompt_tokens"))
     tokens = as_list(record.get("response_tokens"))
-    answer = record.get("ground_truth")
-    request = as_table(record.get("request_info"))
     logprobs = as_list(record.get("logprobs"))
+    has_logprobs = logprobs and len(logprobs) == len(tokens)
+    answer = record.get("ground_truth")
+    answer_text = decoded_text(answer, tokenizer) if isinstance(answer, list) else as_text(answer)
     yield Response(
         step=as_whole(record.get("step")),
         group=as_text(record.get("prompt_idx")),
         environment=as_text(record.get("dataset")),
         prompt=decoded_text(prompt, tokenizer),
         text=decoded_text(tokens, tokenizer),
-        answer=decoded_text(answer, tokenizer) if isinstance(answer, list) else as_text(answer),
+        answer=answer_text,
         reward=as_number(record.get("reward")),
         advantage=as_number(record.get("advantage")),
         reason=as_text(record.get("finish_reason")),
-        calls=as_whole(request.get("num_calls")),
-        tool_seconds=as_number(request.get("tool_runtimes")),
         prompt_tokens=prompt or None,
         tokens=tokens or None,
-        logprobs=logprobs if logprobs and len(logprobs) == len(tokens) else None,
+        logprobs=logprobs if has_logprobs else None,
+        **tool_figures(as_table(record.get("request_info"))),
     )
+
+
+def tool_figures(request: dict) -> dict[str, object]:
+    "What is written about the tools of a response."
+    calls = as_whole(request.get("num_calls"))
+    seconds = as_number(request.get("tool_runtimes"))
+    return {"calls": calls, "tool_seconds": seconds}
 
 
 def read_metadata(record: dict) -> Iterator[Setting]:

@@ -9,7 +9,7 @@ __all__ = ['TELLING', 'EXAMPLE', 'BREAK', 'SHAPE', 'OPENRLHF', 'TENSORBOARD', 'e
 # %% ../../nbs/foreign/18_openrlhf.ipynb #openrlhf-imports
 # Event files of OpenRLHF and of others.
 #
-# Owns: how OpenRLHF's event files are told from those of others, its example of each step, and the names of its figures.
+# Owns: how OpenRLHF's event files are recognised, its example of each step, and the names of its figures.
 #
 # What always holds:
 #   * A folder with event files is one run, as TensorBoard has it.
@@ -40,7 +40,8 @@ def event_files(tree: FileTree, folder: Path) -> list[Path]:
 
 def find_openrlhf(tree: FileTree) -> list[Path]:
     "The runs of OpenRLHF in a tree."
-    return [folder for folder in event_folders(tree) if first_tags(event_files(tree, folder)[0]) >= TELLING]
+    firsts = {folder: event_files(tree, folder)[0] for folder in event_folders(tree)}
+    return [folder for folder, path in firsts.items() if len(first_tags(path) & TELLING) >= 2]
 
 
 def list_openrlhf(tree: FileTree, run: Path) -> Iterator[WholeFile]:

@@ -15,7 +15,8 @@ __all__ = ['SYNONYMS', 'NAMES', 'LOOKED_AT', 'LOOKED_BYTES', 'JSON_BYTES', 'SUFF
 # Owns: the mapping from our names to columns, and how a value of a column becomes a value of a `Response`.
 #
 # What always holds:
-#   * Every column that a mapping names is there in each file that is read, or the mapping is refused with the nearest names.
+#   * Each file that is read has every column that a mapping names; a mapping that fits no file is refused with the
+#     nearest names.
 #   * A value of the wrong type is absent.
 #
 # It knows no system. It guesses no column.
@@ -315,7 +316,7 @@ def plain_format(columns: Mapping[str, str]) -> ForeignFormat:
         settings={
             "rollouts.prompt": 'columns={"prompt": "NAME OF THE COLUMN"}',
             "rollouts.reward": 'columns={"reward": "NAME OF THE COLUMN"}',
-            "rollouts.dispatched": 'columns={"dispatched": "NAME OF THE COLUMN"}, the version that generated the response',
+            "rollouts.dispatched": 'columns={"dispatched": "NAME OF THE COLUMN"}, the version at dispatch',
             "steps": 'columns={"step": "NAME OF THE COLUMN"}',
             "tokens": 'columns={"tokens": "NAME OF THE COLUMN", "logprobs": …}, lists of the response\'s tokens',
         },

@@ -195,13 +195,12 @@ def read_database(path: Path, run: KnownRun) -> Iterator[Row]:
 
 
 def _stored_trace(row: Mapping) -> Trace:
-    return Trace(
-        key=as_text(row.get("id")),
-        step=as_whole(row.get("step")),
-        at=as_time(row.get("timestamp")),
-        messages=as_list(json_value(row.get("messages"))),
-        facts=as_table(json_value(row.get("metadata"))),
-    )
+    key = as_text(row.get("id"))
+    step = as_whole(row.get("step"))
+    at = as_time(row.get("timestamp"))
+    messages = json_value(row.get("messages"))
+    facts = json_value(row.get("metadata"))
+    return Trace(key, step, at, as_list(messages), as_table(facts))
 
 
 def rollouts_of(traces: Iterable[Trace]) -> list[Response]:
@@ -396,7 +395,7 @@ TRACKIO = ForeignFormat(
         "publish_seconds": with_train("perf/weight_sync_s"),
     },
     settings={
-        "rollouts": "TRL's asynchronous GRPO trainer with report_to='trackio'; elsewhere trackio.log(trackio.Trace(…))",
+        "rollouts": "report_to='trackio' with TRL's asynchronous GRPO trainer, or trackio.log(trackio.Trace(…))",
         "rollouts.dispatched": "model_version in the metadata of each trackio.Trace",
         "steps": "trackio.log(…, step=N) with a figure named reward",
         "tokens": "Trackio keeps no token ids or log-probabilities",

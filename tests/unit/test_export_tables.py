@@ -1,6 +1,7 @@
 "Responses of a run in the formats of other tools, written and read back."
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import polars as pl
@@ -13,6 +14,7 @@ from rlbench.base.status import Status, write_status
 from rlbench.cli.main import app
 from rlbench.foreign.opening import cached_folder, opened_table, refresh
 from rlbench.foreign.registry import FORMATS, find_foreign_runs
+from rlbench.foreign.source_files import ZipMembers
 from rlbench.views.export_tables import export_responses
 from rlbench.views.exported_responses import exported_responses
 
@@ -199,9 +201,14 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     assert code == 2 and "did you mean 'parquet'?" in text and "tensorboard" in text
 
 
-def test_the_others_own_readers(run: Path, tmp_path: Path) -> None:
-    "inspect-ai reads its log, where it is installed."
-    inspect_log = pytest.importorskip("inspect_ai.log")
+def test_inspect_ai_reads_its_log_where_it_is_installed(run: Path, tmp_path: Path) -> None:
     export_responses(run, "inspect", tmp_path / "inspect")
-    log = inspect_log.read_eval_log(str(tmp_path / "inspect/monday.eval"))
-    assert len(log.samples) == 24 and {sample.scores["reward"].value for sample in log.samples} == {0.9, -0.1}
+    log = tmp_path / "inspect/monday.eval"
+    members = ZipMembers(log).members
+    assert {"header.json", "summaries.json", "_journal/start.json"} < set(members)
+    assert sum(name.startswith("samples/") for name in members) == 24
+    if find_spec("inspect_ai"):
+        from inspect_ai.log import read_eval_log
+
+        samples = read_eval_log(str(log)).samples
+        assert len(samples) == 24 and {sample.scores["reward"].value for sample in samples} == {0.9, -0.1}

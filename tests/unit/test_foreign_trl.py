@@ -102,3 +102,12 @@ def test_turns_and_tools(runs: Path) -> None:
     pl.DataFrame([record]).write_parquet(place)
     rollouts = opened_table(open_only(runs / "tools"), "rollouts")
     assert rollouts["text"][0] == "42" and rollouts["turns"][0] == 2 and "add" in rollouts["said"][0][0]
+
+
+@pytest.mark.parametrize("missing", ["step", "advantage", "accuracy_reward"])
+def test_a_missing_column(runs: Path, missing: str) -> None:
+    path = runs / "plain/completions/completions_00001.parquet"
+    pl.read_parquet(path).drop(missing).write_parquet(path)
+    folder = open_only(runs / "plain")
+    assert opened_table(folder, "rollouts")["step"].to_list() == [1] * 8
+    assert read_source(folder).has("rollouts.reward") == (missing != "accuracy_reward")
