@@ -212,3 +212,16 @@ def test_inspect_ai_reads_its_log_where_it_is_installed(run: Path, tmp_path: Pat
 
         samples = read_eval_log(str(log)).samples
         assert len(samples) == 24 and {sample.scores["reward"].value for sample in samples} == {0.9, -0.1}
+
+
+@pytest.mark.slow
+def test_verifiers_reads_its_episodes_where_it_is_installed(run: Path, tmp_path: Path) -> None:
+    export_responses(run, "verifiers", tmp_path / "out")
+    lines = (tmp_path / "out/traces.jsonl").read_text().splitlines()
+    assert len(lines) == 26
+    if find_spec("verifiers"):
+        from verifiers.v1.episode import WireEpisode
+
+        episode = WireEpisode.model_validate(json.loads(lines[0]))
+        (trace,) = episode.traces
+        assert trace.reward == 0.9 and trace.nodes[1].token_ids == [50, 51, 0] and episode.run.work.step == 1
