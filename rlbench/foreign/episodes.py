@@ -7,8 +7,8 @@ __all__ = ['Decide', 'NodeRecord', 'SpanRecord', 'DurationRecord', 'AgentSpanRec
            'StampRecord', 'InfoRecord', 'TraceRecord', 'NamedRecord', 'TaskDataRecord', 'TaskRecord', 'PolicyRecord',
            'WorkRecord', 'RunRecord', 'EpisodeRecord', 'last_branch', 'written_values', 'joined_values',
            'response_positions', 'turn_numbers', 'prompt_tokens', 'reward_parts', 'end_reason', 'error_text', 'moment',
-           'response_texts_of', 'response_tokens_of', 'trace_times', 'trace_response', 'episode_fields',
-           'episode_responses', 'is_evaluation', 'is_episode']
+           'response_texts_of', 'response_tokens_of', 'trace_times', 'trace_response', 'environment_name',
+           'episode_fields', 'episode_responses', 'is_evaluation', 'is_episode']
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-imports
 # The episode record.
@@ -247,7 +247,8 @@ def reward_parts(rewards: object) -> tuple[float | None, dict[str, float] | None
     total, parts = 0.0, {}
     for name, entry in as_table(rewards).items():
         table = as_table(entry)
-        score, weight = as_number(table.get("score")), as_number(table.get("weight"))
+        score = as_number(table.get("score"))
+        weight = as_number(table.get("weight"))
         if score is not None:
             parts[name] = score
             total += score * (1.0 if weight is None else weight)
@@ -264,8 +265,10 @@ def end_reason(trace: TraceRecord) -> str | None:
 
 def error_text(*lists: object) -> str | None:
     "The errors in lists of them, in words; None for none."
-    found = [as_table(error).get("message") or error for errors in lists for error in as_list(errors)]
-    words = [as_text(each) for each in found]
+    words = []
+    for errors in lists:
+        for error in as_list(errors):
+            words.append(as_text(as_table(error).get("message") or error))
     return "; ".join(word for word in words if word) or None
 
 
@@ -312,13 +315,17 @@ def trace_times(timing: TimingRecord | None) -> dict[str, float | None]:
     "When a trace began and ended, and seconds of generation and scoring, as fields of a `Response`."
     if timing is None:
         return {}
-    agent, scoring = timing.agent or AgentSpanRecord(), timing.scoring or SpanRecord()
-    judged_from, judged_to = moment(scoring.start), moment(scoring.end)
+    agent = timing.agent or AgentSpanRecord()
+    model = agent.model or DurationRecord()
+    scoring = timing.scoring or SpanRecord()
+    judged_from = moment(scoring.start)
+    judged_to = moment(scoring.end)
+    was_judged = judged_from is not None and judged_to is not None
     return {
         "began": moment(timing.start) or moment(agent.start),
         "ended": judged_to or moment(agent.end),
-        "seconds": as_number(agent.model.duration) if agent.model else None,
-        "score_seconds": None if judged_from is None or judged_to is None else judged_to - judged_from,
+        "seconds": as_number(model.duration),
+        "score_seconds": judged_to - judged_from if was_judged else None,
     }
 
 
@@ -342,17 +349,26 @@ def trace_response(trace: TraceRecord, episode: Mapping[str, object], errors: ob
     )
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-responses
+def environment_name(episode: EpisodeRecord) -> str | None:
+    "The name of an episode's environment; its id if it has no name."
+    env = episode.env or NamedRecord()
+    return as_text(env.name) or as_text(env.id)
+
+
 def episode_fields(episode: EpisodeRecord) -> dict[str, object]:
     "What an episode says about all its responses, as fields of a `Response`."
-    env, task, group = episode.env or NamedRecord(), episode.task or TaskRecord(), episode.group or NamedRecord()
-    work = (episode.run.work if episode.run else None) or WorkRecord()
-    data, policy = task.data or TaskDataRecord(), work.policy or PolicyRecord()
+    task = episode.task or TaskRecord()
+    data = task.data or TaskDataRecord()
+    group = episode.group or NamedRecord()
+    run = episode.run or RunRecord()
+    work = run.work or WorkRecord()
+    policy = work.policy or PolicyRecord()
     begun_with = as_whole(policy.start)
     return {
         "step": as_whole(work.step),
         "group": as_text(group.id),
         "task": as_text(task.key) or as_text(data.idx),
-        "environment": as_text(env.name) or as_text(env.id),
+        "environment": environment_name(episode),
         "answer": as_text(data.answer),
         "dispatched": begun_with,
         "oldest": begun_with,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_legacy_output', 'as_messages', 'legacy_conversation', 'count_tool_calls', 'legacy_tokens', 'joined',
-           'phase_seconds', 'legacy_times', 'legacy_response']
+           'phase_seconds', 'legacy_times', 'number_table', 'legacy_texts', 'legacy_response']
 
 # %% ../../nbs/foreign/06_legacy_outputs.ipynb #legacy-imports
 # The rollout record of verifiers before 0.4.
@@ -102,35 +102,55 @@ def legacy_times(timing: Mapping[str, object]) -> dict[str, float | None]:
     }
 
 # %% ../../nbs/foreign/06_legacy_outputs.ipynb #legacy-response
-def legacy_response(record: Mapping[str, object], step: int | None, evaluation: str | None) -> Response:
-    "The response of a record. `evaluation`: the name of the evaluation set."
+def number_table(value: object) -> dict[str, float] | None:
+    "The numbers of a table by name; None if there are none."
+    numbers = {}
+    for name, each in as_table(value).items():
+        number = as_number(each)
+        if number is not None:
+            numbers[name] = number
+    return numbers or None
+
+
+def legacy_texts(record: Mapping[str, object]) -> dict[str, object]:
+    "Prompt, text, turns and calls of tools, as fields of a `Response`."
     talk = legacy_conversation(record)
     several = len(talk.said) > 1
-    metrics = {name: as_number(value) for name, value in as_table(record.get("metrics")).items()}
-    parts = {name: value for name, value in metrics.items() if value is not None}
+    calls = count_tool_calls(record.get("completion"))
+    return {
+        "prompt": talk.prompt or None,
+        "text": talk.responses[-1] if talk.said else None,
+        "said": talk.said if several else None,
+        "turns": len(talk.responses) or None,
+        "calls": calls if several or calls else None,
+    }
+
+
+def legacy_response(record: Mapping[str, object], step: int | None, evaluation: str | None) -> Response:
+    "The response of a record. `evaluation`: the name of the evaluation set."
     reward = as_number(record.get("reward"))
     example = as_text(record.get("example_id"))
     message = error_text([record.get("error")])
+    was_cut = as_flag(record.get("is_truncated"))
     stopped = as_text(record.get("stop_condition"))
-    calls = count_tool_calls(record.get("completion"))
+    failed = message is not None and reward is None
+    environment = as_text(record.get("env_name")) or as_text(record.get("task"))
+    usage = as_table(record.get("token_usage"))
+    timing = as_table(record.get("timing"))
     return Response(
         step=step,
         evaluation=evaluation,
         group=example,
         task=example,
-        environment=as_text(record.get("env_name")) or as_text(record.get("task")),
-        prompt=talk.prompt or None,
-        text=talk.responses[-1] if talk.said else None,
-        said=talk.said if several else None,
+        environment=environment,
         answer=as_text(record.get("answer")),
         reward=reward,
-        parts=parts or None,
-        fate="environment_error" if message and reward is None else None,
-        reason="length" if as_flag(record.get("is_truncated")) else stopped,
+        parts=number_table(record.get("metrics")),
+        fate="environment_error" if failed else None,
+        reason="length" if was_cut else stopped,
         message=message,
-        length=as_whole(as_table(record.get("token_usage")).get("output_tokens")),
-        turns=len(talk.responses) or None,
-        calls=calls if several or calls else None,
-        **legacy_times(as_table(record.get("timing"))),
+        length=as_whole(usage.get("output_tokens")),
+        **legacy_texts(record),
+        **legacy_times(timing),
         **legacy_tokens(record.get("trajectory")),
     )

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 # %% ../../nbs/foreign/42_opening.ipynb #opening-pieces
 READERS = 1  # raised when a reader says something else of the same bytes; what was kept before is then read again
 PIECE_BYTES = 4 * MIB
-FIRST_BYTES = 64 * MIB  # that a first look reads
+FIRST_BYTES = 32 * MIB  # that a first look reads
 
 
 @dataclass(frozen=True)

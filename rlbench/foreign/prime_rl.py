@@ -8,8 +8,8 @@ __all__ = ['STEP', 'CHUNK', 'FAMILIES', 'COLUMNS', 'KNOBS', 'MONITOR', 'FILE_SET
            'stream_place', 'run_of_traces', 'placed_files', 'run_in', 'find_layout', 'find_july', 'is_metrics_file',
            'metrics_home', 'list_layout', 'reading_order', 'common_files', 'trace_source', 'evaluation_fields',
            'decide_by_folder', 'decide_by_info', 'stamped_step', 'fate_of', 'read_april', 'BranchRecord',
-           'AnnotationRecord', 'read_annotation', 'trained_mask', 'live_files', 'read_live', 'read_pending',
-           'dispatch_fields', 'read_metrics', 'read_settings', 'prime_format']
+           'AnnotationRecord', 'branch_number', 'read_annotation', 'trained_mask', 'live_files', 'read_live',
+           'read_pending', 'dispatch_fields', 'read_metrics', 'read_settings', 'prime_format']
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-imports
 # The files of prime-rl.
@@ -36,6 +36,8 @@ from rlbench.foreign.episodes import (
     EpisodeRecord,
     InfoRecord,
     StampRecord,
+    WorkRecord,
+    environment_name,
     episode_responses,
     is_episode,
     is_evaluation,
@@ -206,9 +208,7 @@ def evaluation_fields(place: TracePlace, episode: EpisodeRecord, info: InfoRecor
     "Step and set of an episode of an evaluation; None for one of the training."
     if place.kind != "eval" and (place.kind == "train" or not is_evaluation(episode, info)):
         return None
-    env = episode.env
-    name = (as_text(env.name) or as_text(env.id)) if env else None
-    return {"evaluation": name or "evaluation"}
+    return {"evaluation": environment_name(episode) or "evaluation"}
 
 
 def decide_by_folder(place: TracePlace, episode: EpisodeRecord, info: InfoRecord) -> Mapping[str, object]:
@@ -219,8 +219,9 @@ def decide_by_folder(place: TracePlace, episode: EpisodeRecord, info: InfoRecord
 
 def decide_by_info(place: TracePlace, episode: EpisodeRecord, info: InfoRecord) -> Mapping[str, object]:
     "Step, evaluation and fate in the layouts of September and autumn, from what is noted in the trace."
-    work = episode.run.work if episode.run else None
-    steps = [stamped_step(info.ship), stamped_step(info.arrival), place.step, as_whole(work.step) if work else None]
+    work = (episode.run.work if episode.run else None) or WorkRecord()
+    shipped, arrived = stamped_step(info.ship), stamped_step(info.arrival)
+    steps = [shipped, arrived, place.step, as_whole(work.step)]
     known = [step for step in steps if step is not None]
     fields = evaluation_fields(place, episode, info) or {"fate": fate_of(info) or WAITING}
     return {**fields, "step": known[0] if known else None}
@@ -261,10 +262,15 @@ class AnnotationRecord(msgspec.Struct):
     branches: list[BranchRecord] = []
 
 
+def branch_number(branch: BranchRecord) -> int:
+    "The place of a branch among those of its trace."
+    return as_whole(branch.index) or 0
+
+
 def read_annotation(record: AnnotationRecord) -> Iterator[Response]:
     "What one line adds to a response."
     info = record.info or InfoRecord()
-    branch = max(record.branches, key=lambda each: as_whole(each.index) or 0, default=BranchRecord())
+    branch = max(record.branches, key=branch_number, default=BranchRecord())
     key = as_text(record.trace_id)
     if key is None:
         return
@@ -274,8 +280,8 @@ def read_annotation(record: AnnotationRecord) -> Iterator[Response]:
         step=stamped_step(info.ship),
         fate=fate_of(info),
         advantage=as_number(info.advantage),
-        advantages=branch.advantages if isinstance(branch.advantages, list) else None,
-        trainer_logprobs=branch.trainer_logprobs if isinstance(branch.trainer_logprobs, list) else None,
+        advantages=as_list(branch.advantages) or None,
+        trainer_logprobs=as_list(branch.trainer_logprobs) or None,
         mask=trained_mask(branch.is_masked),
     )
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from .episodes import EpisodeRecord, InfoRecord, episode_responses, is_episode
+from .episodes import EpisodeRecord, InfoRecord, environment_name, episode_responses, is_episode
 from .formats import FileTree, ForeignFormat, LinesFile, SourceFile, WholeFile, as_text
 from .rows import Setting, flat_settings
 from .source_files import read_json
@@ -48,9 +48,7 @@ def evaluation_of(episode: EpisodeRecord, info: InfoRecord) -> Mapping[str, obje
     work = episode.run.work if episode.run else None
     if work is not None and work.type == "train":
         return {"fate": training_fate(info)}
-    env = episode.env
-    name = (as_text(env.name) or as_text(env.id)) if env else None
-    return {"evaluation": name or "evaluation"}
+    return {"evaluation": environment_name(episode) or "evaluation"}
 
 
 def training_fate(info: InfoRecord) -> str | None:
