@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-pieces
 READERS = 1  # raised when a reader says something else of the same bytes; what was kept before is then read again
-PIECE_BYTES = 4 * MIB
-FIRST_BYTES = 32 * MIB  # that a first look reads
+PIECE_BYTES = 2 * MIB
+FIRST_BYTES = 40 * MIB  # that a first look reads
 
 
 @dataclass(frozen=True)
