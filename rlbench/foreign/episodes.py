@@ -13,7 +13,7 @@ __all__ = ['Decide', 'NodeRecord', 'SpanRecord', 'DurationRecord', 'AgentSpanRec
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-imports
 # The episode record.
 #
-# Owns: the fields of an episode that are read, and how a trace becomes a `Response`.
+# Owns: the fields of an episode that are read, and how a trace becomes a `ForeignResponse`.
 #
 # What always holds:
 #   * The response's tokens are those of sampled nodes on the last branch that the model wrote. The template's tokens
@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from .formats import as_list, as_number, as_table, as_text, as_whole, cut_conversation
-from .rows import Response
+from .rows import ForeignResponse
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-record
 class NodeRecord(msgspec.Struct):
@@ -187,7 +187,7 @@ def last_branch(nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
 
 
 def written_values(node: NodeRecord, values: object) -> list | None:
-    "Of a list over a node's tokens, or over those that the model wrote, the values of the latter; None if it is neither."
+    "The values at tokens that the model wrote, of a list over these or over all tokens of a node; else None."
     tokens, mask = node.token_ids, node.mask
     if not isinstance(values, list) or not isinstance(tokens, list):
         return None
@@ -278,7 +278,7 @@ def moment(value: object) -> float | None:
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-text
 def response_texts_of(branch: Sequence[NodeRecord]) -> dict[str, object]:
-    "Prompt, text, turns and calls of tools on a branch, as fields of a `Response`."
+    "Prompt, text, turns and calls of tools on a branch, as fields of a `ForeignResponse`."
     by_model = [node.sampled is True for node in branch]
     talk = cut_conversation([node.message for node in branch], by_model)
     several = len(talk.said) > 1
@@ -294,7 +294,7 @@ def response_texts_of(branch: Sequence[NodeRecord]) -> dict[str, object]:
 
 
 def response_tokens_of(branch: Sequence[NodeRecord]) -> dict[str, object]:
-    "The lists over response tokens of a branch, as fields of a `Response`."
+    "The lists over response tokens of a branch, as fields of a `ForeignResponse`."
     written = [node for node in branch if node.sampled is True]
     tokens = joined_values(written, "token_ids")
     if not tokens:
@@ -312,7 +312,7 @@ def response_tokens_of(branch: Sequence[NodeRecord]) -> dict[str, object]:
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-trace-response
 def trace_times(timing: TimingRecord | None) -> dict[str, float | None]:
-    "When a trace began and ended, and seconds of generation and scoring, as fields of a `Response`."
+    "When a trace began and ended, and seconds of generation and scoring, as fields of a `ForeignResponse`."
     if timing is None:
         return {}
     agent = timing.agent or AgentSpanRecord()
@@ -329,7 +329,7 @@ def trace_times(timing: TimingRecord | None) -> dict[str, float | None]:
     }
 
 
-def trace_response(trace: TraceRecord, episode: Mapping[str, object], errors: object = None) -> Response:
+def trace_response(trace: TraceRecord, episode: Mapping[str, object], errors: object = None) -> ForeignResponse:
     "The response of a trace. `episode`: the fields that its episode decides; `errors`: those of the episode."
     branch = last_branch(trace.nodes)
     reward, parts = reward_parts(trace.rewards)
@@ -337,7 +337,7 @@ def trace_response(trace: TraceRecord, episode: Mapping[str, object], errors: ob
     found = {**trace_times(trace.timing), **response_texts_of(branch), **response_tokens_of(branch), **episode}
     if message and reward is None:
         found["fate"] = "environment_error"
-    return Response(
+    return ForeignResponse(
         key=as_text(trace.id),
         reward=reward,
         parts=parts,
@@ -356,7 +356,7 @@ def environment_name(episode: EpisodeRecord) -> str | None:
 
 
 def episode_fields(episode: EpisodeRecord) -> dict[str, object]:
-    "What an episode says about all its responses, as fields of a `Response`."
+    "What an episode says about all its responses, as fields of a `ForeignResponse`."
     task = episode.task or TaskRecord()
     data = task.data or TaskDataRecord()
     group = episode.group or NamedRecord()
@@ -376,10 +376,10 @@ def episode_fields(episode: EpisodeRecord) -> dict[str, object]:
     }
 
 
-Decide = Callable[[EpisodeRecord, InfoRecord], Mapping[str, object]]  # gives fields of a trace's `Response`
+Decide = Callable[[EpisodeRecord, InfoRecord], Mapping[str, object]]  # gives fields of a trace's `ForeignResponse`
 
 
-def episode_responses(episode: EpisodeRecord, decide: Decide | None = None) -> Iterator[Response]:
+def episode_responses(episode: EpisodeRecord, decide: Decide | None = None) -> Iterator[ForeignResponse]:
     """The responses of an episode; one without text for an episode that failed before its agent began. `decide` gives
     what follows from the place of the record, such as step, evaluation and fate."""
     fields = episode_fields(episode)

@@ -71,7 +71,11 @@ def event_records(path: Path) -> Iterator[bytes]:
             yield data
 
 # %% ../../nbs/foreign/07_event_files.ipynb #event-files-fields
-VARINT, EIGHT_BYTES, COUNTED, FOUR_BYTES = 0, 1, 2, 5  # kinds of a field
+# The kinds of a field.
+VARINT = 0
+EIGHT_BYTES = 1
+COUNTED = 2
+FOUR_BYTES = 5
 
 
 def read_varint(data: bytes, place: int) -> tuple[int, int]:
@@ -113,10 +117,21 @@ def field_size(kind: int, data: bytes, place: int) -> tuple[int, int]:
     return sizes[kind], place
 
 # %% ../../nbs/foreign/07_event_files.ipynb #event-files-values
-EVENT_TIME, EVENT_STEP, EVENT_SUMMARY = 1, 2, 5
+# Field numbers of an event.
+EVENT_TIME = 1
+EVENT_STEP = 2
+EVENT_SUMMARY = 5
+# Field numbers of a summary and of its values.
 SUMMARY_VALUE = 1
-VALUE_TAG, VALUE_NUMBER, VALUE_TENSOR = 1, 2, 8
-TENSOR_TYPE, TENSOR_CONTENT, TENSOR_FLOATS, TENSOR_DOUBLES, TENSOR_STRINGS = 1, 4, 5, 6, 8
+VALUE_TAG = 1
+VALUE_NUMBER = 2
+VALUE_TENSOR = 8
+# Field numbers of a tensor.
+TENSOR_TYPE = 1
+TENSOR_CONTENT = 4
+TENSOR_FLOATS = 5
+TENSOR_DOUBLES = 6
+TENSOR_STRINGS = 8
 NUMBERS = {1: "<f", 2: "<d"}  # by the type of a tensor
 
 

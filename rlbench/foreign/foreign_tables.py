@@ -33,18 +33,18 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 from ..base.ledger_rows import polars_schema
 from ..base.tables import TABLES
 from .formats import ForeignFormat
-from .rows import WAITING, Change, Host, Metric, Phase, Response, Row, Setting
+from .rows import WAITING, ForeignChange, ForeignResponse, Host, Metric, Phase, Row, Setting
 
 if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-frames
 KINDS = {
-    "responses": Response,
+    "responses": ForeignResponse,
     "metrics": Metric,
     "phases": Phase,
     "hosts": Host,
-    "changes": Change,
+    "changes": ForeignChange,
     "settings": Setting,
 }
 TEXTS = ("prompt", "text", "said", "answer")
@@ -270,7 +270,7 @@ def with_rewards(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.Da
 
 
 def with_chosen_parts(responses: "pl.DataFrame", form: ForeignFormat) -> "tuple[pl.DataFrame, list[str]]":
-    "Responses with the part that the format names as their `reward`, where they have none; and the guesses that were made."
+    "Responses without a `reward` get the part that the format names; and the guesses that were made."
     import polars as pl
 
     numbered = responses.with_row_index("order")
@@ -716,7 +716,7 @@ def token_table(part: "pl.DataFrame", long: "pl.DataFrame") -> "pl.DataFrame":
 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-segment
 def write_segment(folder: Path, name: str, table: "pl.DataFrame", first: int, columns: dict[str, set[str]]) -> None:
-    "Write a table, or the part of one that begins with row `first`, as a segment of a ledger; `columns` learns what it has."
+    "Write a table, or its part from row `first` on, as a segment of a ledger; adds its columns to `columns`."
     import polars as pl
 
     if not len(table):

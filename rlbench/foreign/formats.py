@@ -48,8 +48,8 @@ class LinesFile:
 
 @dataclass(frozen=True)
 class WholeFile:
-    """A file that is read at once. `read` gives its rows, and raises ForeignError. Many small files of one folder are one
-    source: `path` is the folder, and `read` gets each of its `members`."""
+    """A file that is read at once. `read` gives its rows, and raises ForeignError. Many small files of one folder are
+    one source: `path` is the folder, and `read` gets each of its `members`."""
 
     path: Path
     read: Callable[[Path], Iterable[Row]]
@@ -142,7 +142,7 @@ class FileTree:
         return self._records[path]
 
     def beginning(self, path: Path) -> bytes:
-        "The first bytes of a file: enough to tell one kind of large JSON file from another. Empty if it cannot be read."
+        "The first bytes of a file, enough to tell kinds of large JSON files apart. Empty if it cannot be read."
         try:
             with open(path, "rb") as file:
                 return file.read(BEGINNING_BYTES)

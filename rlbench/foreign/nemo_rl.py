@@ -37,7 +37,7 @@ from rlbench.foreign.formats import (
     cut_conversation,
     has_keys,
 )
-from .rows import Response
+from .rows import ForeignResponse
 
 # %% ../../nbs/foreign/17_nemo_rl.ipynb #nemo-rl-find
 TELLING = (("content", "rewards"), ("content", "input_lengths"), ("token_loss_mask", "prev_logprobs"))  # keys
@@ -100,7 +100,7 @@ def count_said(mask: Sequence[object]) -> int:
     return changes + 1
 
 # %% ../../nbs/foreign/17_nemo_rl.ipynb #nemo-rl-response
-def read_trained(record: dict, step: int | None) -> Iterator[Response]:
+def read_trained(record: dict, step: int | None) -> Iterator[ForeignResponse]:
     "The response in a line of training data."
     ids = as_list(only_value(record, "token_ids"))
     mask = as_list(only_value(record, "token_loss_mask"))
@@ -113,7 +113,7 @@ def read_trained(record: dict, step: int | None) -> Iterator[Response]:
     before, said = messages[:-count], messages[-count:]
     agent = as_table(only_value(record, "agent_ref"))
     is_masked = as_number(only_value(record, "sample_loss_mask")) == 0
-    yield Response(
+    yield ForeignResponse(
         step=step,
         prompt="\n".join(before) or None,
         text=last_response(said),
@@ -146,7 +146,7 @@ def last_response(said: Sequence[str]) -> str | None:
     return responses[-1] if responses else None
 
 # %% ../../nbs/foreign/17_nemo_rl.ipynb #nemo-rl-validation
-def read_validated(record: dict, step: int | None) -> Iterator[Response]:
+def read_validated(record: dict, step: int | None) -> Iterator[ForeignResponse]:
     "The response in a line of validation data."
     messages = as_list(only_value(record, "content"))
     if all(isinstance(message, str) for message in messages):
@@ -154,7 +154,7 @@ def read_validated(record: dict, step: int | None) -> Iterator[Response]:
     else:
         conversation = cut_conversation(messages)
         prompt, said = conversation.prompt, conversation.said
-    yield Response(
+    yield ForeignResponse(
         step=step,
         evaluation="validation",
         prompt=prompt,

@@ -27,7 +27,7 @@ from rlbench.foreign.formats import (
     as_text,
     as_whole,
 )
-from .rows import Response, Setting, flat_settings
+from .rows import ForeignResponse, Setting, flat_settings
 
 # %% ../../nbs/foreign/16_open_instruct.ipynb #open-instruct-find
 ROLLOUTS, METADATA = "_rollouts_", "_metadata"
@@ -89,7 +89,7 @@ def decoded_text(tokens: Sequence[int], tokenizer: str | None) -> str | None:
     return known.decode(tokens, skip_special_tokens=False) if known else None
 
 # %% ../../nbs/foreign/16_open_instruct.ipynb #open-instruct-response
-def read_rollout(record: dict, tokenizer: str | None = None) -> Iterator[Response]:
+def read_rollout(record: dict, tokenizer: str | None = None) -> Iterator[ForeignResponse]:
     "The response in one line."
     prompt = as_list(record.get("prompt_tokens"))
     tokens = as_list(record.get("response_tokens"))
@@ -97,7 +97,7 @@ def read_rollout(record: dict, tokenizer: str | None = None) -> Iterator[Respons
     has_logprobs = logprobs and len(logprobs) == len(tokens)
     answer = record.get("ground_truth")
     answer_text = decoded_text(answer, tokenizer) if isinstance(answer, list) else as_text(answer)
-    yield Response(
+    yield ForeignResponse(
         step=as_whole(record.get("step")),
         group=as_text(record.get("prompt_idx")),
         environment=as_text(record.get("dataset")),

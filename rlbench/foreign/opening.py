@@ -76,7 +76,7 @@ FIRST_BYTES = 40 * MIB  # that a first look reads
 
 @dataclass(frozen=True)
 class Piece:
-    "A part of a file: the lines that begin between `start` and `end`, or a whole file; or several small files of lines."
+    "Part of a file (the lines that begin between `start` and `end`), a whole file, or several small files of lines."
 
     file: SourceFile
     start: int
@@ -179,7 +179,7 @@ def _beginning_of(path: Path) -> str:
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-read-piece
 def read_piece(piece: Piece) -> "tuple[dict[str, pl.DataFrame], int]":
-    "The rows of a piece as frames, and how many records were damaged. Raises ForeignError for a file that cannot be read."
+    "The rows of a piece as frames, and the number of damaged records. Raises ForeignError for an unreadable file."
     import polars as pl
 
     damaged = [0]
@@ -340,7 +340,7 @@ class Look:
         return self.is_large and time.monotonic() - self.ended < 10 * self.seconds
 
     def start_reading(self, found: FoundRun) -> None:
-        "Begin to read the rest, unless it is being read. After a reader has ended, the next one waits as long as it took."
+        "Begin to read the rest, unless a reader runs. The next reader waits as long as the one before it took."
         now = time.monotonic()
         if self.reader is not None:
             if self.reader.poll() is None:
@@ -516,7 +516,7 @@ def open_folder(found: FoundRun) -> Path:
 
 
 def find_or_open(name: str | Path, runs: str | Path | None = None) -> Path:
-    """The folder of a run given by name or path: one of ours, else the cached one of a run that another system has made.
+    """The folder of a run given by name or path: one of ours, or the cached folder of another system's run.
     Raises FileNotFoundError with the nearest names, or ForeignError."""
     path = Path(name).expanduser()
     try:

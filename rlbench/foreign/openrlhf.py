@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .event_files import file_values, first_tags, is_event_file, read_scalars
 from .formats import FileTree, ForeignFormat, WholeFile, as_number
-from .rows import Metric, Response
+from .rows import ForeignResponse, Metric
 
 # %% ../../nbs/foreign/18_openrlhf.ipynb #openrlhf-find
 TELLING = {"train/policy_loss", "train/actor_lr", "train/total_length"}
@@ -61,15 +61,15 @@ BREAK = r"(?:\\n|\n)"  # OpenRLHF writes the backslash and the n
 SHAPE = re.compile(rf"^Sample:{BREAK}(?P<text>.*?){BREAK}*Reward: (?P<reward>\S+)$", re.DOTALL)
 
 
-def read_example(text: str, step: int, at: float | None) -> Response:
+def read_example(text: str, step: int, at: float | None) -> ForeignResponse:
     "The example of a step."
     found = SHAPE.match(text)
     if found is None:
-        return Response(step=step, text=text, ended=at)
-    return Response(step=step, text=found["text"], reward=as_number(found["reward"]), ended=at)
+        return ForeignResponse(step=step, text=text, ended=at)
+    return ForeignResponse(step=step, text=found["text"], reward=as_number(found["reward"]), ended=at)
 
 
-def read_events(path: Path) -> Iterator[Metric | Response]:
+def read_events(path: Path) -> Iterator[Metric | ForeignResponse]:
     "The figures and examples of an event file. Raises ForeignError."
     yield from read_scalars(path)
     for value in file_values(path):

@@ -12,7 +12,7 @@ __all__ = ['SYNONYMS', 'NAMES', 'LOOKED_AT', 'LOOKED_BYTES', 'JSON_BYTES', 'SUFF
 # %% ../../nbs/foreign/19_plain.ipynb #plain-imports
 # Tables of responses of any shape.
 #
-# Owns: the mapping from our names to columns, and how a value of a column becomes a value of a `Response`.
+# Owns: the mapping from our names to columns, and how a value of a column becomes a value of a `ForeignResponse`.
 #
 # What always holds:
 #   * Each file that is read has every column that a mapping names; a mapping that fits no file is refused with the
@@ -43,13 +43,13 @@ from rlbench.foreign.formats import (
     chat_text,
     cut_conversation,
 )
-from .rows import Response
+from .rows import ForeignResponse
 from .source_files import MIB, ForeignError, decode_json, named_faults, read_bytes, read_parquet
 from ..knobs import nearest_names, unknown_name_error
 
 # %% ../../nbs/foreign/19_plain.ipynb #plain-names
 SYNONYMS = {"response": "text"}
-NAMES = frozenset((*(each.name for each in fields(Response)), *SYNONYMS))
+NAMES = frozenset((*(each.name for each in fields(ForeignResponse)), *SYNONYMS))
 
 
 def check_mapping(columns: Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ def check_mapping(columns: Mapping[str, str]) -> None:
 
 
 def full_mapping(columns: Mapping[str, str], present: Iterable[str]) -> dict[str, str]:
-    "Field of `Response` -> column: those of the mapping, and for the others the columns that have our names."
+    "Field of `ForeignResponse` -> column: those of the mapping, and for the others the columns that have our names."
     mapping = {SYNONYMS.get(name, name): name for name in present if name in NAMES}
     return mapping | {SYNONYMS.get(name, name): column for name, column in columns.items()}
 
@@ -210,15 +210,15 @@ SPECIAL = {"prompt": as_prompt, "parts": as_parts, "began": as_time, "ended": as
 
 @cache
 def value_reader(name: str) -> Callable[[object], object]:
-    "The function that reads the values of a field of `Response`."
-    annotation = get_type_hints(Response)[name]
+    "The function that reads the values of a field of `ForeignResponse`."
+    annotation = get_type_hints(ForeignResponse)[name]
     for kind, reader in READERS.items():
         if annotation == kind | None:
             return SPECIAL.get(name, reader)
     return SPECIAL.get(name, as_text)
 
 # %% ../../nbs/foreign/19_plain.ipynb #plain-record
-def read_record(record: Mapping, columns: Mapping[str, str]) -> Iterator[Response]:
+def read_record(record: Mapping, columns: Mapping[str, str]) -> Iterator[ForeignResponse]:
     "The response in one record; `columns` as a user gives them."
     mapping = full_mapping(columns, record)
     raw = {name: value_at(record, column) for name, column in mapping.items()}
@@ -228,10 +228,10 @@ def read_record(record: Mapping, columns: Mapping[str, str]) -> Iterator[Respons
         said = cut_conversation(chat).said
         values |= {"text": said[-1] if said else None, "said": said if len(said) > 1 else None}
     if any(value is not None for value in values.values()):
-        yield Response(**values)
+        yield ForeignResponse(**values)
 
 
-def read_table(path: Path, columns: Mapping[str, str]) -> Iterator[Response]:
+def read_table(path: Path, columns: Mapping[str, str]) -> Iterator[ForeignResponse]:
     "The responses of a file that is read at once. Raises ForeignError."
     for record in table_records(path):
         yield from read_record(record, columns)

@@ -9,7 +9,7 @@ __all__ = ['STEP', 'CHUNK', 'FAMILIES', 'COLUMNS', 'KNOBS', 'MONITOR', 'FILE_SET
            'metrics_home', 'list_layout', 'reading_order', 'common_files', 'trace_source', 'evaluation_fields',
            'decide_by_folder', 'decide_by_info', 'stamped_step', 'fate_of', 'read_april', 'BranchRecord',
            'AnnotationRecord', 'branch_number', 'read_annotation', 'trained_mask', 'live_files', 'read_live',
-           'read_pending', 'dispatch_fields', 'read_metrics', 'read_settings', 'prime_format']
+           'read_pending', 'dispatch_fields', 'read_prime_metrics', 'read_prime_settings', 'prime_format']
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-imports
 # The files of prime-rl.
@@ -56,7 +56,7 @@ from rlbench.foreign.formats import (
     lenient_record,
 )
 from .legacy_outputs import is_legacy_output, legacy_response
-from .rows import WAITING, Metric, Phase, Response, Setting, flat_settings
+from .rows import WAITING, ForeignResponse, Metric, Phase, Setting, flat_settings
 from .source_files import ForeignError, read_bytes
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-place
@@ -173,9 +173,9 @@ def list_layout(tree: FileTree, run: Path, layout: str) -> Iterator[SourceFile]:
             yield trace_source(path, place)
     for path in (run, *common_files(tree, run)):
         if path.suffix == ".toml":
-            yield WholeFile(path, read_settings, soon=True)
+            yield WholeFile(path, read_prime_settings, soon=True)
         elif path in tree.paths and is_metrics_file(tree, path):
-            yield LinesFile(path, read_metrics, soon=True)
+            yield LinesFile(path, read_prime_metrics, soon=True)
     if layout == "autumn":
         yield from live_files(tree, run)
 
@@ -239,7 +239,7 @@ def fate_of(info: InfoRecord) -> str | None:
     return "trained" if info.effective is True else "filtered"
 
 
-def read_april(record: dict, step: int | None, kind: str) -> Iterator[Response]:
+def read_april(record: dict, step: int | None, kind: str) -> Iterator[ForeignResponse]:
     "The response in one line of April's layout."
     name = as_text(record.get("env_name")) or as_text(record.get("task")) or "evaluation"
     yield legacy_response(record, step, name if kind == "eval" else None)
@@ -267,14 +267,14 @@ def branch_number(branch: BranchRecord) -> int:
     return as_whole(branch.index) or 0
 
 
-def read_annotation(record: AnnotationRecord) -> Iterator[Response]:
+def read_annotation(record: AnnotationRecord) -> Iterator[ForeignResponse]:
     "What one line adds to a response."
     info = record.info or InfoRecord()
     branch = max(record.branches, key=branch_number, default=BranchRecord())
     key = as_text(record.trace_id)
     if key is None:
         return
-    yield Response(
+    yield ForeignResponse(
         key=key,
         addition=True,
         step=stamped_step(info.ship),
@@ -302,7 +302,7 @@ def live_files(tree: FileTree, run: Path) -> Iterator[WholeFile]:
             yield WholeFile(path, read_pending, soon=True)
 
 
-def read_live(path: Path) -> Iterator[Response]:
+def read_live(path: Path) -> Iterator[ForeignResponse]:
     "The response of a live trace so far. A line that is not whole is left for the next look."
     trace: dict[str, Any] = {}
     dispatch: dict[str, Any] = {}
@@ -320,17 +320,17 @@ def read_live(path: Path) -> Iterator[Response]:
     yield from episode_responses(episode, lambda *_: dispatch_fields(dispatch))
 
 
-def read_pending(path: Path) -> Iterator[Response]:
+def read_pending(path: Path) -> Iterator[ForeignResponse]:
     "A rollout that was dispatched and has not begun."
     try:
         dispatch = as_table(msgspec.json.decode(read_bytes(path)))
     except msgspec.DecodeError:  # it is being written, or it is gone
         return
-    yield Response(key=as_text(dispatch.get("id")), **dispatch_fields(dispatch))
+    yield ForeignResponse(key=as_text(dispatch.get("id")), **dispatch_fields(dispatch))
 
 
 def dispatch_fields(dispatch: Mapping[str, Any]) -> dict[str, object]:
-    "What is known of a rollout when it is dispatched, as fields of a `Response`."
+    "What is known of a rollout when it is dispatched, as fields of a `ForeignResponse`."
     environment = as_text(dispatch.get("env"))
     return {
         "group": as_text(dispatch.get("group")),
@@ -342,7 +342,7 @@ def dispatch_fields(dispatch: Mapping[str, Any]) -> dict[str, object]:
     }
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-metrics
-def read_metrics(record: dict) -> Iterator[Metric | Phase]:
+def read_prime_metrics(record: dict) -> Iterator[Metric | Phase]:
     "The figures in one line, and the parts of the step that they time."
     step, at, producer = as_whole(record.get("step")), as_number(record.get("time")), as_text(record.get("producer"))
     for name, value in record.items():
@@ -354,7 +354,7 @@ def read_metrics(record: dict) -> Iterator[Metric | Phase]:
             yield Phase(name=name.removeprefix("time/"), seconds=number, step=step, role=producer)
 
 
-def read_settings(path: Path) -> list[Setting]:
+def read_prime_settings(path: Path) -> list[Setting]:
     "The settings in one file of the run's configuration. Those of one process begin with its name."
     try:
         table = tomllib.loads(read_bytes(path).decode())

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BATCH_MODULE', 'KNOWN_NAMES', 'LOGGER', 'NO_VERSIONS', 'SKYRL', 'is_evaluation', 'is_summary', 'is_batch',
-           'find_runs', 'list_sources', 'numbered_step', 'read_evaluation', 'total_score', 'read_summary',
+           'find_skyrl', 'list_skyrl', 'numbered_step', 'read_evaluation', 'total_score', 'read_evaluation_summary',
            'LastArgument', 'BatchUnpickler', 'unpickled_batch', 'read_array', 'response_places', 'row_values',
            'prompt_groups', 'row_tokens', 'read_batch', 'batch_responses']
 
@@ -38,7 +38,7 @@ from rlbench.foreign.formats import (
     as_text,
     as_whole,
 )
-from .rows import Metric, Response
+from .rows import ForeignResponse, Metric
 from .source_files import ForeignError, named_faults, read_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def is_batch(path: Path) -> bool:
     return b"training_batch" in head and b"TrainingInputBatch" in head
 
 
-def find_runs(tree: FileTree) -> list[Path]:
+def find_skyrl(tree: FileTree) -> list[Path]:
     "The folders of the SkyRL runs in a tree."
     with_evaluations = {
         tree.holding(path, 3) for path in tree.paths if is_evaluation(tree, path) or is_summary(tree, path)
@@ -78,14 +78,14 @@ def find_runs(tree: FileTree) -> list[Path]:
     return sorted(folder for folder in outer if not any(folder != run and folder.is_relative_to(run) for run in outer))
 
 
-def list_sources(tree: FileTree, run: Path) -> Iterator[SourceFile]:
+def list_skyrl(tree: FileTree, run: Path) -> Iterator[SourceFile]:
     "The files of a run."
     for path in tree.below(run):
         if is_evaluation(tree, path):
             read = partial(read_evaluation, step=numbered_step(path.parent.name), name=path.stem)
             yield LinesFile(path, read)
         elif is_summary(tree, path):
-            yield LinesFile(path, partial(read_summary, step=numbered_step(path.parent.name)))
+            yield LinesFile(path, partial(read_evaluation_summary, step=numbered_step(path.parent.name)))
         elif is_batch(path):
             yield WholeFile(path, read_batch)
 
@@ -96,11 +96,11 @@ def numbered_step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-evaluation
-def read_evaluation(record: dict, step: int | None = None, name: str = "") -> Iterator[Response]:
+def read_evaluation(record: dict, step: int | None = None, name: str = "") -> Iterator[ForeignResponse]:
     "The response in a line. `name`: the set, where the line does not say."
     extras = as_table(record.get("env_extras"))
     truth = as_table(extras.get("reward_model")).get("ground_truth")
-    yield Response(
+    yield ForeignResponse(
         step=step,
         evaluation=as_text(record.get("data_source")) or name,
         environment=as_text(record.get("env_class")),
@@ -120,7 +120,7 @@ def total_score(score: object) -> float | None:
     return None if not numbers or None in numbers else sum(numbers)
 
 
-def read_summary(record: dict, step: int | None = None) -> Iterator[Metric]:
+def read_evaluation_summary(record: dict, step: int | None = None) -> Iterator[Metric]:
     "The figures of an evaluation."
     for name, value in record.items():
         number = as_number(value)
@@ -226,7 +226,7 @@ def row_tokens(arrays: "Mapping[str, np.ndarray]", row: int, here: "np.ndarray")
     return sequence[is_prompt].tolist(), tokens
 
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-batch
-def read_batch(path: Path) -> Iterator[Response | Metric]:
+def read_batch(path: Path) -> Iterator[ForeignResponse | Metric]:
     "The responses of a batch, and the means that its metadata has. Raises ForeignError."
     state = unpickled_batch(path)
     metadata = as_table(state.get("metadata"))
@@ -242,7 +242,9 @@ def read_batch(path: Path) -> Iterator[Response | Metric]:
             yield Metric(name=name, value=number, step=step)
 
 
-def batch_responses(arrays: "Mapping[str, np.ndarray]", metadata: Mapping, step: int | None) -> Iterator[Response]:
+def batch_responses(
+    arrays: "Mapping[str, np.ndarray]", metadata: Mapping, step: int | None
+) -> Iterator[ForeignResponse]:
     "The responses in the arrays of a batch."
     places = response_places(arrays)
     if places is None:
@@ -252,7 +254,7 @@ def batch_responses(arrays: "Mapping[str, np.ndarray]", metadata: Mapping, step:
         here = places[row]
         group, first = groups.get(row, (None, row))
         prompt_tokens, tokens = row_tokens(arrays, row, here)
-        yield Response(
+        yield ForeignResponse(
             step=step,
             group=group,
             k=None if group is None else row - first,
@@ -273,8 +275,8 @@ NO_VERSIONS = "SkyRL writes no versions to files"
 SKYRL = ForeignFormat(
     name="SkyRL",
     layout="dumped_evals and dumped_data, 0.4",
-    find=find_runs,
-    files=list_sources,
+    find=find_skyrl,
+    files=list_skyrl,
     metrics={
         "reward_mean": "avg_final_rewards",
         "length_mean": "avg_response_length",

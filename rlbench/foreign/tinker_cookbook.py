@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ITERATION', 'TELLING', 'PROMPTS', 'RESPONSES', 'ANSWERS', 'EVALUATIONS', 'GROUP_TITLE', 'REWARD', 'ROUNDING',
-           'TINKER_COOKBOOK', 'is_summaries', 'is_metrics', 'run_folder', 'find_runs', 'list_sources', 'source_of',
-           'iteration_of', 'read_summary', 'key_of', 'evaluation_of', 'parts_of', 'first_text', 'sum_of',
-           'read_metrics', 'read_spans', 'read_checkpoint', 'read_settings', 'LoggedConversation', 'logged_items',
-           'logged_groups', 'logged_reward', 'read_logtree', 'summary_rows', 'matched_texts', 'is_same', 'text_row']
+           'TINKER_COOKBOOK', 'is_summaries', 'is_metrics', 'tinker_run_folder', 'find_tinker_cookbook',
+           'list_tinker_cookbook', 'tinker_source', 'iteration_of', 'read_rollout_summary', 'key_of', 'evaluation_set',
+           'parts_of', 'first_text', 'sum_of', 'read_tinker_metrics', 'read_spans', 'read_checkpoint',
+           'read_tinker_settings', 'LoggedConversation', 'logged_items', 'logged_groups', 'logged_reward',
+           'read_logtree', 'summary_rows', 'matched_texts', 'is_same', 'text_row']
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-imports
 # The files of tinker-cookbook.
@@ -41,7 +42,7 @@ from rlbench.foreign.formats import (
     chat_text,
     cut_conversation,
 )
-from .rows import Metric, Phase, Response, Setting, flat_settings
+from .rows import ForeignResponse, Metric, Phase, Setting, flat_settings
 from .source_files import piece_lines, read_json
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-find
@@ -60,41 +61,41 @@ def is_metrics(tree: FileTree, path: Path) -> bool:
     return "step" in record and any(name.startswith(TELLING) for name in record)
 
 
-def run_folder(tree: FileTree, path: Path) -> Path:
+def tinker_run_folder(tree: FileTree, path: Path) -> Path:
     "The folder of the run that a file of summaries belongs to."
     levels = 2 if ITERATION.fullmatch(path.parent.name) else 1
     return tree.holding(path, levels)
 
 
-def find_runs(tree: FileTree) -> list[Path]:
+def find_tinker_cookbook(tree: FileTree) -> list[Path]:
     "The folders of the runs in a tree."
-    with_summaries = {run_folder(tree, path) for path in tree.paths if is_summaries(tree, path)}
+    with_summaries = {tinker_run_folder(tree, path) for path in tree.paths if is_summaries(tree, path)}
     with_metrics = {tree.holding(path, 1) for path in tree.paths if is_metrics(tree, path)}
     return sorted(with_summaries | with_metrics)
 
 
-def list_sources(tree: FileTree, run: Path) -> Iterator[SourceFile]:
+def list_tinker_cookbook(tree: FileTree, run: Path) -> Iterator[SourceFile]:
     "The files of a run."
     for path in tree.below(run):
         if path != run and path.parent != run and not ITERATION.fullmatch(path.parent.name):
             continue
-        source = source_of(tree, path)
+        source = tinker_source(tree, path)
         if source is not None:
             yield source
 
 
-def source_of(tree: FileTree, path: Path) -> SourceFile | None:
+def tinker_source(tree: FileTree, path: Path) -> SourceFile | None:
     "A file with the function that reads it; None for one that says nothing here."
     if is_summaries(tree, path):
-        return LinesFile(path, partial(read_summary, iteration=iteration_of(path)))
+        return LinesFile(path, partial(read_rollout_summary, iteration=iteration_of(path)))
     if is_metrics(tree, path):
-        return LinesFile(path, read_metrics, soon=True)
+        return LinesFile(path, read_tinker_metrics, soon=True)
     if path.name == "timing_spans.jsonl" and tree.has_keys(path, "spans"):
         return LinesFile(path, read_spans, soon=True)
     if path.name == "checkpoints.jsonl" and tree.has_keys(path, "name", "batch"):
         return LinesFile(path, read_checkpoint, soon=True)
     if path.name == "config.json":
-        return WholeFile(path, read_settings, soon=True)
+        return WholeFile(path, read_tinker_settings, soon=True)
     if path.name.endswith("_logtree.json"):
         return WholeFile(path, read_logtree)
     return None
@@ -111,16 +112,16 @@ RESPONSES = ("response", "assistant_content", "completion", "output")
 ANSWERS = ("expected", "reference_answer", "answer", "ground_truth", "target")
 
 
-def read_summary(record: dict, iteration: int | None = None) -> Iterator[Response]:
+def read_rollout_summary(record: dict, iteration: int | None = None) -> Iterator[ForeignResponse]:
     "The trajectory in one line. `iteration`: that of its folder, for a line that does not say it."
     turns = [as_table(turn) for turn in as_list(record.get("steps"))]
     logs = [as_table(turn.get("logs")) for turn in turns] or [{}]
     parts = parts_of(record, turns)
     step = as_whole(record.get("iteration"))
-    yield Response(
+    yield ForeignResponse(
         key=key_of(record, iteration),
         step=iteration if step is None else step,
-        evaluation=evaluation_of(record.get("split")),
+        evaluation=evaluation_set(record.get("split")),
         group=as_text(record.get("group_idx")),
         k=as_whole(record.get("traj_idx")),
         environment=", ".join(as_text(tag) or "" for tag in as_list(record.get("tags"))) or None,
@@ -146,7 +147,7 @@ def key_of(record: dict, iteration: int | None) -> str | None:
     return " ".join(words)
 
 
-def evaluation_of(split: object) -> str | None:
+def evaluation_set(split: object) -> str | None:
     "The name of the evaluation set of a split; None for the training."
     name = as_text(split) or "train"
     return None if name == "train" else name.removeprefix("eval/")
@@ -183,7 +184,7 @@ def sum_of(turns: Sequence[dict], name: str) -> int | None:
 EVALUATIONS = ("test/", "eval/", "val/")
 
 
-def read_metrics(record: dict) -> Iterator[Metric]:
+def read_tinker_metrics(record: dict) -> Iterator[Metric]:
     "The figures in one line."
     step = as_whole(record.get("step"))
     for name, value in record.items():
@@ -206,7 +207,7 @@ def read_checkpoint(record: dict) -> list[Setting]:
     return flat_settings({as_text(record.get("name")) or "": record}, "checkpoints.")
 
 
-def read_settings(path: Path) -> list[Setting]:
+def read_tinker_settings(path: Path) -> list[Setting]:
     "The configuration of the run."
     return flat_settings(read_json(path))
 
@@ -272,12 +273,12 @@ def logged_reward(text: str, previous: str) -> float | None:
     return as_number(text) if previous.strip().lower() == "reward" else None
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-match
-def read_logtree(path: Path) -> Iterator[Response]:
+def read_logtree(path: Path) -> Iterator[ForeignResponse]:
     "The texts of the logged conversations that find their trajectory in the summaries of the same folder."
     summaries = path.with_name(path.name.removesuffix("_logtree.json") + "_rollout_summaries.jsonl")
     if not summaries.is_file():
         return
-    by_group: dict[str | None, list[Response]] = {}
+    by_group: dict[str | None, list[ForeignResponse]] = {}
     for response in summary_rows(summaries):
         by_group.setdefault(response.group, []).append(response)
     logged = logged_groups(read_json(path).get("root"))
@@ -288,16 +289,18 @@ def read_logtree(path: Path) -> Iterator[Response]:
         yield from matched_texts(conversations, group)
 
 
-def summary_rows(path: Path) -> Iterator[Response]:
+def summary_rows(path: Path) -> Iterator[ForeignResponse]:
     "The trajectories of a file of summaries; lines that are damaged are left out."
     for line in piece_lines(path, 0, path.stat().st_size):
         try:
-            yield from read_summary(msgspec.json.decode(line, type=dict), iteration_of(path))
+            yield from read_rollout_summary(msgspec.json.decode(line, type=dict), iteration_of(path))
         except msgspec.MsgspecError:
             continue
 
 
-def matched_texts(conversations: Sequence[LoggedConversation], group: Sequence[Response]) -> Iterator[Response]:
+def matched_texts(
+    conversations: Sequence[LoggedConversation], group: Sequence[ForeignResponse]
+) -> Iterator[ForeignResponse]:
     "A row with key and texts for each conversation that certainly is one of the group's."
     in_order = list(zip(conversations, group, strict=False))
     agree = len(conversations) <= len(group) and all(is_same(logged.reward, each.reward) for logged, each in in_order)
@@ -318,11 +321,11 @@ def is_same(logged: float | None, reward: float | None) -> bool:
     return logged is not None and reward is not None and abs(logged - reward) < ROUNDING
 
 
-def text_row(response: Response, logged: LoggedConversation) -> Response:
+def text_row(response: ForeignResponse, logged: LoggedConversation) -> ForeignResponse:
     "The texts of a trajectory; what its summary says already is not said again."
     conversation = cut_conversation(logged.messages)
     said = conversation.said
-    return Response(
+    return ForeignResponse(
         key=response.key,
         addition=True,
         prompt=None if response.prompt else conversation.prompt or chat_text(logged.messages[:1]),
@@ -334,8 +337,8 @@ def text_row(response: Response, logged: LoggedConversation) -> Response:
 TINKER_COOKBOOK = ForeignFormat(
     name="tinker-cookbook",
     layout="summaries and metrics, 0.6",
-    find=find_runs,
-    files=list_sources,
+    find=find_tinker_cookbook,
+    files=list_tinker_cookbook,
     first_step=0,
     metrics={
         "reward_mean": ("env/all/reward/total", "reward/total"),

@@ -38,7 +38,7 @@ from rlbench.foreign.formats import (
     cut_conversation,
     json_object,
 )
-from .rows import Metric, Response
+from .rows import ForeignResponse, Metric
 from .source_files import read_parquet
 
 # %% ../../nbs/foreign/14_trl.ipynb #trl-find
@@ -131,7 +131,7 @@ def number_columns(schema: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def read_completions(path: Path, functions: Sequence[str], weights: Mapping[str, float]) -> Iterator[Response]:
+def read_completions(path: Path, functions: Sequence[str], weights: Mapping[str, float]) -> Iterator[ForeignResponse]:
     "The responses of a file of completions. Raises ForeignError."
     table = read_parquet(path)
     parts = tuple(name for name in functions if name in table.columns) or number_columns(table.schema)
@@ -142,14 +142,14 @@ def read_completions(path: Path, functions: Sequence[str], weights: Mapping[str,
         yield read_completion(record, parts, weights)
 
 
-def read_completion(record: dict, parts: Sequence[str], weights: Mapping[str, float]) -> Response:
+def read_completion(record: dict, parts: Sequence[str], weights: Mapping[str, float]) -> ForeignResponse:
     "The response of a row. `parts`: the columns of the reward functions; `weights`: empty where they are not known."
     values = {name: as_number(record.get(name)) for name in parts}
     known = {name: value for name, value in values.items() if value is not None}
     said = said_of(record.get("completion"))
     responses = said[::2]
     prompt = record.get("prompt")
-    return Response(
+    return ForeignResponse(
         step=as_whole(record.get("step")),
         prompt=chat_text(prompt) if isinstance(prompt, list) else as_text(prompt),
         text=responses[-1] if responses else None,

@@ -29,7 +29,7 @@ from rlbench.foreign.formats import (
     json_object,
 )
 from .legacy_outputs import is_legacy_output, legacy_response
-from .rows import Metric, Response, Setting, flat_settings
+from .rows import ForeignResponse, Metric, Setting, flat_settings
 from .source_files import read_json
 
 # %% ../../nbs/foreign/13_verifiers_legacy.ipynb #verifiers-legacy-find
@@ -72,7 +72,7 @@ SETTINGS = (
 FIGURES = ("avg_reward", "avg_error", "avg_metrics", "pass_at_k", "pass_all_k", "usage", "time")
 
 
-def read_result(record: dict, evaluation: str) -> Iterator[Response]:
+def read_result(record: dict, evaluation: str) -> Iterator[ForeignResponse]:
     "The response in one line."
     yield legacy_response(record, None, evaluation)
 

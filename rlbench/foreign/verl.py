@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOWN', 'VERL', 'is_responses', 'is_metrics', 'find_verl', 'list_verl', 'read_response', 'group_of', 'correct_of',
-           'read_metrics']
+           'read_verl_metrics']
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-imports
 # The files of verl.
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from .formats import FileTree, ForeignFormat, LinesFile, as_number, as_table, as_text, as_whole, has_keys
-from .rows import Metric, Response
+from .rows import ForeignResponse, Metric
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-find
 def is_responses(tree: FileTree, path: Path) -> bool:
@@ -47,18 +47,18 @@ def list_verl(tree: FileTree, run: Path) -> Iterator[LinesFile]:
             validation = "val" in path.parent.name.lower()
             yield LinesFile(path, partial(read_response, validation="validation" if validation else None))
         elif is_metrics(tree, path):
-            yield LinesFile(path, read_metrics)
+            yield LinesFile(path, read_verl_metrics)
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-response
 KNOWN = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id"})
 
 
-def read_response(record: dict, validation: str | None = None) -> Iterator[Response]:
+def read_response(record: dict, validation: str | None = None) -> Iterator[ForeignResponse]:
     "The response in one line. `validation`: the name of the evaluation set."
     uid = as_text(record.get("uid"))
     extras = {name: as_number(value) for name, value in record.items() if name not in KNOWN}
     parts = {name: value for name, value in extras.items() if value is not None}
-    yield Response(
+    yield ForeignResponse(
         key=uid,
         step=as_whole(record.get("step")),
         evaluation=validation,
@@ -83,7 +83,7 @@ def correct_of(parts: dict[str, float]) -> bool | None:
     return bool(parts["acc"]) if parts.get("acc") in (0.0, 1.0) else None
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-metrics
-def read_metrics(record: dict) -> Iterator[Metric]:
+def read_verl_metrics(record: dict) -> Iterator[Metric]:
     "The figures in one line."
     step = as_whole(record.get("step"))
     for name, value in as_table(record.get("data")).items():
@@ -125,7 +125,7 @@ VERL = ForeignFormat(
         "evals": "trainer.validation_data_dir=PATH",
         "metrics": "trainer.logger=[console,file], with VERL_FILE_LOGGER_PATH",
         "tokens": "verl writes no token ids or log-probabilities to files",
-        "rollouts.dispatched": "verl writes versions only as means of a step, with the trainers on a transfer queue (v1)",
+        "rollouts.dispatched": "verl writes versions only as means of a step (trainers on a transfer queue, v1)",
     },
     knobs={
         "temperature": "actor_rollout_ref.rollout.temperature",

@@ -13,7 +13,7 @@ __all__ = ['FIELDS', 'ROWS_A_FILE', 'TRL_FIGURES', 'NODE_LISTS', 'STOPPED', 'INS
 # %% ../../nbs/views/82_export_tables.ipynb #export-tables-imports
 # Runs in the formats of others.
 #
-# Owns: how a `Response` becomes a record of each format, and which files a format has.
+# Owns: how a `ForeignResponse` becomes a record of each format, and which files a format has.
 #
 # What always holds:
 #   * Responses are written one after another; memory does not grow with the run.
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..foreign.foreign_tables import row_frame
-from ..foreign.rows import Response
+from ..foreign.rows import ForeignResponse
 from ..knobs import unknown_name_error
 from ..runtime.run_reader import RunReader, reader_of
 from .exported_responses import exported_responses, scan_rows
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/views/82_export_tables.ipynb #export-tables-plain
-FIELDS = tuple(each.name for each in fields(Response) if each.name not in ("addition", "positions"))
+FIELDS = tuple(each.name for each in fields(ForeignResponse) if each.name not in ("addition", "positions"))
 ROWS_A_FILE = 20_000  # of parquet
 
 
-def known_fields(response: Response) -> dict[str, object]:
+def known_fields(response: ForeignResponse) -> dict[str, object]:
     "The fields of a response that are known."
     values = {name: getattr(response, name) for name in FIELDS}
     return {name: value for name, value in values.items() if value is not None}
@@ -72,8 +72,8 @@ def write_parquet(reader: RunReader, folder: Path) -> int:
     return count
 
 
-def response_frame(rows: list[Response]) -> "pl.DataFrame":
-    "Responses as a table with the names of `Response`."
+def response_frame(rows: list[ForeignResponse]) -> "pl.DataFrame":
+    "Responses as a table with the names of `ForeignResponse`."
     import polars as pl
 
     parts = [None if row.parts is None else json.dumps(dict(row.parts)) for row in rows]
@@ -81,12 +81,12 @@ def response_frame(rows: list[Response]) -> "pl.DataFrame":
     return frame.with_columns(pl.Series("parts", parts, pl.String)).select(FIELDS)
 
 # %% ../../nbs/views/82_export_tables.ipynb #export-tables-messages
-def turn_texts(response: Response) -> list[str]:
+def turn_texts(response: ForeignResponse) -> list[str]:
     "Responses and observations in order."
     return list(response.said) if response.said else [response.text or ""]
 
 
-def turn_messages(response: Response) -> list[dict[str, str]]:
+def turn_messages(response: ForeignResponse) -> list[dict[str, str]]:
     "What model and environment said in turn, as messages."
     roles = ("assistant", "user")
     return [{"role": roles[index % 2], "content": text} for index, text in enumerate(turn_texts(response))]
@@ -137,7 +137,7 @@ def has_turns(reader: RunReader) -> bool:
     return (most or 1) > 1
 
 
-def completion_frame(rows: list[Response], is_chat: bool) -> "pl.DataFrame":
+def completion_frame(rows: list[ForeignResponse], is_chat: bool) -> "pl.DataFrame":
     "The responses of a step as TRL's columns."
     import polars as pl
 
@@ -184,7 +184,7 @@ NODE_LISTS = {
     "advantages": "advantages",
     "trainer_logprobs": "trainer_logprobs",
     "reference": "reference_logprobs",
-}  # of a `Response` -> of a node
+}  # of a `ForeignResponse` -> of a node
 
 
 def write_verifiers(reader: RunReader, folder: Path) -> int:
@@ -201,7 +201,7 @@ def write_verifiers(reader: RunReader, folder: Path) -> int:
     return count
 
 
-def verifiers_episode(response: Response, run: str) -> dict[str, object]:
+def verifiers_episode(response: ForeignResponse, run: str) -> dict[str, object]:
     "The episode of a response."
     task = {
         "type": "Task",
@@ -227,7 +227,7 @@ def without_none(table: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in table.items() if value is not None}
 
 
-def verifiers_work(response: Response) -> dict[str, object]:
+def verifiers_work(response: ForeignResponse) -> dict[str, object]:
     "Step and policy versions of a response. One that was never trained on has the step at which it could have been."
     first = response.dispatched if response.oldest is None else response.oldest
     last = first if response.newest is None else response.newest
@@ -238,7 +238,7 @@ def verifiers_work(response: Response) -> dict[str, object]:
     return work
 
 # %% ../../nbs/views/82_export_tables.ipynb #export-tables-trace
-def verifiers_trace(response: Response, task: dict, run: str) -> dict[str, object]:
+def verifiers_trace(response: ForeignResponse, task: dict, run: str) -> dict[str, object]:
     "The trace of a response."
     rewards = {name: {"score": value, "weight": 0.0} for name, value in (response.parts or {}).items()}
     if response.reward is not None:
@@ -259,7 +259,7 @@ def verifiers_trace(response: Response, task: dict, run: str) -> dict[str, objec
     return without_none(trace)
 
 
-def verifiers_nodes(response: Response) -> list[dict[str, object]]:
+def verifiers_nodes(response: ForeignResponse) -> list[dict[str, object]]:
     "Prompt, responses and observations as a chain of nodes."
     prompt = {"role": "user", "content": response.prompt or ""}
     nodes = [message_node(prompt, None, response.prompt_tokens, sampled=False)]
@@ -278,7 +278,7 @@ def message_node(message: dict, parent: int | None, tokens: list[int] | None, sa
     return without_none({"parent": parent, "message": message, "sampled": sampled, "token_ids": found, "mask": mask})
 
 
-def sampled_tokens(response: Response, turn: int) -> dict[str, object]:
+def sampled_tokens(response: ForeignResponse, turn: int) -> dict[str, object]:
     "Tokens of a turn that the model wrote, and what is known of each."
     if not response.tokens:
         return {}
@@ -310,7 +310,7 @@ def file_name(task: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in task)
 
 
-def write_log(path: Path, task: str, run: str, responses: Iterable[Response]) -> int:
+def write_log(path: Path, task: str, run: str, responses: Iterable[ForeignResponse]) -> int:
     "A log with a sample for each response; returns how many."
     summaries: list[dict] = []
     epochs: dict[str, int] = {}
@@ -332,7 +332,7 @@ def write_log(path: Path, task: str, run: str, responses: Iterable[Response]) ->
     return len(summaries)
 
 
-def sample_name(response: Response) -> str:
+def sample_name(response: ForeignResponse) -> str:
     "The id of a sample: that of its task in an evaluation, step and group in the training."
     group = response.group or response.task or response.key
     if response.evaluation:
@@ -365,7 +365,7 @@ def inspect_header(task: str, run: str, samples: int, names: list[str], epochs: 
     }
 
 # %% ../../nbs/views/82_export_tables.ipynb #export-tables-sample
-def inspect_sample(response: Response, name: str, epoch: int, run: str) -> dict[str, object]:
+def inspect_sample(response: ForeignResponse, name: str, epoch: int, run: str) -> dict[str, object]:
     "The sample of a response."
     model = f"rlbench/{run}"
     said = [
@@ -406,7 +406,7 @@ def inspect_sample(response: Response, name: str, epoch: int, run: str) -> dict[
     return without_none(sample)
 
 
-def inspect_scores(response: Response) -> dict[str, dict[str, object]]:
+def inspect_scores(response: ForeignResponse) -> dict[str, dict[str, object]]:
     "The reward, its parts and the verdict as scores."
     scores = {"reward": response.reward, **(response.parts or {})}
     if response.correct is not None:
@@ -414,7 +414,7 @@ def inspect_scores(response: Response) -> dict[str, dict[str, object]]:
     return {name: {"value": value, "answer": response.text} for name, value in scores.items() if value is not None}
 
 
-def choice_logprobs(response: Response) -> dict[str, list] | None:
+def choice_logprobs(response: ForeignResponse) -> dict[str, list] | None:
     "Log-probabilities of a response of one turn; tokens are named by their ids."
     tokens, logprobs = response.tokens, response.logprobs
     if response.said or not tokens or not logprobs or len(tokens) != len(logprobs):

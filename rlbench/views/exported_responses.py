@@ -9,7 +9,7 @@ __all__ = ['AT_ONCE', 'NARROW', 'FOREIGN', 'WIDE', 'AS_THEY_ARE', 'VERSIONS', 's
 # %% ../../nbs/views/81_exported_responses.ipynb #exported-responses-imports
 # The responses of a run, as they are exported.
 #
-# Owns: which rows are exported, in which order, and how a row of `rollouts` and one of `tokens` become a `Response`.
+# Owns: which rows are exported, in which order, and how a row of `rollouts` and one of `tokens` become a `ForeignResponse`.
 #
 # What always holds:
 #   * Each rollout comes once, with its newest attempt.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ..foreign.foreign_tables import TOKEN_COLUMNS
 from ..foreign.opening import scan_opened
-from ..foreign.rows import Response
+from ..foreign.rows import ForeignResponse
 from ..foreign.source import read_source
 from ..runtime.run_reader import RunReader, reader_of
 
@@ -99,7 +99,7 @@ def exported_step(rows: "pl.DataFrame") -> "pl.Expr":
     return pl.coalesce(trained, pl.col("step").cast(pl.Int64) + shift, evaluated)
 
 # %% ../../nbs/views/81_exported_responses.ipynb #exported-responses-read
-def exported_responses(run: "str | Path | RunReader") -> Iterator[Response]:
+def exported_responses(run: "str | Path | RunReader") -> Iterator[ForeignResponse]:
     "The responses of a run in order of steps and groups. Raises FileNotFoundError if there is no run."
     import polars as pl
 
@@ -153,14 +153,14 @@ AS_THEY_ARE = (
 VERSIONS = ("dispatched", "oldest", "newest")
 
 
-def response_of_row(row: Mapping) -> Response:
+def response_of_row(row: Mapping) -> ForeignResponse:
     "The response in a joined row of `rollouts` and `tokens`."
     values = {name: row.get(name) for name in AS_THEY_ARE}
     values |= {name: row.get(name) for name in VERSIONS if (row.get(name) or 0) >= 0}
     values |= {field: row.get(column) for field, column in TOKEN_COLUMNS.items()}
     known = {name: value for name, value in values.items() if value not in ("", [])}
     advantage = row.get("advantage")
-    return Response(
+    return ForeignResponse(
         **known,
         key=row["key"] or str(row["rollout"]),
         group=row["group_name"],
