@@ -49,8 +49,9 @@ from ..base.run_files import read_json, replace_file, write_json
 from ..base.runs_folder import find_run_folder
 from ..base.status import Status, write_status
 from ..base.tables import SCHEMA, TABLES
-from .foreign_tables import KeptRows, make_tables, row_frames, write_rows
+from .foreign_tables import make_tables
 from .formats import ForeignFormat, LinesFile, SourceFile, WholeFile, lenient_record
+from .kept_rows import KeptRows, row_frames, write_rows
 from .registry import FoundRun, find_foreign_runs, found_again
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..foreign.foreign_tables import row_frame
+from ..foreign.kept_rows import row_frame
 from ..foreign.rows import ForeignResponse
 from ..knobs import unknown_name_error
 from ..runtime.run_reader import RunReader, reader_of

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..foreign.foreign_tables import TOKEN_COLUMNS
+from ..foreign.kept_rows import TOKEN_COLUMNS
 from ..foreign.opening import scan_opened
 from ..foreign.rows import ForeignResponse
 from ..foreign.source import read_source
