@@ -36,12 +36,16 @@ from .rows import ForeignResponse, Phase
 # %% ../../nbs/foreign/23_areal.ipynb #areal-find
 def is_responses(tree: FileTree, path: Path) -> bool:
     "True for a file of AReaL's responses."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "task_id", "version_rle")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "task_id", "version_rle")
 
 
 def is_sessions(tree: FileTree, path: Path) -> bool:
     "True for a file of AReaL's session records."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "task_id", "session_id", "submit_ts")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "task_id", "session_id", "submit_ts")
 
 
 def find_areal(tree: FileTree) -> list[Path]:
@@ -82,7 +86,9 @@ def segment_mask(segments: Iterable[Mapping], length: int | None) -> list[int] |
         if count is None or length is None or not 0 <= count <= length - len(mask):
             return None
         mask += [1 if segment.get("role") == "gen" else 0] * count
-    return mask if mask and len(mask) == length else None
+    if mask and len(mask) == length:
+        return mask
+    return None
 
 
 def token_versions(versions: list[int] | None, mask: list[int] | None, length: int | None) -> list[int] | None:
@@ -155,7 +161,9 @@ def known_version(value: object) -> int | None:
 def response_length(record: Mapping) -> int | None:
     "Tokens after the prompt; None if the record does not say."
     total, prompt = as_whole(record.get("seqlen")), as_whole(record.get("prompt_len"))
-    return total - prompt if total is not None and prompt is not None and 0 <= prompt <= total < 2**24 else None
+    if total is not None and prompt is not None and 0 <= prompt <= total < 2**24:
+        return total - prompt
+    return None
 
 # %% ../../nbs/foreign/23_areal.ipynb #areal-sessions
 FATES = {"rejected": "filtered", "failed": "environment_error", "dropped": "surplus"}  # status -> fate

@@ -55,12 +55,16 @@ def is_trajectories(tree: FileTree, path: Path) -> bool:
 
 def is_history(tree: FileTree, path: Path) -> bool:
     "True for the file of figures."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "training_step", "recorded_at")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "training_step", "recorded_at")
 
 
 def is_profile(path: Path) -> bool:
     "True for a profile of the pipeline tuner."
-    return path.parent.name == "pipeline_tuner" and has_keys(json_object(path), "settings", "decisions")
+    if path.parent.name != "pipeline_tuner":
+        return False
+    return has_keys(json_object(path), "settings", "decisions")
 
 
 def find_art(tree: FileTree) -> list[Path]:
@@ -192,7 +196,9 @@ def is_choice(item: object) -> bool:
 
 def message_of_choice(item: object) -> object:
     "A message; of a choice the message in it."
-    return {"role": "assistant", **as_table(item["message"])} if is_choice(item) else item
+    if is_choice(item):
+        return {"role": "assistant", **as_table(item["message"])}
+    return item
 
 
 def trajectory_fields(items: Sequence[object]) -> dict[str, object]:

@@ -195,7 +195,9 @@ def written_values(node: NodeRecord, values: object) -> list | None:
         return values if len(values) == len(tokens) else None
     if len(values) == len(tokens):
         return list(compress(values, mask))
-    return values if len(values) == mask.count(True) else None
+    if len(values) == mask.count(True):
+        return values
+    return None
 
 
 def joined_values(nodes: Sequence[NodeRecord], name: str) -> list | None:
@@ -203,7 +205,9 @@ def joined_values(nodes: Sequence[NodeRecord], name: str) -> list | None:
     parts = [written_values(node, getattr(node, name)) for node in nodes]
     if not parts or None in parts:
         return None
-    return parts[0] if len(parts) == 1 else [value for part in parts for value in part]
+    if len(parts) == 1:
+        return parts[0]
+    return [value for part in parts for value in part]
 
 # %% ../../nbs/foreign/05_episodes.ipynb #episodes-positions
 def response_positions(branch: Sequence[NodeRecord]) -> list[int] | None:
@@ -252,7 +256,9 @@ def reward_parts(rewards: object) -> tuple[float | None, dict[str, float] | None
         if score is not None:
             parts[name] = score
             total += score * (1.0 if weight is None else weight)
-    return (total, parts) if parts else (None, None)
+    if parts:
+        return (total, parts)
+    return (None, None)
 
 
 def end_reason(trace: TraceRecord) -> str | None:

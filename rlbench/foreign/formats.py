@@ -87,7 +87,9 @@ class ForeignFormat:
     @property
     def title(self) -> str:
         "System and layout, for people."
-        return f"{self.name} ({self.layout})" if self.layout else self.name
+        if self.layout:
+            return f"{self.name} ({self.layout})"
+        return self.name
 
     def made_by(self, step: int) -> int:
         "The version that a step makes, if each step makes one and the first weights are version 0."
@@ -221,7 +223,9 @@ def as_whole(value: object) -> int | None:
     number = as_number(value)
     if number is None or number != int(number) or abs(number) >= 2**63:
         return None
-    return value if type(value) is int else int(number)
+    if type(value) is int:
+        return value
+    return int(number)
 
 
 def as_time(value: object) -> float | None:
@@ -244,7 +248,9 @@ def as_text(value: object) -> str | None:
 
 def as_flag(value: object) -> bool | None:
     "True or False, also as 1 or 0; else None."
-    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    return None
 
 # %% ../../nbs/foreign/02_formats.ipynb #formats-lists
 def as_numbers(values: object) -> list[float] | None:
@@ -269,7 +275,9 @@ TOKEN_PREFIX = "token_id:"
 def as_token_id(value: object) -> int | None:
     "The id in a token that is written as `token_id:N`, as vLLM names tokens on request; None for a token's text."
     is_id = isinstance(value, str) and value.startswith(TOKEN_PREFIX)
-    return as_whole(value.removeprefix(TOKEN_PREFIX)) if is_id else None
+    if is_id:
+        return as_whole(value.removeprefix(TOKEN_PREFIX))
+    return None
 
 
 def as_table(value: object) -> dict:

@@ -140,7 +140,9 @@ LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 
 def score_number(value: object) -> float | None:
     "A score as a number, as inspect's own metrics take it."
-    return LETTERS[value] if isinstance(value, str) and value in LETTERS else as_number(value)
+    if isinstance(value, str) and value in LETTERS:
+        return LETTERS[value]
+    return as_number(value)
 
 
 def score_parts(scores: dict) -> dict[str, float]:
@@ -206,7 +208,9 @@ def sample_rows(sample: dict, about: dict) -> Iterator[Row]:
 
 def target_text(target: object) -> str | None:
     "The right answer; of several the first."
-    return as_text(target[0]) if isinstance(target, list) and target else as_text(target)
+    if isinstance(target, list) and target:
+        return as_text(target[0])
+    return as_text(target)
 
 
 def output_tokens(sample: dict, output: dict) -> int | None:
@@ -260,7 +264,9 @@ def full_message(message: object, kept: dict) -> object:
 def full_text(text: object, kept: dict) -> object:
     "A text, or the attachment that it stands for."
     is_place = isinstance(text, str) and text.startswith(ATTACHMENT)
-    return kept.get(text.removeprefix(ATTACHMENT), text) if is_place else text
+    if is_place:
+        return kept.get(text.removeprefix(ATTACHMENT), text)
+    return text
 
 
 def input_text(value: object, kept: dict) -> str | None:

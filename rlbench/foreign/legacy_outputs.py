@@ -38,7 +38,9 @@ def is_legacy_output(record: Mapping[str, object]) -> bool:
 # %% ../../nbs/foreign/06_legacy_outputs.ipynb #legacy-text
 def as_messages(value: object, role: str) -> list[object]:
     "Messages as they are; a plain text is one message of a role."
-    return [{"role": role, "content": value}] if isinstance(value, str) else as_list(value)
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return as_list(value)
 
 
 def legacy_conversation(record: Mapping[str, object]) -> Conversation:

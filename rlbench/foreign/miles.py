@@ -76,7 +76,9 @@ def file_kind(tree: FileTree, path: Path) -> str:
         return kinds[0] if kinds else ""
     if path.name == "meta.json":
         return "settings" if {"run_name", "args"} <= set(json_object(path)) else ""
-    return "columns" if set(tree.parquet_columns(path)) >= COLUMNS else ""
+    if set(tree.parquet_columns(path)) >= COLUMNS:
+        return "columns"
+    return ""
 
 
 def miles_run_folder(tree: FileTree, path: Path) -> Path:
@@ -209,7 +211,9 @@ def read_events(records: Iterable[dict]) -> Iterator[ForeignResponse | Phase]:
 def event_group(event: Mapping) -> str | None:
     "The group of an event; None for -1, which stands for none."
     group = as_whole(event.get("group_index"))
-    return None if group is None or group < 0 else str(group)
+    if group is None or group < 0:
+        return None
+    return str(group)
 
 
 def event_spans(events: Iterable[Mapping], key: str) -> list[Phase]:
@@ -253,7 +257,9 @@ def times_of(events: Iterable[Mapping], kind: str) -> list[float]:
 def total_seconds(spans: Iterable[Phase], name: str) -> float | None:
     "How long the phases of a name took together; None if there is none."
     found = [span.seconds for span in spans if span.name == name]
-    return sum(found) if found else None
+    if found:
+        return sum(found)
+    return None
 
 
 def sample_times(events: list[dict], spans: list[Phase], key: str) -> ForeignResponse:
@@ -280,7 +286,9 @@ def dump_numbers(name: str) -> tuple[int | None, str | None, str]:
     "Step, evaluation and the beginning of the keys of samples, from a name like `rollout_eval_20`."
     number = re.search(r"\d+", name)
     step = int(number[0]) if number else None
-    return (step, "evaluation", f"evaluation {step}, ") if "eval" in name.lower() else (step, None, "")
+    if "eval" in name.lower():
+        return (step, "evaluation", f"evaluation {step}, ")
+    return (step, None, "")
 
 
 def read_columns(path: Path) -> Iterator[ForeignResponse]:

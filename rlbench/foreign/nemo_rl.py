@@ -77,19 +77,25 @@ def step_of(path: Path) -> int | None:
 def only_value(record: dict, name: str) -> object:
     "The value of a field, out of its list of one."
     value = record.get(name)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value
 
 
 def response_span(mask: Sequence[object], length: int) -> slice | None:
     "Where the response lies: from the first token of the model to the end of the text. None if the mask names none."
     first = mask.index(1) if 1 in mask else length
-    return slice(first, length) if first < length else None
+    if first < length:
+        return slice(first, length)
+    return None
 
 
 def span_of(record: dict, name: str, span: slice, length: int) -> list | None:
     "A list over the tokens of a row, cut to a span; None if it is not there or shorter than the row's text."
     values = as_list(only_value(record, name))
-    return values[span] if len(values) >= length else None
+    if len(values) >= length:
+        return values[span]
+    return None
 
 
 def count_said(mask: Sequence[object]) -> int:

@@ -86,7 +86,9 @@ def load_tokenizer(path: str):
 def decoded_text(tokens: Sequence[int], tokenizer: str | None) -> str | None:
     "The text of token ids; None without a tokenizer."
     known = load_tokenizer(tokenizer) if tokenizer and tokens else None
-    return known.decode(tokens, skip_special_tokens=False) if known else None
+    if known:
+        return known.decode(tokens, skip_special_tokens=False)
+    return None
 
 # %% ../../nbs/foreign/16_open_instruct.ipynb #open-instruct-response
 def read_rollout(record: dict, tokenizer: str | None = None) -> Iterator[ForeignResponse]:

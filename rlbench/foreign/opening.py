@@ -157,7 +157,9 @@ def _small_piece(file: SourceFile) -> Piece | None:
     with named_faults(file.path):
         facts = file.path.stat()
     stamp = f"{SMALL}{facts.st_size}|{facts.st_mtime_ns}"
-    return Piece(file, 0, facts.st_size, stamp) if facts.st_size <= PIECE_BYTES // 4 else None
+    if facts.st_size <= PIECE_BYTES // 4:
+        return Piece(file, 0, facts.st_size, stamp)
+    return None
 
 
 SMALL = "small "  # begins the stamp of a piece of small files

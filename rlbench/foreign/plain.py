@@ -173,12 +173,16 @@ def as_parts(value: object) -> dict[str, float] | None:
 def as_flag_word(value: object) -> bool | None:
     "True or False, also in words."
     words = {"true": True, "false": False, "1": True, "0": False}
-    return words.get(value.strip().lower()) if isinstance(value, str) else as_flag(value)
+    if isinstance(value, str):
+        return words.get(value.strip().lower())
+    return as_flag(value)
 
 
 def as_texts(value: object) -> list[str] | None:
     "A list of texts; None if it is no list."
-    return [as_text(each) or "" for each in value] if isinstance(value, list) else None
+    if isinstance(value, list):
+        return [as_text(each) or "" for each in value]
+    return None
 
 
 def as_token_list(value: object) -> list | None:
@@ -193,7 +197,9 @@ def is_chat(value: object) -> bool:
 
 def as_prompt(value: object) -> str | None:
     "A prompt, also one that is a chat."
-    return chat_text(value) if is_chat(value) else as_text(value)
+    if is_chat(value):
+        return chat_text(value)
+    return as_text(value)
 
 
 READERS: dict[object, Callable[[object], object]] = {

@@ -90,7 +90,9 @@ def by_step_place(path: Path) -> TracePlace | None:
         return TracePlace("september", run, below[0], "", step)
     if len(below) == 3 and below[1] == "annotations":
         return TracePlace("september", run, below[0], below[2].split(".")[0], step, annotates=True)
-    return TracePlace("july", run, below[0], below[1], step) if len(below) == 3 else None
+    if len(below) == 3:
+        return TracePlace("july", run, below[0], below[1], step)
+    return None
 
 
 def stream_place(path: Path) -> TracePlace | None:

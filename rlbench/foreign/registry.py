@@ -92,7 +92,9 @@ class FoundRun:
     @property
     def name(self) -> str:
         "The path that names the run; of one in an archive the path of the archive, and then that within it."
-        return str(self.path).replace(str(self.root), str(self.archive)) if self.archive else str(self.path)
+        if self.archive:
+            return str(self.path).replace(str(self.root), str(self.archive))
+        return str(self.path)
 
     def in_words(self, text: str) -> str:
         "A text about its files, with paths within an archive in words."

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 # %% ../../nbs/foreign/22_skyrl.ipynb #skyrl-find
 def is_evaluation(tree: FileTree, path: Path) -> bool:
     "True for a file of SkyRL's evaluated responses."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "input_prompt", "output_response")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "input_prompt", "output_response")
 
 
 def is_summary(tree: FileTree, path: Path) -> bool:
@@ -145,7 +147,9 @@ class LastArgument:
     __slots__ = ()
 
     def __call__(self, *values: object) -> object:
-        return values[-1] if values else None
+        if values:
+            return values[-1]
+        return None
 
 
 class BatchUnpickler(pickle.Unpickler):
@@ -189,7 +193,9 @@ def read_array(entry: object) -> "np.ndarray | None":
 def response_places(arrays: "Mapping[str, np.ndarray]") -> "np.ndarray | None":
     "True where the arrays of a batch hold a response token, for each row; None if nothing says so."
     mask = arrays.get("response_mask", arrays.get("loss_mask"))
-    return None if mask is None or mask.ndim != 2 else mask > 0
+    if mask is None or mask.ndim != 2:
+        return None
+    return mask > 0
 
 
 def row_values(array: "np.ndarray | None", row: int, places: "np.ndarray") -> list | None:

@@ -113,13 +113,17 @@ def as_values(value: object) -> list | None:
     "A list, or a tensor as one; None for anything else."
     if isinstance(value, (list, tuple)):
         return list(value)
-    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else None
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0):
+        return value.tolist()
+    return None
 
 
 def response_values(value: object, length: int | None) -> list | None:
     "A list with one value for each response token; None where it has another length."
     values = as_values(value)
-    return values if values is not None and len(values) == length else None
+    if values is not None and len(values) == length:
+        return values
+    return None
 
 
 def cut_tokens(value: object, length: int | None) -> tuple[list | None, list | None]:
@@ -176,7 +180,9 @@ class SampleKeys:
         name = f"at {position}" if index is None else str(index)
         self._seen[name] += 1
         count = self._seen[name]
-        return f"{self.evaluation}{name}" if count == 1 else f"{self.evaluation}{name}, sample {count}"
+        if count == 1:
+            return f"{self.evaluation}{name}"
+        return f"{self.evaluation}{name}, sample {count}"
 
 
 def sample_reward_parts(value: object) -> dict[str, float] | None:
@@ -197,7 +203,9 @@ def trained_reward(value: object, reward_key: str | None) -> float | None:
 
 def prompt_text(value: object) -> str | None:
     "A prompt, which is text or messages, as text."
-    return chat_text(value) if isinstance(value, list) else as_text(value)
+    if isinstance(value, list):
+        return chat_text(value)
+    return as_text(value)
 
 # %% ../../nbs/foreign/20_slime.ipynb #slime-read-sample
 def read_samples(path: Path, reward_key: str | None = None) -> Iterator[ForeignResponse]:
@@ -216,7 +224,9 @@ def dump_step(dump: Mapping, path: Path) -> int | None:
     "The step of a dump: `rollout_id`, or the first number in the file's name."
     step = as_whole(dump.get("rollout_id"))
     named = re.search(r"\d+", path.stem)
-    return int(named[0]) if step is None and named else step
+    if step is None and named:
+        return int(named[0])
+    return step
 
 
 def sample_response(
@@ -288,7 +298,9 @@ def column_samples(columns: Mapping) -> list[dict]:
 def list_of(column: object) -> list | None:
     "A column as a list of its values, which may be tensors; None for anything else."
     is_tensor = hasattr(column, "tolist") and getattr(column, "ndim", 0) > 0
-    return list(column) if isinstance(column, (list, tuple)) or is_tensor else None
+    if isinstance(column, (list, tuple)) or is_tensor:
+        return list(column)
+    return None
 
 
 def trained_response(sample: Mapping, key: str | None, step: int | None, reward: float | None) -> ForeignResponse:
@@ -315,7 +327,9 @@ def trained_response(sample: Mapping, key: str | None, step: int | None, reward:
 
 def plain_number(value: object) -> object:
     "A number that may be a tensor of one."
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
 
 # %% ../../nbs/foreign/20_slime.ipynb #slime-format
 KNOBS = {

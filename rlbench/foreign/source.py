@@ -45,7 +45,9 @@ class ForeignSource:
     @property
     def title(self) -> str:
         "System and layout."
-        return f"{self.system} ({self.layout})" if self.layout else self.system
+        if self.layout:
+            return f"{self.system} ({self.layout})"
+        return self.system
 
     @property
     def is_complete(self) -> bool:
@@ -63,7 +65,9 @@ class ForeignSource:
         table = name.partition(".")[0]
         others = ("steps", "metrics") if table == "steps" else (table,)  # most figures of steps are written as metrics
         found = [self.missing[key] for key in (name, *others) if key in self.missing]
-        return found[0] if found else ""
+        if found:
+            return found[0]
+        return ""
 
     @property
     def words(self) -> str:

@@ -191,7 +191,9 @@ def packed_frames(path: Path) -> list[PackedFrame]:
         packed = int.from_bytes(entries[at : at + 4], "little")
         frames.append(PackedFrame(start, packed, int.from_bytes(entries[at + 4 : at + 8], "little")))
         start += packed
-    return frames if start == table - 8 else []  # the table has a header of 8 bytes
+    if start == table - 8:
+        return frames
+    return []
 
 
 def zstd_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:

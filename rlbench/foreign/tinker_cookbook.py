@@ -52,7 +52,9 @@ TELLING = ("progress/", "optim/", "env/all/", "sampling_client/")  # beginnings 
 
 def is_summaries(tree: FileTree, path: Path) -> bool:
     "True for a file of summaries."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "schema_version", "traj_idx", "steps")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "schema_version", "traj_idx", "steps")
 
 
 def is_metrics(tree: FileTree, path: Path) -> bool:
@@ -167,7 +169,9 @@ def parts_of(record: dict, turns: Sequence[dict]) -> dict[str, float]:
         if number is not None:
             parts[name] = number
     final = as_number(record.get("final_reward"))
-    return {**parts, "final_reward": final} if final else parts
+    if final:
+        return {**parts, "final_reward": final}
+    return parts
 
 
 def first_text(logs: dict, names: Sequence[str]) -> str | None:
@@ -178,7 +182,9 @@ def first_text(logs: dict, names: Sequence[str]) -> str | None:
 def sum_of(turns: Sequence[dict], name: str) -> int | None:
     "The sum of a count over the turns; None if a turn does not say it."
     counts = [as_whole(turn.get(name)) for turn in turns]
-    return sum(counts) if counts and None not in counts else None
+    if counts and None not in counts:
+        return sum(counts)
+    return None
 
 # %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-lines
 EVALUATIONS = ("test/", "eval/", "val/")

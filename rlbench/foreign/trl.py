@@ -54,7 +54,9 @@ def is_completions(tree: FileTree, path: Path) -> bool:
 
 def is_state(path: Path) -> bool:
     "True for the state of a trainer of transformers."
-    return path.name == STATE and isinstance(json_object(path).get("log_history"), list)
+    if path.name != STATE:
+        return False
+    return isinstance(json_object(path).get("log_history"), list)
 
 
 def folder_of(tree: FileTree, path: Path) -> Path:

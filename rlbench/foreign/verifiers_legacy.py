@@ -35,7 +35,9 @@ from .source_files import read_json
 # %% ../../nbs/foreign/13_verifiers_legacy.ipynb #verifiers-legacy-find
 def is_results(tree: FileTree, path: Path) -> bool:
     "True for a file of results."
-    return path.suffix == ".jsonl" and is_legacy_output(tree.first_record(path))
+    if path.suffix != ".jsonl":
+        return False
+    return is_legacy_output(tree.first_record(path))
 
 
 def find_results(tree: FileTree) -> list[Path]:

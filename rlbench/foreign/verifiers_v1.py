@@ -26,7 +26,9 @@ from .source_files import read_json
 # %% ../../nbs/foreign/12_verifiers_v1.ipynb #verifiers-v1-find
 def is_traces(tree: FileTree, path: Path) -> bool:
     "True for a file of episodes."
-    return path.suffix == ".jsonl" and is_episode(tree.first_record(path))
+    if path.suffix != ".jsonl":
+        return False
+    return is_episode(tree.first_record(path))
 
 
 def find_evaluations(tree: FileTree) -> list[Path]:

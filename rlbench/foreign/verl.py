@@ -23,7 +23,9 @@ from .rows import ForeignResponse, Metric
 # %% ../../nbs/foreign/10_verl.ipynb #verl-find
 def is_responses(tree: FileTree, path: Path) -> bool:
     "True for a file of verl's responses."
-    return path.suffix == ".jsonl" and tree.has_keys(path, "input", "output", "gts", "score")
+    if path.suffix != ".jsonl":
+        return False
+    return tree.has_keys(path, "input", "output", "gts", "score")
 
 
 def is_metrics(tree: FileTree, path: Path) -> bool:
@@ -75,12 +77,16 @@ def read_response(record: dict, validation: str | None = None) -> Iterator[Forei
 def group_of(uid: str | None) -> str | None:
     "The prompt's part of a `uid`; None if there is none."
     parts = uid.rsplit("_", 2) if uid else []
-    return parts[0] if len(parts) == 3 else None
+    if len(parts) == 3:
+        return parts[0]
+    return None
 
 
 def correct_of(parts: dict[str, float]) -> bool | None:
     "Whether the response is right, where the reward function returned `acc` as 0 or 1."
-    return bool(parts["acc"]) if parts.get("acc") in (0.0, 1.0) else None
+    if parts.get("acc") in (0.0, 1.0):
+        return bool(parts["acc"])
+    return None
 
 # %% ../../nbs/foreign/10_verl.ipynb #verl-metrics
 def read_verl_metrics(record: dict) -> Iterator[Metric]:
