@@ -60,15 +60,20 @@ def read_response(record: dict, validation: str | None = None) -> Iterator[Forei
     uid = as_text(record.get("uid"))
     extras = {name: as_number(value) for name, value in record.items() if name not in KNOWN}
     parts = {name: value for name, value in extras.items() if value is not None}
+    step = as_whole(record.get("step"))
+    prompt = as_text(record.get("input"))
+    text = as_text(record.get("output"))
+    answer = as_text(record.get("gts"))
+    reward = as_number(record.get("score"))
     yield ForeignResponse(
         key=uid,
-        step=as_whole(record.get("step")),
+        step=step,
         evaluation=validation,
         group=group_of(uid),
-        prompt=as_text(record.get("input")),
-        text=as_text(record.get("output")),
-        answer=as_text(record.get("gts")),
-        reward=as_number(record.get("score")),
+        prompt=prompt,
+        text=text,
+        answer=answer,
+        reward=reward,
         parts=parts or None,
         correct=correct_of(parts),
     )
