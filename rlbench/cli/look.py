@@ -230,7 +230,9 @@ def opened_steps(opened) -> Table:
     steps = opened.steps.tail(OPENED_STEPS)
     columns = [name for name in SHOWN_STEPS if name in steps.columns]
     headings = [SHOWN_STEPS[name] for name in columns]
-    table = plain_table(headings, headings)
+    table = plain_table(headings, headings, padding=(0, 1))
+    for column in table.columns:
+        column.no_wrap = True
     for row in steps.select(columns).iter_rows() if columns else ():
         table.add_row(*("–" if value is None else f"{value:.4g}" for value in row))
     return table

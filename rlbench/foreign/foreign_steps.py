@@ -317,6 +317,8 @@ def eval_table(rollouts: "pl.DataFrame", form: ForeignFormat) -> "pl.DataFrame":
     half_width = 1.96 * pl.col("avg_se")
     low = pl.col("avg") - half_width
     high = pl.col("avg") + half_width
+    if by_task["score"].is_between(0, 1).all():  # a share right
+        low, high = low.clip(0, 1), high.clip(0, 1)
     named = rows.rename({"evaluation": "eval"})
     with_interval = named.with_columns(version.alias("version"), low.alias("avg_low"), high.alias("avg_high"))
     return with_interval.drop("dispatched")

@@ -52,7 +52,7 @@ from ..base.tables import SCHEMA, TABLES
 from .foreign_tables import make_tables
 from .formats import ForeignFormat, LinesFile, SourceFile, WholeFile, lenient_record
 from .kept_rows import KeptRows, row_frames, write_rows
-from .registry import FoundRun, find_foreign_runs, found_again
+from .registry import FoundRun, files_passed_over, find_foreign_runs, found_again
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source
 from rlbench.foreign.source_files import (
@@ -426,6 +426,7 @@ def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], piece
         guesses=made.guesses,
         damaged={found.in_words(fact["file"]): fact["damaged"] for fact in facts if fact["damaged"]},
         unreadable=[found.in_words(fact["unreadable"]) for fact in facts if fact["unreadable"]],
+        passed_over=[found.in_words(str(path)) for path in files_passed_over(found)],
         pieces=pieces,
         keys=keys,
         began=made.began,
