@@ -193,7 +193,7 @@ def open_foreign(
         facts = [{"run": run.name, "system": run.source.system, "path": run.source.path} for run in opened]
         print_result({"runs": facts}, opened, as_json)
 
-
+# %% ../../nbs/cli/05_look.ipynb #look-opened
 def print_opened(opened, as_json: bool) -> None:
     "What the files of an opened run have and have not, its newest steps, and what limits it."
     found = opened.why()
