@@ -7,7 +7,7 @@ __all__ = ['READERS', 'PIECE_BYTES', 'FIRST_BYTES', 'SMALL', 'BATCH_ROWS', 'PIEC
            'ALIVE_SECONDS', 'FIRST_COLUMNS', 'Piece', 'cut_pieces', 'read_piece', 'first_pieces', 'cached_folder',
            'keep_piece', 'is_kept', 'kept_keys', 'drop_old_pieces', 'Look', 'look_at', 'refresh', 'pieces_of',
            'missing_columns', 'known_settings', 'write_known_settings', 'read_rest', 'read_all', 'start_reading_rest',
-           'open_folder', 'find_or_open', 'opened_table', 'scan_opened', 'ordered_columns']
+           'read_in_background', 'open_folder', 'find_or_open', 'opened_table', 'scan_opened', 'ordered_columns']
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-imports
 # The cached run folder of a foreign run.
@@ -512,13 +512,14 @@ def read_all(found: FoundRun) -> None:
 def start_reading_rest(found: FoundRun) -> subprocess.Popen:
     "Begin `read_all` in another process, which ends by itself."
     wanted = json.dumps(found.record())
-    words = [sys.executable, "-m", "rlbench.foreign.opening", wanted]
+    words = [sys.executable, "-c", "from rlbench.foreign.opening import read_in_background as read; read()", wanted]
     return subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
 
 
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+def read_in_background() -> None:
+    "What that process does: it reads the run that its first argument names, and lets others go first."
     os.nice(10)
     read_all(found_again(json.loads(sys.argv[1])))
 

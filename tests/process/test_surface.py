@@ -343,6 +343,8 @@ EXECUTES = {  # module -> how it turns text or bytes into code, and whose they a
     "sandbox/zygote_child": {"exec"},  # inside the sandbox, or written into it
     "sandbox/zygote": {"exec"},  # its own text, to warm up
     "bench/trl_arm": {"exec"},  # benches
+    "foreign/source_files": {"torch.load"},  # tensors and plain values only: weights_only=True
+    "foreign/skyrl": {"pickle.Unpickler", "torch.load"},  # an unpickler that knows four names and refuses every other
     "training/weight_transport": {"pickle.loads", "pickle.dumps"},
     "training/data_parallel": {"pickle.loads", "pickle.dumps"},  # between a run's own workers
 }
