@@ -18,6 +18,7 @@ from rlbench.views.light import run_light
 from rlbench.workbench.opened_run import OpenedRun, OpenedRuns
 
 VERL = Path(__file__).parents[1] / "foreign" / "verl"
+VERIFIERS = VERL.parent / "verifiers"
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,32 @@ def test_ours_and_theirs_are_compared(theirs, tmp_path):
     ours = example_run(tmp_path / "runs")
     page = rl.compare(ours, rl.open(theirs))
     assert "theirs" in str(page) and "example" in str(page)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_two_evaluations_without_versions_are_compared():
+    evaluations = [VERIFIERS / "sums--tiny--bash--1a2b3c4d", VERIFIERS / "evals", VERL.parent / "inspect" / "sums.json"]
+    found = rl.compare(*map(rl.open, evaluations))
+    for end in found.endings:
+        assert (end.solve_rate_start, end.solve_rate_end, end.tokens) == (None, 0.5, None)
+    assert "tokens generated" not in repr(found) and "held-out, start" not in repr(found)
+    assert "rl-compare" in found._repr_html_() and found.frame()["tokens"].is_nan().all()
+    pair = rl.compare(*map(rl.open, evaluations[:2]))
+    assert [end.difference for end in pair.endings] == [None, 0.0] and "at temperature" not in repr(pair)
+
+
+def test_what_no_length_tells_is_not_shown_as_zero(theirs):
+    found = rl.compare(rl.open(theirs), rl.open(VERL.parent / "slime" / "dump"))
+    assert [end.tokens for end in found.endings] == [None, 204]
+    assert [end.tokens_per_s for end in found.endings] == [None, None]
+    assert [end.solve_rate_start for end in found.endings] == [None, None]  # its only evaluation was the last step's
+    assert "0" not in next(line for line in repr(found).splitlines() if "tokens generated" in line).replace("204", "")
+
+
+def test_runs_of_one_name_are_compared_under_their_own_paths(tmp_path):
+    paths = [shutil.copytree(VERL / "v1", tmp_path / parent / "same") for parent in ("a", "b")]
+    found = rl.compare(*map(rl.open, paths))
+    assert [run.name for run in found.compared] == list(map(str, paths))
 
 
 def test_two_runs_of_one_name_stay_apart(tmp_path):
