@@ -56,7 +56,7 @@ class ComparedRun:
     since: int = 0  # version at which it was forked
     parent: Path | None = None
 
-
+# %% ../../nbs/views/61_compared_runs.ipynb #compared-names
 def distinct_names(folders: Sequence[Path]) -> list[str]:
     "The name of each run; runs of equal name are called by their folders, opened ones by the path they were read from."
     names = [folder.resolve().name for folder in folders]

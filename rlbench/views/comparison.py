@@ -123,7 +123,7 @@ def _rate_difference(first: ComparedRun, run: ComparedRun) -> tuple[float | None
         return None, None
     return rate - rate_of_first, math.hypot(error_of_first, error)
 
-
+# %% ../../nbs/views/62_comparison.ipynb #compare-held-out-ends
 Rate = tuple[float | None, float | None]  # a solve rate and its standard error; None where there is none
 
 

@@ -149,7 +149,7 @@ def write_trl(reader: RunReader, folder: Path) -> int:
     write_trainer_state(reader, folder)
     return count
 
-
+# %% ../../nbs/views/82_export_tables.ipynb #export-tables-trl-completions
 def has_turns(reader: RunReader) -> bool:
     "True if an episode of the run has several turns; then all its completions are chats."
     import polars as pl

@@ -195,7 +195,6 @@ def export_opened(source: Path, *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", ["verl/v1", "trl/monday", "slime/dump", "tinker_cookbook"])
 def test_steps_without_a_time_go_to_a_tracker(name: str, tmp_path: Path, root: Path) -> None:
-    pytest.importorskip("tensorboard")
     code, text = export_opened(root / "tests/foreign" / name, str(tmp_path / "out"), "--to", "tensorboard")
     assert code == 0 and "3 steps" in text
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
