@@ -219,6 +219,10 @@ def _zero_factors(terms: RolloutTerms) -> list[str]:
 def notes_on(terms: RolloutTerms) -> list[str]:
     "What on the card is not as it was in training."
     notes = _notes_on_logprobs(terms)
+    if terms.batch.system:
+        notes.append(
+            f"What is not swapped of the objective is the default here: the loss of {terms.batch.system} is not known."
+        )
     logged = terms.batch.logged
     if logged.replayed_rollouts:
         notes.append(

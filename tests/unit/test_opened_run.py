@@ -204,6 +204,8 @@ def test_which_samples_have_cards(sample, missing):
 def test_cards_without_log_probabilities_of_the_trainer_say_so():
     card = rl.open(FOREIGN / "open_instruct").rollout(0).card()
     assert "Log-probabilities of the trainer are not in the files of open-instruct" in card.text()
+    assert "the loss of open-instruct is not known" in card.text()
+    assert card.frame["token"][0] == f"[{card.frame['id'][0]}]"  # no tokenizer is known
     again = rl.open(FOREIGN / "miles").rollout(0).card()
     assert "Advantages were computed again from the rewards" in again.text()
 
