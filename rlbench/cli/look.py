@@ -193,7 +193,7 @@ def open_foreign(
         facts = [{"run": run.name, "system": run.source.system, "path": run.source.path} for run in opened]
         print_result({"runs": facts}, opened, as_json)
 
-
+# %% ../../nbs/cli/05_look.ipynb #look-opened
 def print_opened(opened, as_json: bool) -> None:
     "What the files of an opened run have and have not, its newest steps, and what limits it."
     found = opened.why()
@@ -230,7 +230,9 @@ def opened_steps(opened) -> Table:
     steps = opened.steps.tail(OPENED_STEPS)
     columns = [name for name in SHOWN_STEPS if name in steps.columns]
     headings = [SHOWN_STEPS[name] for name in columns]
-    table = plain_table(headings, headings)
+    table = plain_table(headings, headings, padding=(0, 1))
+    for column in table.columns:
+        column.no_wrap = True
     for row in steps.select(columns).iter_rows() if columns else ():
         table.add_row(*("–" if value is None else f"{value:.4g}" for value in row))
     return table

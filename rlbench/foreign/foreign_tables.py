@@ -10,7 +10,7 @@ __all__ = ['with_group_names', 'with_ids', 'with_rewards', 'with_chosen_parts', 
 # %% ../../nbs/foreign/41_foreign_tables.ipynb #foreign-tables-imports
 # The tables of a foreign run.
 #
-# Owns: what follows from a response for itself (names, numbers, reward, verdict, fate, length), and how tables are written.
+# Owns: what follows from a response for itself (names, reward, verdict, fate, length), and how tables are written.
 #
 # What always holds:
 #   * A column in which every row is null is not in a table.

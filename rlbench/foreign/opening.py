@@ -52,7 +52,7 @@ from ..base.tables import SCHEMA, TABLES
 from .foreign_tables import make_tables
 from .formats import ForeignFormat, LinesFile, SourceFile, WholeFile, lenient_record
 from .kept_rows import KeptRows, row_frames, write_rows
-from .registry import FoundRun, find_foreign_runs, found_again
+from .registry import FoundRun, files_passed_over, find_foreign_runs, found_again
 from .rows import Row
 from .source import SOURCE, ForeignSource, read_source
 from rlbench.foreign.source_files import (
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 # %% ../../nbs/foreign/42_opening.ipynb #opening-pieces
-READERS = 1  # raised when a reader says something else of the same bytes; what was kept before is then read again
+READERS = 2  # raised when a reader says something else of the same bytes; what was kept before is then read again
 PIECE_BYTES = 2 * MIB
 FIRST_BYTES = 40 * MIB  # that a first look reads
 
@@ -90,6 +90,19 @@ class Piece:
     def size(self) -> int:
         "Bytes, as they are read."
         return self.plain or self.end - self.start
+
+    @property
+    def name(self) -> str:
+        "Its file, or the first and the last of its files."
+        if not self.before:
+            return str(self.file.path)
+        return f"{self.before[0].path} to {self.file.path}"
+
+    @property
+    def written(self) -> float:
+        "When the newest of its files was written, in seconds since 1970; 0 if they are gone."
+        files = [each for source in (*self.before, self.file) for each in (source.path, *source.members)]
+        return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
     @property
     def key(self) -> str:
@@ -295,7 +308,7 @@ def keep_piece(folder: Path, piece: Piece) -> Path:
         return place
     aside = place.with_name(f"{piece.key}.{os.getpid()}{UNFINISHED}")
     aside.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, object] = {"file": str(piece.file.path), "damaged": 0, "unreadable": ""}
+    facts: dict[str, object] = {"file": piece.name, "written": piece.written, "damaged": 0, "unreadable": ""}
     try:
         frames, facts["damaged"] = read_piece(piece)
     except ForeignError as error:
@@ -426,10 +439,11 @@ def _replace_tables(found: FoundRun, folder: Path, places: Sequence[Path], piece
         guesses=made.guesses,
         damaged={found.in_words(fact["file"]): fact["damaged"] for fact in facts if fact["damaged"]},
         unreadable=[found.in_words(fact["unreadable"]) for fact in facts if fact["unreadable"]],
+        passed_over=[found.in_words(str(path)) for path in files_passed_over(found)],
         pieces=pieces,
         keys=keys,
         began=made.began,
-        written=max(Path(fact["file"]).stat().st_mtime for fact in facts),
+        written=max(fact["written"] for fact in facts),
     )
     write_json(folder / SOURCE, asdict(source))
     write_known_settings(folder, found.form)

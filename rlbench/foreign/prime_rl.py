@@ -333,14 +333,19 @@ def read_pending(path: Path) -> Iterator[ForeignResponse]:
 
 def dispatch_fields(dispatch: Mapping[str, Any]) -> dict[str, object]:
     "What is known of a rollout when it is dispatched, as fields of a `ForeignResponse`."
+    group = as_text(dispatch.get("group"))
+    task = as_text(dispatch.get("task"))
     environment = as_text(dispatch.get("env"))
+    evaluation = environment if dispatch.get("kind") == "eval" else None
+    version = as_whole(dispatch.get("policy_version"))
+    began = as_number(dispatch.get("started"))
     return {
-        "group": as_text(dispatch.get("group")),
-        "task": as_text(dispatch.get("task")),
+        "group": group,
+        "task": task,
         "environment": environment,
-        "evaluation": environment if dispatch.get("kind") == "eval" else None,
-        "dispatched": as_whole(dispatch.get("policy_version")),
-        "began": as_number(dispatch.get("started")),
+        "evaluation": evaluation,
+        "dispatched": version,
+        "began": began,
     }
 
 # %% ../../nbs/foreign/11_prime_rl.ipynb #prime-metrics

@@ -37,6 +37,7 @@ class ForeignSource:
     guesses: Sequence[str] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)  # file -> records that could not be read
     unreadable: Sequence[str] = ()  # files that could not be read at all, and why
+    passed_over: Sequence[str] = ()  # files of responses or figures in its folder that are not in this format
     pieces: int = 0
     keys: Sequence[str] = ()  # of the pieces that were read
     began: float | None = None  # seconds since 1970
@@ -79,6 +80,9 @@ class ForeignSource:
         lines += [f"guessed: {guess}" for guess in self.guesses]
         lines += [f"damaged: {count} records of {file}" for file, count in self.damaged.items()]
         lines += [f"not read: {reason}" for reason in self.unreadable]
+        if self.passed_over:
+            shown = ", ".join(self.passed_over[:3])
+            lines.append(f"passed over: {len(self.passed_over)} files that are not in this format, or torn: {shown}")
         lines += [f"missing: {name}: {setting}" for name, setting in self.missing.items()]
         return "\n".join(lines)
 

@@ -115,12 +115,18 @@ def list_files(root: Path) -> list[Path]:
     found: list[Path] = []
     for folder, names, files in os.walk(root, onerror=_refuse_unreadable):
         depth = len(Path(folder).relative_to(root).parts)
-        names[:] = sorted(name for name in names if depth < DEPTH and name not in (".git", "__pycache__"))
+        ours = cache_root()
+        names[:] = sorted(name for name in names if _is_entered(Path(folder, name), depth, ours))
         paths = [Path(folder, name) for name in files]
         found += [path for path in paths if stat.S_ISREG(path.lstat().st_mode)]
         if len(found) > MEMBERS:
             raise ForeignError(f"{root}: more than {MEMBERS:,} files; give the folder of one run")
     return sorted(found)
+
+
+def _is_entered(folder: Path, depth: int, ours: Path) -> bool:
+    "True for a folder that may hold files of a run: not too deep, and not our own cache."
+    return depth < DEPTH and folder.name not in (".git", "__pycache__") and folder.absolute() != ours
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -119,26 +119,35 @@ def read_rollout_summary(record: dict, iteration: int | None = None) -> Iterator
     turns = [as_table(turn) for turn in as_list(record.get("steps"))]
     logs = [as_table(turn.get("logs")) for turn in turns] or [{}]
     parts = parts_of(record, turns)
-    step = as_whole(record.get("iteration"))
+    written_step = as_whole(record.get("iteration"))
+    step = iteration if written_step is None else written_step
+    evaluation = evaluation_set(record.get("split"))
+    tags = [as_text(tag) or "" for tag in as_list(record.get("tags"))]
+    environment = ", ".join(tags)
+    prompt = first_text(logs[0], PROMPTS)
+    text = first_text(logs[-1], RESPONSES)
+    answer = first_text(logs[-1], ANSWERS)
+    correct = as_flag(parts.get("correct"))
+    version = as_whole(record.get("sampling_client_step"))
     yield ForeignResponse(
         key=key_of(record, iteration),
-        step=iteration if step is None else step,
-        evaluation=evaluation_set(record.get("split")),
+        step=step,
+        evaluation=evaluation,
         group=as_text(record.get("group_idx")),
         k=as_whole(record.get("traj_idx")),
-        environment=", ".join(as_text(tag) or "" for tag in as_list(record.get("tags"))) or None,
-        prompt=first_text(logs[0], PROMPTS),
-        text=first_text(logs[-1], RESPONSES),
-        answer=first_text(logs[-1], ANSWERS),
+        environment=environment or None,
+        prompt=prompt,
+        text=text,
+        answer=answer,
         reward=as_number(record.get("total_reward")),
         parts=parts or None,
-        correct=as_flag(parts.get("correct")),
+        correct=correct,
         length=sum_of(turns, "ac_len"),
         turns=len(turns) or None,
-        dispatched=as_whole(record.get("sampling_client_step")),
+        dispatched=version,
     )
 
-
+# %% ../../nbs/foreign/24_tinker_cookbook.ipynb #tinker-cookbook-summary-parts
 def key_of(record: dict, iteration: int | None) -> str | None:
     "A name for a trajectory; None if it has no number."
     step = as_whole(record.get("iteration"))

@@ -25,7 +25,7 @@ def is_responses(tree: FileTree, path: Path) -> bool:
     "True for a file of verl's responses."
     if path.suffix != ".jsonl":
         return False
-    return tree.has_keys(path, "input", "output", "gts", "score")
+    return tree.has_keys(path, "input", "output", "score")
 
 
 def is_metrics(tree: FileTree, path: Path) -> bool:
@@ -47,7 +47,8 @@ def list_verl(tree: FileTree, run: Path) -> Iterator[LinesFile]:
     for path in tree.below(run):
         if is_responses(tree, path):
             validation = "val" in path.parent.name.lower()
-            yield LinesFile(path, partial(read_response, validation="validation" if validation else None))
+            name = "validation" if validation else None
+            yield LinesFile(path, partial(read_response, validation=name, file_step=as_whole(path.stem)))
         elif is_metrics(tree, path):
             yield LinesFile(path, read_verl_metrics)
 
@@ -55,20 +56,27 @@ def list_verl(tree: FileTree, run: Path) -> Iterator[LinesFile]:
 KNOWN = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id"})
 
 
-def read_response(record: dict, validation: str | None = None) -> Iterator[ForeignResponse]:
-    "The response in one line. `validation`: the name of the evaluation set."
+def read_response(
+    record: dict, validation: str | None = None, file_step: int | None = None
+) -> Iterator[ForeignResponse]:
+    "The response in one line. `validation`: the name of the evaluation set; `file_step`: the step that names the file."
     uid = as_text(record.get("uid"))
     extras = {name: as_number(value) for name, value in record.items() if name not in KNOWN}
     parts = {name: value for name, value in extras.items() if value is not None}
+    step = as_whole(record.get("step", file_step))
+    prompt = as_text(record.get("input"))
+    text = as_text(record.get("output"))
+    answer = as_text(record.get("gts"))
+    reward = as_number(record.get("score"))
     yield ForeignResponse(
         key=uid,
-        step=as_whole(record.get("step")),
+        step=step,
         evaluation=validation,
         group=group_of(uid),
-        prompt=as_text(record.get("input")),
-        text=as_text(record.get("output")),
-        answer=as_text(record.get("gts")),
-        reward=as_number(record.get("score")),
+        prompt=prompt,
+        text=text,
+        answer=answer,
+        reward=reward,
         parts=parts or None,
         correct=correct_of(parts),
     )
@@ -122,9 +130,9 @@ VERL = ForeignFormat(
         "publish_seconds": "timing_s/update_weights",
         "generator_compute": "timing_s/gen",
         "trainer_compute": "timing_s/update_actor",
-        "lag_trajectory": "training/off_policy/trajectory_staleness/mean",
+        "lag_trajectory": "training/off_policy/trajectory_staleness_worst/mean",  # by the oldest token, as ours is
         "lag_max": "training/off_policy/trajectory_staleness_worst/max",
-        "lag_span": "training/off_policy/trajectory_spans/max",
+        "lag_in_queue": "training/off_policy/trajectory_staleness/mean",  # by the newest token
     },
     settings={
         "rollouts": "trainer.rollout_data_dir=PATH",

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LIMIT_SENTENCES', 'IN_WAVES', 'FACT_FIGURES', 'STATE_SENTENCES', 'ALL_FILTERED', 'BATCHES_WAITED', 'Why',
-           'rate_limit', 'rate_figures', 'remedy_sentence', 'balancing_sentence', 'explain_opened', 'explain',
-           'explain_rate', 'explain_not_learning', 'explain_all_filtered', 'why', 'end_sentences']
+           'rate_limit', 'rate_figures', 'remedy_sentence', 'balancing_sentence', 'evaluated_in_words',
+           'explain_opened', 'explain', 'explain_rate', 'explain_not_learning', 'explain_all_filtered', 'why',
+           'end_sentences']
 
 # %% ../../nbs/views/90_why.ipynb #why-imports
 # Why a run is not faster, or does not learn.
@@ -195,6 +196,16 @@ STATE_SENTENCES = {
 }
 
 
+def evaluated_in_words(folder: Path) -> str:
+    "A sentence for the newest evaluation of each set of another system's run; empty without any."
+    evals = opened_table(folder, "evals")
+    if "avg" not in evals.columns:
+        return ""
+    newest = evals.unique("eval", keep="last", maintain_order=True)
+    words = [f"{avg:.3g} on {name} ({tasks} tasks)" for name, avg, tasks in newest["eval", "avg", "tasks"].iter_rows()]
+    return f" Evaluated: {', '.join(words)}."
+
+
 def explain_opened(folder: Path, source: ForeignSource) -> Why:
     "What limits another system's run, in the words of its own settings."
     steps = opened_table(folder, "steps")
@@ -202,6 +213,7 @@ def explain_opened(folder: Path, source: ForeignSource) -> Why:
     figures = figures_in_words(steps)
     about = f"{folder.name} was made by {source.title}"
     about += f". Newest steps: {figures}." if figures else ", and its files say nothing of steps."
+    about += evaluated_in_words(folder)
     if not findings:
         nothing = (
             "Nothing in these files limits it."

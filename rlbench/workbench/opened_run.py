@@ -171,6 +171,9 @@ def run_in(folder: Path) -> Run:
 class OpenedRuns(list):
     "Several opened runs; shown as a list with what each has."
 
+    def __getattr__(self, name: str):
+        raise AttributeError(f"{name}: {len(self)} runs were opened; take one by its number: runs[0].{name}")
+
     def __repr__(self) -> str:
         lines = [
             f"{number}  {run.name}: {run.source.title}, {shown_path(Path(run.source.path))}"
