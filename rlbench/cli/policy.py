@@ -249,8 +249,11 @@ def export_for_tools(run: "Run", to: str, folder: Path | None, force: bool, foll
     if folder is None or follow:
         raise ValueError(f"folder: name the folder for --to {to}, and no --follow: responses are written once")
     written = export_responses(run.folder, to, folder, force)
-    facts = {"to": to, "folder": folder, "responses": written.responses}
-    print_result(facts, f"{folder}: {written.responses:,} responses of {run.name} for {to}", as_json)
+    facts = {"to": to, "folder": folder, "responses": written.responses, "left_out": written.left_out}
+    text = f"{folder}: {written.responses:,} responses of {run.name} for {to}"
+    if written.left_out:
+        text += f"\n{written.left_out:,} responses left out: {written.why_left_out}"
+    print_result(facts, text, as_json)
 
 # %% ../../nbs/cli/09_policy.ipynb #policy-export-policy
 def export_policy(run: "Run", folder: Path | None, follow: bool, best: bool, as_json: bool) -> None:

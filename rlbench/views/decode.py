@@ -20,6 +20,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
+from ..foreign.source import read_source
 from ..runtime.run_reader import RunReader, reader_of
 
 # %% ../../nbs/views/01_decode.ipynb #decode-load
@@ -42,9 +43,12 @@ def tokenizer_file(folder: str | Path, model: str) -> Path | None:
 
 
 def load_decoder(folder: str | Path | RunReader) -> Decoder | None:
-    "Token ids to text, special tokens included, with the tokenizer of a run; None if it cannot be loaded."
+    "Token ids to text, special tokens included, with the tokenizer of a run; None if it cannot be loaded or is not known."
     try:
         reader = reader_of(folder)
+        names_model = "model" in reader.config.model_fields_set
+        if read_source(reader.folder) is not None and not names_model:
+            return None  # another system's run: the model of our defaults did not write it
         model = reader.config.model
         path = tokenizer_file(reader.folder, model)
         if path is not None:

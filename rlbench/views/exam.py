@@ -33,12 +33,13 @@ EXAM_FIELDS = ("tasks", "max_tokens", "verifier", "environment", "max_turns", "o
 @dataclass(frozen=True)
 class Exam:
     """What a held-out solve rate was measured on, and how responses were written and judged. `tasks`, `verifier` and
-    `environment` are tables as JSON; `max_turns` and `observation_tokens` are 0 where a response is all there is."""
+    `environment` are tables as JSON; `count`, `k` and `temperature` are None where an opened run does not say them;
+    `max_turns` and `observation_tokens` are 0 where a response is all there is."""
 
     tasks: str
-    count: int
-    k: int
-    temperature: float
+    count: int | None
+    k: int | None
+    temperature: float | None
     max_tokens: int
     verifier: str
     environment: str
@@ -46,9 +47,13 @@ class Exam:
     observation_tokens: int = 0
 
     def __str__(self) -> str:
-        plural = "" if self.k == 1 else "s"
-        words = f"{self.count} tasks of {function_in_words(self.tasks)}, {self.k} response{plural} each"
-        words += f" at temperature {self.temperature:g}"
+        count = "" if self.count is None else f"{self.count} "
+        words = f"{count}tasks of {function_in_words(self.tasks)}"
+        if self.k is not None:
+            plural = "" if self.k == 1 else "s"
+            words += f", {self.k} response{plural} each"
+        if self.temperature is not None:
+            words += f" at temperature {self.temperature:g}"
         if self.max_tokens:
             words += f", up to {self.max_tokens} tokens"
         if "name" in json.loads(self.verifier):
@@ -100,6 +105,8 @@ def exam_differences(exam: Exam, other: Exam) -> str:
 
 
 def _in_words(value: object) -> str:
+    if value is None:
+        return "unknown"
     return function_in_words(value) if isinstance(value, str) else f"{value:g}"
 
 # %% ../../nbs/views/60_exam.ipynb #exam-of
@@ -113,7 +120,8 @@ def held_out_rows(data: RunData) -> "pl.DataFrame":
 
 
 def exam_of(data: RunData, first: bool = False) -> Exam | None:
-    "The exam behind the last (or the first) held-out solve rate of a run; None if there was none."
+    """The exam behind the last (or the first) held-out solve rate of a run; None if there was none. Where no tasks are
+    configured, as in an opened run, the set's name stands for them."""
     rows = held_out_rows(data)
     if rows.is_empty():
         return None
@@ -121,12 +129,17 @@ def exam_of(data: RunData, first: bool = False) -> Exam | None:
     tables = [table for table in data.config.get("eval", ()) if table.get("name") == data.eval_name]
     asked = dict(tables[0]) if tables else {}
     asked |= {"count": row["tasks"], "k": row["k"], "temperature": row["temperature"]}
+    if not asked.get("tasks") and not data.config.get("tasks"):
+        asked["tasks"] = data.eval_name
     return exam_in(config_at(data, row["version"]), asked)
 
 
-def config_at(data: RunData, version: int) -> dict:
-    "The settings that make an exam, as they were in force at a version. A knob on a ramp is where the ramp was then."
+def config_at(data: RunData, version: int | None) -> dict:
+    """The settings that make an exam, as they were in force at a version. A knob on a ramp is where the ramp was then.
+    Without a version they are those that were configured."""
     config = {field: data.config[field] for field in EXAM_FIELDS if field in data.config}
+    if version is None:
+        return config
     applied = data.commands.filter((data.commands["status"] == "applied") & (data.commands["version"] <= version))
     rows = [row for row in applied.iter_rows(named=True) if row["knob"].partition(".")[0] in EXAM_FIELDS]
     for place, row in enumerate(rows):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EMPTY', 'OBJECTIVE_FIELDS', 'TRAINED_COLUMNS', 'CardRollout', 'LoggedStep', 'StoredBatch', 'settings_at',
-           'read_card_rollouts', 'read_batch', 'read_logged_step', 'read_waiting', 'queued_batches', 'queued_batch',
-           'with_policy', 'policy_logprobs', 'load_saved_policy']
+           'read_card_rollouts', 'read_batch', 'read_logged_step', 'check_has_ingredients', 'read_waiting',
+           'queued_batches', 'queued_batch', 'with_policy', 'policy_logprobs', 'load_saved_policy']
 
 # %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-imports
 # Batches read back from a run folder.
@@ -16,7 +16,8 @@ __all__ = ['EMPTY', 'OBJECTIVE_FIELDS', 'TRAINED_COLUMNS', 'CardRollout', 'Logge
 #   * Everything comes from one `RunReader`, so each table is opened at most once.
 #   * What nobody computed is empty, never made up; `place` says which of the three places the batch comes from.
 #
-# It refuses: rollouts of evaluations, rollouts without a token, and ids that the run does not have.
+# It refuses: rollouts of evaluations, rollouts without a token, ids that the run does not have, and rollouts of other
+# systems' runs that lack what a loss needs.
 # It evaluates no loss; `loss_terms` does.
 import json
 import math
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..foreign.source import ForeignSource, read_source
 from ..loop.config import RunConfig, check_has_policy
 from ..records import Rollout
 from ..runtime.checkpoint import TRAINER, find_checkpoint, load_newest, read_manifest, read_weights
@@ -36,6 +38,7 @@ from ..runtime.torch_generator import load_run_policy
 from rlbench.views.stored_rows import (
     ROLLOUT_COLUMNS,
     SEGMENT_COLUMNS,
+    complete_tokens,
     float_array,
     reference_traces,
     response_places,
@@ -84,11 +87,24 @@ class StoredBatch:
     config: RunConfig
     logged: LoggedStep = LoggedStep()
     policy: str = ""  # whose log-probabilities were computed anew, empty if nobody's
+    system: str = ""  # of another system that made the run, empty for a run of ours
 
     @property
     def folder(self) -> Path:
         "The run's folder."
         return self.reader.folder
+
+    @property
+    def has_advantages(self) -> bool:
+        "True if the advantages that it was trained with are stored."
+        has_some = any(len(stored.advantages_N) for stored in self.rollouts)
+        return self.place == "trained" and (has_some or not self.system)
+
+    @property
+    def has_start(self) -> bool:
+        "True if the trainer's log-probabilities are stored."
+        has_some = any(len(stored.start_N) for stored in self.rollouts)
+        return self.place == "trained" and (has_some or not self.system)
 
     def find_rollout(self, rollout: int) -> CardRollout:
         "One of the rollouts by its id. StopIteration if the batch does not have it."
@@ -165,7 +181,8 @@ TRAINED_COLUMNS = ("advantage", "advantages", "start_logprobs", "step_logprobs",
 
 
 def read_card_rollouts(reader: RunReader, rows: "pl.DataFrame") -> tuple[CardRollout, ...]:
-    "The rollouts of these rows (`seq`, `rollout`, `try`) that have tokens."
+    """The rollouts of these rows (`seq`, `rollout`, `try`) that have tokens; of another system's run, those that have
+    log-probabilities of the sampler too."""
     attempts = rows.select("rollout", "try").lazy()
     written = reader.rows("rollouts", rows["seq"], (*ROLLOUT_COLUMNS, "fate"))
     token_columns = ("rollout", "try", *SEGMENT_COLUMNS, *TRAINED_COLUMNS)
@@ -173,11 +190,16 @@ def read_card_rollouts(reader: RunReader, rows: "pl.DataFrame") -> tuple[CardRol
     tokens = {}
     for row in wanted.select(token_columns).collect().iter_rows(named=True):
         tokens[row["rollout"], row["try"]] = row
+    is_opened = read_source(reader.folder) is not None
     found = []
     for row in written.iter_rows(named=True):
-        key = (row["rollout"], row["try"])
-        if key in tokens:
-            found.append(_card_rollout(row, tokens[key]))
+        stored = tokens.get((row["rollout"], row["try"]))
+        if stored is None:
+            continue
+        if not is_opened:
+            found.append(_card_rollout(row, stored))
+        elif stored["tokens"] and stored["logprobs"]:
+            found.append(_opened_rollout(row, stored))
     return tuple(found)
 
 
@@ -191,6 +213,17 @@ def _card_rollout(row: Mapping, tokens: Mapping) -> CardRollout:
         return CardRollout(rollout, fate)
     step_N = float_array(tokens["step_logprobs"]) if tokens["step_logprobs"] else start_N
     return CardRollout(rollout, fate, start_N, step_N, _stored_advantages(tokens))
+
+
+def _opened_rollout(row: Mapping, tokens: Mapping) -> CardRollout:
+    "As `_card_rollout`, of another system's rows, which may lack columns. Without a group it is its own."
+    known = complete_tokens(tokens, row["dispatched"])
+    known["logprobs"] = np.nan_to_num(float_array(known["logprobs"]))
+    known["prompt_tokens"] = known["prompt_tokens"] or [0]  # something must precede the response
+    group = row["rollout"] if row["group"] is None else row["group"]
+    stored = _card_rollout({**row, "group": group}, known)
+    has_advantages = known["advantages"] is not None or known["advantage"] is not None
+    return replace(stored, advantages_N=_stored_advantages(known) if has_advantages else EMPTY)
 
 
 def _stored_advantages(tokens: Mapping) -> np.ndarray:
@@ -209,23 +242,30 @@ def read_batch(folder: str | Path | RunReader, rollout: int, attempt: int | None
     mine = rows.filter(rows["rollout"] == rollout)
     if attempt is not None:
         mine = mine.filter(mine["try"] == attempt)
+    source = read_source(reader.folder)
+    if mine.is_empty() and source is not None:
+        raise ValueError(f"rollout: {rollout} is not in {reader.name!r}; its table of rollouts lists those that are")
     if mine.is_empty():
         return queued_batch(reader, rollout)
     row = mine.row(-1, named=True)
-    if row["group"] < 0:
+    if row["group"] is not None and row["group"] < 0:
         raise ValueError(_evaluation_refused(rollout, rows))
-    version = row["trained_at"]
+    version = -1 if row["trained_at"] is None else row["trained_at"]
     companions = _rows_of_version(rows, version) if version > 0 else _rows_of_group(rows, row)
     newest = companions.unique("rollout", keep="last").sort("rollout")
     rollouts = read_card_rollouts(reader, newest)
+    if source is not None:
+        check_has_ingredients(reader, source, row, rollouts)
     if all(stored.rollout.id != rollout for stored in rollouts):
         raise ValueError(
             f"rollout: {rollout} ended as {row['fate']!r} without a token; there is nothing to put a loss on"
         )
+    system = "" if source is None else source.system
     if version > 0:
         settings = settings_at(reader, version)
-        return StoredBatch(reader, "trained", version, rollouts, settings, read_logged_step(reader, version))
-    return StoredBatch(reader, "ended", version, rollouts, reader.settings)
+        logged = read_logged_step(reader, version)
+        return StoredBatch(reader, "trained", version, rollouts, settings, logged, system=system)
+    return StoredBatch(reader, "ended", version, rollouts, reader.settings, system=system)
 
 
 def _evaluation_refused(rollout: int, rows: "pl.DataFrame") -> str:
@@ -241,18 +281,18 @@ def _evaluation_refused(rollout: int, rows: "pl.DataFrame") -> str:
 def _rows_of_version(rows: "pl.DataFrame", version: int) -> "pl.DataFrame":
     "The rows of all groups that were trained in the batch that made a version."
     trained = rows.filter(rows["trained_at"] == version)
-    groups = trained["group"].unique()
-    is_in_batch = rows["group"].is_in(groups.implode())
+    groups = trained["group"].drop_nulls().unique()
+    is_in_batch = rows["group"].is_in(groups.implode()).fill_null(False) | (rows["trained_at"] == version)
     was_trained = rows["fate"].is_in(["trained", "masked"])
     return rows.filter(is_in_batch & was_trained)
 
 
 def _rows_of_group(rows: "pl.DataFrame", row: Mapping) -> "pl.DataFrame":
     "The rows of a rollout's group; of the rollout itself only the attempt of `row`."
-    is_mate = rows["group"] == row["group"]
-    is_other = rows["rollout"] != row["rollout"]
+    is_mine = rows["rollout"] == row["rollout"]
+    is_mate = is_mine | (rows["group"] == row["group"]).fill_null(False)
     is_asked_attempt = rows["try"] == row["try"]
-    return rows.filter(is_mate & (is_other | is_asked_attempt))
+    return rows.filter(is_mate & (~is_mine | is_asked_attempt))
 
 
 def read_logged_step(reader: RunReader, version: int) -> LoggedStep:
@@ -261,6 +301,36 @@ def read_logged_step(reader: RunReader, version: int) -> LoggedStep:
     steps = reader.columns("steps", ["version", *names])
     row = steps.filter(steps["version"] == version).tail(1)
     return LoggedStep(**row.select(names).row(0, named=True)) if len(row) else LoggedStep()
+
+# %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-opened
+def check_has_ingredients(
+    reader: RunReader, source: ForeignSource, row: Mapping, rollouts: tuple[CardRollout, ...]
+) -> None:
+    "ValueError if the files of another system lack what a loss on the rollout of `row` needs; it names what."
+    rollout = row["rollout"]
+    stored = next((each for each in rollouts if each.rollout.id == rollout), None)
+    if stored is None:
+        has_tokens = _has_tokens(reader, row)
+        missing = "log-probabilities of the sampler" if has_tokens else "tokens"
+        column = "tokens.logprobs" if has_tokens else "tokens.tokens"
+    elif len(stored.advantages_N) or (stored.rollout.reward is not None and row["group"] is not None):
+        return
+    elif stored.rollout.reward is None:
+        missing, column = "advantage and no reward", "rollouts.reward"
+    else:
+        missing, column = "advantage and no group", "tokens.advantages"
+    remedy = source.remedy(column)
+    advice = f" ({remedy})" if remedy else ""
+    raise ValueError(f"rollout: {rollout}: its files hold no {missing}, so there is nothing to put a loss on{advice}")
+
+
+def _has_tokens(reader: RunReader, row: Mapping) -> bool:
+    "True if the tokens of an attempt are stored."
+    import polars as pl
+
+    is_asked = (pl.col("rollout") == row["rollout"]) & (pl.col("try") == row["try"])
+    lists = reader.table("tokens").filter(is_asked).select("tokens").collect()["tokens"]
+    return any(tokens is not None and len(tokens) > 0 for tokens in lists)
 
 # %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-queue
 def read_waiting(folder: str | Path | RunReader) -> tuple[CardRollout, ...]:
@@ -304,7 +374,9 @@ def queued_batch(reader: RunReader, rollout: int) -> StoredBatch:
 # %% ../../nbs/views/31_loss_batch.ipynb #loss-batch-policy
 def with_policy(batch: StoredBatch) -> StoredBatch:
     """The batch with log-probabilities of the run's saved policy, else of its newest checkpoint, in place of those
-    stored. ValueError if there is neither."""
+    stored. ValueError if there is neither, and for another system's run."""
+    if batch.system:
+        raise ValueError(f"policy: {batch.reader.name!r} was made by {batch.system}, whose weights are not read here")
     check_has_policy(batch.config, batch.folder.name, "to compute log-probabilities with")
     model, description = load_saved_policy(batch.folder, batch.config)
     rollouts = []

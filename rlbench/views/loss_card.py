@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.charts import Chart
+from ..foreign.source import read_source
 from ..runtime.run_reader import RunReader, reader_of
 from .decode import Decoder, load_decoder
 from .loss_batch import StoredBatch, queued_batches, read_batch, with_policy
@@ -218,7 +219,8 @@ def loss_cards(
             swapped = changes if each is None else {**changes, "loss": each}
             recipe = swap_parts(own, batch, **swapped)
             cards.append(make_card(batch, rollout, recipe, decode))
-    names = tuple(_objective_name(each, changes) for each in losses) if cards else ()
+    own_name = "as trained" if read_source(reader.folder) is None else "default"
+    names = tuple(_objective_name(each, changes, own_name) for each in losses) if cards else ()
     return LossCards(tuple(cards), names)
 
 
@@ -240,8 +242,8 @@ def _batches_of(reader: RunReader, rollouts: Iterable[int] | str, policy: bool) 
     return found
 
 
-def _objective_name(loss: Part | None, changes: Mapping[str, object]) -> str:
-    "What a column of cards is called."
+def _objective_name(loss: Part | None, changes: Mapping[str, object], own_name: str) -> str:
+    "What a column of cards is called; `own_name`: without a change."
     if loss is not None:
         return part_name(loss)
-    return "swapped" if changes else "as trained"
+    return "swapped" if changes else own_name

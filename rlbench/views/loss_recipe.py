@@ -76,7 +76,7 @@ def recipe_of(batch: StoredBatch) -> Recipe:
     logged = batch.logged.kl_weight
     kl_weight = objective.kl_weight if logged is None else logged
     labels = {part: part_label(getattr(batch.config, part)) for part in LABELLED}
-    return Recipe(objective, labels, kl_weight if objective.kl else 0.0, batch.place == "trained")
+    return Recipe(objective, labels, kl_weight if objective.kl else 0.0, batch.has_advantages)
 
 # %% ../../nbs/views/32_loss_recipe.ipynb #loss-recipe-stored
 NOT_STORED = {

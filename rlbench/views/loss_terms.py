@@ -103,7 +103,8 @@ def _same_rewards(rewards_R):
 
 def _with_zero_reward(stored: CardRollout) -> CardRollout:
     "The rollout with reward 0 if it was trained on, else with none."
-    reward = 0.0 if len(stored.start_N) else None
+    was_trained = len(stored.start_N) or len(stored.advantages_N)
+    reward = 0.0 if was_trained else None
     return replace(stored, rollout=replace(stored.rollout, reward=reward))
 
 

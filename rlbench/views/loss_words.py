@@ -164,7 +164,7 @@ def is_on_policy(terms: RolloutTerms) -> bool:
 
 def why_on_policy(terms: RolloutTerms) -> str:
     "Why every ratio of the step is 1."
-    if terms.batch.place == "trained":
+    if terms.batch.has_start:
         return "one optimizer step per batch"
     return "the sampler's log-probabilities stand for the trainer's"
 
@@ -219,6 +219,10 @@ def _zero_factors(terms: RolloutTerms) -> list[str]:
 def notes_on(terms: RolloutTerms) -> list[str]:
     "What on the card is not as it was in training."
     notes = _notes_on_logprobs(terms)
+    if terms.batch.system:
+        notes.append(
+            f"What is not swapped of the objective is the default here: the loss of {terms.batch.system} is not known."
+        )
     logged = terms.batch.logged
     if logged.replayed_rollouts:
         notes.append(
@@ -247,6 +251,11 @@ def _notes_on_logprobs(terms: RolloutTerms) -> list[str]:
     notes = []
     if batch.policy:
         notes.append(f"Log-probabilities at start and step are those of {batch.policy}, computed now.")
+    elif batch.system and not batch.has_start:
+        notes.append(
+            f"Log-probabilities of the trainer are not in the files of {batch.system}: the sampler's stand in, so every "
+            "ratio is 1."
+        )
     elif batch.place != "trained":
         notes.append(
             "Log-probabilities of the trainer are not there: the sampler's stand in, so every ratio is 1. policy=True "

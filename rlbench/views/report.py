@@ -122,7 +122,7 @@ def summary_tiles(s: RunSummary, data: RunData) -> list[SummaryTile]:
         SummaryTile("Response length", growth, lengths),
         SummaryTile("Wall time", format_duration(s.wall_s), per_batch),
         SummaryTile("Versions", f"{s.versions:,}", planned),
-        SummaryTile("Response tokens", short_number(float(s.tokens)), trained),
+        SummaryTile("Response tokens", UNKNOWN if s.tokens is None else short_number(float(s.tokens)), trained),
         SummaryTile("Books", "closed" if s.books_closed else "not closed", booked),
     ]
 

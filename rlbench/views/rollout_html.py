@@ -110,8 +110,10 @@ def _strip_parts(r: RolloutRecord, shown: Sequence[str], places: Sequence[int]) 
 
 def _token_html(r: RolloutRecord, i: int, piece: str, tint: int) -> Markup:
     "One token, tinted, with its figures as a title."
-    probability = math.exp(min(0.0, r.logprobs[i]))
-    title = f"log-prob {format_logprob(r.logprobs[i])} · probability {probability:.3g} · v{r.versions[i]}"
+    title = f"log-prob not recorded · v{r.versions[i]}"
+    if not math.isnan(r.logprobs[i]):
+        probability = math.exp(min(0.0, r.logprobs[i]))
+        title = f"log-prob {format_logprob(r.logprobs[i])} · probability {probability:.3g} · v{r.versions[i]}"
     title += f" · token {i + 1} of {len(r.tokens)}, id {r.tokens[i]}"
     css_class = f"t h{tint}"
     if not r.mask[i]:
@@ -125,14 +127,16 @@ def heat_in_words(r: RolloutRecord, shown: Sequence[str]) -> str:
     "The strip in a sentence: mean log-probability, the least likely token, who wrote it."
     if not len(r.tokens):
         return "no tokens are stored"
-    least = int(np.nanargmin(r.logprobs)) if np.isfinite(r.logprobs).any() else 0
     oldest = r.versions.min()
     newest = r.versions.max()
     writers = f"v{oldest}" if oldest == newest else f"v{oldest} to v{newest}"
-    mean = format_logprob(float(np.nanmean(r.logprobs)))
-    probability = math.exp(min(0.0, r.logprobs[least]))
-    words = f"{len(r.tokens)} tokens written by {writers}, mean log-prob {mean}; least likely: "
-    words += f"{shown[least].strip() or 'a blank'} with {probability:.2g}, token {least + 1}"
+    words = f"{len(r.tokens)} tokens written by {writers}"
+    if np.isfinite(r.logprobs).any():
+        least = int(np.nanargmin(r.logprobs))
+        mean = format_logprob(float(np.nanmean(r.logprobs)))
+        probability = math.exp(min(0.0, r.logprobs[least]))
+        words += f", mean log-prob {mean}; least likely: "
+        words += f"{shown[least].strip() or 'a blank'} with {probability:.2g}, token {least + 1}"
     masked = int((~r.mask).sum())
     return f"{words}; {masked} carry no weight" if masked else words
 
@@ -385,7 +389,8 @@ def rollout_facts(r: RolloutRecord) -> dict[str, str]:
     facts["advantage"] = "" if r.advantage is None else short_number(r.advantage)
     facts["tokens"] = f"{r.length:,}{CUT_REASONS.get(r.reason, '')}"
     facts["turns"] = str(r.turns) if r.turns > 1 else ""
-    facts["mean log-prob"] = format_logprob(float(np.nanmean(r.logprobs))) if len(r.logprobs) else ""
+    has_logprobs = np.isfinite(r.logprobs).any()
+    facts["mean log-prob"] = format_logprob(float(np.nanmean(r.logprobs))) if has_logprobs else ""
     facts["temperature"] = f"{r.temperature:g}"
     facts["level"] = str(r.level)
     facts["task"] = r.task

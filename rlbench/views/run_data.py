@@ -29,6 +29,7 @@ from ..base.run_charts import column_items
 from ..base.run_files import read_json
 from ..base.status import Status
 from ..base.tables import VERDICTS
+from ..foreign.source import ForeignSource, read_source
 from ..runtime.diagnosis import NOT_LEARNING, diagnosis_of
 from ..runtime.drop_bias import KEPT, LEFT_OUT, lost_by_level
 from ..runtime.lineage import Family, read_family
@@ -54,6 +55,7 @@ class RunData:
     family: Family | None = None
     verdicts: "pl.DataFrame | None" = None  # on programs; every n-th of a long run
     diagnosis: str = ""  # of a run that does not learn: why, and what to do
+    source: ForeignSource | None = None  # of a run of another system that was opened
 
     @property
     def eval_name(self) -> str:
@@ -80,6 +82,7 @@ def read_run_data(folder: str | Path | RunReader) -> RunData:
         family=read_family(reader.folder),
         verdicts=read_verdicts(reader),
         diagnosis=diagnosis.text if diagnosis.verdict in NOT_LEARNING else "",
+        source=read_source(reader.folder),
     )
 
 
@@ -137,12 +140,18 @@ def newest_setting(data: RunData, knob: str) -> object:
     return setting_history(data, knob)[-1][1]
 
 
-def held_out_rates(data: RunData) -> list[tuple[int, float, float]]:
-    "(version, solve rate, standard error) of the held-out evaluations in order."
+def held_out_rates(data: RunData) -> list[tuple[int | None, float, float]]:
+    """(version, solve rate, standard error) of the held-out evaluations in order. An opened run may have evaluations
+    without a version; they come first."""
     columns = [column_items(data.evals, name) for name in ("eval", "version", "avg", "avg_se")]
     rates = {}
     for name, version, rate, error in zip(*columns, strict=True):
         if name == data.eval_name and rate is not None:
             known = error is not None and math.isfinite(error)
             rates[version] = (version, rate, error if known else 0.0)
-    return [rates[version] for version in sorted(rates)]
+    return sorted(rates.values(), key=_version_or_before)
+
+
+def _version_or_before(rate: tuple[int | None, float, float]) -> int:
+    "The version of an evaluation, or -1 if it has none."
+    return -1 if rate[0] is None else rate[0]

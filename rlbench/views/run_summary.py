@@ -50,7 +50,7 @@ class RunSummary:
     length_end: float | None
     length_growth: float | None
     wall_s: float | None
-    tokens: int
+    tokens: int | None
     trained_share: float | None
     dispatched: int
     books_closed: bool
@@ -124,10 +124,14 @@ def _count_versions(data: RunData) -> int:
     return int(max([in_status, *written]))
 
 
-def _count_tokens(data: RunData) -> int:
+def _count_tokens(data: RunData) -> int | None:
+    "Tokens generated; None for an opened run that does not say how long its responses are."
     if data.status and data.status.tokens:
         return data.status.tokens
-    return int(np.nansum(numeric_column(data.steps, "generated_tokens")))
+    generated = numeric_column(data.steps, "generated_tokens")
+    if data.source is not None and not np.isfinite(generated).any():
+        return None
+    return int(np.nansum(generated))
 
 
 def _wall_seconds(data: RunData) -> float | None:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..base.ledger_reading import Follower
 from ..base.status import ENDED, is_alive, read_status, state_of
 from ..base.tables import TABLES
+from ..foreign.source import read_source
 from ..loop.config_checks import check_sinks
 from ..untrusted import hide_secrets
 
@@ -65,10 +66,10 @@ COLUMNS = {
 @dataclass(frozen=True)
 class SinkPoint:
     """What a sink gets for one policy version. `at`: seconds since the run began; `numbers`: name -> value;
-    `note`: a command, or empty."""
+    `note`: a command, or empty. An opened run may have rows without a version or a time: these are None."""
 
-    version: int
-    at: float
+    version: int | None
+    at: float | None
     numbers: dict[str, float]
     note: str = ""
 
@@ -109,8 +110,8 @@ def flatten_table(table: Mapping[str, object], prefix: str = "") -> dict[str, in
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """The run that is exported. `born`: when it was configured, in seconds since 1970; `settings`: its
-    configuration, flat."""
+    """The run that is exported. `born`: when it was configured, or when the first row of an opened run was made, in
+    seconds since 1970; `settings`: its configuration, flat."""
 
     folder: Path
     id: str
@@ -131,7 +132,9 @@ def read_exported_run(folder: str | Path) -> ExportedRun:
     settings = flatten_table(hide_secrets(tomllib.loads(path.read_text(encoding="utf-8"))))
     settings.pop("webhook", None)  # whoever has the address can write there
     digest = sha256(f"{folder.name} {written_ns}".encode()).hexdigest()
-    return ExportedRun(folder, f"{folder.name}-{digest[:8]}", written_ns / 1e9, settings)
+    source = read_source(folder)
+    began = source.began if source else None
+    return ExportedRun(folder, f"{folder.name}-{digest[:8]}", began or written_ns / 1e9, settings)
 
 # %% ../../nbs/views/28_sinks.ipynb #sinks-protocol
 class Sink(Protocol):
@@ -180,9 +183,8 @@ class TensorBoard:
                         tensor=make_tensor_proto(point.note),
                     )
                 )
-            self.writer.add_event(
-                Event(wall_time=self.born + point.at, step=point.version, summary=Summary(value=values))
-            )
+            time_written = None if point.at is None else self.born + point.at
+            self.writer.add_event(Event(wall_time=time_written, step=point.version, summary=Summary(value=values)))
         self.writer.flush()
 
     def close(self) -> None:
@@ -221,7 +223,9 @@ class Wandb:
     def write(self, points: Iterable[SinkPoint]) -> None:
         "Add points; the library hands them on by itself."
         for point in points:
-            row = {"version": point.version, **point.numbers}
+            row = dict(point.numbers)
+            if point.version is not None:
+                row["version"] = point.version
             if point.note:
                 row["commands"] = point.note
             self.run.log(row)

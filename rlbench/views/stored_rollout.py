@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.tables import ROLLOUTS, TOKENS, VERDICTS
+from ..foreign.source import read_source
 from ..runtime.run_reader import RunReader, reader_of
 from ..sandbox.verdict import Reading, code_task_of, read_verdict
 from .decode import load_decoder
@@ -31,6 +32,7 @@ from .loss_card import LossCard, loss_card
 from .rollout_html import MOST_TOKENS, framed_rollout, rollout_card_html
 from .rollout_record import EarlierAttempt, RolloutRecord, ending_in_words, verdict_in_words
 from .rollout_search import rollouts_of_task, search_rollouts, with_texts
+from .stored_rows import complete_tokens
 
 # %% ../../nbs/views/53_stored_rollout.ipynb #stored-rollout-class
 class StoredRollout(RolloutRecord):
@@ -96,6 +98,8 @@ def read_rollout(folder: str | Path | RunReader, rollout: int, attempt: int | No
         known["tests"] = tests_of(reader, rollout, row["try"], row["answer"])
     tokens = last_row(reader, "tokens", rollout, attempt)
     if tokens is not None and tokens["try"] == row["try"]:
+        if read_source(reader.folder) is not None:
+            tokens = complete_tokens(tokens, row["dispatched"])
         known["advantage"] = tokens["advantage"]
         for name, dtype in ARRAY_TYPES.items():
             known[name] = np.asarray(tokens[name] or (), dtype)

@@ -1,6 +1,7 @@
 "Responses of a run in the formats of other tools, written and read back."
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -184,6 +185,42 @@ def test_an_opened_run_is_exported(run: Path, tmp_path: Path, root: Path) -> Non
     steps = read_back(tmp_path / "verifiers")["steps"]
     assert steps["step"].to_list() == [1, 2, 3] and steps["reward_mean"].to_list() == [0.75, 0.5, 0.625]
     assert steps["lag_max"].to_list() == [0, 1, 2]
+
+
+def export_opened(source: Path, *words: str) -> tuple[int, str]:
+    "Exit status and output of the export of another system's run."
+    result = CliRunner().invoke(app, ["export", str(source), *words])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("name", ["verl/v1", "trl/monday", "slime/dump", "tinker_cookbook"])
+def test_steps_without_a_time_go_to_a_tracker(name: str, tmp_path: Path, root: Path) -> None:
+    code, text = export_opened(root / "tests/foreign" / name, str(tmp_path / "out"), "--to", "tensorboard")
+    assert code == 0 and "3 steps" in text
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+
+
+def test_trl_refuses_a_run_without_steps_and_counts_what_it_leaves_out(tmp_path: Path, root: Path) -> None:
+    foreign = root / "tests/foreign"
+    code, text = export_opened(foreign / "inspect/sums.json", str(tmp_path / "none"), "--to", "trl")
+    assert code == 2 and "has no steps (6 evaluated)" in " ".join(text.split()) and not (tmp_path / "none").exists()
+    code, text = export_opened(foreign / "slime/dump", str(tmp_path / "some"), "--to", "trl")
+    words = " ".join(text.split())
+    assert code == 0 and "3 responses left out" in words and "these are 3 evaluated" in words
+
+
+def test_a_failed_response_has_no_length(tmp_path: Path, root: Path) -> None:
+    name = "sums--tiny--bash--1a2b3c4d"
+    source = shutil.copytree(root / "tests/foreign/verifiers" / name, tmp_path / name)
+    lines = (source / "traces.jsonl").read_text().splitlines()
+    episode = json.loads(lines[0]) | {"id": "failed"}
+    error = {"type": "Error", "message": "the sandbox is gone"}
+    episode["traces"][0] |= {"id": "failed", "nodes": [], "rewards": {}, "errors": [error], "num_output_tokens": 0}
+    (source / "traces.jsonl").write_text("\n".join([*lines, json.dumps(episode)]) + "\n")
+    code, _ = export_opened(source, str(tmp_path / "out"), "--to", "jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
+    (failed,) = [row for row in rows if row.get("message")]
+    assert code == 0 and len(rows) == 7 and "length" not in failed
 
 
 def test_refusals(run: Path, tmp_path: Path) -> None:

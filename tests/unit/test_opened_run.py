@@ -17,7 +17,18 @@ from rlbench.views.cards import CARDS
 from rlbench.views.light import run_light
 from rlbench.workbench.opened_run import OpenedRun, OpenedRuns
 
-VERL = Path(__file__).parents[1] / "foreign" / "verl"
+FOREIGN = Path(__file__).parents[1] / "foreign"
+VERL = FOREIGN / "verl"
+VERIFIERS = FOREIGN / "verifiers"
+CARDS_OF = {
+    "areal": "AReaL writes text, and no token ids",
+    "art": "",
+    "miles": "",
+    "nemo_rl": "",
+    "open_instruct": "",
+    "skyrl": "",
+    "slime": "",
+}  # samples of one run: why its rollouts have no loss card, empty where they have one
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +149,32 @@ def test_ours_and_theirs_are_compared(theirs, tmp_path):
     assert "theirs" in str(page) and "example" in str(page)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_two_evaluations_without_versions_are_compared():
+    evaluations = [VERIFIERS / "sums--tiny--bash--1a2b3c4d", VERIFIERS / "evals", VERL.parent / "inspect" / "sums.json"]
+    found = rl.compare(*map(rl.open, evaluations))
+    for end in found.endings:
+        assert (end.solve_rate_start, end.solve_rate_end, end.tokens) == (None, 0.5, None)
+    assert "tokens generated" not in repr(found) and "held-out, start" not in repr(found)
+    assert "rl-compare" in found._repr_html_() and found.frame()["tokens"].is_nan().all()
+    pair = rl.compare(*map(rl.open, evaluations[:2]))
+    assert [end.difference for end in pair.endings] == [None, 0.0] and "at temperature" not in repr(pair)
+
+
+def test_what_no_length_tells_is_not_shown_as_zero(theirs):
+    found = rl.compare(rl.open(theirs), rl.open(VERL.parent / "slime" / "dump"))
+    assert [end.tokens for end in found.endings] == [None, 204]
+    assert [end.tokens_per_s for end in found.endings] == [None, None]
+    assert [end.solve_rate_start for end in found.endings] == [None, None]  # its only evaluation was the last step's
+    assert "0" not in next(line for line in repr(found).splitlines() if "tokens generated" in line).replace("204", "")
+
+
+def test_runs_of_one_name_are_compared_under_their_own_paths(tmp_path):
+    paths = [shutil.copytree(VERL / "v1", tmp_path / parent / "same") for parent in ("a", "b")]
+    found = rl.compare(*map(rl.open, paths))
+    assert [run.name for run in found.compared] == list(map(str, paths))
+
+
 def test_two_runs_of_one_name_stay_apart(tmp_path):
     for parent in ("a", "b"):
         shutil.copytree(VERL / "v1", tmp_path / parent / "same")
@@ -149,8 +186,62 @@ def test_a_rollout_opens_in_the_inspector(theirs):
     run = rl.open(theirs)
     rollout = run.rollout(3)
     assert rollout.prompt and rollout.text
-    with pytest.raises(ValueError, match="there is nothing to put a loss on"):
+    with pytest.raises(ValueError, match="its files hold no tokens, so there is nothing to put a loss on"):
         run.cards([3], loss="gspo")
     assert len(OpenedRun(run.folder).browse().rows) == 27
     assert read_source(run.folder).guesses
     assert opened_table(run.folder, "nothing").is_empty()
+
+
+def trained_rollouts(run: OpenedRun) -> list[int]:
+    "Ids of the rollouts that a run was trained on; of one that trained nothing, all."
+    rollouts = run.rollouts
+    trained = rollouts.filter(rollouts["fate"] == "trained")["rollout"].to_list()
+    return trained or rollouts["rollout"].to_list()
+
+
+@pytest.mark.parametrize("sample", sorted(path.name for path in FOREIGN.iterdir()))
+def test_a_card_shows_a_rollout_or_says_what_is_missing(sample):
+    opened = rl.open(FOREIGN / sample)
+    for run in [opened] if isinstance(opened, OpenedRun) else opened:
+        rollout = trained_rollouts(run)[0]
+        assert run.rollout(rollout)._repr_html_()
+        try:
+            summary = run.cards([rollout]).summary
+        except ValueError as error:
+            assert str(error).startswith(f"rollout: {rollout}") and "checkpoint" not in str(error)
+        else:
+            assert len(summary) == 1 and summary["tokens"][0] > 0
+            assert run.rollout(rollout).card().text()
+
+
+@pytest.mark.parametrize(("sample", "missing"), CARDS_OF.items())
+def test_which_samples_have_cards(sample, missing):
+    run = rl.open(FOREIGN / sample)
+    rollout = trained_rollouts(run)[0]
+    if missing:
+        with pytest.raises(ValueError, match=missing):
+            run.rollout(rollout).card()
+        return
+    card = run.rollout(rollout).card()
+    assert card.frame["advantage"].null_count() == 0 and card.has_gradient
+    assert card.frame["start"].null_count() == 0
+
+
+def test_cards_without_log_probabilities_of_the_trainer_say_so():
+    card = rl.open(FOREIGN / "open_instruct").rollout(0).card()
+    assert "Log-probabilities of the trainer are not in the files of open-instruct" in card.text()
+    assert "the loss of open-instruct is not known" in card.text()
+    assert card.frame["token"][0] == f"[{card.frame['id'][0]}]"  # no tokenizer is known
+    again = rl.open(FOREIGN / "miles").rollout(0).card()
+    assert "Advantages were computed again from the rewards" in again.text()
+
+
+def test_a_rollout_that_an_opened_run_does_not_have(theirs):
+    run = rl.open(theirs)
+    with pytest.raises(ValueError, match="rollout: 999 is not in"):
+        run.cards([999])
+    with pytest.raises(ValueError, match="rollout: 999 is not in"):
+        run.rollout(999)
+    with pytest.raises(ValueError, match="policy: .* was made by slime, whose weights are not read here"):
+        rl.open(FOREIGN / "slime").cards([0], policy=True)
