@@ -30,6 +30,12 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_session(tmp_path_factory) -> None:
+    "What is remembered of other systems' runs stays among the files of the tests, not in the user's cache."
+    os.environ.setdefault("RLBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes a second or more; `make check` leaves it out")
 
