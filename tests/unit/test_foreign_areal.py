@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from helpers.opened_runs import MADE_UP, Tables, copy_made_up
+from opened_runs import MADE_UP, Tables, copy_made_up
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from foreign_runs import column, open_only
+from opened_runs import column, open_only
 
 from rlbench.foreign.opening import opened_table
 from rlbench.foreign.registry import find_foreign_runs

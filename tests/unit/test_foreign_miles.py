@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from helpers.opened_runs import MADE_UP, Tables, copy_made_up
+from opened_runs import MADE_UP, Tables, copy_made_up
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from verifiers_records import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
+from opened_runs import MADE_UP, Tables, kinds_under, lines_of, rewrite_lines, tear_last_line
 
 from rlbench.foreign import opening
 from rlbench.foreign.episodes import NodeRecord, last_branch, response_positions, written_values

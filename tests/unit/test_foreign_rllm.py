@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from foreign_runs import column, open_only
+from opened_runs import column, open_only
 
 from rlbench.foreign.opening import cached_folder, opened_table, refresh
 from rlbench.foreign.registry import find_foreign_runs

@@ -3,7 +3,7 @@ import os
 import pickle
 
 import pytest
-from helpers.opened_runs import MADE_UP, Tables, copy_made_up
+from opened_runs import MADE_UP, Tables, copy_made_up
 
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.skyrl import unpickled_batch

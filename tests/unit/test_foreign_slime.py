@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers.opened_runs import MADE_UP, Tables, copy_made_up
+from opened_runs import MADE_UP, Tables, copy_made_up
 
 from rlbench.foreign.registry import find_foreign_runs
 from rlbench.foreign.source_files import ForeignError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from foreign_runs import open_only
+from opened_runs import open_only
 
 from rlbench.foreign.opening import opened_table
 from rlbench.foreign.source import read_source

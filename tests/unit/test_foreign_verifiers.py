@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from verifiers_records import MADE_UP, Tables, kinds_under, rewrite_lines, tear_last_line
+from opened_runs import MADE_UP, Tables, kinds_under, rewrite_lines, tear_last_line
 
 VERIFIERS = MADE_UP / "verifiers"
 EPISODES = VERIFIERS / "sums--tiny--bash--1a2b3c4d"
